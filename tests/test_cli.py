@@ -67,7 +67,7 @@ def test_train_prints_the_scores_and_writes_the_logs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "log" / "summary.json").read_text())["steps"] == 4
 
 
-@pytest.mark.filterwarnings("ignore:.*The run goes on without this log")
+@pytest.mark.filterwarnings("ignore:.*The run continues without this log")
 def test_scores_are_printed_where_a_full_disk_takes_no_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,24 +147,24 @@ def test_bad_rows_stop_the_run_or_are_counted(ratings: Path) -> None:
         "train.epochs=1",
     )
     assert code == 0
-    assert "2 bad rows left out beside 200 good ones" in text
+    assert "2 bad rows skipped, 200 good rows read" in text
     assert "column 'rating' is missing" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["synthetik"], "There is no recipe 'synthetik'; did you mean 'synthetic'?"),
+        (["synthetik"], "There is no recipe 'synthetik'. Did you mean 'synthetic'?"),
         (["nothing_here:run"], "No module named 'nothing_here'"),
         (["json:nothing"], "module 'json' has no function 'nothing'"),
-        (["movielens"], "say where they are with --data PATH"),
+        (["movielens"], "Pass their path with --data PATH"),
         (["movielens", "--data", "/nowhere"], "/nowhere: cannot be opened (No such file or directory)"),
         (["criteo", "--data", "/nowhere"], "/nowhere: cannot be opened"),
-        (["synthetic", "--data", "x"], "makes its own data"),
-        (["synthetic", "--set", "train.batchsize=3"], "did you mean 'train.batch_size'?"),
-        (["synthetic", "--device", "tpu9"], "train.device is 'tpu9'"),
+        (["synthetic", "--data", "x"], "generates its own data"),
+        (["synthetic", "--set", "train.batchsize=3"], "Did you mean 'train.batch_size'?"),
+        (["synthetic", "--device", "tpu9"], "train.device: got 'tpu9'"),
         (["synthetic", "--on-bad-row", "skip"], "no setting 'data.on_bad_row'"),
-        (["criteo", "--data", "x", "--on-bad-row", "fix"], "wanted one of error, skip"),
+        (["criteo", "--data", "x", "--on-bad-row", "fix"], "expected one of error, skip"),
     ],
 )
 def test_mistakes_are_told_in_a_line_without_a_traceback(arguments: list[str], message: str) -> None:
@@ -324,7 +324,7 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
     plan = tmp_path / "b" / "plan.json"
     assert json.loads(plan.read_text())["world_size"] == 1
     for path, message in (
-        (str(plan), "holds the logs of another run"),
+        (str(plan), "contains another run's logs"),
         ("/nowhere", "ShardingPlan: /nowhere cannot be read: got 'No such file or directory'"),
     ):
         code, text = _invoke("train", "synthetic", *SMALL, "--plan", path, "--log-dir", str(tmp_path / "b"))
@@ -335,8 +335,11 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sharding", "diagonal"], "parallel.sharding is 'diagonal'; wanted one of planned, data_parallel"),
-        (["--sharding", "row_wise", "--plan", "p"], "give one of them"),
+        (
+            ["--sharding", "diagonal"],
+            "parallel.sharding: got 'diagonal'; expected one of planned, data_parallel",
+        ),
+        (["--sharding", "row_wise", "--plan", "p"], "expected only one of them"),
     ],
 )
 def test_contradictions_about_plans_are_told_before_anything_starts(

@@ -34,6 +34,6 @@ def test_every_policy_is_in_the_table() -> None:
 def test_the_message_it_quotes_is_the_message() -> None:
     with pytest.raises(ValueError) as caught:
         HashZchManagedCollisionModule(1000)
-    said = re.search(r"`(1000 rows do not fill[^`]*)`", PAGE.read_text())
-    assert said is not None
-    assert said[1] in str(caught.value)
+    quoted = re.search(r"`(got 1000 rows in 768 buckets[^`]*)`", PAGE.read_text())
+    assert quoted is not None
+    assert quoted[1] in str(caught.value)

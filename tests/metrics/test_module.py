@@ -105,10 +105,14 @@ def test_state_dict_carries_lifetime_and_window_over() -> None:
 @pytest.mark.parametrize(
     ("tasks", "shapes", "message"),
     [
-        (("a",), ((5,), (4,), (5,)), r"labels has shape \[4\] beside predictions of shape \[5\]"),
-        (("a", "b"), ((5,), (5,), (5,)), r"give all of them as \[2, N\]"),
-        (("a", "b"), ((3, 5), (3, 5), (3, 5)), r"predictions has shape \[3, 5\]"),
-        (("a",), ((1, 5), (1, 5), (5,)), r"weights has shape \[5\]"),
+        (
+            ("a",),
+            ((5,), (4,), (5,)),
+            r"labels of shape \[4\] with predictions of shape \[5\]; expected all of shape \[N\]",
+        ),
+        (("a", "b"), ((5,), (5,), (5,)), r"expected all of shape \[2, N\]"),
+        (("a", "b"), ((3, 5), (3, 5), (3, 5)), r"predictions of shape \[3, 5\] with"),
+        (("a",), ((1, 5), (1, 5), (5,)), r"weights of shape \[5\]"),
     ],
 )
 def test_shapes_that_disagree_are_named(
@@ -120,15 +124,15 @@ def test_shapes_that_disagree_are_named(
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no measure 'ndgc'"):
+    with pytest.raises(ConfigError, match="got measure 'ndgc'"):
         MetricModule(measures=["ndgc"])
     with pytest.raises(ConfigError, match="each once"):
         MetricModule(tasks=["a", "a"])
     with pytest.raises(ConfigError, match="each once"):
         MetricModule(tasks="click")
-    with pytest.raises(ConfigError, match="window is -1"):
+    with pytest.raises(ConfigError, match="window=-1"):
         MetricModule(window=-1)
-    with pytest.raises(ConfigError, match="measures are"):
+    with pytest.raises(ConfigError, match="got measures"):
         MetricModule(measures=["ne", "ne"])
 
 

@@ -121,15 +121,15 @@ def test_sizes_and_inputs_that_do_not_fit_are_named() -> None:
         ((5, 0, 4), "hidden_layer_size"),
         ((5, 7, 0), "deep_fm_dimension"),
     ):
-        with pytest.raises(ConfigError, match=f"{name} is 0"):
+        with pytest.raises(ConfigError, match=f"{name}: got 0"):
             SimpleDeepFMNN(sizes[0], tables(), sizes[1], sizes[2])
-    with pytest.raises(ConfigError, match="embedding_dim is -1"):
+    with pytest.raises(ConfigError, match="embedding_dim: got -1"):
         DenseArch(5, 7, -1)
     mixed = EmbeddingBagCollection([EmbeddingBagConfig(9, 3, "t1"), EmbeddingBagConfig(9, 4, "t2")])
-    with pytest.raises(ConfigError, match="SimpleDeepFMNN: table 't2' has embedding_dim 4"):
+    with pytest.raises(ConfigError, match="SimpleDeepFMNN: got embedding_dim 4 of table 't2'"):
         SimpleDeepFMNN(DENSE, mixed, HIDDEN, DEEP)
-    with pytest.raises(InputError, match=r"DenseArch: the input has shape \[2, 4\]"):
+    with pytest.raises(InputError, match=r"DenseArch: got input of shape \[2, 4\]"):
         DenseArch(5, 7, 3)(torch.zeros(2, 4))
     pooled = KeyedTensor.from_tensor_list(["x"], [torch.zeros(2, DIM)])
-    with pytest.raises(InputError, match="have 6 elements, wanted fm_in_features 7"):
+    with pytest.raises(InputError, match=r"got 6 elements .* expected fm_in_features=7"):
         FMInteractionArch(7, ["x"], DEEP)(torch.zeros(2, DIM), pooled)

@@ -355,36 +355,33 @@ def test_stages_have_the_shapes_they_say() -> None:
 
 def test_sizes_that_do_not_fit_are_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"DLRM: dense_arch_layer_sizes is \[4, 2\]; its last .* embedding_dim 3"
+        ConfigError,
+        match=r"DLRM: got dense_arch_layer_sizes=\[4, 2\]; expected .* embedding_dim 3 as the last",
     ):
         DLRM(tables(), DENSE, [4, 2], [6, 1])
-    with pytest.raises(ConfigError, match=r"DLRM_DCN: dense_arch_layer_sizes is \[\]"):
+    with pytest.raises(ConfigError, match=r"DLRM_DCN: got dense_arch_layer_sizes=\[\]"):
         DLRM_DCN(tables(), DENSE, [], [6, 1], 2, 3)
-    with pytest.raises(
-        ConfigError, match=r"OverArch: layer_sizes is \[1\]; it must have at least two layers"
-    ):
+    with pytest.raises(ConfigError, match=r"OverArch: got layer_sizes=\[1\]; expected at least two layers"):
         DLRM(tables(), DENSE, [DIM], [1])
-    with pytest.raises(ConfigError, match="OverArch: each of layer_sizes is 0"):
+    with pytest.raises(ConfigError, match="OverArch: each of layer_sizes: got 0"):
         OverArch(4, [3, 0])
     with pytest.raises(
-        ConfigError, match=r"interaction_branch2_layer_sizes is \[4\]; its last .* multiple .* 3"
+        ConfigError, match=r"interaction_branch2_layer_sizes=\[4\]; expected a multiple .* 3 as the last"
     ):
         DLRM_Projection(tables(), DENSE, [DIM], [6, 1], [6], [4])
-    with pytest.raises(ConfigError, match="low_rank is 0"):
+    with pytest.raises(ConfigError, match="low_rank: got 0"):
         DLRM_DCN(tables(), DENSE, [DIM], [6, 1], 2, 0)
     mixed = EmbeddingBagCollection([EmbeddingBagConfig(9, 3, "t1"), EmbeddingBagConfig(9, 4, "t2")])
-    with pytest.raises(ConfigError, match="DLRM: table 't2' has embedding_dim 4 and table 't1' 3"):
+    with pytest.raises(ConfigError, match="DLRM: got embedding_dim 4 of table 't2' and 3 of table 't1'"):
         DLRM(mixed, DENSE, [DIM], [6, 1])
 
 
 def test_inputs_that_do_not_fit_are_named() -> None:
     model = DLRM(tables(), DENSE, [4, DIM], [6, 1])
     inputs = batch(4)
-    with pytest.raises(InputError, match=r"the input has shape \[4, 7\], wanted \[…, 5\]"):
+    with pytest.raises(InputError, match=r"got input of shape \[4, 7\]; expected \[…, 5\]"):
         model(torch.zeros(4, 7), inputs.sparse_features)
-    with pytest.raises(InputError, match=r"InteractionArch: dense features have shape \[3, 3\]"):
+    with pytest.raises(InputError, match=r"InteractionArch: got dense features of shape \[3, 3\]"):
         model(torch.zeros(3, DENSE), inputs.sparse_features)
-    with pytest.raises(
-        InputError, match=r"labels of shape \[4, 1\] and the model gave logits of shape \[4\]"
-    ):
+    with pytest.raises(InputError, match=r"labels of shape \[4, 1\] for logits of shape \[4\]"):
         DLRMTrain(model)(Batch(inputs.dense_features, inputs.sparse_features, inputs.labels[:, None]))

@@ -28,7 +28,7 @@ def test_a_feature_of_several_tables_is_named_with_each() -> None:
 
 def test_the_common_dim_is_that_of_every_table() -> None:
     assert common_dim("M", [EmbeddingBagConfig(9, 4, "t1"), EmbeddingBagConfig(8, 4, "t2")]) == 4
-    with pytest.raises(ConfigError, match="M: table 't2' has embedding_dim 5 and table 't1' 4"):
+    with pytest.raises(ConfigError, match="M: got embedding_dim 5 of table 't2' and 4 of table 't1'"):
         common_dim("M", [EmbeddingBagConfig(9, 4, "t1"), EmbeddingBagConfig(8, 5, "t2")])
 
 

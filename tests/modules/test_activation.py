@@ -37,9 +37,9 @@ def test_a_gradient_check_passes() -> None:
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match="each of input_dims is 0"):
+    with pytest.raises(ConfigError, match="each of input_dims: got 0"):
         SwishLayerNorm(0)
-    with pytest.raises(InputError, match=r"shape \[2, 5\], wanted it to end in \[4\]"):
+    with pytest.raises(InputError, match=r"shape \[2, 5\]; expected trailing dimensions \[4\]"):
         SwishLayerNorm(4)(torch.zeros(2, 5))
-    with pytest.raises(InputError, match=r"shape \[4\], wanted it to end in \[2, 4\]"):
+    with pytest.raises(InputError, match=r"shape \[4\]; expected trailing dimensions \[2, 4\]"):
         SwishLayerNorm([2, 4])(torch.zeros(4))

@@ -18,10 +18,11 @@ from tilerec.ops.hash.definition import zch_buckets
         (
             1000,
             768,
-            "1000 rows do not fill 768 buckets equally; use 768 or 1536 rows, or 500 or 1000 buckets",
+            "got 1000 rows in 768 buckets; expected a multiple of the bucket count. "
+            "Use 768 or 1536 rows, or 500 or 1000 buckets",
         ),
-        (100, 768, "use 768 rows, or 100 buckets"),
-        (1009, 8, "use 1008 or 1016 rows, or 1 buckets"),
+        (100, 768, "Use 768 rows, or 100 buckets"),
+        (1009, 8, "Use 1008 or 1016 rows, or 1 buckets"),
     ],
 )
 def test_rows_that_do_not_fill_the_buckets_name_both_numbers_and_the_nearest_that_fit(
@@ -34,12 +35,12 @@ def test_rows_that_do_not_fill_the_buckets_name_both_numbers_and_the_nearest_tha
 
 def test_sizes_are_whole_numbers_from_one_up() -> None:
     for rows, count in ((0, 1), (-8, 4), (8, 0), (8, True), (8.0, 4)):
-        with pytest.raises(ConfigError, match="whole number of at least 1"):
+        with pytest.raises(ConfigError, match="expected an integer of at least 1"):
             Buckets.of("t", rows, count)  # type: ignore[arg-type]
 
 
 def test_a_bucket_of_one_row_has_none_to_share() -> None:
-    with pytest.raises(ConfigError, match="use at least 16 rows, fewer buckets, or disable_fallback"):
+    with pytest.raises(ConfigError, match="Use at least 16 rows, fewer buckets, or disable_fallback"):
         Buckets.of("t", 8, 8, shares=True)
     assert Buckets.of("t", 8, 8).slots == 1
 

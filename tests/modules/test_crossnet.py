@@ -154,18 +154,18 @@ def test_initial_kernels_have_the_spread_of_one_matrix_whatever_the_experts() ->
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match="CrossNet: in_features is 0"):
+    with pytest.raises(ConfigError, match="CrossNet: in_features: got 0"):
         CrossNet(0, 1)
-    with pytest.raises(ConfigError, match="LowRankCrossNet: low_rank is 0"):
+    with pytest.raises(ConfigError, match="LowRankCrossNet: low_rank: got 0"):
         LowRankCrossNet(5, 1, 0)
     with pytest.raises(
-        ConfigError, match="VectorCrossNet: num_layers is -1; it must be a whole number of at least 0"
+        ConfigError, match="VectorCrossNet: num_layers: got -1; expected an integer of at least 0"
     ):
         VectorCrossNet(5, -1)
-    with pytest.raises(ConfigError, match="num_experts is 0"):
+    with pytest.raises(ConfigError, match="num_experts: got 0"):
         LowRankMixtureCrossNet(5, 1, 0)
     for name, net in NETS.items():
-        with pytest.raises(InputError, match=re.escape("the input has shape [2, 4], wanted [batch, 5]")):
+        with pytest.raises(InputError, match=re.escape("got input of shape [2, 4]; expected [batch, 5]")):
             net()(torch.zeros(2, 4))
-        with pytest.raises(InputError, match=re.escape("the input has shape [5]")):
+        with pytest.raises(InputError, match=re.escape("got input of shape [5]")):
             NETS[name]()(torch.zeros(5))

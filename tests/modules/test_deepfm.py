@@ -69,10 +69,10 @@ def test_inputs_that_do_not_fit_are_named(module: nn.Module) -> None:
         module([])
     with pytest.raises(InputError, match="with one batch size B"):
         module([torch.zeros(2, 4), torch.zeros(3, 4)])
-    with pytest.raises(InputError, match=r"wanted \[B, D\] or \[B, N, D\]"):
+    with pytest.raises(InputError, match=r"expected \[B, D\] or \[B, N, D\]"):
         module([torch.zeros(4)])
 
 
 def test_embeddings_of_several_dims_have_no_pairs() -> None:
-    with pytest.raises(InputError, match=r"dims \[4, 3\]; pairs of embeddings need one dim"):
+    with pytest.raises(InputError, match=r"dims \[4, 3\]; expected one dim"):
         FactorizationMachine(per_embedding=True)([torch.zeros(2, 4), torch.zeros(2, 3)])

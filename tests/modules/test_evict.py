@@ -32,7 +32,7 @@ def test_a_filter_of_counts_is_refused_with_what_to_use_instead(policy: type) ->
 
 
 def test_an_exponent_out_of_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="decay_exponent is -1"):
+    with pytest.raises(ConfigError, match="decay_exponent=-1"):
         DistanceLFU_EvictionPolicy(-1.0)
 
 
@@ -52,13 +52,13 @@ def test_names_with_their_configs_become_policies() -> None:
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("FIFO", None, "eviction_policy_name='FIFO' is none of"),
+        ("FIFO", None, "eviction_policy_name='FIFO'; expected one of"),
         (None, HashZchEvictionConfig(["a"], 5), "without eviction_policy_name"),
         ("SINGLE_TTL_EVICTION", None, "needs eviction_config with a single_ttl"),
-        ("SINGLE_TTL_EVICTION", HashZchEvictionConfig(["a"], 5, [5]), "leave it out"),
+        ("SINGLE_TTL_EVICTION", HashZchEvictionConfig(["a"], 5, [5]), "Leave it out"),
         ("PER_FEATURE_TTL_EVICTION", HashZchEvictionConfig(["a"], 5), "needs eviction_config with a per_feature_ttl"),
-        ("PER_FEATURE_TTL_EVICTION", HashZchEvictionConfig(["a"], 5, [5]), "leave it out"),
-        ("PER_FEATURE_TTL_EVICTION", HashZchEvictionConfig(["a", "b"], None, [5]), "1 times .* for 2 features"),
+        ("PER_FEATURE_TTL_EVICTION", HashZchEvictionConfig(["a"], 5, [5]), "Leave it out"),
+        ("PER_FEATURE_TTL_EVICTION", HashZchEvictionConfig(["a", "b"], None, [5]), "1 entries .* expected 2"),
         ("SINGLE_TTL_EVICTION", HashZchEvictionConfig(["a"], -5), "a time to live of -5"),
         ("LRU_EVICTION", HashZchEvictionConfig(["a"], 5), "does not read"),
     ],

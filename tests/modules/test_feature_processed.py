@@ -155,11 +155,11 @@ def test_half_precision_modules_work() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(ConfigError, match="build it with is_weighted=True"):
+    with pytest.raises(ConfigError, match="Build it with is_weighted=True"):
         FeatureProcessedEmbeddingBagCollection(
             tables(is_weighted=False), PositionWeightedModuleCollection({})
         )
-    with pytest.raises(ConfigError, match=r"missing \['b'\], not read by any table \['c'\]"):
+    with pytest.raises(ConfigError, match=r"missing: \['b'\]; not read by any table: \['c'\]"):
         FeatureProcessedEmbeddingBagCollection(
             tables(), {"a": PositionWeightedModule(2), "c": PositionWeightedModule(2)}
         )

@@ -36,15 +36,15 @@ def test_arguments_without_effect_are_named(options: dict[str, Any], words: str)
     [
         ({"opt_in_prob": 30}, "opt_in_prob=30.*admission_threshold"),
         ({"write_runtime_meta_dim": 4}, "write_runtime_meta_dim=4"),
-        ({"total_num_buckets": 3}, "8 rows do not fill 3 buckets"),
-        ({"start_bucket": 2}, r"buckets \[2, 2\) are not among the 2"),
-        ({"percent_reserved_slots": 100}, "percent_reserved_slots is 100"),
-        ({"when_full": "explode"}, "when_full='explode' is none of"),
-        ({"when_full": "evict"}, "needs a policy"),
+        ({"total_num_buckets": 3}, "got 8 rows in 3 buckets"),
+        ({"start_bucket": 2}, r"got buckets \[2, 2\) of 2"),
+        ({"percent_reserved_slots": 100}, "percent_reserved_slots=100"),
+        ({"when_full": "explode"}, "when_full='explode'; expected one of"),
+        ({"when_full": "evict"}, "when_full='evict' without a policy"),
         ({"when_full": "fallback", "disable_fallback": True}, "contradict each other"),
-        ({"when_full": "reject", "eviction_policy_name": "LRU_EVICTION"}, "evicts nobody"),
-        ({"max_probe": 0}, "max_probe is 0"),
-        ({"admission_threshold": 0}, "admission_threshold is 0"),
+        ({"when_full": "reject", "eviction_policy_name": "LRU_EVICTION"}, "evicts no rows"),
+        ({"max_probe": 0}, "max_probe=0"),
+        ({"admission_threshold": 0}, "admission_threshold=0"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], words: str) -> None:
@@ -53,7 +53,7 @@ def test_what_contradicts_itself_is_refused(options: dict[str, Any], words: str)
 
 
 def test_buckets_too_small_to_fill_evenly_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match="768 buckets of 2 rows: so small ones overflow"):
+    with pytest.warns(UserWarning, match="768 buckets of 2 rows; buckets this small overflow"):
         HashZchManagedCollisionModule(1536)
 
 

@@ -117,7 +117,7 @@ def test_an_interaction_of_dots_has_no_state() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match="num_sparse_features is -1"):
+    with pytest.raises(ConfigError, match="num_sparse_features: got -1"):
         InteractionArch(-1)
     archs = [
         InteractionArch(2),
@@ -127,7 +127,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     for arch in archs:
         name = type(arch).__name__
         with pytest.raises(
-            InputError, match=rf"{name}: dense features .*\[2, 4\].*\[2, 3, 4\], wanted .*\[B, 2, D\]"
+            InputError, match=rf"{name}: got dense features .*\[2, 4\].*\[2, 3, 4\]; expected .*\[B, 2, D\]"
         ):
             arch(torch.zeros(2, 4), torch.zeros(2, 3, 4))
         with pytest.raises(InputError, match=name):
@@ -135,7 +135,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         with pytest.raises(InputError, match=name):
             arch(torch.zeros(4), torch.zeros(2, 2, 4))
     with pytest.raises(
-        InputError, match="interaction_branch2 returned 7 features, wanted a multiple of the embedding"
+        InputError, match="interaction_branch2 returned 7 features; expected a multiple of the embedding"
     ):
         InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 7))(
             torch.zeros(2, 4), torch.zeros(2, 2, 4)

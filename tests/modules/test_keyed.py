@@ -67,7 +67,7 @@ def test_regrouping_compiles_to_one_graph() -> None:
 
 
 def test_what_does_not_fit_is_refused_or_warned_of() -> None:
-    with pytest.raises(ConfigError, match="wanted one name per group"):
+    with pytest.raises(ConfigError, match="expected one name per group"):
         KTRegroupAsDict([["x"]], ["u", "v"])
     with pytest.raises(ConfigError, match="each once"):
         KTRegroupAsDict([["x"], ["y"]], ["u", "u"])

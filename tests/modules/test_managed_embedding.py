@@ -154,7 +154,7 @@ def test_without_an_attached_optimizer_rows_are_reset_and_their_gradient_too_and
     rows = dict(zip([10, 11, 12], step(module, [10, 11, 12])["a"].values().tolist(), strict=True))
     with torch.no_grad():
         module.embedding_module._tables["t"].weight.add_(1)
-    with pytest.warns(UserWarning, match="stays the old id's; attach it") as caught:
+    with pytest.warns(UserWarning, match="keeps the old id's state. Attach the optimizer") as caught:
         module(features([13]))
     module(features([14]))
     assert len(caught) == 1
@@ -187,7 +187,7 @@ def test_rows_that_are_shared_are_trained_by_all_who_share_them() -> None:
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), None])
 @pytest.mark.parametrize(("size", "buckets"), [(48, None), (None, 6), (72, 4)])
-@pytest.mark.filterwarnings("ignore:Table 't'. its weight becomes another parameter")
+@pytest.mark.filterwarnings("ignore:Table 't'. the resize replaces its weight parameter")
 def test_growing_keeps_every_ids_row_and_optimizer_state(
     optimizer: OptimizerSpec | None, size: int | None, buckets: int | None
 ) -> None:
@@ -251,9 +251,9 @@ def test_a_resize_that_cannot_be_leaves_everything() -> None:
     module = pooled(24, 2, RowWiseAdagrad(lr=0.1))
     step(module, [1, 2, 3])
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ConfigError, match="25 rows do not fill 2 buckets"):
+    with pytest.raises(ConfigError, match="got 25 rows in 2 buckets"):
         module.resize("t", 25)
-    with pytest.raises(ConfigError, match="no managed table 'plain'"):
+    with pytest.raises(ConfigError, match="got table 'plain'; expected a managed table"):
         module.resize("plain", 24)
     other = EmbeddingBagCollection([EmbeddingBagConfig(24, 4, "t", feature_names=["a", "b"])])
     other.embedding_bags["t"].weight = module.embedding_module._tables["t"].weight
@@ -265,7 +265,7 @@ def test_a_resize_that_cannot_be_leaves_everything() -> None:
 
 def test_resizing_warns_of_a_table_that_others_step() -> None:
     module = pooled(24, 2)
-    with pytest.warns(UserWarning, match="make the optimizer that steps it anew"):
+    with pytest.warns(UserWarning, match="Create the optimizer that steps it again"):
         module.resize("t", 48)
 
 
@@ -295,7 +295,7 @@ def test_training_goes_on_from_a_file_bit_for_bit() -> None:
 def test_state_of_other_buckets_changes_no_table_either() -> None:
     module, state = pooled(24, 2), pooled(24, 4).state_dict()
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(ConfigError, match=r"of 4 buckets of 6 rows .* this table has 2 of 12"):
+    with pytest.raises(ConfigError, match=r"of 4 buckets of 6 rows .* expected 2 of 12"):
         module.load_state_dict(state)
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -351,16 +351,16 @@ def test_collections_of_other_tables_are_refused() -> None:
         {"t": MCHManagedCollisionModule(12, "cpu", LFU_EvictionPolicy(), 1)}, [config]
     )
     for other, words in (
-        (EmbeddingBagConfig(12, 4, "s", feature_names=["a"]), "which the embedding module lacks"),
-        (EmbeddingBagConfig(13, 4, "t", feature_names=["a"]), "has num_embeddings 13 .* and 12"),
+        (EmbeddingBagConfig(12, 4, "s", feature_names=["a"]), "expected a table of the embedding module"),
+        (EmbeddingBagConfig(13, 4, "t", feature_names=["a"]), "has num_embeddings=13 .* but 12"),
         (EmbeddingBagConfig(12, 4, "t", feature_names=["b"]), "has feature_names"),
     ):
         with pytest.raises(ConfigError, match=words):
             ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([other]), mcc)
     sequence = EmbeddingCollection([EmbeddingConfig(12, 4, "t", feature_names=["a"])])
-    with pytest.raises(ConfigError, match="got a EmbeddingCollection, wanted a EmbeddingBagCollection"):
+    with pytest.raises(ConfigError, match="got a EmbeddingCollection; expected a EmbeddingBagCollection"):
         ManagedCollisionEmbeddingBagCollection(sequence, mcc)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="wanted a ManagedCollisionCollection"):
+    with pytest.raises(ConfigError, match="expected a ManagedCollisionCollection"):
         ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection([config]), sequence)  # type: ignore[arg-type]
 
 
@@ -404,7 +404,10 @@ def test_an_exported_module_reads_the_ids_that_it_had() -> None:
 
 @pytest.mark.parametrize(
     ("options", "training", "words"),
-    [({}, True, "trains; call eval"), ({"when_full": "reject"}, False, "drops ids without a row")],
+    [
+        ({}, True, "is in training mode. Call eval"),
+        ({"when_full": "reject"}, False, "drops ids without a row"),
+    ],
 )
 def test_what_cannot_be_exported_is_named(options: dict[str, Any], training: bool, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -27,7 +27,7 @@ def test_ids_pass_the_users_function_first() -> None:
     assert module.input_size() == 10
     assert module.hashed(torch.tensor([13, -1])).tolist() == [3, 9]
     wrong = MCHManagedCollisionModule(16, "cpu", LFU_EvictionPolicy(), 1, 10, lambda ids, size: ids.float())
-    with pytest.raises(InputError, match=r"input_hash_func made torch\.float32"):
+    with pytest.raises(InputError, match=r"input_hash_func returned torch\.float32"):
         wrong.hashed(torch.tensor([13]))
 
 
@@ -36,11 +36,11 @@ def test_ids_pass_the_users_function_first() -> None:
     [
         ({"mch_size": 100}, "mch_size and mch_hash_func.*percent_reserved_slots"),
         ({"output_global_offset": 16}, "output_global_offset=16"),
-        ({"eviction_policy": "LRU"}, "eviction_policy is a str; wanted LFU_EvictionPolicy"),
-        ({"eviction_interval": 0}, "eviction_interval is 0"),
-        ({"buckets": 5}, "16 rows do not fill 5 buckets"),
-        ({"zch_size": 0}, "zch_size is 0"),
-        ({"zch_size": 1}, "none is left for others"),
+        ({"eviction_policy": "LRU"}, "got a str as eviction_policy; expected LFU_EvictionPolicy"),
+        ({"eviction_interval": 0}, "eviction_interval=0"),
+        ({"buckets": 5}, "got 16 rows in 5 buckets"),
+        ({"zch_size": 0}, "zch_size=0"),
+        ({"zch_size": 1}, "none would be left for own ids"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], words: str) -> None:

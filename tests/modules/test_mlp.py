@@ -108,18 +108,18 @@ def test_it_compiles_in_one_graph() -> None:
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"MLP: in_size is 0; it must be a whole number of at least 1"):
+    with pytest.raises(ConfigError, match=r"MLP: in_size: got 0; expected an integer of at least 1"):
         MLP(0, [3])
-    with pytest.raises(ConfigError, match="each of layer_sizes is -3"):
+    with pytest.raises(ConfigError, match="each of layer_sizes: got -3"):
         MLP(4, [-3])
-    with pytest.raises(ConfigError, match=r"Perceptron: out_size is 2\.5"):
+    with pytest.raises(ConfigError, match=r"Perceptron: out_size: got 2\.5"):
         Perceptron(4, 2.5)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=re.escape("MLP: the input has shape [2, 5], wanted […, 4]")):
+    with pytest.raises(InputError, match=re.escape("MLP: got input of shape [2, 5]; expected […, 4]")):
         MLP(4, [3])(torch.zeros(2, 5))
-    with pytest.raises(InputError, match=re.escape("Perceptron: the input has shape []")):
+    with pytest.raises(InputError, match=re.escape("Perceptron: got input of shape []")):
         Perceptron(4, 3)(torch.zeros(()))
 
 
 def test_an_unknown_activation_is_named() -> None:
-    with pytest.raises(ConfigError, match="activation got 'swisch', wanted one of"):
+    with pytest.raises(ConfigError, match="got activation='swisch'; expected one of"):
         MLP(4, [3], activation="swisch")

@@ -38,9 +38,9 @@ def test_a_class_or_factory_is_called(factory: object) -> None:
 
 
 def test_what_is_no_activation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="wanted a module"):
+    with pytest.raises(ConfigError, match="expected a module"):
         extract_module_or_tensor_callable(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"made a int, wanted a torch\.nn\.Module"):
+    with pytest.raises(ConfigError, match=r"returned a int; expected a torch\.nn\.Module"):
         extract_module_or_tensor_callable(lambda: 3)  # type: ignore[arg-type, return-value]
 
 
@@ -67,7 +67,7 @@ def test_module_list_holds_independent_copies() -> None:
     lists = construct_modulelist_from_single_module(nn.Linear(2, 3), (2, 4))
     assert [len(inner) for inner in lists] == [4, 4]  # type: ignore[arg-type]
     assert not torch.equal(lists[0][0].weight, lists[0][1].weight)  # type: ignore[index]
-    with pytest.raises(ConfigError, match="sizes is empty"):
+    with pytest.raises(ConfigError, match=r"sizes: got \(\)"):
         construct_modulelist_from_single_module(nn.Linear(2, 3), ())
 
 
@@ -75,7 +75,7 @@ def test_nested_lists_become_module_lists_of_the_given_sizes() -> None:
     nested = [[nn.Linear(2, 3) for _ in range(3)] for _ in range(2)]
     lists = convert_list_of_modules_to_modulelist(nested, (2, 3))  # type: ignore[arg-type]
     assert lists[1][2] is nested[1][2]  # type: ignore[index]
-    with pytest.raises(ConfigError, match="has 3 entries, wanted 2"):
+    with pytest.raises(ConfigError, match="got 3 entries; expected 2"):
         convert_list_of_modules_to_modulelist(nested, (2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="sizes is empty"):
+    with pytest.raises(ConfigError, match=r"sizes: got \(\)"):
         convert_list_of_modules_to_modulelist([], ())

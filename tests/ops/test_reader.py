@@ -160,7 +160,7 @@ def test_what_the_library_writes_in_between_is_known_too(kind: str, write: Calla
     torch.testing.assert_close(kjt.weights().grad, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:Table 'user'. rows that lose their id:UserWarning")
+@pytest.mark.filterwarnings("ignore:Table 'user'. evicted rows get their initial values:UserWarning")
 @pytest.mark.parametrize("write", [_load, _reset_alone, EmbeddingBagCollection.bfloat16])
 def test_what_the_library_writes_to_tables_without_an_attached_optimizer_is_known_too(
     write: Callable[[Any], None],

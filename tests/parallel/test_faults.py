@@ -175,7 +175,7 @@ BAD = {
     "an id of a copied table is negative": r"id -1 .*copies",
     "an id of a later module is too large": r"id 7 .*sequence",
     "weights are missing": "weights",
-    "it is no batch": "wanted a KeyedJaggedTensor",
+    "it is no batch": "expected a KeyedJaggedTensor",
 }
 
 

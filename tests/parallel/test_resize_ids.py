@@ -133,8 +133,8 @@ def test_an_unsharded_model_is_resized_too() -> None:
 @pytest.mark.parametrize(
     ("table", "rows", "buckets", "words"),
     [
-        ("user", 49, None, "49 rows do not fill 6 buckets"),
-        ("user", None, 4, "6 buckets cannot become 4"),
+        ("user", 49, None, "got 49 rows in 6 buckets"),
+        ("user", None, 4, "total_num_buckets=4 for a map of 6 buckets"),
         ("user", None, 2, "2 buckets cannot be shared by 3 ranks"),
         ("item", 80, None, r"cut at 14, inside a bucket \(4 rows\); cut at multiples of 4"),
         ("plain", 80, None, "0 modules map a table 'plain'"),
@@ -247,7 +247,7 @@ STEPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Table .* rows that lose their id get their initial values")
+@pytest.mark.filterwarnings("ignore:Table .* evicted rows get their initial values")
 @pytest.mark.parametrize(("kind", "change"), [("Adam", "more rows"), ("Adagrad", "buckets merge")])
 def test_an_optimizer_that_steps_the_table_follows(kind: str, change: str) -> None:
     _, table, rows, buckets = CHANGES[change]

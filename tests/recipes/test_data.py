@@ -17,7 +17,9 @@ def test_synthetic_settings_hold_for_one_table_or_for_all() -> None:
     ]
     batch = data.batch(0, 2000)
     assert [int(batch.sparse_features[f"feature_{index}"].lengths().max()) for index in range(3)] == [1, 2, 3]
-    with pytest.raises(ConfigError, match=r"data\.exponents has 2 numbers for 3 tables"):
+    with pytest.raises(
+        ConfigError, match=r"data\.exponents: got 2 numbers; expected 1, or one for each of the 3 tables"
+    ):
         SyntheticData(num_rows=(5, 7, 9), exponents=(1.0, 2.0)).open()
 
 

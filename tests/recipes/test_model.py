@@ -43,9 +43,9 @@ def test_dot_model_is_a_scaled_dot_product_and_an_mlp_of_both_vectors() -> None:
 
 
 def test_datasets_that_do_not_fit_a_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one dense feature"):
+    with pytest.raises(ConfigError, match="without dense features; expected at least one"):
         DLRMConfig().build(SyntheticData(num_rows=(5,), num_dense=0).open(), CPU)
-    with pytest.raises(ConfigError, match="takes two sparse features"):
+    with pytest.raises(ConfigError, match=r"sparse features \[.*\]; expected two"):
         DotConfig().build(SyntheticData(num_rows=(5,)).open(), CPU)
 
 

@@ -93,7 +93,7 @@ def test_a_variable_batch_without_inverse_indices_stops_every_rank_before_anythi
             lengths=torch.ones(3, dtype=torch.int64),
             stride_per_key_per_rank=[[1], [2]],
         )
-        with pytest.raises(InputError, match=r"no inverse_indices|Rank 0 refused"):
+        with pytest.raises(InputError, match=r"without inverse_indices|Rank 0 refused"):
             module(bad if group.rank == 0 else batch(1))
         return module(batch(group.rank)).values().detach()
 

@@ -1,4 +1,4 @@
-"""How good predictions are: normalized entropy, log loss, AUC, calibration."""
+"""Quality measures of predictions: normalized entropy, log loss, AUC, calibration."""
 
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
 from tilerec.metrics.measure import AUC, NE, Calibration, LogLoss, Measure

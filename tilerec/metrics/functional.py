@@ -6,13 +6,13 @@ For predictions p in [0, 1], labels y in [0, 1] and weights w (1 unless given):
     log loss        sum w c / sum w
     NE              log loss / entropy of the mean label  m = sum w y / sum w:
                     sum w c / -(sum w y log m + sum w (1 - y) log(1 - m))
-                    1 is as good as always saying m; below 1 is better (He et al., Practical Lessons from
+                    1 is as good as the constant prediction m; below 1 is better (He et al., Practical Lessons from
                     Predicting Clicks on Ads at Facebook, ADKDD 2014)
     calibration     sum w p / sum w y
-    AUC             the chance that a random positive is ranked above a random negative, ties counting half:
+    AUC             the probability that a random positive is ranked above a random negative, ties counting half:
                     with y as the weight of the positive part and 1 - y of the negative part
 
-A measure that the data do not define (no weight, no positives, one class only) is NaN.
+A measure is NaN if the data do not define it (no weight, no positives, or one class only).
 
 Legend: N samples. Every function takes predictions_N, labels_N, weights_N and returns a float64 scalar tensor.
 """
@@ -23,52 +23,53 @@ import torch
 from torch import Tensor
 
 SMALLEST = 1e-12
-"""Predictions are kept this far from 0 and 1 before a logarithm."""
+"""Minimum distance of predictions from 0 and 1, by clamping before a logarithm."""
 
 
 def cross_entropy(predictions_N: Tensor, labels_N: Tensor) -> Tensor:
-    """Per-sample cross entropy in float64, any shape."""
+    """Return the cross entropy of each sample in float64, any shape."""
     p = predictions_N.double().clamp(SMALLEST, 1 - SMALLEST)
     y = labels_N.double()
     return -(y * p.log() + (1 - y) * (-p).log1p())
 
 
 def entropy(mean: Tensor) -> Tensor:
-    """Entropy in nats of a coin with this mean; 0 at 0 and 1."""
+    """Return the entropy in nats of a Bernoulli variable with this mean; 0 at 0 and 1."""
     return torch.special.entr(mean) + torch.special.entr(1 - mean)
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above / below, NaN where below is 0."""
+    """Return above / below, NaN where below is 0."""
     return torch.where(below == 0, torch.full_like(above, float("nan")), above / below)
 
 
 def log_loss(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """Weighted mean cross entropy in nats. One sample, p = 0.8, y = 1: -log 0.8 = 0.223."""
+    """Return the weighted mean cross entropy in nats. One sample, p = 0.8, y = 1: -log 0.8 = 0.223."""
     w = _weights(labels_N, weights_N)
     return ratio((w * cross_entropy(predictions_N, labels_N)).sum(), w.sum())
 
 
 def normalized_entropy(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """Log loss over the entropy of the mean label. p = 0.5 everywhere on balanced labels: 1."""
+    """Return log loss divided by the entropy of the mean label. p = 0.5 everywhere on balanced labels: 1."""
     w = _weights(labels_N, weights_N)
     mean = ratio((w * labels_N.double()).sum(), w.sum())
     return ratio((w * cross_entropy(predictions_N, labels_N)).sum(), w.sum() * entropy(mean))
 
 
 def calibration(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """Predicted over observed positives. Predictions 0.2 and 0.4 on labels 0 and 1: 0.6."""
+    """Return predicted divided by observed positives. Predictions 0.2 and 0.4 on labels 0 and 1: 0.6."""
     w = _weights(labels_N, weights_N)
     return ratio((w * predictions_N.double()).sum(), (w * labels_N.double()).sum())
 
 
 def auc(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-    """Area under the ROC curve, exact with ties.
+    """Return the area under the ROC curve, exact with ties.
 
-    Worked example: predictions 0.1, 0.4, 0.4, 0.8 on labels 0, 0, 1, 1: of the four (positive, negative) pairs three
-    are in order and one is tied, so 3.5 / 4 = 0.875.
+    Worked example: predictions 0.1, 0.4, 0.4, 0.8 on labels 0, 0, 1, 1. Of the four (positive, negative) pairs, three
+    are in order and one is tied, so the AUC is 3.5 / 4 = 0.875.
 
-    Labels may be probabilities: then it is the AUC expected over labels drawn from them (as a ratio of expectations).
+    Labels may be probabilities. The result is then the AUC expected over labels drawn from them, as a ratio of
+    expectations.
     """
     w = _weights(labels_N, weights_N)
     y = labels_N.double()
@@ -80,7 +81,7 @@ def auc(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None
 
 
 def auc_of_groups(positive: Tensor, negative: Tensor) -> Tensor:
-    """AUC of samples in groups that are tied inside, the groups in ascending order along the last dimension."""
+    """Return the AUC of groups of tied samples, in ascending order along the last dimension."""
     below = negative.cumsum(-1) - negative
     pairs = (positive * (below + negative / 2)).sum(-1)
     return ratio(pairs, positive.sum(-1) * negative.sum(-1))

@@ -1,7 +1,7 @@
-"""Measures that can be kept as running sums.
+"""Measures that can be computed from running sums.
 
-A measure turns samples into sums that add up over batches and ranks, and sums into its value. On a window of kept
-samples it is computed exactly from the samples.
+A measure maps samples to sums, which add up over batches and ranks, and maps sums to its value. On a window of stored
+samples, it is computed exactly from the samples.
 
 Legend: T tasks, N samples, K sums of one measure.
 """
@@ -28,25 +28,25 @@ from tilerec.metrics.functional import (
 
 
 class Measure(ABC):
-    """One number per task about predictions and labels. Tensors of samples are [T, N], sums are float64 [K, T]."""
+    """One number per task, computed from predictions and labels. Samples are [T, N], sums are float64 [K, T]."""
 
     name: str
 
     @abstractmethod
     def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
-        """Float64 [K, T], without waiting for the device; the sums of two batches add up to those of both."""
+        """Return additive sums of a batch, float64 [K, T], without waiting for the device."""
 
     @abstractmethod
     def from_sums(self, sums_KT: Tensor) -> Tensor:
-        """Float64 [T]; NaN where the samples do not define the measure."""
+        """Return the values, float64 [T]; NaN if the samples do not define the measure."""
 
     @abstractmethod
     def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        """The measure of these samples of one task, a float64 scalar."""
+        """Return the measure of these samples of one task, a float64 scalar."""
 
 
 class NE(Measure):
-    """Normalized entropy: log loss over the entropy of the mean label."""
+    """Normalized entropy: log loss divided by the entropy of the mean label."""
 
     name = "ne"
 
@@ -81,7 +81,7 @@ class LogLoss(Measure):
 
 
 class Calibration(Measure):
-    """Predicted over observed positives."""
+    """Predicted divided by observed positives."""
 
     name = "calibration"
 
@@ -98,11 +98,11 @@ class Calibration(Measure):
 
 
 class AUC(Measure):
-    """Area under the ROC curve: exact on a window, by bins of the logit over a lifetime.
+    """Area under the ROC curve: exact on a window, from bins of the logit over a lifetime.
 
     The lifetime's sums are the positive and the negative weight in each of `bins` equal steps of
-    log(p / (1 - p)) in [-reach, reach]; samples of one bin count as tied. `error_bound` says how far the binned value
-    can be from the exact one: half of the share of (positive, negative) pairs that fall into one bin.
+    log(p / (1 - p)) in [-reach, reach]. Samples of one bin count as tied. `error_bound` is the maximum difference
+    between the binned and the exact value: half the fraction of (positive, negative) pairs that fall into one bin.
     """
 
     name = "auc"
@@ -110,7 +110,7 @@ class AUC(Measure):
     def __init__(self, bins: int = 1 << 14, reach: float = 16.0) -> None:
         if bins < 2 or not reach > 0 or not math.isfinite(reach):
             raise ConfigError(
-                f"AUC: bins={bins}, reach={reach}; use at least 2 bins and a positive, finite reach."
+                f"AUC: got bins={bins}, reach={reach}; expected at least 2 bins and a positive, finite reach."
             )
         self._bins = bins
         self._reach = reach
@@ -118,7 +118,7 @@ class AUC(Measure):
     def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
         logit_TN = torch.logit(predictions_TN.double(), eps=1e-15)
         place_TN = (logit_TN / (2 * self._reach) + 0.5) * self._bins
-        # A prediction that is not a number has no bin; it must not become an index.
+        # A NaN prediction has no bin. It takes the middle bin with NaN weight, as NaN must not become an index.
         bin_TN = place_TN.nan_to_num(0.0).clamp(0, self._bins - 1).long()
         w_TN = weights_TN.double() * torch.where(place_TN.isnan(), float("nan"), 1.0)
         sums = w_TN.new_zeros(2, w_TN.shape[0], self._bins)
@@ -134,7 +134,7 @@ class AUC(Measure):
         return auc(predictions_N, labels_N, weights_N)
 
     def error_bound(self, sums_KT: Tensor) -> Tensor:
-        """Float64 [T]: the binned AUC differs from the exact one by at most this."""
+        """Return the maximum difference between the binned and the exact AUC, float64 [T]."""
         positive_TK, negative_TK = self._groups(sums_KT)
         return ratio((positive_TK * negative_TK).sum(1) / 2, positive_TK.sum(1) * negative_TK.sum(1))
 

@@ -1,10 +1,10 @@
 """`MetricModule`: measures of every task, over a window of the latest samples and over a lifetime.
 
 Glossary
-    lifetime   all samples since the start (or `reset`), kept as sums
-    window     the latest samples, kept themselves in a ring
+    lifetime   all samples since the start (or `reset`), stored as sums
+    window     the latest samples, stored in a ring buffer
 
-An update adds tensors to tensors on their device and never waits for it; the price of a value is paid by `compute`.
+An update adds tensors on their device and never waits for it. `compute` does the expensive work.
 
 Legend: T tasks, N samples of one update, W samples of the window, K sums of one measure.
 """
@@ -27,14 +27,14 @@ _EVERY_MEASURE = ("ne", "log_loss", "auc", "calibration")
 class MetricModule(Metric):
     """Normalized entropy, log loss, AUC and calibration of one or several tasks.
 
-    A `torchmetrics.Metric`: `.to()`, `reset`, `state_dict` (after `persistent()`), and summing the states over the
-    ranks of a process group at `compute` are its own. Windows of several ranks are taken together.
+    `torchmetrics.Metric` provides `.to()`, `reset`, `state_dict` (after `persistent()`), and the sum of the states over
+    the ranks of a process group in `compute`. The windows of several ranks are concatenated.
 
     Args:
         tasks: names; one prediction and one label per task.
         measures: any of "ne", "log_loss", "auc", "calibration", or `Measure` objects.
-        window: W, samples kept for the windowed values; 0 for lifetime values only. It takes 24 bytes per sample and
-            task.
+        window: W, number of stored samples for the windowed values; 0 for lifetime values only. The window takes 24
+            bytes per sample and task.
     """
 
     full_state_update = False
@@ -42,7 +42,7 @@ class MetricModule(Metric):
     is_differentiable = False
 
     window_samples: Tensor  # float64 [W, 3, T], in compute [ranks, W, 3, T]: prediction, label, weight
-    window_next: Tensor  # int64 []: where in the ring the next sample goes
+    window_next: Tensor  # int64 []: ring position of the next sample
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class MetricModule(Metric):
         super().__init__(**kwargs)
         if isinstance(tasks, str) or not tasks or len(set(tasks)) != len(tasks):
             raise ConfigError(
-                f"MetricModule: tasks are {tasks!r}; give a list of at least one name, each once."
+                f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once."
             )
         if window < 0:
-            raise ConfigError(f"MetricModule: window is {window}; it must be at least 0.")
+            raise ConfigError(f"MetricModule: got window={window}; expected at least 0.")
         self.tasks = tuple(tasks)
         self.window = window
         self._measures = tuple(_measure(given) for given in measures)
         names = [measure.name for measure in self._measures]
         if not names or len(set(names)) != len(names):
-            raise ConfigError(f"MetricModule: measures are {names}; give at least one, each once.")
+            raise ConfigError(f"MetricModule: got measures {names}; expected at least one, each once.")
         nothing = torch.zeros(len(self.tasks), 0)
         for measure in self._measures:
             zeros_KT = torch.zeros_like(measure.sums(nothing, nothing, nothing))
             self.add_state(f"sums_{measure.name}", zeros_KT, dist_reduce_fx="sum")
-        # Weight 0 marks a place not filled yet.
+        # Weight 0 marks an empty ring position.
         self.add_state(
             "window_samples",
             torch.zeros(window, 3, len(self.tasks), dtype=torch.float64),
@@ -97,9 +97,9 @@ class MetricModule(Metric):
             self.window_next = (self.window_next + count) % self.window
 
     def compute(self) -> dict[str, Tensor]:
-        """`{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`, float64 scalars; NaN where undefined."""
+        """Return float64 scalars `{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`; NaN if undefined."""
         values = {}
-        # Gathered from several ranks, torchmetrics gives a stack: [ranks, W, 3, T].
+        # torchmetrics stacks the windows of several ranks: [ranks, W, 3, T].
         window = self.window_samples.reshape(-1, 3, len(self.tasks))
         for measure in self._measures:
             lifetime_T = measure.from_sums(getattr(self, f"sums_{measure.name}"))
@@ -110,7 +110,7 @@ class MetricModule(Metric):
         return values
 
     def _samples(self, predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Float64 [3, T, N]: predictions, labels, weights."""
+        """Return predictions, labels and weights as float64 [3, T, N]."""
         given = {"predictions": predictions, "labels": labels}
         if weights is not None:
             given["weights"] = weights
@@ -121,8 +121,8 @@ class MetricModule(Metric):
             if not fits or shape != tuple(predictions.shape):
                 wanted = "[N]" if tasks == 1 else f"[{tasks}, N]"
                 raise InputError(
-                    f"MetricModule for {tasks} task(s): {name} has shape {list(shape)} beside predictions of shape "
-                    f"{list(predictions.shape)}; give all of them as {wanted}."
+                    f"MetricModule for {tasks} task(s): got {name} of shape {list(shape)} with predictions of shape "
+                    f"{list(predictions.shape)}; expected all of shape {wanted}."
                 )
         if weights is None:
             weights = torch.ones_like(labels, dtype=torch.float64)
@@ -135,5 +135,5 @@ def _measure(given: str | Measure) -> Measure:
         return given
     known: dict[str, Measure] = {measure.name: measure for measure in (NE(), LogLoss(), AUC(), Calibration())}
     if given not in known:
-        raise ConfigError(f"MetricModule: there is no measure {given!r}; use one of {list(known)}.")
+        raise ConfigError(f"MetricModule: got measure {given!r}; expected one of {list(known)}.")
     return known[given]

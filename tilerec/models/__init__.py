@@ -1,4 +1,4 @@
-"""Whole models: DLRM and its relatives, DeepFM."""
+"""Complete models: DLRM and its variants, DeepFM."""
 
 from tilerec.models.deepfm import FMInteractionArch, SimpleDeepFMNN
 from tilerec.models.dlrm import DLRM, DLRM_DCN, DenseArch, DLRM_Projection, DLRMTrain, OverArch, SparseArch

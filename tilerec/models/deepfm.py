@@ -2,8 +2,8 @@
 
 Stages
   sparse_arch  ids -> pooled embeddings, one key each
-  dense_arch   numbers -> one vector of the embeddings' dim
-  inter_arch   both -> dense vector, deep half, factorization machine, side by side
+  dense_arch   dense features -> one vector of the embeddings' dim
+  inter_arch   both -> dense vector, deep half and factorization machine, concatenated
   over_arch    that -> probability [B, 1]
 
 Legend of the shapes in names: B samples, I dense features, F pooled embeddings per sample, D embedding dim.
@@ -23,7 +23,7 @@ from tilerec.sparse.keyed_tensor import KeyedTensor
 
 
 class SparseArch(nn.Module):
-    """Pooled embeddings as they come from the tables.
+    """Pooled embeddings as a `KeyedTensor`.
 
     Args:
         embedding_bag_collection: the tables.
@@ -82,13 +82,13 @@ class DenseArch(nn.Module):
 
 
 class FMInteractionArch(nn.Module):
-    """The dense vector, the deep half and the factorization machine side by side.
+    """The concatenated dense vector, deep half and factorization machine.
 
     Args:
-        fm_in_features: all elements of a sample's dense vector and embeddings, (F + 1) D.
-        sparse_feature_names: keys of the `KeyedTensor` that take part.
+        fm_in_features: number of elements in a sample's dense vector and embeddings, (F + 1) D.
+        sparse_feature_names: keys of the `KeyedTensor` to use.
         deep_fm_dimension: features of the deep half's output.
-        per_embedding: as `FactorizationMachine` has it.
+        per_embedding: see `FactorizationMachine`.
         device: of the weights.
 
     Shape: dense `[B, D]` and a `KeyedTensor` to `[B, D + deep_fm_dimension + 1]`.
@@ -121,8 +121,8 @@ class FMInteractionArch(nn.Module):
         elements = sum(e.shape[-1] for e in embeddings)
         if elements != self._in_features:
             raise InputError(
-                f"FMInteractionArch: the dense vector and {len(self._names)} embeddings have {elements} elements, "
-                f"wanted fm_in_features {self._in_features}; make them equal."
+                f"FMInteractionArch: got {elements} elements in the dense vector and {len(self._names)} embeddings; "
+                f"expected fm_in_features={self._in_features}. Make them equal."
             )
         return torch.cat([dense_features, self.deep_fm(embeddings), self.fm(embeddings)], dim=1)
 
@@ -168,7 +168,7 @@ class SimpleDeepFMNN(nn.Module):
     `over_arch.model.*`.
 
     Raises:
-        ConfigError: tables of several dims, a size below 1.
+        ConfigError: tables differ in dim, or a size is below 1.
     """
 
     def __init__(
@@ -197,15 +197,15 @@ class SimpleDeepFMNN(nn.Module):
         self.over_arch = OverArch(dim + deep_fm_dimension + 1, device=dense_device)
 
     def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        """Prefetch a later batch (`prefetch` of the tables); call the model with the returned features."""
         return prefetched(self.sparse_arch.embedding_bag_collection, sparse_features)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Probabilities [B, 1].
+        """Return probabilities [B, 1].
 
         Args:
             dense_features: [B, I].
-            sparse_features: B samples of every feature the tables read.
+            sparse_features: B samples of every feature that the tables read.
         """
         pooled = self.sparse_arch(sparse_features)
         dense_BD = self.dense_arch(dense_features)

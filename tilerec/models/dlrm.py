@@ -1,8 +1,8 @@
-"""DLRM (Naumov et al., 1906.00091) and two relatives that differ in how features interact.
+"""DLRM (Naumov et al., 1906.00091) and two variants with other feature interactions.
 
 Stages
   sparse_arch  ids -> pooled embeddings [B, F, D]
-  dense_arch   numbers -> one vector of dim D, so that it can meet the embeddings
+  dense_arch   dense features -> one vector of the embeddings' dim D
   inter_arch   both -> one vector per sample
   over_arch    that vector -> logit [B, 1]
 
@@ -57,7 +57,7 @@ class SparseArch(nn.Module):
     State: `embedding_bag_collection.*`.
 
     Raises:
-        ConfigError: tables of several dims.
+        ConfigError: tables differ in dim.
     """
 
     def __init__(self, embedding_bag_collection: Bags) -> None:
@@ -70,7 +70,7 @@ class SparseArch(nn.Module):
 
     @property
     def sparse_feature_names(self) -> list[str]:
-        """Names along the F dimension; `feature@table` where several tables read one feature."""
+        """Names along the F dimension; `feature@table` if several tables read the feature."""
         return list(self._sparse_feature_names)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class DenseArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """An MLP with a linear last layer, which gives the logits.
+    """An MLP whose last layer is linear and returns the logits.
 
     Args:
         in_features: features of the input.
@@ -122,9 +122,7 @@ class OverArch(nn.Module):
     ) -> None:
         super().__init__()
         if len(layer_sizes) < 2:
-            raise ConfigError(
-                f"OverArch: layer_sizes is {list(layer_sizes)}; it must have at least two layers."
-            )
+            raise ConfigError(f"OverArch: got layer_sizes={list(layer_sizes)}; expected at least two layers.")
         check_size("OverArch: each of layer_sizes", layer_sizes[-1])
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], bias=True, activation="relu", device=device),
@@ -137,7 +135,7 @@ class OverArch(nn.Module):
 
 
 class _DLRM(nn.Module):
-    """The four stages. A concrete model gives the interaction and the width of its output."""
+    """The four stages. A concrete model defines the interaction and the width of its output."""
 
     def __init__(
         self,
@@ -153,8 +151,8 @@ class _DLRM(nn.Module):
         dim = common_dim(model, tables)
         if not dense_arch_layer_sizes or dense_arch_layer_sizes[-1] != dim:
             raise ConfigError(
-                f"{model}: dense_arch_layer_sizes is {list(dense_arch_layer_sizes)}; its last entry must be the "
-                f"tables' embedding_dim {dim}, so that dense and sparse features can interact."
+                f"{model}: got dense_arch_layer_sizes={list(dense_arch_layer_sizes)}; expected the tables' "
+                f"embedding_dim {dim} as the last entry, so that dense and sparse features can interact."
             )
         self.sparse_arch = SparseArch(embedding_bag_collection)
         self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, device=dense_device)
@@ -163,16 +161,16 @@ class _DLRM(nn.Module):
         self.over_arch = OverArch(width, over_arch_layer_sizes, device=dense_device)
 
     def _interaction(self, features: int, dim: int, device: torch.device | None) -> tuple[nn.Module, int]:
-        raise AssertionError("a concrete DLRM gives its interaction")
+        raise AssertionError("a concrete DLRM defines its interaction")
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Logits [B, 1].
+        """Return logits [B, 1].
 
         Args:
             dense_features: [B, I].
-            sparse_features: B samples of every feature the tables read.
+            sparse_features: B samples of every feature that the tables read.
         """
-        # the lookup comes first: on a GPU, or sharded, it runs while the host goes on to the dense stage
+        # The lookup comes first: on a GPU, or sharded, it runs while the host launches the dense stage.
         sparse_BFD = self.sparse_arch(sparse_features)
         dense_BD = self.dense_arch(dense_features)
         interacted = self.inter_arch(dense_BD, sparse_BFD)
@@ -180,11 +178,11 @@ class _DLRM(nn.Module):
         return logits
 
     def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        """Prefetch a later batch (`prefetch` of the tables); call the model with the returned features."""
         return prefetched(self.sparse_arch.embedding_bag_collection, sparse_features)
 
     def compile_dense_path(self, compile_mode: str = "reduce-overhead") -> None:
-        """Compiles all stages but the lookup, in place; names in the state dict stay.
+        """Compile all stages except the lookup, in place; names in the state dict do not change.
 
         Args:
             compile_mode: of `torch.compile`.
@@ -194,7 +192,7 @@ class _DLRM(nn.Module):
 
 
 class DLRM(_DLRM):
-    """Deep learning recommendation model: features meet in dot products of all pairs (1906.00091).
+    """Deep learning recommendation model: features interact by dot products of all pairs (1906.00091).
 
     Args:
         embedding_bag_collection: tables of one embedding dim D.
@@ -233,7 +231,7 @@ class DLRM(_DLRM):
 
 
 class DLRM_Projection(_DLRM):
-    """DLRM whose features are projected to two smaller sets of vectors, which meet in dot products.
+    """DLRM that projects its features to two smaller sets of vectors, which interact by dot products.
 
     Args:
         embedding_bag_collection: tables of one embedding dim D.
@@ -276,8 +274,8 @@ class DLRM_Projection(_DLRM):
         for number, sizes in enumerate(self._branches, start=1):
             if not sizes or sizes[-1] % dim:
                 raise ConfigError(
-                    f"DLRM_Projection: interaction_branch{number}_layer_sizes is {list(sizes)}; its last entry must "
-                    f"be a multiple of the tables' embedding_dim {dim}."
+                    f"DLRM_Projection: got interaction_branch{number}_layer_sizes={list(sizes)}; expected a multiple "
+                    f"of the tables' embedding_dim {dim} as the last entry."
                 )
         width = (features + 1) * dim
         first, second = (DenseArch(width, sizes, device=device) for sizes in self._branches)
@@ -286,7 +284,7 @@ class DLRM_Projection(_DLRM):
 
 
 class DLRM_DCN(_DLRM):
-    """DLRM whose features meet in a low-rank cross network (DCN-V2, 2008.13535).
+    """DLRM whose features interact in a low-rank cross network (DCN-V2, 2008.13535).
 
     Args:
         embedding_bag_collection: tables of one embedding dim D.
@@ -334,7 +332,7 @@ class DLRM_DCN(_DLRM):
 
 
 class _Batch(Protocol):
-    """What `DLRMTrain` reads of a batch, such as `tilerec.data.batch.Batch`."""
+    """Batch attributes that `DLRMTrain` reads, as in `tilerec.data.batch.Batch`."""
 
     @property
     def dense_features(self) -> torch.Tensor: ...
@@ -345,20 +343,20 @@ class _Batch(Protocol):
 
 
 class DLRMTrain(nn.Module):
-    """A model with its training loss, binary cross-entropy on the logits, averaged over the batch.
+    """A model with its training loss: binary cross-entropy on the logits, averaged over the batch.
 
     Args:
         dlrm_module: maps (dense features, sparse features) to logits [B, 1]: `DLRM`, `DLRM_DCN`,
             `DLRM_Projection`.
 
     Shape: a batch with `dense_features` [B, I], `sparse_features` and `labels` [B] (0 or 1, any dtype) to
-    `(loss, (loss, logits, labels))`: a scalar to call `backward` on; and loss, logits [B] and labels [B],
-    detached.
+    `(loss, (loss, logits, labels))`. The first loss is a scalar with gradient; the inner loss, logits [B] and labels
+    [B] are detached.
 
     State: `model.*`.
 
     Raises:
-        InputError: labels that are not one per logit.
+        InputError: the labels and the logits differ in shape.
     """
 
     def __init__(self, dlrm_module: nn.Module) -> None:
@@ -370,8 +368,8 @@ class DLRMTrain(nn.Module):
         labels = batch.labels
         if labels.shape != logits.shape:
             raise InputError(
-                f"DLRMTrain: the batch has labels of shape {list(labels.shape)} and the model gave logits of shape "
-                f"{list(logits.shape)}; give one label per sample, [B]."
+                f"DLRMTrain: got labels of shape {list(labels.shape)} for logits of shape {list(logits.shape)}; "
+                "expected one label per sample, [B]."
             )
         loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
         return loss, (loss.detach(), logits.detach(), labels.detach())

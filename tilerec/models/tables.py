@@ -1,4 +1,4 @@
-"""What a model reads off the tables it is given (output names, their common dim), and what it asks of them ahead."""
+"""Helpers of models for their tables: output names, common dim, prefetch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ Bags = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
 
 
 def output_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
-    """Keys of the pooled output, table by table: the feature, or `feature@table` where several tables read it."""
+    """Return the pooled output's keys, table by table: the feature, or `feature@table` if several tables read it."""
     return [slot.name for slot in feature_slots(tables, "EmbeddingBagCollection")]
 
 
 def prefetched(tables: Bags, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """What the tables are called with, made ready ahead (`prefetch` of the tables), where they read the batch's own
-    ids and weights."""
+    """Return the features for the tables' forward, prefetched if the tables read the batch's own ids and weights.
+
+    Tables behind feature processors read other weights, so their features are returned unchanged.
+    """
     return tables.prefetch(features) if isinstance(tables, EmbeddingBagCollection) else features
 
 
 def common_dim(model: str, tables: Sequence[EmbeddingBagConfig]) -> int:
-    """The embedding dim of all `tables`.
+    """Return the embedding dim of all `tables`.
 
     Raises:
-        ConfigError: tables of several dims.
+        ConfigError: tables differ in dim.
     """
     dim = tables[0].embedding_dim
     for table in tables:
         if table.embedding_dim != dim:
             raise ConfigError(
-                f"{model}: table '{table.name}' has embedding_dim {table.embedding_dim} and table '{tables[0].name}' "
-                f"{dim}; the interaction needs one dim for all tables."
+                f"{model}: got embedding_dim {table.embedding_dim} of table '{table.name}' and {dim} of table "
+                f"'{tables[0].name}'; expected one dim for all tables."
             )
     return dim

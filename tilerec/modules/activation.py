@@ -1,4 +1,4 @@
-"""Activations that are modules of their own."""
+"""Activations with parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tilerec.modules.utils import check_size
 class SwishLayerNorm(nn.Module):
     """Swish with a layer norm in the gate: `y = x · sigmoid(LayerNorm(x))`.
 
-    Swish is `x · sigmoid(x)` (Ramachandran et al., 1710.05941); the norm keeps the gate in the steep part of
-    the sigmoid whatever the scale of `x`.
+    Swish is `x · sigmoid(x)` (Ramachandran et al., 1710.05941). The norm keeps the gate in the steep part of the
+    sigmoid at any scale of `x`.
 
     Args:
         input_dims: the trailing dimensions to normalise over: a width, or a list of sizes.
@@ -43,8 +43,8 @@ class SwishLayerNorm(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if tuple(input.shape[input.dim() - len(self._dims) :]) != self._dims:
             raise InputError(
-                f"SwishLayerNorm: the input has shape {list(input.shape)}, wanted it to end in {list(self._dims)}; "
-                "check the layer before it or input_dims."
+                f"SwishLayerNorm: got input of shape {list(input.shape)}; expected trailing dimensions "
+                f"{list(self._dims)}. Check the layer before it, or input_dims."
             )
         return input * self.norm(input)
 

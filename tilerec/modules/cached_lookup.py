@@ -1,7 +1,7 @@
-"""Lookups of cached tables: forward reads their lines, backward names their rows.
+"""Lookups of cached tables: the forward reads cache lines, the backward records gradients by row number.
 
-The gradient record has the batch's own ids, so what is done with it (sums over ranks, marks of touched rows) does not
-know of caches; the update asks anew where the rows are.
+The gradient record has the batch's own ids, so its consumers (sums over ranks, marks of touched rows) are independent
+of caches. The update looks up the rows' cache lines again.
 
 Legend: T tables, F features, N ids, B samples, D columns of a table, C = sum of D over features.
 """
@@ -32,9 +32,9 @@ _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """What a lookup op takes, of tables some of which are cached.
+    """Arguments of a lookup op whose tables are partly or all cached.
 
-    `offsets` None: every id is its own bag. `segments`: where each feature's ids lie.
+    `offsets` None: every id is its own bag. `segments`: (begin, end) of each feature's ids.
     """
 
     rows: list[TableRows]
@@ -51,20 +51,20 @@ class CachedBatch:
 
     @property
     def bags(self) -> list[int]:
-        """Per feature."""
+        """Number of bags per feature."""
         if self.offsets is None:
             return [end - begin for begin, end in self.segments]
         return bag_starts(self.keys, self.batches)[1]
 
     @property
     def starts(self) -> list[int]:
-        """Per feature its first bag, or its first id."""
+        """First bag of each feature; without offsets, its first id."""
         if self.offsets is None:
             return [begin for begin, _ in self.segments]
         return bag_starts(self.keys, self.batches)[0]
 
     def only(self, features: Sequence[int]) -> CachedBatch:
-        """The batch of some of its features."""
+        """Return the batch restricted to these features."""
         names = self.names.split(",")
         return replace(
             self,
@@ -76,11 +76,11 @@ class CachedBatch:
         )
 
     def refuse(self, feature: int, position: int, id_: int) -> None:
-        """Raise for a bad id."""
+        """Raise the error for a bad id."""
         raise_bad_id(self.names, feature, position, id_, self.rows[self.tables[feature]].leaf.shape[0])
 
     def place(self) -> Placed:
-        """Where its rows are now."""
+        """Load the batch's rows into the caches and return their cache lines."""
         for t in dict.fromkeys(self.tables):
             self.rows[t].arrive()
         return place(
@@ -89,14 +89,14 @@ class CachedBatch:
         )  # fmt: skip
 
     def prefetch(self) -> None:
-        """Bring its rows."""
+        """Load the batch's rows into the caches ahead of its lookup."""
         for t in dict.fromkeys(self.tables):
             self.rows[t].arrive()
         wants = wanted(self.rows, self.tables, self.segments, self.refuse, self.names)
         prefetch_all([want for _, _, want in wants], self.ids)
 
     def looked_up(self, updates: bool) -> None:
-        """It has been looked up."""
+        """Notify the caches that the batch has been looked up; `updates`: its update will follow."""
         for t, _, segments in per_table(self.rows, self.tables, self.segments):
             cache = self.rows[t].cache
             assert cache is not None
@@ -104,7 +104,7 @@ class CachedBatch:
 
 
 class _CachedLookup(torch.autograd.Function):
-    """Pooled, or one row per id, by whether the batch has offsets. Leaves are the last arguments."""
+    """Pooled lookup, or one row per id if the batch has no offsets. The leaves are the last arguments."""
 
     @staticmethod
     def forward(ctx: Any, batch: CachedBatch, sinks: Tensor, *args: Any) -> Tensor:
@@ -134,8 +134,8 @@ class _CachedLookup(torch.autograd.Function):
             reach = _reach(ctx, grad, ctx.sinks, wanted)
             if any(reach.captured):
                 raise RuntimeError(
-                    f"Table '{batch.rows[reach.captured.index(True)].name}': torch.autograd.grad was asked for the "
-                    "gradient of a cached table, which takes it at the end of the backward pass; call "
+                    f"Table '{batch.rows[reach.captured.index(True)].name}': torch.autograd.grad cannot return the "
+                    "gradient of a cached table, which is applied at the end of the backward pass. Call "
                     "loss.backward()."
                 )
             if reach.submits:
@@ -153,7 +153,7 @@ class _CachedLookup(torch.autograd.Function):
 
 
 def _looked_up(batch: CachedBatch, updates: bool) -> tuple[Tensor, Tensor]:
-    """What the lookup op gives. `updates`: the batch's update is to come."""
+    """Return the lookup op's output and ticket. `updates`: the batch's update will follow."""
     placed = batch.place()
     features = list(range(len(batch.tables)))
     if placed.offsets is None:
@@ -167,16 +167,16 @@ def _looked_up(batch: CachedBatch, updates: bool) -> tuple[Tensor, Tensor]:
             placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, batch.tables, features,
             batch.means, batch.batches if uniform else batch.bags, batch.dtype, batch.names,
         )  # fmt: skip
-        out = out if uniform else out.reshape(-1)  # of one feature, the op saw a batch like any other
+        out = out if uniform else out.reshape(-1)  # with one feature, the op returned the uniform layout
     batch.looked_up(updates)
     return out, ticket
 
 
 def _reader(batch: CachedBatch, updates: bool) -> Reader:
-    """The rows that the gradient of the batch's weights is to read. `updates`: the batch's update is to come."""
+    """Return the rows that the gradient of the batch's weights will read. `updates`: the batch's update will follow."""
 
     def copy(features: Sequence[int]) -> list[Tensor]:
-        # Of no other table: its cache may be settled already, to be written to behind this one's.
+        # Copy only these features' rows: another table's cache may already be settled for a write that comes later.
         own = batch.only(features)
         with alone([rows.cache for rows in batch.rows]):
             copies = own.place().copies(own.tables, range(len(features)))
@@ -189,7 +189,7 @@ def _reader(batch: CachedBatch, updates: bool) -> Reader:
 
 
 def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool, reader: Reader) -> Tensor:
-    """Gradients of the batch's weights. `updates`: the batch's update is to come."""
+    """Return gradients of the batch's weights. `updates`: the batch's update will follow."""
     features = list(range(len(batch.tables)))
     with alone([rows.cache for rows in batch.rows]):
         rows = reader.rows()
@@ -208,40 +208,40 @@ def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool, reader:
 
 
 def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
-    """Refuse to train a cached table that has no attached optimizer.
+    """Check that every trained cached table has an attached optimizer.
 
     Raises:
-        ConfigError: a dense `.grad` is of the whole table, which is what a cache is there to avoid.
+        ConfigError: a table has none. Its dense `.grad` would have the size of the whole table, which a cache avoids.
     """
     for t in dict.fromkeys(tables):
         if rows[t].leaf.requires_grad and rows[t].spec is None:
             raise ConfigError(
-                f"Table '{rows[t].name}' is cached and has no attached optimizer, so its gradient would be a dense "
-                ".grad of the whole table; attach one with apply_optimizer_in_backward, freeze the table "
+                f"Table '{rows[t].name}': it is cached and has no attached optimizer, so its gradient would be a "
+                "dense .grad of the whole table. Attach one with apply_optimizer_in_backward, freeze the table "
                 "(requires_grad_(False)), or look it up under torch.no_grad()."
             )
 
 
 @graph_break
 def forward_of(module: nn.Module, features: Any) -> Any:
-    """A module's forward, as it is: a compiled program calls it, and breaks around it.
+    """Run a module's forward outside of a compiled program, which has a graph break around it.
 
     Raises:
-        ConfigError: `torch.export`, whose programs have no breaks.
+        ConfigError: under `torch.export`, whose programs have no graph breaks.
     """
     if torch.compiler.is_exporting():
         raise ConfigError(
-            f"{type(module).__name__}: torch.export cannot trace lookups of cached tables; export a copy without "
-            "caches, uncache_tables(copy.deepcopy(module))."
+            f"{type(module).__name__}: torch.export cannot trace lookups of cached tables. Export a copy without "
+            "caches: uncache_tables(copy.deepcopy(module))."
         )
     return type(module).forward(module, features)
 
 
 def cached_lookup(batch: CachedBatch, sinks: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """The output of `pooled_lookup`, or of `sequence_lookup`, of tables some of which are cached.
+    """Return the output of `pooled_lookup` or `sequence_lookup`, for tables that are partly or all cached.
 
     Args:
-        sinks: as the ops take them; empty: nothing is trained.
+        sinks: as the ops take them; empty if nothing is trained.
         leaves: of all tables.
     """
     if torch.is_grad_enabled():
@@ -251,6 +251,6 @@ def cached_lookup(batch: CachedBatch, sinks: Tensor, leaves: Sequence[Tensor]) -
 
 
 def key_segments(sizes: Sequence[int], keys: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the ids of keys lie. Example: sizes (2, 0, 3), keys (2, 0) -> (2, 5), (0, 2)."""
+    """Return (begin, end) of the ids of each key. Example: sizes (2, 0, 3), keys (2, 0) -> (2, 5), (0, 2)."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [(ends[k], ends[k + 1]) for k in keys]

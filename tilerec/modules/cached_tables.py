@@ -1,6 +1,6 @@
 """Tables in host memory behind a cache in device memory, for modules that are not sharded.
 
-In a sharded model the plan says it: `ParameterSharding(compute_kernel="fused_uvm_caching", cache_params=...)`.
+In a sharded model, the plan sets the cache: `ParameterSharding(compute_kernel="fused_uvm_caching", cache_params=...)`.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ def cache_tables(
     *,
     reserved_memory: float | None = None,
 ) -> nn.Module:
-    """Keep the tables below a module in host memory, and the rows that batches name in a cache.
+    """Keep the tables below a module in host memory, and cache the rows that batches read.
 
-    Rows have their optimizer's state with them. Results are the same bits as without a cache. Attach the optimizer
-    before or after (`apply_optimizer_in_backward`); without one, tables can be read and not trained. A table that has
-    a cache gets a new one.
+    The cache holds rows together with their optimizer state. Results are bitwise the same as without a cache. Attach
+    the optimizer before or after (`apply_optimizer_in_backward`). Without one, tables can be read but not trained. A
+    table that already has a cache gets a new one.
 
     Args:
-        module: a table, a collection, or anything above; `.to(device)` then moves caches and leaves rows where they
-            are. Names of parameters and state stay.
-        load_factor: lines per row of a table, in (0, 1].
+        module: a table, a collection, or any module that contains one. Afterwards `.to(device)` moves caches and leaves
+            the rows in place. Names of parameters and state do not change.
+        load_factor: cache lines per row of a table, in (0, 1].
         algorithm: "lru" or "lfu"; see `CacheAlgorithm`.
-        device: of the caches, and of the batches then. None: where the tables are; in host memory that is a
-            simulation, which saves nothing and shows how a cache would do (`module.cache_stats()`).
+        device: of the caches, and of the batches from then on. None: the tables' device. In host memory the cache is a
+            simulation: it saves no memory, and shows how a cache would perform (`module.cache_stats()`).
         reserved_memory: bytes of the device to leave free.
 
     Returns:
         The module.
 
     Raises:
-        ConfigError: a number outside its range; there is no table.
+        ConfigError: a number is outside its range, or there is no table.
     """
     params = CacheParams(algorithm, load_factor, reserved_memory)
     where = None if device is None else torch.device(device)
     found = list(rows_below(module))
     if not found:
         raise ConfigError(
-            f"cache_tables: {type(module).__name__} has no table; give it a collection, or what is above one."
+            f"cache_tables: got a {type(module).__name__} without tables; expected a collection, or a module that "
+            "contains one."
         )
     for table, rows in found:
         set_cache(table, rows, params, where)
@@ -59,7 +60,7 @@ def cache_tables(
 
 
 def uncache_tables(module: nn.Module) -> nn.Module:
-    """Write all newest rows to their tables, and read and update them there from now on."""
+    """Write all cached rows to their tables and remove the caches; tables are then read and updated directly."""
     for table, rows in rows_below(module):
         if rows.cache is not None:
             device = rows.cache.device
@@ -71,18 +72,18 @@ def uncache_tables(module: nn.Module) -> nn.Module:
 
 
 def flush_caches(module: nn.Module) -> None:
-    """Write all newest rows, and their optimizer's state, to their tables.
+    """Write all cached rows, and their optimizer state, to their tables.
 
-    Whatever goes by a table's name does this by itself: `table.weight`, `state_dict()` of module and optimizer,
-    checkpoints, resharding, copies. A tensor that was kept (`w = table.weight`) shows rows as they were at the last
-    flush, and must be flushed before it is written to.
+    Every access through a table's name flushes automatically: `table.weight`, `state_dict()` of module and optimizer,
+    checkpoints, resharding, copies. A saved reference (`w = table.weight`) shows the rows of the last flush. Flush
+    before you write to it.
     """
     for _, rows in rows_below(module):
         rows.settle()
 
 
 def rows_below(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:
-    """The distinct rows of the tables below a module, each with one of its tables."""
+    """Yield the distinct rows of the tables below a module, each with one of its tables."""
     seen: set[int] = set()
     for table in module.modules():
         if isinstance(table, Table):
@@ -93,7 +94,7 @@ def rows_below(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:
 
 
 def set_cache(table: Table, rows: TableRows, params: CacheParams | None, device: torch.device | None) -> None:
-    """Give rows a cache; what was on a GPU goes to host memory. `params` None: spare lines only."""
+    """Set a cache for rows, and move them from a GPU to host memory. `params` None: only spare lines."""
     rows.settle()
     leaf = rows.leaf
     if device is None and leaf.device.type not in ("cpu", "meta"):

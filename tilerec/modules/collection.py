@@ -1,10 +1,11 @@
-"""What pooled and sequence collections share: tables under their names, features routed to tables, sinks.
+"""Base class of pooled and sequence collections: named tables, routes from features to tables, gradient sinks.
 
 Nouns
-  slot of a feature  a (table, feature) pair, in the order of the tables and, within one, of its feature names
-  embedding name     the feature's name; `feature@table` where a feature reads several tables
-  route              for one batch's keys: which key, table and output each slot has, split into lookups whose
-                     gradients go the same way (attached optimizers, or `.grad`)
+  slot of a feature  a (table, feature) pair, in the order of the tables and, within a table, of its feature names
+  embedding name     the feature's name; `feature@table` if a feature reads several tables
+  route              for one batch's keys: the key, table and output of each slot, split into lookups whose gradients
+                     have one destination (attached optimizers, or `.grad`)
+  sink               the receiver of a table's gradients if it has an attached optimizer
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Slots that one op call serves."""
+    """Slots that one op call looks up."""
 
     slots: tuple[int, ...]
     tables: tuple[int, ...]  # per slot, position among the collection's tables
@@ -62,44 +63,44 @@ class Lookup:
     names: str  # "feature@table" per slot, for messages
     attached: bool
     cached: bool  # whether one of the tables has a cache
-    size: int  # position among the clamped ids (`_checked`); 0 where nothing is clamped
+    size: int  # position among the clamped ids (`_checked`); 0 if nothing is clamped
 
 
 class Operands(NamedTuple):
-    """What a forward reads of its tables.
+    """Inputs of a forward that come from its tables.
 
-    Sinks are a tensor that lives as long as the collection: a compiled graph takes it as an input, and declares its
-    submissions as changes of it. Handles change only when a table is tied to another collection's.
+    The sinks are one tensor that lives as long as the collection. A compiled graph takes it as an input, and declares
+    submitted gradients as mutations of it. Handles change only when a table is tied to another collection's.
     """
 
     leaves: list[Tensor]
-    attached: tuple[bool, ...]  # per table: this forward's gradients leave through its sink
-    cached: tuple[bool, ...]  # per table: its rows are read in the lines of its cache
+    attached: tuple[bool, ...]  # per table: whether this forward's gradients are submitted to its sink
+    cached: tuple[bool, ...]  # per table: whether its rows are read from its cache lines
     sinks: Tensor
     no_sinks: Tensor
 
 
 def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, ...]:
-    """All slots of a collection; checks the tables' names."""
+    """Return all slots of a collection after a check of the tables' names."""
     seen: set[str] = set()
     for config in configs:
         if not isinstance(config.name, str):
             raise ConfigError(
-                f"{kind}: table name {config.name!r} is of type {type(config.name).__name__}, wanted a str; give one."
+                f"{kind}: got table name {config.name!r} of type {type(config.name).__name__}; expected a str."
             )
         if not config.name or "." in config.name or "," in config.name or "@" in config.name:
             raise ConfigError(
-                f"{kind}: table name {config.name!r} must be non-empty and without '.', ',' or '@'."
+                f"{kind}: got table name {config.name!r}; expected a non-empty name without '.', ',' or '@'."
             )
         if config.name in seen:
             raise ConfigError(
-                f"{kind}: two tables are called '{config.name}'; names must differ within a collection."
+                f"{kind}: got two tables named '{config.name}'; expected unique names within a collection."
             )
         seen.add(config.name)
         for feature in config.feature_names:
             if not feature or "," in feature or "@" in feature:
                 raise ConfigError(
-                    f"Table '{config.name}': feature {feature!r} must be non-empty and without ',' or '@'."
+                    f"Table '{config.name}': got feature {feature!r}; expected a non-empty name without ',' or '@'."
                 )
     readers = Counter(feature for config in configs for feature in config.feature_names)
     return tuple(
@@ -129,7 +130,9 @@ class TableCollection(nn.Module):
         super().__init__()
         kind = type(self).__name__
         if on_bad_id not in get_args(OnBadId):
-            raise ConfigError(f"{kind}: on_bad_id={on_bad_id!r} is not one of {list(get_args(OnBadId))}.")
+            raise ConfigError(
+                f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}."
+            )
         self._configs = tuple(tables)
         self._slots = feature_slots(self._configs, kind)
         self._holder = holder
@@ -151,7 +154,7 @@ class TableCollection(nn.Module):
         self._renew_sinks()
 
     def _memory(self, device: torch.device | str | None) -> dict[str, Tensor]:
-        """Tables by name, side by side in one storage per data type, not written yet."""
+        """Return uninitialised table memory by name, contiguous in one storage per data type."""
         places: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(c.torch_dtype for c in self._configs):
             group = [c for c in self._configs if c.torch_dtype == dtype]
@@ -160,14 +163,14 @@ class TableCollection(nn.Module):
         return places
 
     def _slot_sizes(self) -> tuple[int, ...]:
-        """Per slot, which of its feature's table sizes it has: what its ids are clamped to."""
+        """Return, per slot, the index of its table's size among its feature's sizes; ids are clamped to that size."""
         if self._on_bad_id == "error":
             return (0,) * len(self._slots)
         rows = {c.name: c.num_embeddings for c in self._configs}
         return tuple(self._readers[slot.feature].index(rows[slot.table]) for slot in self._slots)
 
     def _lay_flat(self) -> None:
-        """Own tables side by side; those tied to another collection's stay in its storage."""
+        """Lay the collection's own tables out contiguously; tables tied to another collection stay in its storage."""
         lay_flat(t.weight for t in self._tables.values() if t.seed == self.seed and not t.tied)
 
     @property
@@ -177,7 +180,7 @@ class TableCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are; a cached one is where its cache is; without tables the CPU."""
+        """Device of the tables; of a cached table the cache's device; the CPU if there are no tables."""
         table = next(iter(self._tables.values()), None)
         if table is None:
             return torch.device("cpu")
@@ -186,25 +189,25 @@ class TableCollection(nn.Module):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """The `torch.optim.Optimizer` face of the attached optimizers (empty if none is attached)."""
+        """`torch.optim.Optimizer` interface of the attached optimizers (empty if none is attached)."""
         return FusedOptimizer(self)
 
     @property
     def clamped_ids(self) -> int:
-        """How many ids were outside their table and were clamped so far (`on_bad_id="clamp"`)."""
+        """Number of ids clamped so far because they were outside their table (`on_bad_id="clamp"`)."""
         return int(self._clamped)
 
     def reset_parameters(self) -> None:
-        """Write the initial values again (the same ones: they depend on the seed and the place only)."""
+        """Write the initial values again. The values are the same, as they depend only on seed and position."""
         for table in self._tables.values():
             table.reset_parameters()
 
     def _dtype(self, leaves: Sequence[Tensor]) -> torch.dtype:
-        """`output_dtype`, or the promoted type of the tables as they are now."""
+        """Return `output_dtype`, or the promoted type of the current tables."""
         if self._output_dtype is not None:
             return self._output_dtype
         dtypes = {leaf.dtype: None for leaf in leaves}
-        dtypes.pop(torch.float8_e4m3fn, None)  # which promotes to any other; nothing is computed in it
+        dtypes.pop(torch.float8_e4m3fn, None)  # fp8 promotes to any other type; no op computes in it
         if len(dtypes) == 1:
             return next(iter(dtypes))
         return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
@@ -212,7 +215,7 @@ class TableCollection(nn.Module):
     def _route(
         self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
     ) -> tuple[Lookup, ...]:
-        """The lookups for a batch with these keys; `split` gives slots that must not share one a different mark."""
+        """Return the lookups of a batch with these keys; slots with different marks in `split` never share a lookup."""
         position = {key: k for k, key in enumerate(keys)}
         order = {config.name: t for t, config in enumerate(self._configs)}
         groups: dict[Any, list[int]] = {}
@@ -221,7 +224,7 @@ class TableCollection(nn.Module):
                 raise InputError(
                     f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the "
                     "batch, whose keys "
-                    f"are {list(keys)[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                    f"are {list(keys)[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
                 )
             t = order[slot.table]
             groups.setdefault((attached[t], cached[t], self._sizes[s], split[s]), []).append(s)
@@ -243,12 +246,12 @@ class TableCollection(nn.Module):
         return tuple(lookups)
 
     def _operands(self) -> Operands:
-        """What a forward reads of its tables. Straight from the dictionaries: this runs once per table and step."""
+        """Return a forward's inputs from its tables. Reads the module dicts directly, as it runs per table and step."""
         tables = list(self._tables.values())
         leaves: list[Tensor] = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
         rows = [table.rows for table in tables]
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            # A tensor that torch.func.functional_call put here is no leaf of ours: its gradient goes to the caller.
+            # A tensor substituted by torch.func.functional_call is not the table's leaf: autograd returns its gradient.
             attached = tuple(
                 [
                     r.takes_gradients and w.requires_grad and r.leaf is w
@@ -262,10 +265,10 @@ class TableCollection(nn.Module):
         if [r.handle for r in rows] != self._handles:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    f"{type(self).__name__}: a table was tied or replaced; call the module once before compiling it."
+                    f"{type(self).__name__}: a table was tied or replaced. Call the module once before compiling it."
                 )
             self._renew_sinks()
-        # A leaf that torch.func.functional_call put here is read where it is.
+        # A tensor substituted by torch.func.functional_call is read directly, without the cache.
         cached = tuple(
             [r.cache is not None and r.leaf is w and not w.is_meta for r, w in zip(rows, leaves, strict=True)]
         )
@@ -274,11 +277,11 @@ class TableCollection(nn.Module):
     def _lookups(
         self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
     ) -> tuple[Lookup, ...]:
-        if torch.compiler.is_compiling():  # traced once: nothing to remember
+        if torch.compiler.is_compiling():  # traced once, so no caching
             return self._route(keys, attached, cached, split)
         mark = (tuple(keys), attached, cached)
         if mark not in self._routes:
-            if len(self._routes) > 64:  # key lists that change all the time
+            if len(self._routes) > 64:  # bound the memory for key lists that keep changing
                 self._routes.clear()
             self._routes[mark] = self._route(keys, attached, cached, split)
         return self._routes[mark]
@@ -286,7 +289,7 @@ class TableCollection(nn.Module):
     def _cached_batch(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
     ) -> CachedBatch:
-        """A batch as a lookup of cached tables takes it; pooled collections add offsets and weights."""
+        """Return the batch for a lookup of cached tables; pooled collections add offsets and weights."""
         rows = [table.rows for table in self._tables.values()]
         segments = key_segments(features.length_per_key(), lookup.keys)
         means = (0,) * len(lookup.keys)
@@ -296,21 +299,21 @@ class TableCollection(nn.Module):
 
     @graph_break
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Bring the rows of a batch to come into the caches of cached tables.
+        """Load the rows of a later batch into the caches of cached tables, and sort its ids for the update.
 
-        Tables that are on a GPU, with an optimizer attached: the batch's ids are sorted for its update, on the stream
-        that is current now (where the batch must have arrived); its forward waits for what that stream has made of the
-        batch, and its backward for the sort. Writes to the batch between the two must be ones that PyTorch counts: not
-        through `.data`, nor by a CUDA graph's replay.
+        The sort applies to tables on a GPU with an attached optimizer. It runs on the current stream, on which the
+        batch must be complete. The batch's forward waits for the results of that stream, and its backward for the sort.
+        Writes to the batch in between must increment PyTorch's version counter: do not write through `.data` or by a
+        CUDA graph replay.
 
-        Call it once per batch, in the order of the batches, any time before the batch's forward; results are the same
-        bits whether it is called or not. Rows stay until the batch's backward, so every batch ahead takes its room.
+        Call it once per batch, in the order of the batches, any time before the batch's forward. Results are bitwise
+        the same without it. Rows stay in the cache until the batch's backward, so each prefetched batch occupies lines.
 
         Returns:
-            `features`, to be given to the forward: the same object, or its rows are asked for again.
+            `features`. Pass this same object to the forward; for another object, the rows are fetched again.
 
         Raises:
-            InputError: what the forward would raise for this batch.
+            InputError: the forward would raise it for this batch.
         """
         self._check(features)
         leaves, attached, cached, _, _ = self._operands()
@@ -328,8 +331,11 @@ class TableCollection(nn.Module):
         return features
 
     def _ids_ahead(self, features: KeyedJaggedTensor, lookups: Sequence[Lookup]) -> list[Tensor]:
-        """The ids of each lookup to come. What of a batch is made here is kept for its forward: it has the same
-        tensors then, to which lines and orders belong, and the stream on which they were made is waited for."""
+        """Return the ids of each lookup of a prefetched batch, and keep computed offsets and ids for its forward.
+
+        Cache lines and sort orders are keyed by tensor identity, so the forward must use these very tensors. It waits
+        for the stream on which they were computed.
+        """
         new = features.offsets_or_none() is None
         every = self._in_tables(features) if self._on_bad_id == "clamp" else [features.values()]
         if new or self._on_bad_id == "clamp":
@@ -337,17 +343,17 @@ class TableCollection(nn.Module):
         return [every[lookup.size] for lookup in lookups]
 
     def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:
-        """Have the ids of a lookup to come sorted for its update."""
+        """Sort the ids of a prefetched lookup for its update."""
 
     def _split(self) -> Sequence[Any]:
-        """Per slot, a mark: slots of different marks need lookups of their own."""
+        """Return a mark per slot; slots with different marks need separate lookups."""
         return (0,) * len(self._slots)
 
     def _has_caches(self) -> bool:
         return any(table.rows.cache is not None for table in self._tables.values())
 
     def cache_stats(self, reset: bool = False) -> dict[str, CacheStats]:
-        """Hits, misses and traffic of each cached table, on this rank, since it was cached or last reset."""
+        """Return hits, misses and traffic of each cached table on this rank, since it was cached or last reset."""
         return {
             name: stats_of(table._all_rows(), reset)
             for name, table in self._tables.items()
@@ -360,7 +366,7 @@ class TableCollection(nn.Module):
         self._no_sinks = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def _checked(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """The batch's ids, for every `Lookup.size`; with `on_bad_id="clamp"`, moved into their tables and counted."""
+        """Return the batch's ids for every `Lookup.size`; with `on_bad_id="clamp"`, clamp and count bad ids."""
         self._check(features)
         ids = features.values()
         made = None
@@ -370,7 +376,7 @@ class TableCollection(nn.Module):
             return [ids]
         every = self._in_tables(features) if made is None else made[1:]
         bad = (every[0] != ids).sum()
-        # Counted where the ids are: nobody waits for a number that may never be asked for.
+        # The count stays on the ids' device, so the host does not wait for a number that it may never read.
         self._clamped = self._clamped.to(bad.device, non_blocking=True) + bad
         if not torch.compiler.is_compiling() and ids.device.type == "cpu" and int(bad):
             warnings.warn(
@@ -381,10 +387,10 @@ class TableCollection(nn.Module):
         return every
 
     def _check(self, features: KeyedJaggedTensor) -> None:
-        """Refuse what is no batch of ids."""
+        """Raise an `InputError` unless `features` is a valid batch of ids."""
         if not isinstance(features, KeyedJaggedTensor):
             raise InputError(
-                f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor; make one with "
+                f"{type(self).__name__}: got a {type(features).__name__}; expected a KeyedJaggedTensor. Make one with "
                 "KeyedJaggedTensor.from_lengths_sync(keys, values, lengths), or from_jt_dict(dict of JaggedTensors)."
             )
         if not torch.compiler.is_compiling() and functorch_is_active():
@@ -392,7 +398,8 @@ class TableCollection(nn.Module):
         ids = features.values()
         if ids.dtype not in (torch.int32, torch.int64):
             raise InputError(
-                f"{type(self).__name__}: ids have dtype {ids.dtype}, wanted int32 or int64; cast the batch's values."
+                f"{type(self).__name__}: got ids of dtype {ids.dtype}; expected int32 or int64. Cast the batch's "
+                "values."
             )
         parts = features._parts
         given = (
@@ -408,7 +415,7 @@ class TableCollection(nn.Module):
                 )
 
     def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Clamped ids. Tables of different sizes may read a feature: first for its smallest, and so on."""
+        """Return clamped ids for each table size of a feature, from the smallest; several tables may read a feature."""
         ids, keys = features.values(), features.keys()
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
         return [
@@ -417,7 +424,11 @@ class TableCollection(nn.Module):
         ]
 
     def _refuse_transforms(self, features: KeyedJaggedTensor) -> None:
-        """torch.func has no rule for lookups: forward mode would give zeros in silence, reverse mode riddles."""
+        """Raise if a torch.func transform differentiates a table or the weights.
+
+        Lookups have no rule for torch.func: forward mode would return zeros silently, and reverse mode would raise
+        obscure errors.
+        """
         tensors = [
             *(table._parameters["weight"] for table in self._tables.values()),
             features.weights_or_none(),
@@ -425,13 +436,13 @@ class TableCollection(nn.Module):
         for tensor in tensors:
             if tensor is not None and (tensor.requires_grad or is_functorch_wrapped(tensor)):
                 raise RuntimeError(
-                    f"{type(self).__name__}: called inside a torch.func transform (grad, vjp, jvp, vmap, ...), which "
-                    "lookups have no rule for; use torch.autograd.grad over torch.func.functional_call, or freeze the "
-                    "tables (requires_grad_(False)) and transform the rest."
+                    f"{type(self).__name__}: lookups do not support torch.func transforms (grad, vjp, jvp, vmap, ...). "
+                    "Use torch.autograd.grad over torch.func.functional_call, or freeze the tables "
+                    "(requires_grad_(False)) and transform the rest."
                 )
 
     def _clamp(self, ids: Tensor, keys: Sequence[str], key_N: Tensor, size: int) -> Tensor:
-        """Ids moved into the `size`-th of their feature's table sizes; a key that no table reads keeps its ids."""
+        """Return ids clamped to the `size`-th of their feature's table sizes; keys that no table reads keep theirs."""
         info = torch.iinfo(ids.dtype)
         rows = [
             self._readers[k][min(size, len(self._readers[k]) - 1)] if k in self._readers else None
@@ -456,7 +467,7 @@ class TableCollection(nn.Module):
 
 
 def readers(configs: Sequence[AnyTableConfig]) -> dict[str, list[int]]:
-    """Per feature, the different sizes of the tables that read it, in ascending order."""
+    """Return, by feature, the distinct sizes of the tables that read it, in ascending order."""
     sizes: dict[str, set[int]] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -465,12 +476,12 @@ def readers(configs: Sequence[AnyTableConfig]) -> dict[str, list[int]]:
 
 
 def _sources(features: KeyedJaggedTensor) -> Sources | None:
-    """What is made of a batch's ids ahead is made of these."""
+    """Return the tensors and keys that prefetched results are computed from, as their cache key."""
     return Sources.of((features.values(), features.offsets()), tuple(features.keys()))
 
 
 def key_starts(features: KeyedJaggedTensor) -> Tensor:
-    """Where each key's values begin, with the end of the last: int64 [K + 1]."""
+    """Return the start of each key's values, and the end of the last: int64 [K + 1]."""
     offsets = features.offsets()
     if features.variable_stride_per_key():
         bags = upload(list(accumulate(features.stride_per_key(), initial=0)), offsets.device)

@@ -1,8 +1,7 @@
 """Cross networks: explicit feature crosses of bounded degree.
 
 Nouns
-  x_0     the input of the network; every layer multiplies by it again, so after l layers there are crosses of
-          degree up to l + 1
+  x_0     the input of the network; every layer multiplies by it, so l layers give crosses of degree up to l + 1
   x_l     the input of layer l
   expert  one low-rank cross of a mixture; a softmax gate over x_l weighs the experts
 
@@ -27,9 +26,9 @@ from tilerec.modules.utils import TensorFunction, check_last_dim, check_size
 
 
 def _xavier_normal(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter whose last two dimensions are one matrix each, with standard deviation sqrt(2 / (rows + columns)).
+    """Return a stack of matrices (last two dimensions) with standard deviation sqrt(2 / (rows + columns)).
 
-    Over a stack of experts torch's own initialiser would read the number of experts as fan and shrink every
+    For a stack of experts, torch's own initialiser would count the number of experts in the fan and shrink every
     matrix.
     """
     parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -165,15 +164,15 @@ class VectorCrossNet(nn.Module):
 
 
 class LowRankMixtureCrossNet(nn.Module):
-    """Mixture of low-rank crosses with a non-linearity inside (DCN-V2, eq. 3 and 4; the file's head has the equation).
+    """Mixture of low-rank crosses with a non-linearity inside (DCN-V2, eq. 3 and 4; equations at the head of the file).
 
-    The gates sum to 1, so the experts' weighted sum is one product with all `U` side by side: no [B, E, I]
-    tensor is made.
+    The gates sum to 1, so the experts' weighted sum is one product with the concatenated `U`. No [B, E, I] tensor is
+    allocated.
 
     Args:
         in_features: features of the input and of the output.
         num_layers: layers; 0 returns the input.
-        num_experts: E; with one expert there is no gate.
+        num_experts: E; one expert has no gate.
         low_rank: R.
         activation: g, applied in the low-rank space.
         device, dtype: of the weights.

@@ -1,8 +1,8 @@
-"""Tables under torch's `DistributedDataParallel`, which averages `.grad`s and sees no other gradient.
+"""Check for tables inside torch's `DistributedDataParallel`, which averages dense `.grad`s only.
 
-A table with an attached optimizer has no `.grad`: each rank's backward pass would move its copy by that rank's own
-batch, and the copies would drift apart. `DistributedModelParallel` wraps the dense parameters alone, so its tables are
-none of those that `DistributedDataParallel` reduces.
+A table with an attached optimizer has no `.grad`. Each rank's backward pass would update its copy from that rank's own
+batch, and the copies would diverge. `DistributedModelParallel` wraps only the dense parameters, so
+`DistributedDataParallel` never reduces its tables.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tilerec.storage.table_rows import TableRows
 from tilerec.torch_private import active_ddp, ddp_parameters
 
 _REDUCED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The parameters (by id) that each wrapper of several ranks reduces; it keeps them alive."""
+"""Ids of the parameters that each wrapper reduces, empty for a wrapper of one rank. The wrapper keeps them alive."""
 
 
 def refuse_data_parallel(rows: Sequence[TableRows], attached: Sequence[bool]) -> None:
-    """Raise a `ConfigError` if the running `DistributedDataParallel` would let copies of these tables drift apart.
+    """Raise a `ConfigError` if copies of these tables would diverge under the active `DistributedDataParallel`.
 
     Args:
         rows: of a collection's tables.
@@ -40,6 +40,6 @@ def refuse_data_parallel(rows: Sequence[TableRows], attached: Sequence[bool]) ->
             how = "sparse gradients" if own.spec is None else f"{type(own.spec).__name__} attached"
             raise ConfigError(
                 f"Table '{own.name}': got {how} under DistributedDataParallel, which reduces dense .grads only, so the "
-                "ranks' copies would drift apart; expected tables that it does not hold. Wrap the model in "
+                "ranks' copies would diverge; expected a table outside that wrapper. Wrap the model in "
                 "DistributedModelParallel (data_parallel() replicates its tables), or attach no optimizer."
             )

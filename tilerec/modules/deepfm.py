@@ -14,24 +14,24 @@ from tilerec.errors import InputError
 
 
 def _flatten(what: str, embeddings: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The embeddings of each sample side by side, [B, K]."""
+    """Return the concatenated embeddings of each sample, [B, K]."""
     if len(embeddings) == 0:
         raise InputError(f"{what}: the list of embeddings is empty; pass at least one tensor.")
     if any(e.dim() < 2 or e.shape[0] != embeddings[0].shape[0] for e in embeddings):
         raise InputError(
-            f"{what}: the embeddings have shapes {[list(e.shape) for e in embeddings]}, wanted [B, D] or [B, N, D] "
+            f"{what}: got embeddings of shapes {[list(e.shape) for e in embeddings]}; expected [B, D] or [B, N, D] "
             "with one batch size B."
         )
     return torch.cat([e.flatten(1) for e in embeddings], dim=1)
 
 
 class DeepFM(nn.Module):
-    """The deep half: the embeddings of a sample, side by side, through `dense_module`.
+    """The deep half: `dense_module` applied to the concatenated embeddings of each sample.
 
     Args:
         dense_module: maps [B, K] to anything; K is the sum of all embedding dimensions.
 
-    Shape: a list of `[B, D]` or `[B, N, D]` (dims may differ) to what `dense_module` returns.
+    Shape: a list of `[B, D]` or `[B, N, D]` (dims may differ) to the output of `dense_module`.
 
     State: `dense_module.*`.
     """
@@ -48,18 +48,17 @@ class DeepFM(nn.Module):
 class FactorizationMachine(nn.Module):
     """The sum of products of all pairs, in linear time: `Σ_{i<j} <v_i, v_j> = ½ (‖Σ v_i‖² - Σ ‖v_i‖²)`.
 
-    By default the v_i are the *elements* of all embeddings of a sample, laid side by side, as in TorchRec:
-    embeddings may then differ in dim, and elements of one embedding are paired too. With `per_embedding=True`
-    the v_i are the embeddings themselves, which is the second-order term of Rendle (2010) and of DeepFM
-    (1703.04247, eq. 2).
+    By default the v_i are the *elements* of all concatenated embeddings of a sample, as in TorchRec. Embeddings may
+    then differ in dim, and elements of one embedding are paired too. With `per_embedding=True` the v_i are the
+    embeddings themselves: the second-order term of Rendle (2010) and of DeepFM (1703.04247, eq. 2).
 
     Args:
         per_embedding: pair embeddings instead of elements; all must have the same dim.
 
     Shape: a list of `[B, D]` or `[B, N, D]` to `[B, 1]`.
 
-    Embeddings [1, 2] and [3, 4] give 1·2 + 1·3 + 1·4 + 2·3 + 2·4 + 3·4 = 35, and 1·3 + 2·4 = 11 per
-    embedding.
+    Embeddings [1, 2] and [3, 4] give 1·2 + 1·3 + 1·4 + 2·3 + 2·4 + 3·4 = 35. With `per_embedding=True` they give
+    1·3 + 2·4 = 11.
     """
 
     def __init__(self, *, per_embedding: bool = False) -> None:
@@ -74,8 +73,8 @@ class FactorizationMachine(nn.Module):
         dim = embeddings[0].shape[-1]
         if any(e.shape[-1] != dim for e in embeddings):
             raise InputError(
-                f"FactorizationMachine: the embeddings have dims {[e.shape[-1] for e in embeddings]}; pairs of "
-                "embeddings need one dim. Make them equal, or leave per_embedding=False."
+                f"FactorizationMachine: got embeddings of dims {[e.shape[-1] for e in embeddings]}; expected one dim "
+                "with per_embedding=True. Make the dims equal, or leave per_embedding=False."
             )
         count = flat_BK.shape[1] // dim if dim else 0
         sum_BD = flat_BK.view(flat_BK.shape[0], count, dim).sum(dim=1)

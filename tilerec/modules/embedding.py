@@ -1,6 +1,6 @@
-"""`EmbeddingCollection`: many tables, one row per id, in the order of the ids.
+"""`EmbeddingCollection`: several tables, one row per id, in the order of the ids.
 
-out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths() are the feature's own
+out[f].values()[p] = W_f[id_p]   for the p-th id of feature f;  out[f].lengths() are the lengths of feature f
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class EmbeddingCollection(TableCollection):
     """Rows of a batch of sparse features, one per id (sequence embeddings).
 
     Args:
-        tables: configs; names must differ. Dims and data types may be mixed, tables shared by several features, and a
-            feature may read several tables (its output is then called `feature@table`).
+        tables: configs; names must differ. Dims and data types may differ between tables. Several features may share a
+            table, and a feature may read several tables (its output is then named `feature@table`).
         device: of the parameters; "meta" allocates nothing.
-        need_indices: give the ids back as the `weights()` of each result.
+        need_indices: whether to return the ids as the `weights()` of each result.
         output_dtype, on_bad_id: as in `EmbeddingBagCollection`.
 
-    Parameters are leaves called `embeddings.<table>.weight`.
+    Parameters are leaves named `embeddings.<table>.weight`.
 
     Example:
         >>> ec = EmbeddingCollection([EmbeddingConfig(10, 4, "item", feature_names=["item"])])
@@ -59,16 +59,16 @@ class EmbeddingCollection(TableCollection):
         self._ordered = MadeAhead()  # per batch and lookup, ids in the order of its features
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Look up.
+        """Look up the row of every id.
 
         Args:
-            features: keys in any order, further keys are ignored.
+            features: keys in any order; keys that no table reads are ignored.
 
         Returns:
             Embedding name to `JaggedTensor` with values `[ids of the feature, dim]` and the feature's lengths.
 
         Raises:
-            InputError: a missing feature, an id outside its table, ids that are not integers.
+            InputError: a feature is missing, an id is outside its table, or ids are not integers.
         """
         if torch.compiler.is_compiling() and self._has_caches():
             rows: dict[str, JaggedTensor] = forward_of(self, features)
@@ -88,8 +88,8 @@ class EmbeddingCollection(TableCollection):
                 continue
             if lookup.keys != tuple(range(len(keys))):
                 own_ids = self._in_order(features, lookup, own_ids, own_sizes)
-            # The host knows them (traced, it has names for them): where they are on a GPU, the backward would wait for
-            # it to read them.
+            # On the CPU, as the host has the sizes already (symbolic if traced). From a GPU tensor, the backward would
+            # have to wait to read them.
             own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
             out, _ = sequence_lookup(
                 leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
@@ -101,7 +101,7 @@ class EmbeddingCollection(TableCollection):
         self, results: dict[str, JaggedTensor], features: KeyedJaggedTensor, lookup: Lookup, out: Tensor,
         sizes: Sequence[int],
     ) -> None:  # fmt: skip
-        """Put a lookup's rows into the results, slot by slot."""
+        """Add a lookup's rows to the results, slot by slot."""
         keys = features.keys()
         for s, k, rows in zip(lookup.slots, lookup.keys, out.split(sizes), strict=True):
             feature = features[keys[k]]
@@ -109,13 +109,13 @@ class EmbeddingCollection(TableCollection):
                 rows,
                 feature.values() if self._need_indices else None,
                 feature.lengths(),
-                feature.offsets_or_none(),  # else derived when they are asked for
+                feature.offsets_or_none(),  # if None, computed at first use
             )
 
     def _in_order(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """`_by_keys`, or what `prefetch` has made of these ids."""
+        """Return `_by_keys` of these ids, or the result that `prefetch` has computed."""
         if not torch.compiler.is_compiling() and self._ordered:
             made = self._ordered.take(_sources(features, lookup), stays=not torch.is_grad_enabled())
             if made is not None:
@@ -125,7 +125,7 @@ class EmbeddingCollection(TableCollection):
     def _by_keys(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """The ids of a lookup's features, one feature after the other."""
+        """Return the ids of a lookup's features, concatenated."""
         starts, order = key_starts(features), constants(lookup.keys, ids.device)
         own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
         own: Tensor = torch.ops.tilerec.select_segments(ids, starts, order, own_starts, sum(sizes))
@@ -152,25 +152,25 @@ class EmbeddingCollection(TableCollection):
         return self._dims
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The table configs, as given."""
+        """Return the table configs, as given."""
         return list(self._configs)  # type: ignore[arg-type]
 
     def need_indices(self) -> bool:
-        """Whether results carry the ids as weights."""
+        """Return True if results have the ids as weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """The tables' common dim; -1 where they differ."""
+        """Return the tables' common dim, or -1 if the dims differ."""
         dims = set(self._dims)
         return dims.pop() if len(dims) == 1 else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Embedding names of each table, in the order of the tables."""
+        """Return the embedding names of each table, in the order of the tables."""
         return [[slot.name for slot in self._slots if slot.table == config.name] for config in self._configs]
 
 
 def _sources(features: KeyedJaggedTensor, lookup: Lookup) -> Sources | None:
-    """What a lookup's ids in the order of its features are made of."""
+    """Return the tensors and keys that a lookup's reordered ids are computed from, as their cache key."""
     return Sources.of(
         (features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.size)
     )

@@ -1,8 +1,8 @@
-"""`EmbeddingBagCollection`: many tables, one pooled vector per feature and sample.
+"""`EmbeddingBagCollection`: several tables, one pooled vector per feature and sample.
 
   out[b, f] = s * sum_p w_p * W_f[id_p]   over the ids p of feature f in sample b;  s = 1 (sum) or 1 / L (mean)
 
-This single-process module is the specification: every sharding of it gives the same numbers.
+This single-process module is the specification: every sharding of it returns the same numbers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class EmbeddingBagCollection(TableCollection):
     """Pooled embeddings of a batch of sparse features.
 
     Args:
-        tables: configs; names must differ. Dims, data types and pooling may be mixed, tables shared by several
-            features, and a feature may read several tables (its output is then called `feature@table`).
-        is_weighted: each id carries a weight (`features.weights()`), through which gradients flow.
+        tables: configs; names must differ. Dims, data types and pooling may differ between tables. Several features may
+            share a table, and a feature may read several tables (its output is then named `feature@table`).
+        is_weighted: whether each id has a weight (`features.weights()`), which receives gradients.
         device: of the parameters; "meta" allocates nothing.
-        output_dtype: of the result; None takes the promoted type of the tables as they are at the call.
-        on_bad_id: "error" (names table, feature and id) or "clamp" (into the table, with a counted warning).
+        output_dtype: of the result; None takes the promoted type of the tables at the time of the call.
+        on_bad_id: "error" raises an error that names table, feature and id. "clamp" clamps ids into the table, counts
+            them and warns.
 
-    Parameters are leaves called `embedding_bags.<table>.weight`.
+    Parameters are leaves named `embedding_bags.<table>.weight`.
 
     Example:
         >>> ebc = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "item", feature_names=["item"])])
@@ -65,14 +66,14 @@ class EmbeddingBagCollection(TableCollection):
         """Look up and pool.
 
         Args:
-            features: keys in any order, further keys are ignored; F features of B samples (or variable batches with
-                `inverse_indices`).
+            features: keys in any order; keys that no table reads are ignored. F features of B samples, or a variable
+                batch with `inverse_indices`.
 
         Returns:
             `KeyedTensor` `[B, sum of dims]`, one key per (table, feature) in the order of the tables.
 
         Raises:
-            InputError: a missing feature, an id outside its table, ids that are not integers, missing weights.
+            InputError: a feature is missing, an id is outside its table, ids are not integers, or weights are missing.
         """
         if torch.compiler.is_compiling() and self._has_caches():
             pooled: KeyedTensor = forward_of(self, features)
@@ -141,10 +142,10 @@ class EmbeddingBagCollection(TableCollection):
     def _expanded(
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]
     ) -> list[Tensor]:
-        """Pooled blocks `[B, dim]` of a variable batch, each read through its feature's inverse indices."""
+        """Return the blocks `[B, dim]` of a variable batch, expanded by each feature's inverse indices."""
         check_samples(type(self).__name__, [self._slots[s].feature for s in lookup.slots], features)
         bag_of = bags_of_samples(features)
-        if len(batches) == 1:  # of one key: the op saw a batch like any other
+        if len(batches) == 1:  # with one key, the op returned the uniform layout
             return [
                 part[bag_of[self._slots[s].feature]]
                 for part, s in zip(out.split(dims, dim=1), lookup.slots, strict=True)
@@ -156,9 +157,9 @@ class EmbeddingBagCollection(TableCollection):
         ]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The table configs, as given."""
+        """Return the table configs, as given."""
         return list(self._configs)  # type: ignore[arg-type]
 
     def is_weighted(self) -> bool:
-        """Whether ids carry weights."""
+        """Return True if ids have weights."""
         return self._is_weighted

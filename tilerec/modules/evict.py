@@ -1,11 +1,11 @@
-"""Eviction policies of managed collision: whose row a new id takes when its bucket is full.
+"""Eviction policies of managed collision: the choice of the row that a new id takes when its bucket is full.
 
 Nouns
-  policy    scores the rows of a new id's window; the least goes, and of equals the first in the order of probing
-  interval  steps between those in which evictions may happen; in the others a full bucket is full
-  ttl       how long an id keeps its row after its last use, by the table's clock; then anyone may take it
+  policy    scores the rows in a new id's probe window; the lowest is evicted, and of equals the first in probe order
+  interval  number of steps between steps with evictions; in the others, a full bucket accepts no new id
+  ttl       time to live: how long an id keeps its row after its last use, by the table's clock; then any id may take it
 
-A row that a sample of this step uses is never evicted in it, whatever its score.
+A row that a sample of the current step uses is never evicted in that step, at any score.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tilerec.ops.hash.definition import Policy
 
 @dataclass(frozen=True)
 class Evicting:
-    """A policy with its numbers, as the ops take them.
+    """A policy with its parameters, in the form that the hash ops take.
 
     Args:
         exponent: of the distance, for DISTANCE_LFU.
-        ttl: of ids of every feature, for TTL.
-        ttl_of: of single features; others have `ttl`.
+        ttl: time to live of ids of every feature, for TTL.
+        ttl_of: (feature, time to live) pairs; other features have `ttl`.
     """
 
     policy: Policy
@@ -36,7 +36,7 @@ class Evicting:
     ttl_of: tuple[tuple[str, int], ...] = ()
 
     def ttls(self, features: Sequence[str]) -> list[int]:
-        """Per feature, how long its ids keep their rows."""
+        """Return the time to live of each feature's ids."""
         own = dict(self.ttl_of)
         return [own.get(feature, self.ttl) for feature in features]
 
@@ -47,16 +47,16 @@ class MCHEvictionPolicy(ABC):
     @property
     @abstractmethod
     def evicting(self) -> Evicting:
-        """As the ops take it."""
+        """The policy in the form that the hash ops take."""
 
 
 @final
 class LFU_EvictionPolicy(MCHEvictionPolicy):
-    """The row with the fewest uses goes; of equals, the one that was used longest ago.
+    """Least frequently used: evicts the row with the fewest uses; of equals, the least recently used one.
 
     Args:
-        threshold_filtering_func: refused: it judges counts of a history that one rank would have to hold. Use
-            `admission_threshold` of the module, which counts every id where its bucket lies.
+        threshold_filtering_func: not supported; any value but None raises. It filters by the counts of a history that
+            one rank would have to hold. Use `admission_threshold` of the module, which counts each id in its bucket.
     """
 
     def __init__(self, threshold_filtering_func: Callable[..., Any] | None = None) -> None:
@@ -69,11 +69,11 @@ class LFU_EvictionPolicy(MCHEvictionPolicy):
 
 @final
 class LRU_EvictionPolicy(MCHEvictionPolicy):
-    """The row that was used longest ago goes.
+    """Least recently used: evicts the row whose last use is oldest.
 
     Args:
-        decay_exponent: taken; the order of ages is the same under every exponent.
-        threshold_filtering_func: refused; see `LFU_EvictionPolicy`.
+        decay_exponent: accepted without effect; every exponent gives the same order of ages.
+        threshold_filtering_func: not supported; see `LFU_EvictionPolicy`.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class LRU_EvictionPolicy(MCHEvictionPolicy):
 
 @final
 class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
-    """The row with the least `uses / (steps since its last use) ** decay_exponent` goes.
+    """Evicts the row with the lowest `uses / (steps since its last use) ** decay_exponent`.
 
     Args:
-        decay_exponent: 0 is LFU; the larger, the more age counts.
-        threshold_filtering_func: refused; see `LFU_EvictionPolicy`.
+        decay_exponent: weight of the age; 0 is LFU.
+        threshold_filtering_func: not supported; see `LFU_EvictionPolicy`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
 
 
 class HashZchEvictionPolicyName(Enum):
-    """Policies of `HashZchManagedCollisionModule`; its strings are accepted too."""
+    """Policies of `HashZchManagedCollisionModule`, which also accepts their names as strings."""
 
     SINGLE_TTL_EVICTION = "SINGLE_TTL_EVICTION"
     PER_FEATURE_TTL_EVICTION = "PER_FEATURE_TTL_EVICTION"
@@ -120,12 +120,13 @@ class HashZchEvictionPolicyName(Enum):
 @final
 @dataclass(frozen=True)
 class HashZchEvictionConfig:
-    """Times to live.
+    """Times to live of ids.
 
     Args:
-        features: those of the table; the order of `per_feature_ttl`.
-        single_ttl: of every id, in units of the module's clock (hours, unless it has another).
-        per_feature_ttl: of the ids of each feature. An id of several features has the latest end of all its uses.
+        features: the table's features, in the order of `per_feature_ttl`.
+        single_ttl: time to live of every id, in units of the module's clock (hours by default).
+        per_feature_ttl: time to live of each feature's ids. An id of several features expires at the latest of the
+            ends that its uses give.
     """
 
     features: Sequence[str]
@@ -136,7 +137,7 @@ class HashZchEvictionConfig:
 def read_eviction(
     name: HashZchEvictionPolicyName | str | None, config: HashZchEvictionConfig | None, who: str
 ) -> Evicting | None:
-    """The policy that a name and its config ask for; None for no name.
+    """Return the policy of a name and its config; None for no name.
 
     Raises:
         ConfigError: an unknown name, a TTL policy without times, or times without a TTL policy.
@@ -144,20 +145,22 @@ def read_eviction(
     if name is None:
         if config is not None:
             raise ConfigError(
-                f"{who}: eviction_config without eviction_policy_name; name the policy, or leave the config out."
+                f"{who}: got eviction_config without eviction_policy_name. Name the policy, or leave the config out."
             )
         return None
     names = HashZchEvictionPolicyName
     if not isinstance(name, names):
         if not isinstance(name, str) or name.upper() not in names.__members__:
-            raise ConfigError(f"{who}: eviction_policy_name={name!r} is none of {list(names.__members__)}.")
+            raise ConfigError(
+                f"{who}: got eviction_policy_name={name!r}; expected one of {list(names.__members__)}."
+            )
         name = names[name.upper()]
     if name is names.SINGLE_TTL_EVICTION:
         if config is None or config.single_ttl is None:
             raise ConfigError(f"{who}: {name.value} needs eviction_config with a single_ttl.")
         if config.per_feature_ttl is not None:
             raise ConfigError(
-                f"{who}: {name.value} with a per_feature_ttl; leave it out, or use PER_FEATURE_TTL_EVICTION."
+                f"{who}: got {name.value} with a per_feature_ttl. Leave it out, or use PER_FEATURE_TTL_EVICTION."
             )
         return Evicting(Policy.TTL, ttl=_ttl(who, config.single_ttl))
     if name is names.PER_FEATURE_TTL_EVICTION:
@@ -165,18 +168,18 @@ def read_eviction(
             raise ConfigError(f"{who}: {name.value} needs eviction_config with a per_feature_ttl.")
         if config.single_ttl is not None:
             raise ConfigError(
-                f"{who}: {name.value} with a single_ttl; leave it out, or use SINGLE_TTL_EVICTION."
+                f"{who}: got {name.value} with a single_ttl. Leave it out, or use SINGLE_TTL_EVICTION."
             )
         if len(config.per_feature_ttl) != len(config.features):
             raise ConfigError(
-                f"{who}: {len(config.per_feature_ttl)} times in per_feature_ttl for {len(config.features)} features; "
-                "give one each, in the order of features."
+                f"{who}: got {len(config.per_feature_ttl)} entries in per_feature_ttl; expected "
+                f"{len(config.features)}, one per feature, in the order of features."
             )
         times = [_ttl(who, ttl) for ttl in config.per_feature_ttl]
         return Evicting(Policy.TTL, ttl_of=tuple(zip(config.features, times, strict=True)))
     if config is not None and (config.single_ttl is not None or config.per_feature_ttl is not None):
         raise ConfigError(
-            f"{who}: {name.value} with times to live, which it does not read; use one of the TTL policies."
+            f"{who}: got {name.value} with times to live, which it does not read. Use one of the TTL policies."
         )
     policies = {names.LRU_EVICTION: Policy.LRU, names.LFU_EVICTION: Policy.LFU}
     return Evicting(policies.get(name, Policy.DISTANCE_LFU))
@@ -184,13 +187,13 @@ def read_eviction(
 
 def _ttl(who: str, ttl: int) -> int:
     if isinstance(ttl, bool) or not isinstance(ttl, int) or not 0 <= ttl <= 2**61:
-        raise ConfigError(f"{who}: a time to live of {ttl!r}; wanted a whole number from 0 up.")
+        raise ConfigError(f"{who}: got a time to live of {ttl!r}; expected an integer from 0 to 2**61.")
     return ttl
 
 
 def _exponent(who: str, exponent: float) -> float:
     if not 0 <= exponent <= 16:
-        raise ConfigError(f"{who}: decay_exponent is {exponent}, wanted 0 to 16.")
+        raise ConfigError(f"{who}: got decay_exponent={exponent}; expected 0 to 16.")
     return float(exponent)
 
 
@@ -201,6 +204,6 @@ def _no_filter(who: str, function: Callable[..., Any] | None) -> None:
 
 def _refuse_filter(who: str) -> NoReturn:
     raise ConfigError(
-        f"{who}: threshold_filtering_func judges the counts of all new ids together, which lie on many ranks; leave it "
-        "out and give the module admission_threshold=k: an id gets a row when it comes for the k-th time."
+        f"{who}: threshold_filtering_func is not supported: it needs the counts of all new ids, which lie on many "
+        "ranks. Leave it out and set admission_threshold=k on the module: an id gets a row at its k-th occurrence."
     )

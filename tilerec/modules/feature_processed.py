@@ -19,20 +19,20 @@ from tilerec.spec.table import EmbeddingBagConfig
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):
-    """Runs feature processors over the batch, then looks its rows up with the weights they gave.
+    """Feature processors, followed by a pooled lookup with the weights that they return.
 
     Args:
         embedding_bag_collection: with `is_weighted=True`.
-        feature_processors: a `FeatureProcessor` for every feature the tables read, or a collection that takes
-            the whole batch.
+        feature_processors: a `FeatureProcessor` for every feature that the tables read, or a collection that takes the
+            whole batch.
 
     Shape: a `KeyedJaggedTensor` to the `KeyedTensor` of the embedding bag collection.
 
-    State: `_embedding_bag_collection.*`; `_feature_processors.<feature>.position_weight`, or what the
-    collection has (`_feature_processors.position_weights.<feature>`).
+    State: `_embedding_bag_collection.*`; `_feature_processors.<feature>.position_weight`, or the names of the
+    processors' collection (`_feature_processors.position_weights.<feature>`).
 
     Raises:
-        ConfigError: tables without weights; a dict that does not have exactly the tables' features.
+        ConfigError: the embedding bag collection takes no weights, or a dict's keys differ from the tables' features.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         super().__init__()
         if not embedding_bag_collection.is_weighted():
             raise ConfigError(
-                "FeatureProcessedEmbeddingBagCollection: the embedding_bag_collection takes no weights, and feature "
-                "processors give some; build it with is_weighted=True."
+                "FeatureProcessedEmbeddingBagCollection: got an embedding_bag_collection that takes no weights. Build "
+                "it with is_weighted=True, because feature processors return weights."
             )
         self._embedding_bag_collection = embedding_bag_collection
         self._feature_processors: nn.Module
@@ -56,26 +56,26 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         if missing or extra:
             raise ConfigError(
                 "FeatureProcessedEmbeddingBagCollection: feature_processors must have exactly the features of the "
-                f"tables; missing {missing}, not read by any table {extra}. Add or remove these, or pass a "
+                f"tables; missing: {missing}; not read by any table: {extra}. Add or remove these, or pass a "
                 "FeatureProcessorsCollection."
             )
         self._feature_processors = nn.ModuleDict(feature_processors)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Configs of the tables."""
+        """Return the table configs."""
         return list(self._embedding_bag_collection.embedding_bag_configs())
 
     def is_weighted(self) -> bool:
-        """Always True."""
+        """Return True, always."""
         return True
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Device of the tables."""
         return self._embedding_bag_collection.device
 
     def split(self) -> tuple[FeatureProcessorsCollection, EmbeddingBagCollection]:
-        """The two stages: processors as one collection, and the tables."""
+        """Return the two stages: the processors as one collection, and the tables."""
         processors = self._feature_processors
         if isinstance(processors, FeatureProcessorsCollection):
             return processors, self._embedding_bag_collection

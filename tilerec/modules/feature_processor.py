@@ -1,12 +1,10 @@
-"""Feature processors: what happens to a feature's ids and weights before its table is read.
+"""Feature processors: transformations of a feature's ids and weights before the lookup.
 
 Nouns
-  position  where an id stands in its bag, counted from 0: `position_N = arange(N) - offsets[bag of N]`
-  position weight  a learned number per feature and position; a pooled lookup multiplies the row at that
-  position by it
+  position         index of an id in its bag, from 0: `position_N = arange(N) - offsets[bag of N]`
+  position weight  a learned number per feature and position; a pooled lookup multiplies the row at that position by it
 
-Legend of the shapes in names: N ids, B bags of one feature, F features, FB bags of all features
-    (feature-major),
+Legend of the shapes in names: N ids, B bags of one feature, F features, FB bags of all features (feature-major),
 L max_feature_length of one feature.
 """
 
@@ -30,25 +28,23 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 
 
 def _precise_errors(lengths: Tensor) -> bool:
-    """Whether the host may look at `lengths`: in eager mode on the CPU. Elsewhere it would wait for the device."""
+    """Return True if the host can read `lengths` without waiting for a device: in eager mode, on the CPU."""
     return lengths.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _assert_on_device(fits: Tensor, message: str) -> None:
-    """Raises where `fits` lives, without the host waiting for it; a meta tensor has nothing to check."""
+    """Assert `fits` on its device, without blocking the host; skip meta tensors."""
     if fits.device.type != "meta":
         assert_async(fits, message)
 
 
 def _count_from(first_B: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
-    """Numbers the ids of each bag upwards from `first_B`: `first[bag of n] + n - offsets[bag of n]`, int64 [N].
+    """Number the ids of each bag upwards from `first_B`: `first[bag of n] + n - offsets[bag of n]`, int64 [N].
 
     first [0, 9, 5], offsets [0, 2, 2, 4] -> [0, 1, 5, 6]
 
-    One running sum: a step of 1 from id to id, and at the start of each bag the jump that leads to its first
-        number. The
-    jumps of empty bags fall on the same id and add up. (Looking up every id's bag first takes about three
-    times as long.)
+    The result is one cumulative sum: a step of 1 per id, plus a jump at the start of each bag to its first number. The
+    jumps of empty bags fall on the same id and add up. A lookup of every id's bag takes about three times as long.
     """
     jump_B = torch.diff(first_B - offsets_B1[:-1], prepend=first_B.new_ones(1)).to(torch.int64)
     step_N1 = torch.ones(total + 1, dtype=torch.int64, device=offsets_B1.device)
@@ -56,27 +52,27 @@ def _count_from(first_B: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
 
 
 class FeatureProcessor(nn.Module, abc.ABC):
-    """Maps one feature's `JaggedTensor` to another, usually one with other weights."""
+    """Map from one feature's `JaggedTensor` to another, usually with other weights."""
 
     @abc.abstractmethod
     def forward(self, features: JaggedTensor) -> JaggedTensor: ...
 
 
 class PositionWeightedModule(FeatureProcessor):
-    """Gives each id the learned weight of its position in the bag; weights the input has are replaced.
+    """Learned weight of each id by its position in the bag; replaces the input's weights.
 
     Args:
-        max_feature_length: L, the most ids a bag may have.
+        max_feature_length: L, the maximum number of ids per bag.
         device: of the weights.
 
     Shape: a `JaggedTensor` of N ids to one with the same ids and weights [N].
 
-    State: `position_weight` [L], ones at first.
+    State: `position_weight` [L], initially ones.
 
     Raises:
-        ConfigError: L below 1.
-        InputError: a bag with more than L ids (in eager mode on the CPU; elsewhere the device raises a
-            RuntimeError that names L).
+        ConfigError: L is below 1.
+        InputError: a bag has more than L ids. Raised in eager mode on the CPU; otherwise the device raises a
+            RuntimeError that names L.
 
     Weights [0.5, 0.2] over bags [7], [], [7, 8] give [0.5, 0.5, 0.2].
     """
@@ -88,7 +84,7 @@ class PositionWeightedModule(FeatureProcessor):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights 1."""
+        """Set all weights to 1."""
         with torch.no_grad():
             self.position_weight.fill_(1.0)
 
@@ -98,14 +94,14 @@ class PositionWeightedModule(FeatureProcessor):
             if lengths_B.numel() and int(lengths_B.max()) > limit:
                 bag = int((lengths_B > limit).nonzero()[0])
                 raise InputError(
-                    f"PositionWeightedModule: bag {bag} has {int(lengths_B[bag])} ids, more than max_feature_length "
-                    f"{limit}; raise max_feature_length or cut the bags."
+                    f"PositionWeightedModule: got {int(lengths_B[bag])} ids in bag {bag}; expected at most "
+                    f"max_feature_length={limit}. Increase max_feature_length or truncate the bags."
                 )
         else:
             _assert_on_device(
                 (lengths_B <= limit).all(),
-                f"PositionWeightedModule: a bag has more ids than max_feature_length {limit}; raise "
-                "max_feature_length or cut the bags.",
+                f"PositionWeightedModule: a bag has more ids than max_feature_length={limit}. Increase "
+                "max_feature_length or truncate the bags.",
             )
         first_B = torch.zeros_like(offsets_B1[:-1])
         position_N = _count_from(first_B, offsets_B1, features.values().shape[0])
@@ -121,30 +117,30 @@ class PositionWeightedModule(FeatureProcessor):
 
 
 class FeatureProcessorsCollection(nn.Module, abc.ABC):
-    """Maps a `KeyedJaggedTensor` to another: feature processors for several features at once."""
+    """Map from one `KeyedJaggedTensor` to another: feature processors of several features."""
 
     @abc.abstractmethod
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor: ...
 
 
 class PositionWeightedModuleCollection(FeatureProcessorsCollection):
-    """`PositionWeightedModule` for several features with one gather for all of them, however many there are.
+    """`PositionWeightedModule` for several features, with one gather for any number of them.
 
-    Features without an entry get weight 1; entries without a feature in the batch are not used. Weights the
-    input has are replaced.
+    Features without an entry get weight 1. Entries for features that the batch lacks are unused. The input's weights
+    are replaced.
 
     Args:
-        max_feature_lengths: the most ids a bag may have, per feature.
+        max_feature_lengths: the maximum number of ids per bag, by feature.
         device: of the weights.
 
     Shape: a `KeyedJaggedTensor` of N ids to one with the same ids and weights [N].
 
-    State: `position_weights.<feature>` [L], ones at first.
+    State: `position_weights.<feature>` [L], initially ones.
 
     Raises:
-        ConfigError: a length below 1, a feature name that cannot be part of a parameter's name.
-        InputError: a bag with more ids than its feature's length (in eager mode on the CPU; elsewhere the
-            device raises a RuntimeError).
+        ConfigError: a length is below 1, or a feature's name cannot be part of a parameter's name.
+        InputError: a bag has more ids than its feature's length. Raised in eager mode on the CPU; otherwise the device
+            raises a RuntimeError.
 
     Weights a: [0.5, 0.2], b: [3.0] over a's bags [7], [7, 8] and b's bags [], [9] give [0.5, 0.5, 0.2, 3.0].
     """
@@ -158,14 +154,14 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
                 self.position_weights[name] = nn.Parameter(torch.empty(length, device=device))
             except KeyError as error:
                 raise ConfigError(
-                    f"PositionWeightedModuleCollection: feature '{name}' cannot name a parameter ({error.args[0]}); "
-                    "rename the feature."
+                    f"PositionWeightedModuleCollection: feature '{name}' cannot name a parameter ({error.args[0]}). "
+                    "Rename the feature."
                 ) from None
         self.max_feature_lengths = dict(max_feature_lengths)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """All weights 1."""
+        """Set all weights to 1."""
         with torch.no_grad():
             for weight in self.position_weights.values():
                 weight.fill_(1.0)
@@ -180,12 +176,11 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
 class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
     """One `FeatureProcessor` per feature as a collection.
 
-    Features without a processor get weight 1. Position-weighted modules alone are done in one gather; where
-    there are other processors, each is called by itself, and may change its feature's ids as well as its
-    weights.
+    Features without a processor get weight 1. If all processors are position-weighted modules, one gather computes all
+    weights. Otherwise each processor is called separately, and may change its feature's ids and weights.
 
     Args:
-        feature_processors: per feature.
+        feature_processors: by feature.
 
     State: `_feature_processors.<feature>.*`.
     """
@@ -199,18 +194,17 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
 
 
 def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]) -> KeyedJaggedTensor:
-    """`features` with the weight of its position at every id, 1 for a feature that `weights` does not have.
+    """Return `features` with each id weighted by its position; features absent from `weights` get weight 1.
 
-    The weights of the features at hand lie in one vector: weight number `start of the feature + position`. A
-        one closes the
-    vector for the features without weights.
+    The weights of the batch's features are concatenated into one vector, indexed by `start of the feature + position`.
+    A final 1 serves the features without weights.
 
     Args:
         features: N ids.
-        weights: per feature, [L] of one floating dtype.
+        weights: by feature, [L] of one floating dtype.
 
     Raises:
-        InputError: a bag with more ids than its feature has weights.
+        InputError: a bag has more ids than its feature has weights.
     """
     keys = features.keys()
     found = [weights.get(key) for key in keys]
@@ -240,7 +234,7 @@ def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]
 
 
 def _per_bag(rows_F: Tensor, features: KeyedJaggedTensor) -> Tensor:
-    """One entry per bag from one per feature."""
+    """Expand one entry per feature to one per bag."""
     if not features.variable_stride_per_key():
         return rows_F.unsqueeze(1).expand(-1, features.stride()).reshape(-1)
     strides = features.stride_per_key()
@@ -256,7 +250,7 @@ def _check_positions(features: KeyedJaggedTensor, lengths_FB: Tensor, limits: li
         _assert_on_device(
             (lengths_FB <= limit_FB).all(),
             f"Position weights: a bag has more ids than the max_feature_length of its feature (features, lengths: "
-            f"{shown}); raise it or cut the bags.",
+            f"{shown}). Increase max_feature_length or truncate the bags.",
         )
         return
     if not bool((lengths_FB > limit_FB).any()):
@@ -266,15 +260,15 @@ def _check_positions(features: KeyedJaggedTensor, lengths_FB: Tensor, limits: li
     for key, stride, limit in zip(features.keys(), features.stride_per_key(), limits, strict=True):
         if bag < stride:
             raise InputError(
-                f"Feature '{key}': bag {bag} has {int(lengths_FB[place])} ids, more than max_feature_length {limit}; "
-                "raise max_feature_length or cut the bags."
+                f"Feature '{key}': got {int(lengths_FB[place])} ids in bag {bag}; expected at most "
+                f"max_feature_length={limit}. Increase max_feature_length or truncate the bags."
             )
         bag -= stride
-    raise AssertionError("the lengths have more entries than the strides say")
+    raise AssertionError("the lengths have more entries than the sum of the strides")
 
 
 def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
-    """The same bags with `weights` instead of those they had."""
+    """Return the same bags with `weights` in place of their own."""
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -292,18 +286,18 @@ def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTe
 def apply_feature_processors_to_kjt(
     features: KeyedJaggedTensor, feature_processors: Mapping[str, nn.Module]
 ) -> KeyedJaggedTensor:
-    """Each feature that has a processor through its own; the others get weight 1.
+    """Apply each feature's processor; features without a processor get weight 1.
 
     Raises:
-        InputError: a feature that has a processor is not in the batch; a processor returned no weights.
+        InputError: a feature that has a processor is not in the batch, or a processor returned no weights.
     """
     keys = features.keys()
     known = set(keys)
     missing = [name for name in feature_processors if name not in known]
     if missing:
         raise InputError(
-            f"Feature '{missing[0]}' has a processor but is not in the batch, whose features are {keys}; add it to "
-            "the batch."
+            f"Feature '{missing[0]}': it has a processor but is not in the batch, whose features are {keys}. Add it "
+            "to the batch."
         )
     position_weights = {
         name: processor.position_weight
@@ -319,8 +313,8 @@ def apply_feature_processors_to_kjt(
             jagged = feature_processors[key](jagged)
             if jagged.weights_or_none() is None:
                 raise InputError(
-                    f"Feature '{key}': its processor {type(feature_processors[key]).__name__} returned no weights; "
-                    "return a JaggedTensor with weights (ones, where it has none)."
+                    f"Feature '{key}': its processor {type(feature_processors[key]).__name__} returned no weights. "
+                    "Return a JaggedTensor with weights, for example ones."
                 )
             weights.append(jagged.weights())
         else:

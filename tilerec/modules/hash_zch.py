@@ -1,4 +1,4 @@
-"""`HashZchManagedCollisionModule`: TorchRec's zero-collision hash table, by name and arguments."""
+"""`HashZchManagedCollisionModule`, with the name and arguments of TorchRec's zero-collision hash table."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from tilerec.spec.without_effect import warn_without_effect
 
 @final
 class HashZchManagedCollisionModule(ManagedCollisionModule):
-    """Ids get rows by hashing into buckets and probing there.
+    """An id map that hashes ids into buckets and assigns a row by probing within the bucket.
 
     Args:
-        zch_size: rows; the table's `num_embeddings`. A whole number per bucket.
+        zch_size: rows; the table's `num_embeddings`. Must be a multiple of `total_num_buckets`.
         device: of the state; "meta" allocates nothing until the model is sharded.
-        total_num_buckets: B; ranks hold whole buckets, so up to B ranks can share the table. Give a bucket 64 rows or
-            more: the number of ids in it varies, and of small ones some are full long before the table is.
-        max_probe: slots that are looked at for an id, at most.
-        is_inference: never change, in training mode either.
-        eviction_policy_name, eviction_config: who goes when a bucket is full; None: nobody. Times to live are in hours,
-            or in units of `clock`.
-        start_bucket, end_bucket: hold these only.
-        percent_reserved_slots: of each bucket's rows, shared by its ids that have none (at least one row is, unless
-            such ids are dropped).
-        disable_fallback: ids without a row are dropped from their bags, and share none.
-        read_only_suffix: features whose names end so are looked up and never inserted.
-        when_full: "evict" (the default with a policy; where nobody may go, as the next), "fallback" (the default
-            without: the id shares a row), or "reject" (it is dropped).
-        admission_threshold: an id gets a row when it comes for the k-th time (counted by a sketch per bucket, which
-            may count too much and never too little).
-        clock: () -> int, for times to live; the same on all ranks at a step is rank 0's.
-        input_hash_size, output_segments, name, tb_logging_frequency, inference_dispatch_div_train_world_size,
-            track_id_freq, enable_per_feature_lookups, no_bag, persist_hash_zch_bucket: of TorchRec; without effect.
-        opt_in_prob, write_runtime_meta_dim: of TorchRec; refused unless left at their defaults.
+        total_num_buckets: B. Ranks hold whole buckets, so at most B ranks can share the table. Use at least 64 rows per
+            bucket: bucket occupancy varies, and some small buckets fill up long before the table does.
+        max_probe: most slots that a lookup of one id reads.
+        is_inference: the map never changes, even in training mode.
+        eviction_policy_name, eviction_config: which row is evicted when a bucket is full; None disables eviction. Times
+            to live are in hours, or in units of `clock`.
+        start_bucket, end_bucket: hold only the buckets [start_bucket, end_bucket).
+        percent_reserved_slots: percentage of each bucket's rows that ids without their own row share. At least one row
+            is reserved, unless such ids are dropped.
+        disable_fallback: drop ids without a row from their bags instead of sharing a row.
+        read_only_suffix: ids of features whose names end with it are looked up, and never inserted.
+        when_full: "evict" (the default with a policy; if no row can be evicted, as without a policy), "fallback" (the
+            default without a policy: the id shares a row), or "reject" (the id is dropped).
+        admission_threshold: an id gets a row at its k-th occurrence. A sketch per bucket counts occurrences; it may
+            overestimate and never underestimates.
+        clock: () -> int, for times to live. All ranks use rank 0's time in a step.
+        input_hash_size, output_segments, tb_logging_frequency, inference_dispatch_div_train_world_size, track_id_freq,
+            enable_per_feature_lookups, no_bag, persist_hash_zch_bucket: TorchRec's; no effect.
+        name: TorchRec's; appears in messages only.
+        opt_in_prob, write_runtime_meta_dim: TorchRec's; any value but the default raises.
 
     Raises:
-        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
+        ConfigError: the rows do not fill the buckets equally, arguments contradict each other, or an argument is
+            unsupported.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         who = f"HashZchManagedCollisionModule{f' {name!r}' if name else ''}"
         if opt_in_prob != -1:
             raise ConfigError(
-                f"{who}: opt_in_prob={opt_in_prob} admits ids by chance, which would differ from rank to rank; leave "
-                "it out and use admission_threshold=k: an id gets a row when it comes for the k-th time."
+                f"{who}: got opt_in_prob={opt_in_prob}; expected -1, because random admission would differ between "
+                "ranks. Use admission_threshold=k instead: an id gets a row at its k-th occurrence."
             )
         if write_runtime_meta_dim:
             raise ConfigError(
-                f"{who}: write_runtime_meta_dim={write_runtime_meta_dim} stores data of the caller beside the ids, "
-                "which is not kept here; leave it out."
+                f"{who}: got write_runtime_meta_dim={write_runtime_meta_dim}; expected 0, because the map stores no "
+                "metadata of the caller. Leave it out."
             )
         given: dict[str, object] = {
             "output_segments": output_segments,
@@ -107,8 +109,8 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
         )  # fmt: skip
         if total_num_buckets >= 64 and buckets.size < 8:
             warnings.warn(
-                f"{who}: {total_num_buckets} buckets of {buckets.size} rows: so small ones overflow long before the "
-                "table is full. Use fewer buckets (as many as there may be ranks are enough), of 64 rows or more.",
+                f"{who}: got {total_num_buckets} buckets of {buckets.size} rows; buckets this small overflow long "
+                "before the table is full. Use fewer buckets of at least 64 rows; one bucket per rank is enough.",
                 stacklevel=2,
             )
         super().__init__(
@@ -118,12 +120,12 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
 
 
 _WITHOUT_EFFECT = {
-    "output_segments": "rows are cut into equal buckets, whatever the ranks",
+    "output_segments": "rows are divided into equal buckets, independent of the ranks",
     "input_hash_size": "ids are any int64, and are hashed into buckets",
-    "tb_logging_frequency": "stats() tells, whenever asked",
+    "tb_logging_frequency": "stats() returns the counts at any time",
     "inference_dispatch_div_train_world_size": "buckets do not depend on the world size",
     "track_id_freq": "uses of every id are always counted; see inspect()",
-    "enable_per_feature_lookups": "every feature is looked up on its own already",
-    "no_bag": "bags come and go as bags",
-    "persist_hash_zch_bucket": "a state always says how its rows are cut",
+    "enable_per_feature_lookups": "every feature is always looked up separately",
+    "no_bag": "bags always stay bags",
+    "persist_hash_zch_bucket": "a state always records its bucket layout",
 }

@@ -1,14 +1,14 @@
-"""What managed collision did, in numbers: counters per bucket and feature, and the records that users read.
+"""Statistics of managed collision: counters per bucket and feature, and the records that users read.
 
 Every id of a training batch is counted once for its feature:
 
-    hit         it had a row
-    insert      it got a row; of these, `evictions` took that of another id
-    collision   it has no row and shares one
-    rejection   it has no row and is dropped
-    not_admitted   of the last two: those that have not come often enough yet; the others found their bucket full
+    hit            it had a row
+    insert         it got a row; `evictions` counts inserts that took another id's row
+    collision      it has no row and shares one
+    rejection      it has no row and is dropped
+    not_admitted   collisions and rejections of ids below the admission threshold; for the others, the bucket was full
 
-Counters lie beside their buckets and travel with them, so their sums do not depend on the ranks.
+Counters are stored per bucket and move with it, so their sums do not depend on the ranks.
 
 Legend: N ids, F features, M counters per feature.
 """
@@ -25,18 +25,18 @@ from torch import Tensor
 from tilerec.ops.hash.definition import Outcome
 
 KINDS = ("hits", "inserts", "evictions", "collisions", "rejections", "not_admitted", "probes")
-"""Counters of a feature, in order."""
+"""Names of a feature's counters, in order."""
 
 _HITS, _INSERTS, _EVICTIONS, _COLLISIONS, _REJECTIONS, _NOT_ADMITTED, _PROBES = range(len(KINDS))
 
 
 @dataclass(frozen=True)
 class FeatureCounts:
-    """What became of the ids of one feature in training, since the table was made.
+    """Counts of one feature's ids in training since the table was created.
 
     Args:
-        probes: slots looked at, in all.
-        reads, misses: ids of evaluation batches, and those of them that had no row; since this process began.
+        probes: total number of slots read.
+        reads, misses: ids of evaluation batches, and those of them without a row, since this process started.
     """
 
     hits: int
@@ -51,12 +51,12 @@ class FeatureCounts:
 
     @property
     def lookups(self) -> int:
-        """Ids that came."""
+        """Number of ids looked up."""
         return self.hits + self.inserts + self.collisions + self.rejections
 
     @property
     def probes_per_lookup(self) -> float:
-        """Slots looked at per id; 0 where none came."""
+        """Slots read per id; 0 if there were no ids."""
         return self.probes / self.lookups if self.lookups else 0.0
 
     def __add__(self, other: FeatureCounts) -> FeatureCounts:
@@ -69,15 +69,15 @@ def _astuple(counts: FeatureCounts) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class IdStats:
-    """A table's ids, as they are now and as they came.
+    """Current state and training counts of a table's ids.
 
     Args:
-        features: by name.
-        rows: that ids can have for themselves.
-        shared_rows: that ids without a row share.
-        live: ids that have a row.
-        probe_lengths: position p - 1 holds how many of them are found at the p-th slot looked at.
-        fullest_bucket: the largest share of a bucket's rows that is taken.
+        features: counts by feature name.
+        rows: number of rows that can belong to one id.
+        shared_rows: number of rows that ids without their own row share.
+        live: number of ids that have a row.
+        probe_lengths: entry p - 1 is the number of live ids that a lookup finds at the p-th slot it reads.
+        fullest_bucket: largest fraction of occupied rows in a bucket.
     """
 
     features: dict[str, FeatureCounts]
@@ -89,12 +89,12 @@ class IdStats:
 
     @property
     def occupancy(self) -> float:
-        """Share of the rows that have an id."""
+        """Fraction of the rows that have an id."""
         return self.live / self.rows
 
     @property
     def total(self) -> FeatureCounts:
-        """Of all features."""
+        """Sum of the counts of all features."""
         return sum(self.features.values(), FeatureCounts(0, 0, 0, 0, 0, 0, 0))
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class IdStats:
 
 
 class Summary(NamedTuple):
-    """What one rank knows of a table: sums that add up over the ranks."""
+    """One rank's part of a table's statistics; `stats_of` combines the ranks'."""
 
     counts_FM: Tensor
     reads_F2: Tensor
@@ -127,10 +127,10 @@ def add_counts(
     counts_BC: Tensor, features: int, bucket_N: Tensor, feature_N: Tensor | None, outcomes_N: Tensor,
     probes_N: Tensor, *, shares: bool,
 ) -> None:  # fmt: skip
-    """Count what became of ids: `counts_BC[bucket, feature * M + kind]`, buckets counted from the first one here.
+    """Add the outcomes of ids to `counts_BC[bucket, feature * M + kind]`; bucket 0 is the first one held here.
 
     Args:
-        feature_N: None where there is one.
+        feature_N: None if there is one feature.
     """
     if not outcomes_N.numel():
         return
@@ -148,8 +148,8 @@ def add_counts(
 
 
 def sums_at(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
-    """int64 `[places]`: the sum of the values at each place; of ones without."""
-    if place_N.device.type == "cpu":  # elsewhere it would wait for the device
+    """Return the sum of the values at each place, int64 `[places]`; the count if `value_N` is None."""
+    if place_N.device.type == "cpu":  # on a device, bincount would synchronise
         if value_N is None:
             return torch.bincount(place_N, minlength=places)
         return torch.bincount(place_N, value_N, minlength=places).to(torch.int64)  # exact below 2^53
@@ -160,7 +160,7 @@ def sums_at(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
 def stats_of(
     features: Sequence[str], parts: Sequence[Summary], rows: int, shared: int, slots: int
 ) -> IdStats:
-    """The record of what ranks know."""
+    """Return the statistics combined from the ranks' summaries."""
     counts = torch.stack([part.counts_FM.cpu() for part in parts]).sum(0).tolist()
     reads = torch.stack([part.reads_F2.cpu() for part in parts]).sum(0).tolist()
     longest = max(part.probe_lengths.numel() for part in parts)

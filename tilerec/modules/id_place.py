@@ -1,6 +1,6 @@
-"""Where one id lives, since when, and how it would be evicted.
+"""`IdPlace`: row, history and eviction order of one id.
 
-Legend: E rows with own ids (places) that are here.
+Legend: E rows with own ids (places) held by this rank.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tilerec.ops.hash.definition import HashRange, HashState, Policy, score, zch
 
 @dataclass(frozen=True)
 class IdPlace:
-    """Where an id lives; `row` None: nowhere.
+    """Place of an id in a table; `row` is None if the id has none.
 
     Args:
-        row: of the table; of an id that has none, `shared_row` is what it reads (None: it is dropped).
-        since, last: training steps of its insertion and of its last use.
-        hits: uses since it was inserted.
-        expires: by the table's clock; None where nothing expires.
-        probes: slots looked at to find it, or to find that it is not there.
-        sooner: ids of its bucket that the policy would evict before it; None without a policy.
-        how: the same in words.
-        rank: that holds its bucket.
+        row: of the table. An id without a row reads `shared_row`; if that is None too, the id is dropped.
+        since, last: training steps of the id's insertion and of its last use.
+        hits: uses since the insertion.
+        expires: by the table's clock; None if nothing expires.
+        probes: slots read to find the id, or to find that it is absent.
+        sooner: number of ids of the bucket that the policy would evict before this one; None without a policy.
+        how: the eviction rule and `sooner` in words.
+        rank: the rank that holds the bucket.
     """
 
     table: str
@@ -51,11 +51,11 @@ def place_of(
     table_name: str, feature: str, id_: int, key: int, state: HashState, table: HashRange, buckets: Buckets,
     evicting: Evicting | None, *, shares: bool, step: int, now: Callable[[], int],
 ) -> IdPlace:  # fmt: skip
-    """The record of an id of a bucket that is here; reads only.
+    """Return the record of an id whose bucket is held here; read-only.
 
     Args:
-        key: the id as it is kept.
-        now: the clock; asked where something expires.
+        key: the id in stored form.
+        now: the clock; called only if ids expire.
     """
     id_ = operator.index(id_)
     ids_N = torch.tensor([key], device=state.ids_E.device)
@@ -84,7 +84,7 @@ def place_of(
 def _sooner(
     state: HashState, at: int, slots: int, evicting: Evicting, step: int, now: Callable[[], int]
 ) -> tuple[int, str]:
-    """How many ids of the bucket would go before the one at this place, and the rule in words."""
+    """Return how many ids of the bucket would be evicted before the one at this place, and the rule in words."""
     policy, exponent = evicting.policy, evicting.exponent
     first = at // slots * slots
     here = slice(first, first + slots)
@@ -102,9 +102,9 @@ def _sooner(
         how = f"by a new id of its window, once the clock (now {now()}) reaches {ends[i]}"
     else:
         words = {
-            Policy.LRU: f"the longest unused first: last used in step {last[i]} of {step}",
-            Policy.LFU: f"the least used first: {hits[i]} uses, the last in step {last[i]}",
-            Policy.DISTANCE_LFU: f"the least uses / age^{exponent:g} first: {own[0]:.3g}",
+            Policy.LRU: f"least recently used first: last used in step {last[i]} of {step}",
+            Policy.LFU: f"least frequently used first: {hits[i]} uses, the last in step {last[i]}",
+            Policy.DISTANCE_LFU: f"lowest uses / age^{exponent:g} first: {own[0]:.3g}",
         }
         how = words[policy]
-    return sooner, f"{how}; {sooner} of the {len(scores)} ids of its bucket would go before it"
+    return sooner, f"{how}; {sooner} of the {len(scores)} ids of its bucket would be evicted before it"

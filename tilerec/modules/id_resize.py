@@ -1,6 +1,6 @@
-"""A map of another capacity: more rows per bucket or fewer, buckets that split or merge; made beside the old one.
+"""Resizing of an id map: change the rows per bucket, or split or merge buckets. The old map stays unchanged.
 
-Legend: M rows that move, B buckets that are here, C admission counters.
+Legend: M rows that move, B buckets held by this rank, C admission counters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tilerec.ops.hash.definition import HashRange, HashState, Policy, zch_bucket
 
 
 class Resized(NamedTuple):
-    """What a change of capacity did.
+    """Result of a change of capacity.
 
     Args:
-        old_rows, new_rows: int64 [M], what moves: live ids' rows and shared ones.
-        kept: live ids that still have a row.
-        dropped_ids: those that found no place: int64.
+        old_rows, new_rows: int64 [M], row numbers before and after, of live ids and of shared rows.
+        kept: number of live ids that still have a row.
+        dropped_ids: int64, ids that no longer fit.
     """
 
     old_rows: Tensor
@@ -33,7 +33,7 @@ class Resized(NamedTuple):
 
 
 class ResizedMap(NamedTuple):
-    """The new map, and what became of the old one."""
+    """The new map, and the rows that moved."""
 
     buckets: Buckets
     state: HashState
@@ -44,18 +44,18 @@ class ResizedMap(NamedTuple):
 def resized_buckets(
     who: str, old: Buckets, zch_size: int | None, total_num_buckets: int | None, *, shares: bool
 ) -> Buckets:
-    """The buckets of a new capacity, all of them; see `ManagedCollisionModule.resize`.
+    """Return all buckets of the new capacity; see `ManagedCollisionModule.resize`.
 
     Raises:
-        ConfigError: sizes that do not fill the buckets, or numbers of buckets of which none divides the other.
+        ConfigError: the rows do not fill the buckets equally, or neither bucket count divides the other.
     """
     count = old.count if total_num_buckets is None else total_num_buckets
     rows = old.size * count if zch_size is None else zch_size
     new = Buckets.of(who, rows, count, shares=shares, percent_shared=old.percent)
     if count % old.count and old.count % count:
         raise ConfigError(
-            f"{who}: {old.count} buckets cannot become {count}: buckets split or merge whole; use a multiple "
-            f"of {old.count}, or a divisor."
+            f"{who}: got total_num_buckets={count} for a map of {old.count} buckets; expected a multiple or a divisor "
+            f"of {old.count}. Whole buckets split or merge."
         )
     return new
 
@@ -64,11 +64,11 @@ def resized_map(
     state: HashState, counts_BC: Tensor, old: Buckets, whole: Buckets, max_probe: int, step: int,
     evicting: Evicting | None,
 ) -> ResizedMap:  # fmt: skip
-    """The map of other buckets, with the ids of this one; this one stays as it is.
+    """Return a map with new buckets and the ids of `state`; `state` stays unchanged.
 
     Args:
-        old: the buckets that are here, which must split or merge into whole ones.
-        whole: what `resized_buckets` gave.
+        old: the buckets held here, which must split or merge into whole ones.
+        whole: the result of `resized_buckets`.
     """
     new = whole.cut(old.first * whole.count // old.count, old.last * whole.count // old.count)
     evicting = evicting or Evicting(Policy.LFU)
@@ -78,7 +78,7 @@ def resized_map(
     )  # fmt: skip
     resized = made.state
     if state.counters_BC.shape[1]:
-        resized = resized._replace(counters_BC=_as_wide(resized.counters_BC, 2 * new.slots))
+        resized = resized._replace(counters_BC=_with_width(resized.counters_BC, 2 * new.slots))
     dropped_ids = state.ids_E[made.moved_E == -2]
     places = (made.moved_E >= 0).nonzero().squeeze(1)
     old_rows = old.rows_of(places + old.first * old.slots)
@@ -91,7 +91,7 @@ def resized_map(
 
 
 def _resized_counts(counts_BC: Tensor, old: Buckets, new: Buckets, dropped_ids: Tensor) -> Tensor:
-    """Counters of split buckets stay with the first child, those of merged ones are added; sums stay."""
+    """Return counters of the new buckets: a split gives them to the first child, a merge adds them; totals stay."""
     if new.count >= old.count:
         made = counts_BC.new_zeros(new.held, counts_BC.shape[1])
         made[:: new.count // old.count] = counts_BC
@@ -104,7 +104,7 @@ def _resized_counts(counts_BC: Tensor, old: Buckets, new: Buckets, dropped_ids: 
 
 
 def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows that buckets keep for missed ids: a child takes its parent's, a merged bucket those of its first part."""
+    """Return old and new numbers of shared rows: a child copies its parent's, a merged bucket its first part's."""
     kept = min(old.shared, new.shared)
     slots = torch.arange(kept, device=device)
     buckets = torch.arange(new.first, new.last, device=device)
@@ -114,8 +114,8 @@ def _shared_moves(old: Buckets, new: Buckets, device: torch.device) -> tuple[Ten
     return old_rows.reshape(-1), new_rows.reshape(-1)
 
 
-def _as_wide(counters_BC: Tensor, width: int) -> Tensor:
-    """Admission counters for another number of slots: places would change, so all counts begin anew."""
+def _with_width(counters_BC: Tensor, width: int) -> Tensor:
+    """Return admission counters of a new width. Positions depend on the width, so another width starts at zero."""
     if counters_BC.shape[1] == width:
         return counters_BC
     return counters_BC.new_zeros(counters_BC.shape[0], width)

@@ -1,4 +1,4 @@
-"""How DLRM lets dense and sparse features meet.
+"""Interactions between the dense and sparse features of DLRM.
 
 Nouns
   features of a sample  the embedded dense vector and F pooled embeddings, all of dim D: n = F + 1 vectors
@@ -19,18 +19,18 @@ from tilerec.modules.utils import check_size
 
 
 def pair_count(vectors: int) -> int:
-    """n (n - 1) / 2: pairs among `vectors` vectors; 3 vectors have 3."""
+    """Return the number of pairs among n vectors, n (n - 1) / 2; 3 vectors have 3."""
     return vectors * (vectors - 1) // 2
 
 
 def _pair_positions(vectors: int, device: torch.device) -> torch.Tensor:
-    """Where each pair stands in a flattened n × n matrix, [P]; n = 3: [1, 2, 5]."""
+    """Return each pair's position in a flattened n × n matrix, [P]; n = 3: [1, 2, 5]."""
     rows, columns = torch.triu_indices(vectors, vectors, offset=1, device=device)
     return rows * vectors + columns
 
 
 def _pair_numbers(vectors: int, device: torch.device) -> torch.Tensor:
-    """The pair that stands at each place of a flattened symmetric n × n matrix, [n·n]; the diagonal holds P.
+    """Return the pair number at each position of a flattened symmetric n × n matrix, [n·n]; the diagonal holds P.
 
     n = 3: [3, 0, 1, 0, 3, 2, 1, 2, 3].
     """
@@ -45,9 +45,9 @@ def _pair_numbers(vectors: int, device: torch.device) -> torch.Tensor:
 class _PairDots(torch.autograd.Function):
     """Dot products of all pairs of n vectors.
 
-    The gradient of the n × n products is symmetric once each pair's gradient stands at (i, j) and (j, i), so
-    one batched product S X gives the gradient of X, where autograd would scatter and then take two. The
-    formula is made of differentiable operations, so a second derivative works.
+    With each pair's gradient at (i, j) and (j, i), the gradient of the n × n products is a symmetric matrix S. One
+    batched product S X then gives the gradient of X; autograd would scatter and compute two products. The backward uses
+    differentiable operations only, so second derivatives work.
     """
 
     @staticmethod
@@ -67,7 +67,7 @@ class _PairDots(torch.autograd.Function):
 
 
 def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
-    """`out[b, p] = <x[b, i], x[b, j]>` for every pair p = (i, j), i < j, in row-major order.
+    """Return `out[b, p] = <x[b, i], x[b, j]>` for every pair p = (i, j), i < j, in row-major order.
 
     Args:
         x_BnD: [B, n, D], any floating dtype, contiguous or not.
@@ -82,19 +82,19 @@ def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
 
 
 def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
-    """The dense vector and the sparse ones of each sample, [B, F + 1, D]."""
+    """Return the dense and the sparse vectors of each sample, [B, F + 1, D]."""
     batch, dim = dense_BD.shape if dense_BD.dim() == 2 else (-1, -1)
     if dense_BD.dim() != 2 or tuple(sparse_BFD.shape) != (batch, sparse_count, dim):
         raise InputError(
-            f"{what}: dense features have shape {list(dense_BD.shape)} and sparse features "
-            f"{list(sparse_BFD.shape)}, wanted [B, D] and [B, {sparse_count}, D]; give the dense arch the embedding "
-            "dim as its last layer size, and the number of sparse features the module was built with."
+            f"{what}: got dense features of shape {list(dense_BD.shape)} and sparse features of shape "
+            f"{list(sparse_BFD.shape)}; expected [B, D] and [B, {sparse_count}, D]. Set the dense arch's last layer "
+            "size to the embedding dim, and pass as many sparse features as num_sparse_features."
         )
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
 class InteractionArch(nn.Module):
-    """Dot products of all pairs among the dense vector and the sparse ones, after the dense vector (DLRM, 1906.00091).
+    """The dense vector, followed by dot products of all pairs of dense and sparse vectors (DLRM, 1906.00091).
 
     Args:
         num_sparse_features: F.
@@ -102,7 +102,7 @@ class InteractionArch(nn.Module):
     Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, D + F + F (F - 1) / 2]`: the dense vector, then the
     pairs in row-major order with the dense vector as number 0.
 
-    It has no parameters.
+    The module has no parameters.
     """
 
     def __init__(self, num_sparse_features: int) -> None:
@@ -117,15 +117,14 @@ class InteractionArch(nn.Module):
 
 
 class InteractionDCNArch(nn.Module):
-    """A cross network over all features of a sample side by side (DCN-V2, 2008.13535, in DLRM's place).
+    """A cross network over the concatenated features of a sample, instead of DLRM's dot products (DCN-V2, 2008.13535).
 
     Args:
         num_sparse_features: F.
         crossnet: maps [B, (F + 1) D] to [B, (F + 1) D], such as `LowRankCrossNet((F + 1) * D, num_layers,
             low_rank)`.
 
-    Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, (F + 1) D]`. Without sparse features the dense vector
-    is returned.
+    Shape: dense `[B, D]` and sparse `[B, F, D]` to `[B, (F + 1) D]`. If F = 0, the output is the dense vector.
 
     State: `crossnet.*`.
     """
@@ -144,11 +143,11 @@ class InteractionDCNArch(nn.Module):
 
 
 class InteractionProjectionArch(nn.Module):
-    """Dot products between two learned sets of projected vectors, after the dense vector.
+    """The dense vector, followed by dot products between two learned sets of projected vectors.
 
-    Each branch maps all features of a sample, side by side, to a few vectors of dim D; every vector of the
-    first is multiplied with every vector of the second. With F1 and F2 vectors that is F1 · F2 products
-    however many features there are, where `InteractionArch` makes (F + 1) F / 2.
+    Each branch maps the concatenated features of a sample to a few vectors of dim D. Every vector of the first branch
+    is multiplied with every vector of the second. F1 and F2 vectors give F1 · F2 products, independent of F;
+    `InteractionArch` computes (F + 1) F / 2.
 
     Args:
         num_sparse_features: F.
@@ -179,11 +178,11 @@ class InteractionProjectionArch(nn.Module):
             branch_BK: torch.Tensor = branch(flat_BK)
             if branch_BK.shape[1] % dim:
                 raise InputError(
-                    f"InteractionProjectionArch: interaction_branch{number} returned {branch_BK.shape[1]} features, "
-                    f"wanted a multiple of the embedding dim {dim}; change its last layer size."
+                    f"InteractionProjectionArch: interaction_branch{number} returned {branch_BK.shape[1]} features; "
+                    f"expected a multiple of the embedding dim {dim}. Change its last layer size."
                 )
             projected.append((branch_BK, branch_BK.shape[1] // dim))
         (left_BK, left), (right_BK, right) = projected
-        # the second branch is read as [B, D, F2]: its features are the columns, as checkpoints of this model have them
+        # The second branch's output is viewed as [B, D, F2], because existing checkpoints of this model use this order.
         products = torch.bmm(left_BK.view(batch, left, dim), right_BK.view(batch, dim, right))
         return torch.cat([dense_features, products.flatten(1)], dim=1)

@@ -1,4 +1,4 @@
-"""Bags after their ids became rows: those without a row are dropped, and their bags are shorter.
+"""Bags with rows in place of ids: ids without a row are dropped, which shortens their bags.
 
 Legend: N ids, B bags.
 """
@@ -17,10 +17,10 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 def with_rows(
     features: KeyedJaggedTensor, rows: Mapping[str, Tensor], drops: bool = True
 ) -> KeyedJaggedTensor:
-    """The batch with rows in place of the ids of some keys; those that are -1 are dropped from their bags.
+    """Return the batch with rows in place of the ids of some keys; rows of -1 are dropped from their bags.
 
     Args:
-        drops: whether there may be any.
+        drops: whether there may be rows of -1.
     """
     sizes = features.length_per_key()
     keys = features.keys()
@@ -52,7 +52,7 @@ def with_rows(
 
 
 def jagged_with_rows(part: JaggedTensor, rows_N: Tensor, drops: bool = True) -> JaggedTensor:
-    """A feature with rows in place of ids; those that are -1 are dropped. `drops`: whether there may be any."""
+    """Return a feature with rows in place of ids, without rows of -1. `drops`: whether there may be rows of -1."""
     weights = part.weights_or_none()
     kept_N = rows_N >= 0
     if not drops or bool(kept_N.all()):
@@ -62,7 +62,7 @@ def jagged_with_rows(part: JaggedTensor, rows_N: Tensor, drops: bool = True) -> 
 
 
 def kept_lengths(kept_N: Tensor, offsets: Tensor) -> Tensor:
-    """int64: how many of each bag's ids are kept."""
+    """Return the number of kept ids of each bag, int64."""
     before = torch.zeros(kept_N.numel() + 1, dtype=torch.int64, device=kept_N.device)
     torch.cumsum(kept_N, 0, out=before[1:])
     at = before[offsets]

@@ -1,4 +1,4 @@
-"""Modules that change how features are keyed: for models written as a chain of modules.
+"""Modules that convert between keyed containers, for models written as a chain of modules.
 
 ComputeKJTToJTDict   KeyedJaggedTensor            -> dict of feature -> JaggedTensor
 ComputeJTDictToKJT   dict of feature -> JaggedTensor -> KeyedJaggedTensor
@@ -28,7 +28,7 @@ class ComputeKJTToJTDict(nn.Module):
     """`KeyedJaggedTensor.to_dict` as a module."""
 
     def forward(self, keyed_jagged_tensor: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Every feature's bags, as views."""
+        """Return the bags of every feature, as views."""
         return keyed_jagged_tensor.to_dict()
 
 
@@ -37,21 +37,22 @@ class ComputeJTDictToKJT(nn.Module):
     """`KeyedJaggedTensor.from_jt_dict` as a module."""
 
     def forward(self, jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """The features of the dict in its order; different batch sizes make a variable batch."""
+        """Return the features of the dict in its order; different batch sizes make a variable batch."""
         return KeyedJaggedTensor.from_jt_dict(jt_dict)
 
 
 @final
 class KTRegroupAsDict(nn.Module):
-    """`KeyedTensor.regroup_as_dict` with the copies worked out once, at the first batch of a kind.
+    """`KeyedTensor.regroup_as_dict` with a cached copy plan, computed at the first batch and when columns change.
 
     Args:
-        groups: for each output the keys whose columns it consists of.
+        groups: for each output, the keys whose columns it contains.
         keys: the name of each output.
-        emb_dtype: convert the outputs to this type; as they are by default.
-        multi_device: has no effect: inputs of any device work the same way.
+        emb_dtype: type of the outputs; None keeps the type of the inputs.
+        multi_device: no effect; inputs of any device work the same way.
 
-    Raises `ConfigError` unless there is one name per group, each once.
+    Raises:
+        ConfigError: not exactly one name per group, or a name twice.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class KTRegroupAsDict(nn.Module):
         super().__init__()
         if len(groups) != len(keys) or len(set(keys)) != len(keys):
             raise ConfigError(
-                f"KTRegroupAsDict: {len(groups)} groups and names {list(keys)}; wanted one name per group, each once."
+                f"KTRegroupAsDict: got {len(groups)} groups and keys={list(keys)}; expected one name per group, each "
+                "once."
             )
         if multi_device:
-            warnings.warn("KTRegroupAsDict: multi_device has no effect; leave it out.", stacklevel=2)
+            warnings.warn("KTRegroupAsDict: multi_device has no effect. Leave it out.", stacklevel=2)
         self._groups = tuple(tuple(group) for group in groups)
         self._keys = tuple(keys)
         self._dtype: torch.dtype | None = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
@@ -75,7 +77,7 @@ class KTRegroupAsDict(nn.Module):
         self._plan: RegroupPlan | None = None
 
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """For each group, by name, the columns of its keys side by side."""
+        """Return, by name, the concatenated columns of each group's keys."""
         outputs = self._plan_for(keyed_tensors).apply(
             [keyed.values() for keyed in keyed_tensors], common_key_dim(keyed_tensors)
         )

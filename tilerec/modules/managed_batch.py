@@ -1,4 +1,4 @@
-"""What tables would refuse of a batch, found out before any id takes a row."""
+"""Checks of a batch against its tables, before managed collision assigns a row to any id."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
 def check_batch(tables: TableCollection, managed: Collection[str], features: KeyedJaggedTensor) -> None:
-    """Return if the tables will take the batch, whatever rows its ids get.
+    """Raise if the tables' forward would reject the batch, for any rows that its ids get.
 
-    Ids of tables without managed collision are row numbers, and are compared with their tables on the CPU only:
-    elsewhere that would wait for the device.
+    Ids of tables without managed collision are row numbers. They are checked on the CPU only, because the check would
+    wait for a device.
 
     Args:
         managed: names of the tables whose ids are mapped.
 
     Raises:
-        InputError: a feature is missing, weights are, or what expands a variable batch; an id is outside its table.
+        InputError: a feature, the weights, or the inverse indices of a variable batch are missing, or an id is outside
+            its table.
     """
     who = type(tables).__name__
     if not isinstance(features, KeyedJaggedTensor):
-        raise InputError(f"{who}: got a {type(features).__name__}, wanted a KeyedJaggedTensor.")
+        raise InputError(f"{who}: got a {type(features).__name__}; expected a KeyedJaggedTensor.")
     keys = features.keys()
     for slot in tables._slots:
         if slot.feature not in keys:
             raise InputError(
                 f"{who}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, whose keys are "
-                f"{keys[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                f"{keys[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
             )
     if getattr(tables, "_is_weighted", False):
         features.weights()

@@ -1,4 +1,4 @@
-"""`ManagedCollisionCollection`: the ids of a batch become rows, table by table."""
+"""`ManagedCollisionCollection`: maps the ids of a batch to rows, table by table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 
-# Rows depend on what came before: nothing to trace. A compiled model has one clean break around them.
+# Rows depend on all earlier batches, so there is nothing to trace. A compiled model has one graph break around the map.
 
 
 class ManagedCollisionCollection(nn.Module):
-    """Maps the features of several tables, each table by its module.
+    """Id maps of several tables: each table's module maps the features of that table.
 
     Args:
-        managed_collision_modules: table name to module; tables without one keep their ids, which are row numbers then.
-        embedding_configs: of all tables. A feature that is mapped belongs to one table.
-        need_preprocess: whether ids pass the modules' `input_hash_func` first.
+        managed_collision_modules: table name to module. Tables without a module keep their ids as row numbers.
+        embedding_configs: of all tables. A mapped feature must belong to exactly one table.
+        need_preprocess: whether the modules' `input_hash_func` is applied to ids first.
 
     Raises:
-        ConfigError: a module of no table, of another number of rows than its table, or used twice; a feature of two
-            tables.
+        ConfigError: a module has no table, has another number of rows than its table, or is used twice; or a mapped
+            feature belongs to two tables.
 
     Example:
         >>> config = EmbeddingBagConfig(49152, 4, "user", feature_names=["user"])
@@ -63,28 +63,28 @@ class ManagedCollisionCollection(nn.Module):
         return cast("dict[str, ManagedCollisionModule]", dict(self._managed_collision_modules.items()))
 
     def embedding_configs(self) -> Sequence[AnyTableConfig]:
-        """Of all tables, as given (with the number of rows of now)."""
+        """Return the configs of all tables, as given, with their current numbers of rows."""
         return self._embedding_configs
 
     def table_to_number_buckets(self) -> dict[str, int]:
-        """Table name to how many buckets it has."""
+        """Return the number of buckets by table name."""
         return {table: module.buckets() for table, module in self.modules_by_table.items()}
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> KeyedJaggedTensor:
-        """Ids become rows; in training mode, ids that have none take one.
+        """Replace ids by rows; in training mode, assign rows to ids that have none.
 
         Args:
-            features: keys in any order; those of no table here come back as they are. Batches of variable size and
+            features: keys in any order. Keys that no table here maps are returned unchanged. Variable batch sizes and
                 weights are kept.
-            mutate_miss_lengths: ids that are dropped leave their bags shorter. False refuses that (and so a table
-                that drops ids).
+            mutate_miss_lengths: allow bags to become shorter when ids are dropped. False raises for tables that drop
+                ids.
 
         Returns:
             A batch of the same keys; values int64 in `[0, num_embeddings)`.
 
         Raises:
-            InputError: a feature is not in the batch, or its ids are not integers; then nothing has changed.
+            InputError: a feature is not in the batch, or its ids are not integers. The maps are then unchanged.
         """
         if torch.compiler.is_exporting():
             return self._exported(features)
@@ -98,7 +98,7 @@ class ManagedCollisionCollection(nn.Module):
         return with_rows(features, rows, self._drops)
 
     def _exported(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """As `forward` in evaluation, without a look at how many ids a feature has."""
+        """Return `forward`'s result of evaluation mode without reading the number of ids per feature."""
         ids_N, keys = features.values(), features.keys()
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids_N.shape[0])
         rows_N = ids_N.to(torch.int64)
@@ -111,10 +111,10 @@ class ManagedCollisionCollection(nn.Module):
         return KeyedJaggedTensor(keys, rows_N, features.weights_or_none(), features.lengths())
 
     def begin(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> TableIds:
-        """A batch's ids by table, checked."""
+        """Return a batch's checked ids by table."""
         if not isinstance(features, KeyedJaggedTensor):
             raise InputError(
-                f"{type(self).__name__}: got a {type(features).__name__}, wanted a KeyedJaggedTensor."
+                f"{type(self).__name__}: got a {type(features).__name__}; expected a KeyedJaggedTensor."
             )
         keys = features.keys()
         starts = dict(zip(keys, features.offset_per_key(), strict=False))
@@ -127,7 +127,7 @@ class ManagedCollisionCollection(nn.Module):
                 if name not in sizes:
                     raise InputError(
                         f"{type(self).__name__}: feature '{name}' of table '{table}' is not in the batch, whose keys "
-                        f"are {keys[:20]}; add it (an empty feature has lengths of 0) or drop it from the table."
+                        f"are {keys[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
                     )
             parts = [features.values()[starts[name] : starts[name] + sizes[name]] for name in names]
             joined = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -140,43 +140,43 @@ class ManagedCollisionCollection(nn.Module):
         return not all(module.shares for module in self.modules_by_table.values())
 
     def evict(self) -> dict[str, Tensor | None]:
-        """Per table, rows that lost their id since this was last asked; see `ManagedCollisionModule.evict`."""
+        """Return, by table, the rows evicted since the last call; see `ManagedCollisionModule.evict`."""
         return {table: module.evict() for table, module in self.modules_by_table.items()}
 
     def lost_rows(self) -> dict[str, Tensor | None]:
-        """As `evict`, without waiting for a device; see `ManagedCollisionModule.lost_rows`."""
+        """Return the rows of `evict` without waiting for a device; see `ManagedCollisionModule.lost_rows`."""
         return {table: module.lost_rows() for table, module in self.modules_by_table.items()}
 
     def tick(self) -> None:
-        """Tell devices what the clocks say, before a CUDA graph is replayed; see `ManagedCollisionModule.tick`."""
+        """Copy the current times to the devices before a CUDA graph replay; see `ManagedCollisionModule.tick`."""
         for module in self.modules_by_table.values():
             module.tick()
 
     def open_slots(self) -> dict[str, Tensor]:
-        """Per table, rows that are here and have no id yet."""
+        """Return, by table, the number of rows held here that have no id yet."""
         return {table: module.open_slots() for table, module in self.modules_by_table.items()}
 
     def stats(self) -> dict[str, IdStats]:
-        """Per table, what became of the ids. Sharded: of all ranks, and all ranks call it."""
+        """Return counts of mapped ids by table. If sharded, of all ranks; collective."""
         return {table: module.stats() for table, module in self.modules_by_table.items()}
 
     def inspect(self, feature: str, id_: int) -> IdPlace:
-        """Where an id of a feature lives; see `IdPlace`. Sharded: all ranks call it."""
+        """Return the place of a feature's id; see `IdPlace`. Collective if sharded."""
         return self.modules_by_table[self.table_of(feature)].inspect(feature, id_)
 
     def table_of(self, feature: str) -> str:
-        """The table that maps a feature."""
+        """Return the table that maps a feature."""
         for table, names in self._table_features.items():
             if feature in names:
                 return table
         raise InputError(
-            f"{type(self).__name__}: no table maps feature '{feature}'; mapped are "
+            f"{type(self).__name__}: got feature '{feature}', which no table maps; expected one of "
             f"{[name for names in self._table_features.values() for name in names][:20]}."
         )
 
 
 class TableIds(dict[str, Tensor]):
-    """Ids by table, feature after feature; `sizes`: how many each feature has; `times`: by each table's clock."""
+    """Ids by table, concatenated in feature order. `sizes`: ids per feature. `times`: by table, its clock's time."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class TableIds(dict[str, Tensor]):
 def _features_of(
     modules: Mapping[str, ManagedCollisionModule], configs: Sequence[AnyTableConfig]
 ) -> dict[str, list[str]]:
-    """Features by table, for the tables that have a module; checked."""
+    """Return checked features by table, for the tables that have a module."""
     kind = "ManagedCollisionCollection"
     by_name = {config.name: config for config in configs}
     found: dict[str, list[str]] = {}
@@ -195,29 +195,30 @@ def _features_of(
     for table, module in modules.items():
         if not isinstance(module, ManagedCollisionModule):
             raise ConfigError(
-                f"{kind}: the module of table '{table}' is a {type(module).__name__}; wanted a "
+                f"{kind}: got a {type(module).__name__} as the module of table '{table}'; expected a "
                 "HashZchManagedCollisionModule or MCHManagedCollisionModule."
             )
         if table not in by_name:
             raise ConfigError(
-                f"{kind}: a module for table '{table}', which embedding_configs lack; they have {list(by_name)[:20]}."
+                f"{kind}: got a module for table '{table}'; expected a table of embedding_configs: "
+                f"{list(by_name)[:20]}."
             )
         rows = by_name[table].num_embeddings
         if module.output_size() != rows:
             raise ConfigError(
-                f"{kind}: table '{table}' has {rows} rows and its module gives {module.output_size()}; make zch_size "
-                "and num_embeddings the same."
+                f"{kind}: table '{table}' has {rows} rows, but its module has {module.output_size()}. Set zch_size and "
+                "num_embeddings to the same number."
             )
         found[table] = list(by_name[table].feature_names)
     if len({id(module) for module in modules.values()}) < len(modules):
-        raise ConfigError(f"{kind}: two tables have one module; give each its own.")
+        raise ConfigError(f"{kind}: two tables share one module. Give each its own.")
     for config in configs:
         for feature in config.feature_names:
             other = table_of.setdefault(feature, config.name)
             if other != config.name and (config.name in modules or other in modules):
                 raise ConfigError(
-                    f"{kind}: feature '{feature}' is read by tables '{other}' and '{config.name}', and one batch can "
-                    "hold its rows in one of them only; give the batch the feature twice, under two names."
+                    f"{kind}: feature '{feature}' belongs to tables '{other}' and '{config.name}', but a batch can "
+                    "hold rows of one table per feature. Put the feature into the batch twice, under two names."
                 )
     return found
 
@@ -225,7 +226,7 @@ def _features_of(
 def _refuse_before_loading(
     collection: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:
-    """Nothing is loaded, of tables neither, where the state of one is not for it, or not all of it is there."""
+    """Raise before loading anything if any table's state is incomplete or does not match."""
     assert isinstance(collection, ManagedCollisionCollection)
     for table, module in collection.modules_by_table.items():
         start = f"{prefix}_managed_collision_modules.{table}."
@@ -233,7 +234,7 @@ def _refuse_before_loading(
         missing = [name for name in (*module.state_tensors(), *module.numbers()) if name not in own]
         if missing and (strict or len(missing) < len(module.state_tensors()) + len(module.numbers())):
             raise ConfigError(
-                f"Table '{table}': the state lacks {[start + name for name in missing]}; it is cut short, or of a "
+                f"Table '{table}': the state lacks {[start + name for name in missing]}; it is truncated, or from a "
                 "table with other settings (times to live, admission). Nothing is loaded."
             )
         refused = None if missing else module.misfit(own)

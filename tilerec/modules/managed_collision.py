@@ -1,24 +1,26 @@
-"""Managed collision: ids of any 64 bits get rows of a table, and no two live ids share one unless it is asked for.
+"""Managed collision: maps arbitrary int64 ids to rows of a table. Live ids never share a row.
 
 Nouns
-  id       any int64, negative ones and -1 included
+  id       any int64, including negative ones and -1
   bucket   `rows / buckets` neighbouring rows; an id never leaves its bucket, so its row does not depend on the world
-  live     an id that has a row of its own
-  missed   an id that has none: not admitted yet, its bucket full, or never seen (in evaluation). It reads a row that
-           its bucket keeps for such ids (`shares`), or is dropped from its bag
-  step     a forward in training mode; a row that a step uses is not evicted in it
+  live     an id that has its own row
+  missed   an id without its own row: not admitted yet, its bucket is full, or never seen (in evaluation). It reads a
+           row that its bucket reserves for such ids (`shares`), or is dropped from its bag
+  evicted  a row that a live id lost to another id
+  step     a forward in training mode; rows that a step uses are not evicted in that step
+  here     held by this rank
 
     training     found: a hit      not found: admitted -> empty slot -> evict by policy -> missed
     evaluation   found: its row    not found: missed                    and nothing changes
 
-The map's meaning is sequential: ids take rows one after the other, feature by feature in the order of the table's
-`feature_names`, and within a feature in the order of the global batch. `ops/hash/definition.py` has the exact rules.
+Rows are assigned sequentially: feature by feature in the order of the table's `feature_names`, and within a feature in
+the order of the global batch. `ops/hash.py` has the exact rules.
 
-On a device nobody waits for it: what the host would have to look at lies there. Rows that lost their id come beside the
-batch's ids, -1 where none did, and the step and the time are tensors, so that a CUDA graph goes on counting when it is
-replayed. Where the ids are on the CPU the host looks, and rows that lost their id are a list of those alone.
+If the ids are on a GPU, the host never waits. Evicted rows are then an entry per id of the batch, -1 for none. Step and
+time are device tensors, so a replayed CUDA graph keeps counting. If the ids are on the CPU, the host reads the results,
+and evicted rows are a compact list.
 
-Legend: N ids, E rows with own ids (places), B buckets that are here, C admission counters, F features.
+Legend: N ids, E rows with own ids (places), B buckets held here, C admission counters, F features.
 """
 
 from __future__ import annotations
@@ -61,22 +63,22 @@ ANY_ID = 2**63 - 1
 
 
 def hours() -> int:
-    """Hours since 1970: the clock of times to live, unless a module has another."""
+    """Return hours since 1970, the default clock of times to live."""
     return int(time.time()) // 3600
 
 
 class Mapped(NamedTuple):
-    """What a table made of ids: a row for each (-1: dropped), and rows that lost their old id (-1: none)."""
+    """Result of a mapping: a row per id (-1: dropped), and evicted rows (-1: none)."""
 
     rows_N: Tensor
     evicted_M: Tensor
 
 
 class ManagedCollisionModule(nn.Module):
-    """The ids of one table (abstract: see `HashZchManagedCollisionModule` and `MCHManagedCollisionModule`).
+    """Id map of one table (abstract; see `HashZchManagedCollisionModule` and `MCHManagedCollisionModule`).
 
-    Everything it keeps is bucket by bucket: `ids`, `used`, `since`, `last`, `hits` (and `expires`) per row, `admission`
-    and `counts` per bucket; and `step`. A state dict has these names.
+    The state is ordered by bucket. Per row: `ids`, `used`, `since`, `last`, `hits` (and `expires`). Per bucket:
+    `admission` and `counts`. Per table: `step`. A state dict has these names.
     """
 
     counts: Tensor
@@ -96,7 +98,7 @@ class ManagedCollisionModule(nn.Module):
             ("admission_threshold", threshold),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise ConfigError(f"{who}: {name} is {value!r}; it must be a whole number of at least 1.")
+                raise ConfigError(f"{who}: got {name}={value!r}; expected an integer from 1 to 2**31 - 1.")
         self._who = who
         self._buckets = buckets
         self._evicting, self._shares, self._max_probe = evicting, shares, max_probe
@@ -107,9 +109,9 @@ class ManagedCollisionModule(nn.Module):
         self._features: tuple[str, ...] = ()
         self._view: StateView | None = None
         self._evicted: list[Tensor] = []
-        # Grows when the map becomes another one: rows that ids were given before are not theirs any more.
+        # Incremented when the map is replaced; rows that were assigned earlier are then invalid.
         self.version = 0
-        # On the CPU whatever the rest is on; the truth where the rest is, too. Elsewhere `_clock_2` has it.
+        # Always on the CPU. Valid only if the ids are on the CPU too; on a device `_clock_2` holds the step.
         self._step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._put(self._empty(buckets, device))
         self._put_counts(device)
@@ -126,17 +128,17 @@ class ManagedCollisionModule(nn.Module):
 
     def _put(self, state: HashState) -> None:
         for name, tensor in zip(HASH_NAMES, state, strict=True):
-            self.register_buffer(name, tensor, persistent=False)  # `_save_to_state_dict` writes them
+            self.register_buffer(name, tensor, persistent=False)  # `_save_to_state_dict` saves them
 
     def _put_counts(self, device: torch.device | str | None) -> None:
-        """What is counted, from zero on; and the step and the time where the ids are."""
+        """Register zeroed counters, and the step and time, on the ids' device."""
         names = len(self._features)
         shapes = {
             "counts": (self._buckets.held, names * len(KINDS)),
             "_reads_F2": (names, 2),
             "_clock_2": (2,),
         }
-        with torch.inference_mode(False):  # an evaluation may come first, and training adds to them
+        with torch.inference_mode(False):  # training adds to them, even if an evaluation runs first
             for name, shape in shapes.items():
                 self.register_buffer(
                     name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False
@@ -146,17 +148,17 @@ class ManagedCollisionModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the state is."""
+        """Device of the state."""
         return self._state.ids_E.device
 
     @property
     def shares(self) -> bool:
-        """Whether ids without a row share one; otherwise they are dropped."""
+        """True if ids without a row share one, False if they are dropped."""
         return self._shares
 
     @property
     def step(self) -> int:
-        """Training steps so far. Waits for the device that the ids are on."""
+        """Number of training steps so far. Reading it waits for the ids' device."""
         return int(self._step if self.host_looks or self.ids.is_meta else self._clock_2[0])
 
     @step.setter
@@ -166,13 +168,13 @@ class ManagedCollisionModule(nn.Module):
 
     @property
     def host_looks(self) -> bool:
-        """Whether the host may look at what is kept: on a device it would wait for everything before."""
+        """True if the host can read the state without waiting for a device, that is, if the ids are on the CPU."""
         return self.ids.device.type == "cpu"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ManagedCollisionModule:
         step = self.step
         super()._apply(fn, recurse)
-        self.step = step  # where it is read from now on
+        self.step = step  # write the copy that the new device reads
         return self
 
     @property
@@ -190,27 +192,27 @@ class ManagedCollisionModule(nn.Module):
         return HashRange(own.count, own.slots, self._max_probe, own.first)
 
     def output_size(self) -> int:
-        """Rows of the table."""
+        """Return the number of rows of the table."""
         return self._buckets.rows
 
     def input_size(self) -> int:
-        """What a user's `input_hash_func` is told; ids themselves may be any int64."""
+        """Return the size argument of the user's `input_hash_func`; ids themselves may be any int64."""
         return self._input_size
 
     def buckets(self) -> int:
-        """How many buckets the table has."""
+        """Return the number of buckets of the table."""
         return self._buckets.count
 
     def open_slots(self) -> Tensor:
-        """int64 [1]: rows that are here and have no id yet."""
+        """Return the number of rows held here that have no id yet, int64 [1]."""
         used_E = self._state.used_E
         return (used_E.numel() - used_E.sum()).view(1)
 
     def validate_state(self) -> None:
-        """Check that every id lies where it would be looked for.
+        """Check that a lookup would find every stored id.
 
         Raises:
-            InputError: one does not: the state was written for other buckets, or damaged.
+            InputError: an id is in a wrong place: the state was written for other buckets, or is damaged.
         """
         state, table = self._state, self._range
         places = state.used_E.nonzero().squeeze(1)
@@ -222,19 +224,20 @@ class ManagedCollisionModule(nn.Module):
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             raise InputError(
-                f"{self._who}: id {int(ids_U[at])} lies at place {int(places[at])} of the buckets [{table.first}, "
-                f"{self._buckets.last}), where it would not be found; the state is of other buckets, or damaged."
+                f"{self._who}: id {int(ids_U[at])} is stored at place {int(places[at])} of the buckets "
+                f"[{table.first}, {self._buckets.last}), where a lookup would not find it. The state belongs to other "
+                "buckets, or is damaged."
             )
 
     # ------------------------------------------------------------------------------------------------------ mapping
 
     def bind(self, table: str, features: Sequence[str]) -> None:
-        """Name the table and its features, in the order in which their ids take rows; once."""
+        """Set the table's name and its features, in the order of row assignment. Later calls must repeat them."""
         if self._features:
             if self._features != tuple(features):
                 raise ConfigError(
-                    f"{self._who}: it maps the features {list(self._features)} and cannot map {list(features)} "
-                    "as well; give every table a module of its own."
+                    f"{self._who}: got features {list(features)}; expected {list(self._features)}, which the module "
+                    "already maps. Give every table its own module."
                 )
             return
         self._who = f"Table '{table}'"
@@ -242,33 +245,33 @@ class ManagedCollisionModule(nn.Module):
         unknown = [name for name, _ in (self._evicting.ttl_of if self._evicting else ())]
         if unknown and sorted(unknown) != sorted(features):
             raise ConfigError(
-                f"{self._who}: per_feature_ttl is of {unknown}, and its features are {list(features)}; name each once."
+                f"{self._who}: got per_feature_ttl of {unknown}; expected each of the features {list(features)} once."
             )
         step = self.step
         self._put_counts(self.device)
         self.step = step
 
     def now(self) -> int:
-        """The time of expiry; 0 where nothing expires.
+        """Return the clock's time, or 0 if nothing expires.
 
         Raises:
-            ConfigError: the clock does not give whole numbers.
+            ConfigError: the clock did not return an integer from -2**61 to 2**61.
         """
         if self._policy is not Policy.TTL:
             return 0
         time_ = self._clock()
         if isinstance(time_, bool) or not hasattr(time_, "__index__") or not -LONGEST <= time_ <= LONGEST:
             raise ConfigError(
-                f"{self._who}: its clock says {time_!r}; wanted a whole number from -2**61 to 2**61, such as "
-                "clock=lambda: int(time.time())."
+                f"{self._who}: got {time_!r} from its clock; expected an integer from -2**61 to 2**61. Pass, for "
+                "example, clock=lambda: int(time.time())."
             )
         return operator.index(time_)
 
     def hashed(self, ids_N: Tensor) -> Tensor:
-        """Ids as they are kept: int64, through the user's `input_hash_func` if there is one."""
+        """Return the ids in stored form: int64, after the user's `input_hash_func` if there is one."""
         if ids_N.dtype not in (torch.int32, torch.int64):
             raise InputError(
-                f"{self._who}: ids have dtype {ids_N.dtype}, wanted int32 or int64; cast the batch's values."
+                f"{self._who}: got ids of dtype {ids_N.dtype}; expected int32 or int64. Cast the batch's values."
             )
         ids_N = ids_N.to(torch.int64)
         if self._input_hash is None:
@@ -276,32 +279,32 @@ class ManagedCollisionModule(nn.Module):
         hashed_N = self._input_hash(ids_N, self._input_size)
         if hashed_N.shape != ids_N.shape or hashed_N.dtype != torch.int64:
             raise InputError(
-                f"{self._who}: input_hash_func made {hashed_N.dtype} {tuple(hashed_N.shape)} of ids of shape "
-                f"{tuple(ids_N.shape)}; wanted int64 of the same shape."
+                f"{self._who}: input_hash_func returned {hashed_N.dtype} of shape {tuple(hashed_N.shape)}; expected "
+                f"int64 of the ids' shape {tuple(ids_N.shape)}."
             )
         return hashed_N
 
     @property
     def writes(self) -> bool:
-        """Whether the next batch may change the map."""
+        """True if the next batch may change the map."""
         return self.training and not self._read_only
 
     def reset_inference_mode(self) -> None:
-        """Never change from now on, in training mode either; on all ranks alike."""
+        """Freeze the map, even in training mode. Call it on all ranks alike."""
         self._read_only = True
 
     def reset_training_mode(self) -> None:
-        """Change in training mode again."""
+        """Allow changes in training mode again."""
         self._read_only = False
 
     @torch.no_grad()
     def map(self, ids_N: Tensor, sizes: Sequence[int], now: int) -> Mapped:
-        """Rows of a batch's ids; in training mode they take rows where they have none.
+        """Return the rows of a batch's ids; in training mode, assign rows to ids that have none.
 
         Args:
-            ids_N: int64, feature by feature; of buckets that are here.
-            sizes: ids of each feature.
-            now: by the clock.
+            ids_N: int64, concatenated in feature order; of buckets held here.
+            sizes: number of ids of each feature.
+            now: the clock's time.
         """
         self._refuse_meta()
         if not self.writes:
@@ -336,11 +339,12 @@ class ManagedCollisionModule(nn.Module):
     def _refuse_meta(self) -> None:
         if self.ids.is_meta:
             raise ConfigError(
-                f"{self._who}: its ids are on meta; shard the model, or call to_empty(device=...), reset_parameters()."
+                f"{self._who}: its ids are on the meta device. Shard the model, or call to_empty(device=...) and then "
+                "reset_parameters()."
             )
 
     def _count(self, now: int) -> tuple[int | Tensor, int | Tensor]:
-        """The next step and its time: numbers, or where the ids are on a device what it reads at its turn."""
+        """Increment the step; return step and time, as device tensors if the ids are on a device, else as ints."""
         if self.host_looks:
             self._step += 1
             return int(self._step), now
@@ -348,20 +352,20 @@ class ManagedCollisionModule(nn.Module):
         step += 1
         if self._policy is not Policy.TTL:
             return step, 0
-        if not capturing():  # a graph reads what `tick` has written
+        if not capturing():  # a captured graph reads the time that `tick` writes
             now_there.fill_(now)
         return step, now_there
 
     def tick(self) -> None:
-        """Tell the device what the clock says: before a CUDA graph of training steps is replayed, which asks nobody.
+        """Copy the current time to the device before a replay; a captured CUDA graph cannot read the host clock.
 
-        Without effect where nothing expires, or where the ids are on the CPU.
+        No effect if nothing expires, or if the ids are on the CPU.
         """
         if not self.host_looks and self._policy is Policy.TTL:
             self._clock_2[1].fill_(self.now())
 
-    def _assign(self, ids_N: Tensor, options: AssignOptions) -> tuple[Assigned | AssignedEach, Tensor]:
-        """What became of the ids, and places that lost theirs."""
+    def _assign(self, ids_N: Tensor, **options: Any) -> tuple[Assigned | AssignedEach, Tensor]:
+        """Assign places to ids; return the outcomes and the evicted places."""
         if self.host_looks:
             listed = zch_assign_(ids_N, self._state, self._range, options)
             return listed, listed.evicted_rows_M
@@ -378,18 +382,18 @@ class ManagedCollisionModule(nn.Module):
         return Mapped(self._rows(ids_N, zch_buckets(ids_N, self._buckets.count), rows_N), ids_N.new_empty(0))
 
     def exported_rows(self, ids_N: Tensor) -> Tensor:
-        """Rows of ids in a program of `torch.export`, which counts nothing and looks at no number.
+        """Return rows of ids in a `torch.export` program, without counting and without data-dependent control flow.
 
         Raises:
-            ConfigError: in training mode; a table that drops ids, whose bags would have other lengths.
+            ConfigError: the module is in training mode, or it drops ids, which would change the lengths of bags.
         """
         if self.writes or not self._shares:
             raise ConfigError(
-                f"{self._who}: torch.export of a module that "
+                f"{self._who}: torch.export does not support a module that "
                 + (
-                    "trains; call eval() before."
+                    "is in training mode. Call eval() first."
                     if self.writes
-                    else "drops ids without a row; let them share one."
+                    else "drops ids without a row. Let them share one."
                 )
             )
         own = self._buckets
@@ -397,11 +401,11 @@ class ManagedCollisionModule(nn.Module):
         return torch.where(places_N < 0, own.shared_rows(ids_N), own.rows_of(places_N))
 
     def _rows(self, ids_N: Tensor, bucket_N: Tensor, places_N: Tensor) -> Tensor:
-        """Rows of places; of ids that have none, those that they share (-1: none)."""
+        """Return the rows of places; for ids without a place, their shared rows, or -1 if the table drops them."""
         own = self._buckets
         if not self._shares:
             return own.rows_of(places_N)
-        # An id's place lies in its own bucket: no need to find out which one that is.
+        # row = place + bucket * shared: an id's place lies in its own bucket, so no division as in `rows_of` is needed.
         rows_N = torch.add(places_N, bucket_N, alpha=own.shared)
         missed_N = places_N < 0
         if missed_N.device.type == "cpu" and not bool(missed_N.any()):
@@ -414,10 +418,10 @@ class ManagedCollisionModule(nn.Module):
     def forward(
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
     ) -> dict[str, JaggedTensor]:
-        """Ids become rows; in training mode new ids take rows. See `ManagedCollisionCollection.forward`.
+        """Replace ids by rows; in training mode, assign rows to new ids. See `ManagedCollisionCollection.forward`.
 
         Args:
-            features: of this table, all of them, in one order.
+            features: all features of this table, in the same order in every call.
             mutate_miss_lengths: see `ManagedCollisionCollection.forward`.
         """
         return self._map_dict(features, mutate_miss_lengths, self.training)
@@ -425,16 +429,16 @@ class ManagedCollisionModule(nn.Module):
     def remap(
         self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
     ) -> dict[str, JaggedTensor]:
-        """Ids become rows, as in evaluation: nothing changes."""
+        """Replace ids by rows as in evaluation mode; the map does not change."""
         return self._map_dict(features, mutate_miss_lengths, False)
 
     def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Let ids take rows, in training mode, and give the features back as they are."""
+        """Assign rows to ids, in training mode, and return the features unchanged."""
         self._map_dict(features, True, self.training)
         return features
 
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Ids through the user's `input_hash_func`."""
+        """Return the features with the user's `input_hash_func` applied to their ids."""
         if self._input_hash is None:
             return features
         return {
@@ -461,37 +465,37 @@ class ManagedCollisionModule(nn.Module):
         }
 
     def check_lengths(self, mutate: bool) -> None:
-        """Refuse to keep the lengths of bags that lose ids."""
+        """Raise a `ConfigError` if bags must keep their lengths (`mutate` False) and the table drops ids."""
         if not mutate and not self._shares:
             raise ConfigError(
-                f"{self._who}: mutate_miss_lengths=False keeps bags as long as they came, and this table drops ids "
-                "without a row; let such ids share one (when_full='fallback', disable_fallback=False)."
+                f"{self._who}: got mutate_miss_lengths=False, which keeps the lengths of bags, but this table drops "
+                "ids without a row. Let such ids share one (when_full='fallback', disable_fallback=False)."
             )
 
     def keep_evicted(self, rows_M: Tensor) -> None:
-        """Remember rows (-1: none) for the next `evict`."""
+        """Store evicted rows (-1: none) for the next `evict`."""
         if rows_M.numel():
             self._evicted.append(rows_M)
         rows = self._buckets.rows
         if not self.host_looks and sum(part.numel() for part in self._evicted) > 2 * rows + rows_M.numel():
-            # Nobody asks, and most entries are none: every row is remembered once.
+            # Bound the memory if `evict` is never called: most entries are -1, so keep each evicted row once.
             lost_E = torch.zeros(rows + 1, dtype=torch.bool, device=rows_M.device)
             lost_E.index_fill_(0, torch.cat(self._evicted) % (rows + 1), True)
             every_E = torch.arange(rows, device=rows_M.device)
             self._evicted = [torch.where(lost_E[:rows], every_E, -1)]
 
     def lost_rows(self) -> Tensor | None:
-        """As `evict`, without waiting for a device: entries of -1 are none, and there may be no others."""
+        """Return the rows of `evict` without waiting for a device. Entries of -1 are no rows; all may be -1."""
         if not self._evicted:
             return None
         rows_M, self._evicted = torch.cat(self._evicted), []
         return rows_M
 
     def evict(self) -> Tensor | None:
-        """Rows that lost their id since this was last asked (int64 [M]); None if none did. Waits for their device.
+        """Return the rows evicted since the last call (int64 [M]), or None if there are none. Waits for their device.
 
-        They hold what the old id learned: reset them, and their optimizer state, before they are read
-        (`ManagedCollisionEmbeddingBagCollection` does).
+        They still hold the old ids' weights. Reset them and their optimizer state before the next read, as
+        `ManagedCollisionEmbeddingBagCollection` does.
         """
         rows_M = self.lost_rows()
         if rows_M is None or self.host_looks:
@@ -499,10 +503,10 @@ class ManagedCollisionModule(nn.Module):
         rows_M = rows_M[rows_M >= 0]
         return rows_M if rows_M.numel() else None
 
-    # ------------------------------------------------------------------------------------------------------ asking
+    # -------------------------------------------------------------------------------------------------- statistics
 
     def summary(self) -> Summary:
-        """This rank's part of `stats`."""
+        """Return this rank's part of `stats`."""
         state, table = self._state, self._range
         ids_U = state.ids_E[state.used_E]
         probes_U = zch_find(ids_U, state, table).probes_N
@@ -516,33 +520,35 @@ class ManagedCollisionModule(nn.Module):
         )
 
     def stats(self) -> IdStats:
-        """What this module has counted, for the buckets that are here."""
+        """Return the counts of the buckets held here."""
         return self.stats_of([self.summary()])
 
     def stats_of(self, parts: Sequence[Summary]) -> IdStats:
-        """The record of what several ranks know of this table."""
+        """Return the statistics of this table, summed over several ranks' summaries."""
         own = self._buckets
         return stats_of(self._features, parts, own.count * own.slots, own.count * own.shared, own.slots)
 
     def holds(self, id_: int) -> bool:
-        """Whether the id's bucket is here."""
+        """Return True if this rank holds the id's bucket."""
         bucket = int(zch_buckets(torch.tensor([self._hashed_one(id_)]), self._buckets.count))
         return self._buckets.first <= bucket < self._buckets.last
 
     def _hashed_one(self, id_: int) -> int:
         if isinstance(id_, bool) or not hasattr(id_, "__index__"):
-            raise InputError(f"{self._who}: id {id_!r} is a {type(id_).__name__}, wanted a whole number.")
+            raise InputError(
+                f"{self._who}: got id {id_!r} of type {type(id_).__name__}; expected an integer."
+            )
         number = operator.index(id_)
         if not -(2**63) <= number < 2**63:
-            raise InputError(f"{self._who}: id {number} is no int64.")
+            raise InputError(f"{self._who}: got id {number}; expected an int64.")
         return int(self.hashed(torch.tensor([number], dtype=torch.int64))[0])
 
     @torch.no_grad()
     def inspect(self, feature: str, id_: int) -> IdPlace:
-        """Where an id lives, since when, when it was last used, and how it would be evicted. Changes nothing."""
+        """Return an id's row, insertion step, last use, and place in the order of eviction. Read-only."""
         if feature not in self._features:
             raise InputError(
-                f"{self._who}: no feature '{feature}'; its features are {list(self._features)[:20]}."
+                f"{self._who}: got feature '{feature}'; expected one of {list(self._features)[:20]}."
             )
         return place_of(
             self._who.removeprefix("Table '").removesuffix("'"), feature, id_, self._hashed_one(id_), self._state,
@@ -556,23 +562,23 @@ class ManagedCollisionModule(nn.Module):
         """Change the number of rows, or of buckets, and keep the ids.
 
         Args:
-            zch_size: the new number of rows; None: as many rows per bucket as now.
-            total_num_buckets: the new number; a multiple of the present one (each bucket splits) or a divisor of it.
-                None: as many as now.
+            zch_size: the new number of rows; None keeps the rows per bucket.
+            total_num_buckets: the new number of buckets, a multiple of the current number (each bucket splits) or a
+                divisor of it (buckets merge). None keeps it.
 
-        Where ids find no place any more (less room, or a window that is full), those that the policy would evict first
-        are dropped, and counted as evictions of the table's first feature. This moves ids only; a table's rows move
-        with them in `ManagedCollisionEmbeddingBagCollection.resize`.
+        Ids that no longer fit (fewer rows, or a full probe window) are dropped in the policy's order of eviction. They
+        count as evictions of the table's first feature. This method moves only ids; to move the table's rows with them,
+        call `ManagedCollisionEmbeddingBagCollection.resize`.
 
         Raises:
-            ConfigError: sizes that do not fill the buckets, or numbers of buckets of which none divides the other; the
-                map is then as it was.
+            ConfigError: the rows do not fill the buckets equally, or neither bucket count divides the other. The map is
+                then unchanged.
         """
         old = self._buckets
         if old.held != old.count:
             raise ConfigError(
-                f"{self._who}: only buckets [{old.first}, {old.last}) of {old.count} are here; resize the collection, "
-                "on all ranks."
+                f"{self._who}: this rank holds only buckets [{old.first}, {old.last}) of {old.count}. Resize the "
+                "collection, on all ranks."
             )
         whole = self.resized(zch_size, total_num_buckets)
         made = resized_map(self._state, self.counts, old, whole, self._max_probe, self.step, self._evicting)
@@ -582,11 +588,11 @@ class ManagedCollisionModule(nn.Module):
         return made.moved
 
     def resized(self, zch_size: int | None, total_num_buckets: int | None) -> Buckets:
-        """The buckets that `resize` would make."""
+        """Return the buckets that `resize` would make."""
         return resized_buckets(self._who, self._buckets, zch_size, total_num_buckets, shares=self._shares)
 
     def reset_parameters(self) -> None:
-        """Forget all ids and counts."""
+        """Clear all ids and counts."""
         for name in (*HASH_NAMES, "counts", "_reads_F2", "_clock_2"):
             tensor = getattr(self, name)
             if not tensor.is_meta:
@@ -600,16 +606,16 @@ class ManagedCollisionModule(nn.Module):
         output_segments: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> ManagedCollisionModule:
-        """An empty module of the same settings that holds the buckets of these rows only.
+        """Return an empty module of the same settings that holds only the buckets of these rows.
 
         Raises:
-            ConfigError: the range cuts a bucket.
+            ConfigError: the range splits a bucket.
         """
         own = self._buckets
         if any(row % own.size for row in output_id_range):
             raise ConfigError(
-                f"{self._who}: rows {list(output_id_range)} cut a bucket; buckets have {own.size} rows, so use "
-                f"multiples of {own.size}."
+                f"{self._who}: got output_id_range={list(output_id_range)}; expected multiples of {own.size}, the rows "
+                "of a bucket."
             )
         first, last = (row // own.size for row in output_id_range)
         twin = copy.deepcopy(self)
@@ -622,23 +628,24 @@ class ManagedCollisionModule(nn.Module):
         return twin
 
     def parts(self) -> dict[str, tuple[Tensor, int]]:
-        """Everything that is kept bucket by bucket, by name, with entries of the first dimension per bucket."""
+        """Return the tensors ordered by bucket: name to (tensor, entries of its first dimension per bucket)."""
         held = self._buckets.held
         own = {name: cast(Tensor, buffers(self)[name]) for name in (*HASH_NAMES, "counts")}
         return {name: (tensor, tensor.shape[0] // held) for name, tensor in own.items()}
 
     def become(self, buckets: Buckets, parts: Mapping[str, Tensor], view: StateView | None = None) -> None:
-        """Hold these buckets from now on, with what `parts` is of them. Nothing is copied."""
+        """Replace the buckets held here and their state by `buckets` and `parts`, without a copy."""
         for name, tensor in parts.items():
             self.register_buffer(name, tensor, persistent=False)
         self._buckets, self._view = buckets, view
         self.version += 1
 
     def hold(self, first: int, last: int, view: StateView, device: torch.device | str | None) -> None:
-        """Keep these buckets only; others hold the rest, and `view` says how all of them look in a state dict.
+        """Keep only the buckets `[first, last)`; other ranks hold the rest.
 
         Args:
-            device: for a module on meta, whose buckets begin empty.
+            view: how the state of all buckets appears in a state dict.
+            device: for a module on meta, whose buckets start empty.
         """
         old = self._buckets
         new = old.cut(first, last)
@@ -659,7 +666,7 @@ class ManagedCollisionModule(nn.Module):
     # ------------------------------------------------------------------------------------------------------- state
 
     def state_tensors(self) -> dict[str, tuple[Tensor, int]]:
-        """What a checkpoint holds of the buckets, by name, with entries of the first dimension per bucket."""
+        """Return the bucket state of a checkpoint: name to (tensor, entries of its first dimension per bucket)."""
         slots = self._buckets.slots
         found = {name: (tensor, slots) for name, tensor in zip(HASH_NAMES, self._state, strict=True)}
         if not self._state.expires_E.numel():
@@ -672,7 +679,7 @@ class ManagedCollisionModule(nn.Module):
         return found
 
     def numbers(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the whole: step, and the cut of the rows (which a load compares)."""
+        """Return the per-table state of a checkpoint: the step, and the bucket layout, which a load compares."""
         own = self._buckets
         cut = torch.tensor([own.count, own.size, own.shared, self._max_probe], device="cpu")
         if not self.host_looks:
@@ -689,7 +696,7 @@ class ManagedCollisionModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """All or nothing: whatever does not fit is said, and then nothing of this table is loaded."""
+        """Load the table's whole state; if a tensor is missing or does not match, report it and load nothing."""
         wanted = self.state_tensors()
         names = [*wanted, *self.numbers()]
         found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
@@ -717,12 +724,12 @@ class ManagedCollisionModule(nn.Module):
         self._evicted.clear()
 
     def misfit(self, state: dict[str, Any]) -> str | None:
-        """Why a saved state is not for this table, in words; None where it is."""
+        """Return an error message if a saved state does not fit this table, else None."""
         whole = self._buckets.count if self._view is not None else self._buckets.held
         return misfit(self._who, self._buckets, self._max_probe, self.state_tensors(), whole, state)
 
     def described(self) -> dict[str, Any]:
-        """The settings that ranks must share, as plain values."""
+        """Return the settings that must be equal on all ranks, as plain values."""
         own, evicting = self._buckets, self._evicting
         return {
             "rows": own.rows,

@@ -1,7 +1,7 @@
-"""Embedding collections whose ids are any int64: managed collision in front, and rows reset when they change hands.
+"""Embedding collections for arbitrary int64 ids: managed collision first, and a reset of rows that change their id.
 
 features ──► ManagedCollisionCollection ──► rows ──► EmbeddingBagCollection / EmbeddingCollection
-                    │ rows that lost their id
+                    │ evicted rows
                     └──► initial values and fresh optimizer state, before they are read
 """
 
@@ -33,7 +33,7 @@ from tilerec.spec.without_effect import warn_without_effect
 
 
 class ManagedCollisionEmbeddings(nn.Module):
-    """What the two modules below share (abstract)."""
+    """Base class of the two modules below (abstract)."""
 
     _kind: type[TableCollection]
 
@@ -48,25 +48,25 @@ class ManagedCollisionEmbeddings(nn.Module):
         who = type(self).__name__
         if not isinstance(embedding_module, self._kind):
             raise ConfigError(
-                f"{who}: got a {type(embedding_module).__name__}, wanted a {self._kind.__name__}."
+                f"{who}: got a {type(embedding_module).__name__}; expected a {self._kind.__name__}."
             )
         if not isinstance(managed_collision_collection, ManagedCollisionCollection):
             raise ConfigError(
-                f"{who}: got a {type(managed_collision_collection).__name__}, wanted a ManagedCollisionCollection."
+                f"{who}: got a {type(managed_collision_collection).__name__}; expected a ManagedCollisionCollection."
             )
         _check_alike(who, embedding_module, managed_collision_collection)
-        reason = "rows are reset between two steps, where no graph holds them"
+        reason = "rows are reset between two steps, when no autograd graph references them"
         name = "allow_in_place_embed_weight_update"
         warn_without_effect(who, {name: allow_in_place_embed_weight_update}, {name: reason}, 3)
         self._managed_collision_collection = managed_collision_collection
-        vars(embedding_module)["_managed_by"] = type(self)  # what a sharder may speak of
+        vars(embedding_module)["_managed_by"] = type(self)  # for a sharder's error messages
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features
         self.register_load_state_dict_pre_hook(_refuse_cut_short)
 
     @property
     def managed_collision_collection(self) -> ManagedCollisionCollection:
-        """What maps the ids."""
+        """The id maps."""
         return self._managed_collision_collection
 
     @property
@@ -76,26 +76,26 @@ class ManagedCollisionEmbeddings(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Device of the tables."""
         return self._embedding_module.device
 
     def stats(self) -> dict[str, IdStats]:
-        """Per table, what became of the ids; see `IdStats`. Sharded: of all ranks, and all ranks call it."""
+        """Return statistics of ids by table; see `IdStats`. If sharded, of all ranks; collective."""
         return self._managed_collision_collection.stats()
 
     def inspect(self, feature: str, id_: int) -> IdPlace:
-        """Where an id of a feature lives; see `IdPlace`. Sharded: all ranks call it."""
+        """Return the place of a feature's id; see `IdPlace`. Collective if sharded."""
         return self._managed_collision_collection.inspect(feature, id_)
 
     def _remap(self, features: KeyedJaggedTensor, mutate: bool) -> KeyedJaggedTensor:
-        """Rows of the batch's ids; rows that lost their id are new."""
+        """Return the rows of the batch's ids, and reset evicted rows."""
         self._check(features)
         remapped = self._managed_collision_collection(features, mutate)
         self._reset(self._managed_collision_collection.lost_rows())
         return remapped
 
     def _check(self, features: KeyedJaggedTensor) -> None:
-        """Refuse what the tables would refuse, before any id takes a row."""
+        """Raise the error that the tables would raise, before any id gets a row."""
         if not torch.compiler.is_exporting():
             check_batch(self._embedding_module, self._managed_collision_collection.modules_by_table, features)
 
@@ -110,26 +110,27 @@ class ManagedCollisionEmbeddings(nn.Module):
         """Change the capacity of a table, and keep its ids with their rows and optimizer state.
 
         Args:
-            zch_size: the new number of rows. None: as many per bucket as now.
-            total_num_buckets: the new number of buckets: a multiple of the present one, or a divisor. None: as many.
+            zch_size: the new number of rows. None keeps the rows per bucket.
+            total_num_buckets: the new number of buckets, a multiple or a divisor of the current number. None keeps it.
 
         Returns:
-            What moved where, how many ids were kept, and which found no place.
+            The rows that moved, the number of ids kept, and the ids dropped.
 
         Raises:
-            ConfigError: no such table, sizes that do not fit, a table that is tied or sharded; nothing has changed.
+            ConfigError: the table is unknown, tied or sharded, or the sizes do not fit. Nothing has changed then.
         """
         collection = self._managed_collision_collection
         if table not in collection.modules_by_table:
             raise ConfigError(
-                f"{type(self).__name__}: no managed table '{table}'; it has {list(collection.modules_by_table)[:20]}."
+                f"{type(self).__name__}: got table '{table}'; expected a managed table: "
+                f"{list(collection.modules_by_table)[:20]}."
             )
         module = collection.modules_by_table[table]
         module.resized(zch_size, total_num_buckets)
         check_resizable(self._embedding_module._tables[table])
         moved = module.resize(zch_size, total_num_buckets)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said above
+            warnings.simplefilter("ignore")  # the check above has warned already
             resize_table(self._embedding_module, table, module.output_size(), moved.old_rows, moved.new_rows)
         collection._embedding_configs = tuple(
             replace(config, num_embeddings=module.output_size()) if config.name == table else config
@@ -139,16 +140,16 @@ class ManagedCollisionEmbeddings(nn.Module):
 
 
 class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
-    """An `EmbeddingBagCollection` for ids of any 64 bits.
+    """An `EmbeddingBagCollection` for arbitrary int64 ids.
 
     Args:
         embedding_bag_collection: the tables.
-        managed_collision_collection: made of the same table configs.
-        return_remapped_features: whether `forward` gives the batch of row numbers, too.
-        allow_in_place_embed_weight_update: of TorchRec; without effect.
+        managed_collision_collection: built from the same table configs.
+        return_remapped_features: whether `forward` also returns the batch of row numbers.
+        allow_in_place_embed_weight_update: TorchRec's; no effect.
 
     Raises:
-        ConfigError: the two are not of the same tables.
+        ConfigError: the two have different tables.
     """
 
     _kind = EmbeddingBagCollection
@@ -169,7 +170,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
-        """Map, then look up and pool.
+        """Map ids to rows, then look up and pool.
 
         Args:
             features, mutate_miss_lengths: see `ManagedCollisionCollection.forward`.
@@ -183,7 +184,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
 
 
 class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
-    """An `EmbeddingCollection` for ids of any 64 bits.
+    """An `EmbeddingCollection` for arbitrary int64 ids.
 
     Args:
         embedding_collection: the tables.
@@ -209,7 +210,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
     def forward(
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:
-        """As `ManagedCollisionEmbeddingBagCollection.forward`, one row per id."""
+        """Map ids to rows, then look up one row per id; see `ManagedCollisionEmbeddingBagCollection.forward`."""
         remapped = self._remap(features, mutate_miss_lengths)
         rows = self._embedding_module(remapped)
         return rows, remapped if self._return_remapped_features else None
@@ -218,15 +219,15 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
 def _refuse_cut_short(
     module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:
-    """Ids are not loaded without the rows that they have, nor rows without ids."""
+    """Raise before loading ids without their rows, or rows without their ids."""
     assert isinstance(module, ManagedCollisionEmbeddings)
     tables = module._embedding_module
     names = [f"{prefix}_embedding_module.{tables._holder}.{table}.weight" for table in tables._tables]
     missing = [name for name in names if name not in state]
     if strict and missing:
         raise ConfigError(
-            f"{type(module).__name__}: the state lacks {missing[:8]}; it is cut short, or of another model. Nothing of "
-            "this module is loaded."
+            f"{type(module).__name__}: the state lacks {missing[:8]}; it is truncated, or from another model. Nothing "
+            "of this module is loaded."
         )
 
 
@@ -236,12 +237,12 @@ def _check_alike(who: str, tables: TableCollection, collection: ManagedCollision
         config = next(c for c in collection.embedding_configs() if c.name == table)
         if table not in own:
             raise ConfigError(
-                f"{who}: managed collision is for table '{table}', which the embedding module lacks; it has "
+                f"{who}: got managed collision for table '{table}'; expected a table of the embedding module: "
                 f"{list(own)[:20]}."
             )
         for fact in ("num_embeddings", "feature_names"):
             if getattr(own[table], fact) != getattr(config, fact):
                 raise ConfigError(
-                    f"{who}: table '{table}' has {fact} {getattr(own[table], fact)} in the embedding module and "
-                    f"{getattr(config, fact)} in the managed collision collection; give both the same configs."
+                    f"{who}: table '{table}' has {fact}={getattr(own[table], fact)} in the embedding module, but "
+                    f"{getattr(config, fact)} in the managed collision collection. Give both the same configs."
                 )

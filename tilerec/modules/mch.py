@@ -1,4 +1,4 @@
-"""`MCHManagedCollisionModule`: TorchRec's managed collision hash, by name and arguments."""
+"""`MCHManagedCollisionModule`, with the name and arguments of TorchRec's managed collision hash."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from tilerec.spec.without_effect import warn_without_effect
 
 @final
 class MCHManagedCollisionModule(ManagedCollisionModule):
-    """Ids get rows; when a bucket is full, an eviction policy decides.
+    """An id map that assigns rows to ids, and evicts by a policy when a bucket is full.
 
     Args:
-        zch_size: rows; the table's `num_embeddings`. One row of each bucket is shared by ids that have none.
+        zch_size: rows; the table's `num_embeddings`. One row of each bucket is shared by ids without their own.
         device: see `HashZchManagedCollisionModule`.
         eviction_policy: `LFU_EvictionPolicy()`, `LRU_EvictionPolicy()` or `DistanceLFU_EvictionPolicy()`.
-        eviction_interval: evictions happen in every so-many-th training step; in the others, new ids of full
-            buckets share a row. Empty rows are taken at once, always.
-        input_hash_func, input_hash_size: ids become `input_hash_func(ids, input_hash_size)` first.
-        buckets: how many; None takes the most that divide `zch_size`, up to 768, and leave each at least 64 rows. Ranks
-            hold whole buckets, so give a `zch_size` that is a multiple of 768 where many share the table.
+        eviction_interval: number of training steps between evictions. In the other steps, new ids of full buckets
+            share a row. Empty rows are assigned in every step.
+        input_hash_func, input_hash_size: ids are replaced by `input_hash_func(ids, input_hash_size)` first.
+        buckets: number of buckets. None takes the largest divisor of `zch_size`, at most 768, that leaves at least 64
+            rows per bucket. Ranks hold whole buckets: if many ranks share the table, give a multiple of 768 rows.
         max_probe, when_full, admission_threshold: see `HashZchManagedCollisionModule`.
-        output_segments, name: of TorchRec; without effect.
-        mch_size, mch_hash_func, output_global_offset: of TorchRec; refused unless left at their defaults.
+        output_segments, name: TorchRec's; `output_segments` has no effect and `name` appears in messages only.
+        mch_size, mch_hash_func, output_global_offset: TorchRec's; any value but the default raises.
 
     Raises:
-        ConfigError: rows that do not fill the buckets, arguments that contradict each other or that are refused.
+        ConfigError: the rows do not fill the buckets equally, arguments contradict each other, or an argument is
+            unsupported.
     """
 
     def __init__(
@@ -59,21 +60,20 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         who = f"MCHManagedCollisionModule{f' {name!r}' if name else ''}"
         if not isinstance(eviction_policy, MCHEvictionPolicy):
             raise ConfigError(
-                f"{who}: eviction_policy is a {type(eviction_policy).__name__}; wanted LFU_EvictionPolicy(), "
+                f"{who}: got a {type(eviction_policy).__name__} as eviction_policy; expected LFU_EvictionPolicy(), "
                 "LRU_EvictionPolicy() or DistanceLFU_EvictionPolicy()."
             )
         if mch_size or mch_hash_func is not None:
             raise ConfigError(
-                f"{who}: mch_size and mch_hash_func give ids without a row a hashed part of the table, and here each "
-                "bucket keeps rows for them; leave both out, or use HashZchManagedCollisionModule with "
-                "percent_reserved_slots."
+                f"{who}: mch_size and mch_hash_func are not supported: each bucket keeps its own rows for ids without "
+                "a row. Leave both out, or use HashZchManagedCollisionModule with percent_reserved_slots."
             )
         if output_global_offset:
             raise ConfigError(
-                f"{who}: output_global_offset={output_global_offset}; a table's rows begin at 0 on every rank, so "
-                "leave it out."
+                f"{who}: got output_global_offset={output_global_offset}; expected 0. Rows of a table begin at 0 on "
+                "every rank, so leave it out."
             )
-        reason = "rows are cut into equal buckets, whatever the ranks"
+        reason = "rows are divided into equal buckets, independent of the ranks"
         warn_without_effect(who, {"output_segments": output_segments}, {"output_segments": reason}, 2)
         evicting, shares = read_when_full(who, when_full, eviction_policy.evicting, False, always=True)
         if buckets is None and isinstance(zch_size, int) and zch_size > 0:

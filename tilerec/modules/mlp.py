@@ -25,7 +25,7 @@ _ACTIVATION_NAMES = [*_FUNCTIONS, "swish_layernorm"]
 
 
 def _identity(input: torch.Tensor) -> torch.Tensor:
-    """Stands for "no activation"; a named function, so that modules that hold it can be pickled."""
+    """Return the input, as the absent activation. Named functions, unlike lambdas, can be pickled with a module."""
     return input
 
 
@@ -35,7 +35,7 @@ class Perceptron(nn.Module):
     Args:
         in_size: features of the input.
         out_size: features of the output.
-        bias: whether there is a `b`.
+        bias: whether to add `b`.
         activation: a module or a function of one tensor.
         device, dtype: of the weights.
 
@@ -74,13 +74,12 @@ class MLP(nn.Module):
 
     Args:
         in_size: features of the input.
-        layer_sizes: features of each layer's output; empty means the input is returned.
+        layer_sizes: output features of each layer; if empty, forward returns its input.
         bias: whether the layers have biases.
         activation: of every layer. A name ("relu", "sigmoid", "swish_layernorm"), a function of one tensor, a
-            module class or zero-argument factory (each layer gets its own), or a module (all layers share
-            it).
+            module class or zero-argument factory (each layer gets its own), or a module (all layers share it).
         device, dtype: of the weights.
-        activation_on_last: whether the last layer is activated too; without it the output is linear.
+        activation_on_last: whether the last layer has an activation; if False, the output is linear.
 
     Shape: `[B, in_size]` to `[B, layer_sizes[-1]]`.
 
@@ -110,7 +109,7 @@ class MLP(nn.Module):
         ]
         if isinstance(activation, str) and activation not in _ACTIVATION_NAMES:
             raise ConfigError(
-                f"MLP: activation got {activation!r}, wanted one of {_ACTIVATION_NAMES}, a function or a module."
+                f"MLP: got activation={activation!r}; expected one of {_ACTIVATION_NAMES}, a function or a module."
             )
 
         def activation_of(layer: int) -> nn.Module | TensorFunction:

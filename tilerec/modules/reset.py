@@ -1,11 +1,11 @@
-"""Rows made new: initial values, and the attached optimizer's state as it was before the first step.
+"""Reset of rows: initial values, and the attached optimizer's state from before the first step.
 
-Initial values depend on the place only (`modules/initial.py`): a row that is made new has the values that it began
-with, the same on every rank and under every tiling. Under an `init_fn` it is called with the row alone, and torch's
-generators seeded by table and row.
+Initial values depend only on the position in the table (`modules/initial.py`). A reset row gets its first values again,
+the same on every rank and under every tiling. An `init_fn` is called with the row alone, with torch's generators seeded
+by table and row.
 
-On a device the host does not wait for these rows (`ops/random/renew.py`), but under an `init_fn`, which it calls
-for each, and where rows lie behind a cache.
+On a device the host does not wait to learn the row numbers (`ops/renew.py`). Exceptions: an `init_fn`, which the host
+calls for each row, and tables behind a cache.
 
 Legend: N entries, of which -1 are no rows; M rows.
 """
@@ -27,34 +27,35 @@ from tilerec.storage.table_rows import TableRows
 
 @torch.no_grad()
 def reset_rows(table: Table, rows_N: Tensor) -> None:
-    """Make rows of a table new, with the state of its attached optimizer; those that lie elsewhere are left out.
+    """Reset rows of a table and their attached optimizer state; skip rows that other ranks hold.
 
     Args:
-        rows_N: int64, of the whole table; any device. -1 is none.
+        rows_N: int64, row numbers of the whole table, on any device. -1 is no row.
     """
     for rows in cast("list[TableRows]", getattr(table, "tile_rows", [table.rows])):
-        there = rows.leaf.device
-        own_N = rows_N.to(there, non_blocking=there.type != "cpu")  # to the host: it is read there at once
-        # Nothing is written where there are no rows: such ranks must not take theirs for written.
+        device = rows.leaf.device
+        # Blocking to the CPU, because the host reads the copy at once.
+        own_N = rows_N.to(device, non_blocking=device.type != "cpu")
+        # A rank without rows writes nothing, and must not mark its rows as written.
         if not own_N.numel() or not rows.leaf.shape[0]:
             continue
         if rows.cache is None:
             rows.arrive()
             rows.about_to_write()
         else:
-            rows.leave(_here(rows, own_N) - rows.place.row_offset)
-        _renew(table, rows, own_N)
+            rows.leave(_rows_in_tile(rows, own_N) - rows.place.row_offset)
+        _reset_tile(table, rows, own_N)
         if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
             _warn_later(table, rows, own_N)
 
 
-def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
+def _reset_tile(table: Table, rows: TableRows, own_N: Tensor) -> None:
     config, place, leaf = table.config, rows.place, rows.leaf.detach()
     beside = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
     tensors = [rows.state[name] for name in beside]
     grad = rows.leaf.grad
     if rows.spec is None and grad is not None and grad.layout is torch.strided:
-        tensors, beside = [grad], {"grad": 0.0}  # what the old id left there
+        tensors, beside = [grad], {"grad": 0.0}  # drop the old id's gradient
     low, high, made = 0.0, 0.0, config.init_fn is None
     if made:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
@@ -62,31 +63,31 @@ def _renew(table: Table, rows: TableRows, own_N: Tensor) -> None:
         own_N, leaf if made else None, tensors, place.row_offset, place.column_offset, place.key, low, high,
         [float(number) for number in beside.values()],
     )  # fmt: skip
-    # Ops write behind autograd's back; it must learn that saved copies of these tensors are stale.
+    # The op writes outside of autograd. New version counters mark the tensors that a backward saved as stale.
     torch.autograd.graph.increment_version([leaf, *tensors])
     if not made:
         columns = slice(place.column_offset, place.column_offset + leaf.shape[1])
-        for row in _here(rows, own_N).tolist():
+        for row in _rows_in_tile(rows, own_N).tolist():
             leaf[row - place.row_offset] = initial_row(config, place.key, row, leaf)[columns]
 
 
-def _here(rows: TableRows, own_N: Tensor) -> Tensor:
-    """int64 [M]: those that lie in these rows. Waits for a device."""
+def _rows_in_tile(rows: TableRows, own_N: Tensor) -> Tensor:
+    """Return the row numbers that lie in this tile, int64 [M]. Waits for a device."""
     first = rows.place.row_offset
     return own_N[(own_N >= first) & (own_N < first + rows.leaf.shape[0])]
 
 
 def _warn_later(table: Table, rows: TableRows, own_N: Tensor) -> None:
-    """An optimizer that steps `.grad` has state that is not ours to reset: said once rows are known to be reset."""
+    """Warn, once a reset is confirmed, that the state of an optimizer that steps `.grad` is not reset."""
 
     def warn(numbers: list[int]) -> None:
         if not numbers[0] or getattr(table, "_warned_of_eviction", False):
             return
         table._warned_of_eviction = True
         warnings.warn(
-            f"Table '{table.config.name}': rows that lose their id get their initial values again, but the state of an "
-            "optimizer that steps .grad is not known here and stays the old id's; attach it "
-            "(apply_optimizer_in_backward), and it is reset too.",
+            f"Table '{table.config.name}': evicted rows get their initial values again, but an optimizer that steps "
+            ".grad keeps the old id's state. Attach the optimizer (apply_optimizer_in_backward) to reset its state "
+            "too.",
             stacklevel=2,
         )
 

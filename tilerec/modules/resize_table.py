@@ -1,4 +1,4 @@
-"""A table of a collection that is not sharded gets another number of rows; what moves, moves with its optimizer state.
+"""Resizing of an unsharded collection's table: rows that move keep their optimizer state.
 
 Legend: E old rows, E' new rows, M rows that move, D columns.
 """
@@ -21,9 +21,9 @@ from tilerec.modules.table import Table
 def resize_table(
     collection: TableCollection, name: str, num_embeddings: int, old_rows_M: Tensor, new_rows_M: Tensor
 ) -> None:
-    """Give a table `num_embeddings` rows, in place: row `new_rows_M[m]` is the old `old_rows_M[m]`, others are new.
+    """Resize a table in place: row `new_rows_M[m]` is the old row `old_rows_M[m]`; all others get initial values.
 
-    The table's parameter is another one afterwards; an attached optimizer follows.
+    The table's parameter is replaced by a new one. An attached optimizer follows it.
     """
     table = collection._tables[name]
     check_resizable(table)
@@ -39,10 +39,10 @@ def resize_table(
     table._parameters["weight"] = leaf
     rows.about_to_write()
     rows.refuse_earlier(
-        f"Table '{name}': it was resized between a lookup and its backward, so the rows that the gradient is of have "
-        "other numbers now; resize between two steps, after the backward. No row of it was updated."
+        f"Table '{name}': it was resized between a lookup and its backward, so the gradient refers to old row "
+        "numbers. Resize between two steps, after the backward. No row of the table was updated."
     )
-    # Attached, the rows make fresh state of the new size; then what moves is written into it.
+    # `attach` allocates fresh state of the new size. The state of rows that move is then copied into it.
     rows.spec = None
     rows.bind(leaf)
     if spec is not None and group is not None:
@@ -62,20 +62,21 @@ def resize_table(
 
 
 def check_resizable(table: Table) -> None:
-    """Raise a `ConfigError` for a table that is not one whole of its own; warn of what will not follow."""
+    """Raise a `ConfigError` if a table is sharded or tied; warn if an optimizer will not follow the new parameter."""
     name = table.config.name
     if type(table) is not Table:
         raise ConfigError(
-            f"Table '{name}' is sharded: save the model, resize an unsharded one from its state, and shard that; or "
-            "resize before sharding."
+            f"Table '{name}': got a sharded table; expected an unsharded one. Resize before sharding, or save the "
+            "model, load it unsharded, resize, and shard again."
         )
     if len(table.rows.holders) > 1:
         raise ConfigError(
-            f"Table '{name}' is tied to another collection's, which would keep the old rows; resize before tying."
+            f"Table '{name}': it is tied to another collection's table, which would keep the old rows. Resize before "
+            "tying."
         )
     if table.rows.spec is None and table.weight.requires_grad:
         warnings.warn(
-            f"Table '{name}': its weight becomes another parameter; make the optimizer that steps it anew, or attach "
-            "one (apply_optimizer_in_backward), which follows.",
+            f"Table '{name}': the resize replaces its weight parameter. Create the optimizer that steps it again, or "
+            "attach one (apply_optimizer_in_backward), which follows the new parameter.",
             stacklevel=4,
         )

@@ -1,9 +1,9 @@
-"""Samples of a variable batch: which bag of a feature each of them uses, as its inverse indices say.
+"""Samples of a variable batch: the inverse indices give the bag that each sample uses, per feature.
 
     keys ["a", "b"], bags [2, 3], index [[0, 0, 1], [0, 1, 2]]   samples 0 and 1 share bag 0 of "a"
 
-On the CPU an index outside of the bags raises at once. On other devices the host does not wait: the index is moved into
-the bags, and the error comes with what later kernels report (`ops/runtime/readback.py`).
+On the CPU an index outside the bags raises immediately. On other devices the host does not wait. The index is clamped
+into the bags, and the error is raised later, by asynchronous readback (`ops/later.py`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tilerec.torch_private import dispatch_mode_count
 
 
 def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) -> None:
-    """Raise an `InputError` for a variable batch whose samples cannot be found.
+    """Raise an `InputError` if a variable batch lacks inverse indices, or if an index is outside its bags.
 
     Args:
         who: name of the module, for messages.
-        wanted: the features that it reads.
+        wanted: the features that the module reads.
     """
     inverse = features.inverse_indices_or_none()
     if inverse is None:
         raise InputError(
-            f"{who}: the batch has {sorted(set(features.stride_per_key()))} samples per key and no inverse_indices, "
-            "so its features have no common batch size; pass inverse_indices=(keys, indices) with the batch."
+            f"{who}: got a batch of {sorted(set(features.stride_per_key()))} samples per key without inverse_indices, "
+            "so its features have no common batch size. Pass inverse_indices=(keys, indices) with the batch."
         )
     keys, index_FB = inverse
     missing = [feature for feature in wanted if feature not in keys]
     if missing:
         raise InputError(
-            f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}; "
-            "give indices for every feature that the tables read."
+            f"{who}: feature '{missing[0]}' is not among the keys of the batch's inverse_indices, {list(keys)[:20]}. "
+            "Give indices for every feature that the tables read."
         )
     traced = torch.compiler.is_compiling() or dispatch_mode_count()
     if traced or index_FB.is_meta or not index_FB.numel():
@@ -48,19 +48,19 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     bags = _bags(features, keys)
     bags_F1 = upload(bags, index_FB.device)[:, None]
     wrong_FB = (index_FB < 0) | (index_FB >= bags_F1)
-    tell = partial(_raise_wrong, keys, bags, index_FB.shape[1])
+    report = partial(_raise_wrong, keys, bags, index_FB.shape[1])
     if index_FB.device.type == "cpu":
         if bool(wrong_FB.any()):
             at = wrong_FB.flatten().nonzero()[0, 0]
-            tell([1, int(at), int(index_FB.flatten()[at])])
+            report([1, int(at), int(index_FB.flatten()[at])])
         return
     at = wrong_FB.flatten().to(torch.uint8).argmax()
-    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), tell)
+    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), report)
     use_arrived(index_FB.device)
 
 
 def bags_of_samples(features: KeyedJaggedTensor) -> dict[str, Tensor]:
-    """The bag that every sample uses, int [B], by feature; inside of the feature's bags where the batch was checked."""
+    """Return the bag of every sample by feature, int [B]. Outside the CPU, indices are clamped into the bags."""
     keys, index_FB = features.inverse_indices()
     if index_FB.device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
         last_F1 = upload([max(count - 1, 0) for count in _bags(features, keys)], index_FB.device)[:, None]
@@ -69,7 +69,7 @@ def bags_of_samples(features: KeyedJaggedTensor) -> dict[str, Tensor]:
 
 
 def _bags(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[int]:
-    """Bags of each of these keys; of one that the batch lacks as many as any index may name."""
+    """Return the number of bags of each key; for a key that the batch lacks, the largest int64."""
     own = dict(zip(features.keys(), features.stride_per_key(), strict=False))
     return [own.get(key, torch.iinfo(torch.int64).max) for key in keys]
 

@@ -1,4 +1,4 @@
-"""`Table`: the holder of one table's parameter, named `<collection>.<table>.weight` in every state dict."""
+"""`Table`: the module that holds one table's parameter, named `<collection>.<table>.weight` in every state dict."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tilerec.torch_private import submodules
 
 
 class Table(nn.Module):
-    """One table: a leaf parameter `weight` `[num_embeddings, embedding_dim]` and what takes its gradients.
+    """One table: a leaf parameter `weight` `[num_embeddings, embedding_dim]`, with the receiver of its gradients.
 
-    Two collections share a table by sharing the holder (`ec.embeddings["t"] = ebc.embedding_bags["t"]`) or the
-    parameter (`ec.embeddings["t"].weight = ebc.embedding_bags["t"].weight`); the attached optimizer comes
-    along either way. Tables stay tied until one is tied to a third: a new parameter given to one
-    (`load_state_dict(assign=True)`) is given to all.
+    Two collections share a table by sharing the module (`ec.embeddings["t"] = ebc.embedding_bags["t"]`) or the
+    parameter (`ec.embeddings["t"].weight = ebc.embedding_bags["t"].weight`). Both ways share the attached optimizer.
+    Tables stay tied until one is tied to a third table. A new parameter assigned to one of them
+    (`load_state_dict(assign=True)`) is assigned to all.
 
     Args:
-        config: the table's.
+        config: of the table.
         memory: `[num_embeddings, embedding_dim]` of the config's data type, not written yet.
         seed: of the collection.
     """
@@ -36,16 +36,16 @@ class Table(nn.Module):
     def __init__(self, config: AnyTableConfig, memory: Tensor, seed: int) -> None:
         super().__init__()
         self.config = config
-        self.seed = seed  # of the collection that made it
+        self.seed = seed  # of the collection that created the table
         self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
         self.rows = TableRows(config.name, Place((first, second)))
-        # `data`: tables side by side in one storage have version counters of their own.
+        # `data` gives each table of the shared storage its own version counter.
         self.weight = nn.Parameter(memory.data)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Write the initial values: the same for the same seed, however the table is cut."""
+        """Write the initial values: the same for the same seed, under every sharding."""
         weight = self.weight
         if weight.is_meta:
             return
@@ -62,21 +62,21 @@ class Table(nn.Module):
             self._bind()
 
     def _check(self, weight: nn.Parameter) -> None:
-        """Refuse a parameter that lookups could not read, before it is taken."""
+        """Raise a `ConfigError` if lookups could not read the parameter."""
         want = (self.config.num_embeddings, self.config.embedding_dim)
         if tuple(weight.shape) != want:
             raise ConfigError(
-                f"Table '{self.config.name}': got a weight of shape {tuple(weight.shape)}, wanted {want}, which is its "
-                "config's (num_embeddings, embedding_dim); tie or assign one of that shape."
+                f"Table '{self.config.name}': got a weight of shape {tuple(weight.shape)}; expected {want}, its "
+                "config's (num_embeddings, embedding_dim). Tie or assign a parameter of that shape."
             )
         if not weight.is_contiguous():
             raise ConfigError(
-                f"Table '{self.config.name}': got a weight with strides {weight.stride()}, wanted {(want[1], 1)} (rows "
-                "one after the other); pass weight.contiguous()."
+                f"Table '{self.config.name}': got a weight with strides {weight.stride()}; expected {(want[1], 1)} "
+                "(contiguous rows). Pass weight.contiguous()."
             )
 
     def _bind(self) -> None:
-        """Make `rows` those of the parameter that is here now."""
+        """Set `rows` to the rows of the current parameter."""
         weight = self.weight
         theirs = rows_of(weight)
         if theirs is not None and theirs is not self.rows:
@@ -88,16 +88,16 @@ class Table(nn.Module):
         self.rows.bind(weight)
 
     def _all_rows(self) -> list[TableRows]:
-        """Rows of every leaf."""
+        """Return the rows of every leaf."""
         return [self.rows]
 
     def settle(self) -> None:
-        """Have what is on its way to the weight, or in a cache, in the weight and its optimizer's state."""
+        """Write pending transfers and cached rows to the weight and its optimizer's state."""
         for rows in self._all_rows():
             rows.settle()
 
     def __getattr__(self, name: str) -> Any:
-        # nn.Module finds parameters here. Whoever reads a cached weight by its name gets the rows as they are.
+        # nn.Module resolves parameters here. A read of a cached weight by name writes the cached rows back first.
         if name.startswith("weight"):
             for rows in self._all_rows():
                 if rows.cache is not None:
@@ -105,7 +105,7 @@ class Table(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
-        """Apply as `nn.Module` does; memory that `to_empty` makes gets the initial values."""
+        """Apply `fn` as `nn.Module` does; write the initial values into memory that `to_empty` allocates."""
         empties = self.weight.is_meta or empties_memory(fn)
         self.rows.about_to_write()  # another precision rounds
         if not self._move_cache(fn):
@@ -116,7 +116,7 @@ class Table(nn.Module):
         return self
 
     def _move_cache(self, fn: Any) -> bool:
-        """`.to(device)` of a cached table moves its cache: rows stay in host memory. False: `fn` is for the leaves."""
+        """Apply `.to(device)` to the caches; rows stay in host memory. Return False if `fn` is for the leaves."""
         cached = [rows for rows in self._all_rows() if rows.cache is not None]
         if not cached:
             return False
@@ -157,7 +157,7 @@ class Table(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._bind()  # torch may have swapped the parameter's attributes for those of the loaded tensor
+        self._bind()  # torch may have replaced the parameter's attributes by those of the loaded tensor
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -172,12 +172,12 @@ class Table(nn.Module):
 
 
 def empties_memory(fn: Any) -> bool:
-    """Return True for the function that `nn.Module.to_empty` applies: it makes memory and copies nothing."""
+    """Return True for the function that `nn.Module.to_empty` applies, which allocates memory and copies nothing."""
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 class Tables(nn.Module):
-    """Tables by name, as `nn.ModuleDict` holds modules, but for any name (`items` and `keys` are natural ones here)."""
+    """Tables by name. Unlike `nn.ModuleDict`, it accepts names of dict methods, such as `items` and `keys`."""
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
         super().__init__()
@@ -200,13 +200,13 @@ class Tables(nn.Module):
         return len(submodules(self))
 
     def keys(self) -> KeysView[str]:
-        """The tables' names."""
-        return submodules(self).keys()
+        """Return the tables' names."""
+        return self._modules.keys()
 
     def values(self) -> ValuesView[Table]:
-        """The tables."""
-        return cast("ValuesView[Table]", submodules(self).values())
+        """Return the tables."""
+        return cast("ValuesView[Table]", self._modules.values())
 
     def items(self) -> ItemsView[str, Table]:
-        """Names and tables."""
-        return cast("ItemsView[str, Table]", submodules(self).items())
+        """Return names and tables."""
+        return cast("ItemsView[str, Table]", self._modules.items())

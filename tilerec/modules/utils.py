@@ -19,26 +19,26 @@ ModuleFactory = Callable[[], nn.Module]
 
 
 def check_size(what: str, value: object, least: int = 1) -> int:
-    """A whole number of at least `least`, or a `ConfigError` that names `what`."""
+    """Return `value` if it is an integer of at least `least`; else raise a `ConfigError` that names `what`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} is {value!r}; it must be a whole number of at least {least}.")
+        raise ConfigError(f"{what}: got {value!r}; expected an integer of at least {least}.")
     return value
 
 
 def check_last_dim(what: str, tensor: torch.Tensor, wanted: int, dims: int | None = None) -> None:
-    """Raises `InputError` unless `tensor` ends in a dimension of `wanted` (and has `dims` dimensions, if given)."""
+    """Raise `InputError` unless `tensor`'s last dimension is `wanted` (and it has `dims` dimensions, if given)."""
     if tensor.dim() == 0 or tensor.shape[-1] != wanted or (dims is not None and tensor.dim() != dims):
         shape = "[…, " if dims is None else "[" + "batch, " * (dims - 1)
         raise InputError(
-            f"{what}: the input has shape {list(tensor.shape)}, wanted {shape}{wanted}]; "
-            "check the layer before it or the size this one was built with."
+            f"{what}: got input of shape {list(tensor.shape)}; expected {shape}{wanted}]. "
+            "Check the layer before it, or the size that this one was built with."
         )
 
 
 def _is_factory(function: Callable[..., object]) -> bool:
-    """True if `function` can be called without arguments, so it makes a module rather than maps a tensor.
+    """Return True if `function` takes no arguments, so that it builds a module rather than maps a tensor.
 
-    `torch.relu` and other builtins show no signature: they map tensors.
+    `torch.relu` and other builtins have no signature; they map tensors.
     """
     if isinstance(function, type):
         return True
@@ -55,20 +55,20 @@ def _is_factory(function: Callable[..., object]) -> bool:
 def extract_module_or_tensor_callable(
     module_or_callable: ModuleFactory | nn.Module | TensorFunction,
 ) -> nn.Module | TensorFunction:
-    """What maps a tensor: the module or function itself, or the module a class or zero-argument factory makes.
+    """Return the module or function that maps a tensor; call a module class or zero-argument factory first.
 
     Args:
-        module_or_callable: `nn.PReLU()` (returned as it is), `nn.PReLU` or `lambda: nn.LeakyReLU(0.1)`
-            (called), or a function of one tensor such as `torch.relu` (returned as it is).
+        module_or_callable: `nn.PReLU()` (returned unchanged), `nn.PReLU` or `lambda: nn.LeakyReLU(0.1)` (called), or a
+            function of one tensor such as `torch.relu` (returned unchanged).
 
     Raises:
-        ConfigError: neither, or a factory whose product is no module.
+        ConfigError: the argument is none of these, or a factory returned no module.
     """
     if isinstance(module_or_callable, nn.Module):
         return module_or_callable
     if not callable(module_or_callable):
         raise ConfigError(
-            f"activation got {module_or_callable!r}, wanted a module, a module class, a factory of modules or a "
+            f"activation: got {module_or_callable!r}; expected a module, a module class, a factory of modules or a "
             "function of one tensor."
         )
     if not _is_factory(module_or_callable):
@@ -76,13 +76,13 @@ def extract_module_or_tensor_callable(
     made = module_or_callable()  # type: ignore[call-arg]
     if not isinstance(made, nn.Module):
         raise ConfigError(
-            f"activation factory {module_or_callable!r} made a {type(made).__name__}, wanted a torch.nn.Module."
+            f"activation: factory {module_or_callable!r} returned a {type(made).__name__}; expected a torch.nn.Module."
         )
     return made
 
 
 def get_module_output_dimension(module: TensorFunction | nn.Module, in_features: int) -> int:
-    """Width of `module`'s output for an input of shape [1, in_features], found by running it once on zeros."""
+    """Return the width of `module`'s output for an input of shape [1, in_features], from one run on zeros."""
     with torch.no_grad():
         return int(module(torch.zeros(1, in_features)).size(-1))
 
@@ -90,13 +90,13 @@ def get_module_output_dimension(module: TensorFunction | nn.Module, in_features:
 def check_module_output_dimension(
     module: Iterable[nn.Module] | nn.Module, in_features: int, out_features: int
 ) -> bool:
-    """True if `module` (every one, if several) maps `in_features` to `out_features`."""
+    """Return True if `module` (every one, if several) maps `in_features` to `out_features`."""
     modules = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else module
     return all(get_module_output_dimension(m, in_features) == out_features for m in modules)
 
 
 def init_mlp_weights_xavier_uniform(m: nn.Module) -> None:
-    """For `module.apply`: Xavier-uniform weights and zero biases in every `nn.Linear` (Glorot & Bengio, 2010)."""
+    """Initialise an `nn.Linear`: Xavier-uniform weights and zero biases (Glorot & Bengio, 2010). For `module.apply`."""
     if isinstance(m, nn.Linear):
         nn.init.xavier_uniform_(m.weight)
         if m.bias is not None:
@@ -113,14 +113,16 @@ def _fresh_copy(module: nn.Module) -> nn.Module:
 
 
 def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int, ...]) -> nn.ModuleList:
-    """Nested `nn.ModuleList`s of shape `sizes`, filled with independently initialised copies of `module`.
+    """Return nested `nn.ModuleList`s of shape `sizes`, filled with independently initialised copies of `module`.
 
     >>> lists = construct_modulelist_from_single_module(nn.Linear(2, 3), (2, 4))
     >>> len(lists), len(lists[0])
     (2, 4)
     """
     if not sizes:
-        raise ConfigError("sizes is empty; give the length of each level of the module list, such as (2, 4).")
+        raise ConfigError(
+            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
+        )
     if len(sizes) == 1:
         return nn.ModuleList(_fresh_copy(module) for _ in range(sizes[0]))
     return nn.ModuleList(construct_modulelist_from_single_module(module, sizes[1:]) for _ in range(sizes[0]))
@@ -129,17 +131,19 @@ def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int,
 def convert_list_of_modules_to_modulelist(
     modules: Iterable[nn.Module], sizes: tuple[int, ...]
 ) -> nn.ModuleList:
-    """The (nested) iterable `modules` as nested `nn.ModuleList`s; its lengths must be `sizes`.
+    """Return the (nested) iterable `modules` as nested `nn.ModuleList`s; its lengths must be `sizes`.
 
     Raises:
-        ConfigError: a level is not as long as `sizes` says.
+        ConfigError: a level's length differs from its entry in `sizes`.
     """
     if not sizes:
-        raise ConfigError("sizes is empty; give the length of each level of the module list, such as (2, 4).")
+        raise ConfigError(
+            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
+        )
     level = list(modules)
     if len(level) != sizes[0]:
         raise ConfigError(
-            f"modules has {len(level)} entries, wanted {sizes[0]} (sizes {sizes}); make them equal."
+            f"modules: got {len(level)} entries; expected {sizes[0]} (sizes={sizes}). Make them equal."
         )
     if len(sizes) == 1:
         return nn.ModuleList(level)

@@ -1,4 +1,4 @@
-"""Whole runs: functions that return a run's config."""
+"""Recipes: functions that return the config of a complete run."""
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
 from tilerec.recipes.model import DLRMConfig, DotConfig, DotModel

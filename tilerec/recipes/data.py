@@ -23,7 +23,7 @@ class SyntheticData(DataConfig):
 
     Attributes:
         num_rows: rows of each table, one number per table.
-        exponents, min_lengths, max_lengths: of each table; one number stands for all.
+        exponents, min_lengths, max_lengths: of each table; a single number applies to all tables.
         num_dense, train_rows, held_out_rows, seed, bias, dense_scale, main_scale, pair_scale: see `SyntheticClicks`.
     """
 
@@ -66,7 +66,7 @@ class SyntheticData(DataConfig):
     def train_shares(
         self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[Share]:
-        """As in `DataConfig`; only the share is drawn."""
+        """Yield a rank's share of each global batch, as in `DataConfig`, and generate only the share."""
         assert isinstance(dataset, SyntheticClicks)
         for start in range(0, self.train_rows, batch_size):
             total = min(batch_size, self.train_rows - start)
@@ -79,7 +79,7 @@ class MovieLensData(DataConfig):
     """MovieLens ratings as likes; see `MovieLens`.
 
     Attributes:
-        path: `ratings.csv` or the folder that holds it.
+        path: `ratings.csv` or the folder that contains it.
         held_out_per_user, like, on_bad_row, seed, shuffle_window: see `MovieLens`.
     """
 
@@ -136,6 +136,6 @@ def _for_each(name: str, values: tuple[_V, ...], count: int) -> tuple[_V, ...]:
         return values * count
     if len(values) != count:
         raise ConfigError(
-            f"data.{name} has {len(values)} numbers for {count} tables; give one, or one per table."
+            f"data.{name}: got {len(values)} numbers; expected 1, or one for each of the {count} tables."
         )
     return values

@@ -27,10 +27,10 @@ class DLRMConfig(ModelConfig):
 
     Attributes:
         embedding_dim: D of every table.
-        dense_arch: layers of the MLP over dense features, before its last one, which has D outputs.
-        over_arch: layers of the MLP over the interactions, before its last one, which has one output.
-        mean_pooling: bags are averaged instead of summed.
-        init_bound: initial rows are uniform in ±init_bound; 0 for ±sqrt(1 / rows of the table).
+        dense_arch: layer sizes of the MLP over dense features, without the last layer, which has D outputs.
+        over_arch: layer sizes of the MLP over the interactions, without the last layer, which has one output.
+        mean_pooling: average bags instead of summing them.
+        init_bound: initial rows are uniform in ±init_bound; 0 means ±sqrt(1 / rows of the table).
     """
 
     embedding_dim: int = 16
@@ -44,7 +44,7 @@ class DLRMConfig(ModelConfig):
     ) -> nn.Module:
         if not dataset.dense_features:
             raise ConfigError(
-                "A DLRM reads at least one dense feature, and the dataset has none; use another model."
+                "DLRM: got a dataset without dense features; expected at least one. Use another model."
             )
         tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
         return DLRM(
@@ -62,8 +62,8 @@ class DotConfig(ModelConfig):
 
     Attributes:
         embedding_dim: D.
-        layers: of the MLP, before its last one, which has one output.
-        init_bound: initial rows are uniform in ±init_bound; 0 for ±sqrt(1 / rows of the table).
+        layers: layer sizes of the MLP, without the last layer, which has one output.
+        init_bound: initial rows are uniform in ±init_bound; 0 means ±sqrt(1 / rows of the table).
     """
 
     embedding_dim: int = 16
@@ -75,13 +75,13 @@ class DotConfig(ModelConfig):
     ) -> nn.Module:
         if len(dataset.sparse_features) != 2:
             names = [feature.name for feature in dataset.sparse_features]
-            raise ConfigError(f"The dot model takes two sparse features; the dataset has {names}.")
+            raise ConfigError(f"DotModel: got a dataset with sparse features {names}; expected two.")
         tables = _tables(dataset, self.embedding_dim, mean=False, bound=self.init_bound)
         return DotModel(EmbeddingBagCollection(tables, device=table_device or device), self.layers, device)
 
 
 class DotModel(nn.Module):
-    """logit = <a, b> / sqrt(D) + MLP([a, b]) for the vectors a, b of two features (user and item, say).
+    """logit = <a, b> / sqrt(D) + MLP([a, b]) for the vectors a, b of two features, such as user and item.
 
     Args:
         embedding_bag_collection: two tables of one dim D, one feature each.
@@ -105,7 +105,7 @@ class DotModel(nn.Module):
         self.over_arch = nn.Sequential(*hidden, nn.Linear(width, 1, device=device))
 
     def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Have the tables make a batch to come ready (`prefetch` of the tables); call the model with the result."""
+        """Prefetch a later batch (`prefetch` of the tables); call the model with the returned features."""
         return prefetched(self.embedding_bag_collection, sparse_features)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -114,7 +114,7 @@ class DotModel(nn.Module):
 
 
 def dot_logits(both: Tensor, over_arch: nn.Module) -> Tensor:
-    """The head of `DotModel`: [B, 2 D] (a beside b) to logits [B]."""
+    """Return the logits [B] of `DotModel`'s head, from concatenated vectors a and b [B, 2 D]."""
     a_BD, b_BD = both.chunk(2, dim=1)
     logits: Tensor = (a_BD * b_BD).sum(1) / a_BD.shape[1] ** 0.5 + over_arch(both).squeeze(1)
     return logits

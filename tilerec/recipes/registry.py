@@ -1,4 +1,4 @@
-"""Finding a recipe by its name."""
+"""Registry of recipes by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "movielens": movielens,
     "criteo": criteo,
 }
-"""The recipes that come with the library, by name."""
+"""Recipes that the library includes, by name."""
 
 
 def find_recipe(name: str) -> Callable[..., RunConfig]:
-    """A recipe's function, by the name of one of ours or as `module:function`.
+    """Return a recipe's function, by the name of a built-in recipe or as `module:function`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the recipe does not exist.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -32,15 +32,15 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
     if not colon:
         near = difflib.get_close_matches(name, RECIPES, 1)
         hint = (
-            f"did you mean {near[0]!r}?"
+            f"Did you mean {near[0]!r}?"
             if near
-            else f"there are {', '.join(RECIPES)}, or module:function of yours."
+            else f"Expected one of {', '.join(RECIPES)}, or module:function of your own."
         )
-        raise ConfigError(f"There is no recipe {name!r}; {hint}")
+        raise ConfigError(f"There is no recipe {name!r}. {hint}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Recipe {name!r}: {error}; is its folder on PYTHONPATH?") from error
+        raise ConfigError(f"Recipe {name!r}: {error}. Is its folder on PYTHONPATH?") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"Recipe {name!r}: module {module_name!r} has no function {function_name!r}.")
@@ -49,29 +49,29 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
 
 
 def needs_data(recipe: Callable[..., Any]) -> bool:
-    """Whether a recipe takes the path of the data."""
+    """Return True if a recipe takes the path of the data."""
     return "data" in inspect.signature(recipe).parameters
 
 
 def make_run(name: str, data: str | None = None) -> RunConfig:
-    """The config of a recipe.
+    """Return the config of a recipe.
 
     Args:
         name: see `find_recipe`.
         data: path of the data, for recipes that read files.
 
     Raises:
-        ConfigError: no such recipe, a path where none is read, no path where one is needed.
+        ConfigError: the recipe does not exist, a needed path is missing, or the recipe takes no path.
     """
     recipe = find_recipe(name)
     if needs_data(recipe):
         if data is None:
-            raise ConfigError(f"Recipe {name!r} reads files; say where they are with --data PATH.")
+            raise ConfigError(f"Recipe {name!r} reads files. Pass their path with --data PATH.")
         run = recipe(data=data)
     elif data is not None:
-        raise ConfigError(f"Recipe {name!r} makes its own data; leave --data out.")
+        raise ConfigError(f"Recipe {name!r} generates its own data. Leave --data out.")
     else:
         run = recipe()
     if not isinstance(run, RunConfig):
-        raise ConfigError(f"Recipe {name!r} returned a {type(run).__name__}; a recipe returns a RunConfig.")
+        raise ConfigError(f"Recipe {name!r} returned a {type(run).__name__}; expected a RunConfig.")
     return run

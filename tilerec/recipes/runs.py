@@ -1,6 +1,6 @@
-"""The recipes: functions that return a whole run's config.
+"""Built-in recipes: functions that return the config of a complete run.
 
-A recipe of your own is such a function in your own module; `tilerec train my_module:my_recipe` runs it.
+To add your own recipe, write such a function in your own module. `tilerec train my_module:my_recipe` runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tilerec.train.config import RunConfig, TrainConfig
 
 
 def synthetic() -> RunConfig:
-    """DLRM on a planted click stream whose best reachable AUC is known; about a minute on two cores."""
+    """Train DLRM on a planted click stream with a known best AUC; about a minute on two cores."""
     return RunConfig(
         name="synthetic",
         data=SyntheticData(
@@ -40,7 +40,7 @@ def synthetic() -> RunConfig:
 
 
 def movielens(data: str) -> RunConfig:
-    """Does a user like a movie? Two tables, a dot product and a small MLP on MovieLens ratings."""
+    """Predict whether a user likes a movie: two tables, a dot product and a small MLP on MovieLens ratings."""
     return RunConfig(
         name="movielens",
         data=MovieLensData(path=data),
@@ -56,7 +56,7 @@ def movielens(data: str) -> RunConfig:
 
 
 def criteo(data: str) -> RunConfig:
-    """DLRM with 26 tables and 13 dense features on a file in the Criteo format, in one pass."""
+    """Train DLRM with 26 tables and 13 dense features on a file in the Criteo format, in one pass."""
     return RunConfig(
         name="criteo",
         data=CriteoData(path=data),

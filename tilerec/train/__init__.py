@@ -1,4 +1,4 @@
-"""The train loop, its config, and the scores at its end."""
+"""The training loop, its config, and the final scores."""
 
 from tilerec.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict

@@ -1,13 +1,13 @@
-"""`Bringer`: batches come to the device.
+"""`Bringer`: copies batches to the device ahead of their step.
 
-On a GPU on a stream of their own. The host gives the GPU a step and goes on at once, so it brings batch i + 1 while
-batch i trains: what only the batch decides (its copy, where sharded its way to the rows' owners, the sort for its
-update) is done beside that step.
+On a GPU it uses its own stream. The host launches a step without waiting, and then prepares batch i + 1 while batch i
+trains. Work that depends only on the batch overlaps with that step: its copy, its exchange with the rows' owners (if
+sharded), and the sort for its update.
 
     stream of the steps    step i ----------------------- | step i + 1 (waits for the copy, its update for the sort)
     stream of the batches  copy, route, sort of batch i + 1
 
-The host goes at most 3 steps ahead of the GPU: batches that wait for their step take memory.
+The host runs at most 3 steps ahead of the GPU, because batches that wait for their step take memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ AHEAD = 3
 
 @final
 class Bringer:
-    """Brings batches to a device, for a model.
+    """Asynchronous copies of batches to a device, with a model's prefetch.
 
     Args:
-        model: one that has `prefetch(sparse_features)` is asked for it on a GPU, and called with what that returns.
+        model: on a GPU, its `prefetch(sparse_features)` is called if it has one. The returned features replace the
+            batch's.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._prefetch = getattr(model, "prefetch", None)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._steps: deque[torch.cuda.Event] = deque()  # where the latest steps end
+        self._steps: deque[torch.cuda.Event] = deque()  # recorded at the ends of the latest steps
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch as a step on the current stream takes it."""
-        if self._stream is None or batch.labels.is_cuda:  # what is there was made by who knows which stream
+        """Return the batch on the device, ready for a step on the current stream."""
+        if (
+            self._stream is None or batch.labels.is_cuda
+        ):  # an unknown stream wrote a batch that is on the GPU already
             return batch.to(self._device, non_blocking=True)
         self._keep_pace()
         with torch.cuda.stream(self._stream):
@@ -55,7 +58,7 @@ class Bringer:
         return here
 
     def _keep_pace(self) -> None:
-        """Wait for the step `AHEAD` before the one that was given to the GPU last."""
+        """Wait for the step that is `AHEAD` steps before the last launched one."""
         self._steps.append(torch.cuda.current_stream(self._device).record_event())
         if len(self._steps) > AHEAD:
             self._steps.popleft().synchronize()

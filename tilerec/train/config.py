@@ -1,4 +1,4 @@
-"""What one run is: frozen records, made by a recipe and changed by overrides before anything is built."""
+"""Config of a run: frozen dataclasses that a recipe creates and overrides change before anything is built."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from tilerec.train.share import Share, shares
 
 
 class DataConfig(ABC):
-    """Where the samples come from. Subclasses are frozen dataclasses."""
+    """Source of the samples. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def open(self) -> Dataset:
-        """The dataset; `InputError` if the source cannot be read."""
+        """Open and return the dataset; raise `InputError` if the source cannot be read."""
 
     def train_shares(
         self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[Share]:
-        """A rank's share of each global batch of a pass.
+        """Yield a rank's share of each global batch of a pass.
 
-        Reads all of it and keeps the share. Sources that can read a share alone do better to.
+        The default reads the whole batch and keeps the share. Override it for sources that can read only a share.
 
         Args:
-            dataset: what `open` returned.
+            dataset: the result of `open`.
             batch_size: of the global batches.
         """
         return shares(dataset.train(batch_size, epoch), rank, world_size)
 
 
 class ModelConfig(ABC):
-    """What learns. Subclasses are frozen dataclasses."""
+    """Config of a model. Subclasses are frozen dataclasses."""
 
     @abstractmethod
     def build(
         self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
     ) -> nn.Module:
-        """A module whose `forward(dense_features [B, I], sparse_features)` gives one logit per sample, [B] or [B, 1].
+        """Build a module whose `forward(dense_features [B, I], sparse_features)` returns logits [B] or [B, 1].
 
         Args:
-            dataset: what it will read.
+            dataset: the data that the model will read.
             device: of the parameters; initial values are drawn from torch's generator.
-            table_device: of the tables, if another. A run on several ranks passes meta: tables get memory, and the
-                same values, when they are sharded.
+            table_device: of the tables, if different. A run on several ranks passes meta: sharding allocates the
+                tables and gives them the same values.
         """
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it learns.
+    """Config of training.
 
     Attributes:
-        batch_size: samples per step, of all ranks together; the loss is their mean.
+        batch_size: samples per step, over all ranks; the loss is their mean.
         epochs: passes over the training part.
-        max_steps: stop after so many steps; 0 for no limit.
+        max_steps: number of steps after which training stops; 0 for no limit.
         embedding_optimizer: attached to every table; it updates rows inside the backward pass.
         dense_optimizer: of all other parameters: SGD, Adagrad, Adam or AdamW.
-        warmup_steps: both learning rates rise linearly from 0 to their value over so many steps.
-        decay_steps: from then on they fall linearly, for so many steps, to `decay_to` times their value; 0: they stay.
+        warmup_steps: steps of a linear rise of both learning rates from 0 to their value.
+        decay_steps: steps of the linear decay that follows, to `decay_to` times their value; 0 for no decay.
         decay_to: see `decay_steps`.
-        eval_every: evaluate on the held-out part every so many steps; 0: after the last step only.
-        eval_batch_size: samples per batch there.
-        log_every: write loss, AUC and samples/s every so many steps.
-        metric_window: samples over which the training AUC is taken.
-        seed: of the initial values. The order of the data has a seed of its own.
+        eval_every: steps between evaluations on the held-out part; 0 evaluates after the last step only.
+        eval_batch_size: samples per batch of an evaluation.
+        log_every: steps between log entries with loss, AUC and samples/s.
+        metric_window: number of latest samples in the training AUC.
+        seed: of the initial values. The order of the data has its own seed.
         device: "cpu", "cuda", "cuda:1", …
-        threads: of torch's CPU kernels, per process; 0 leaves torch's choice.
-        check_replicas_every: on several ranks, compare the copies of replicated tables every so many steps
-            (`tilerec.parallel.check_replicas`); 0: never.
+        threads: of torch's CPU kernels, per process; 0 keeps torch's default.
+        check_replicas_every: on several ranks, steps between comparisons of the copies of replicated tables
+            (`tilerec.parallel.check_replicas`); 0 never compares.
     """
 
     batch_size: int = 1024
@@ -98,22 +98,22 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "eval_batch_size", "log_every", "metric_window"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
+                raise ConfigError(f"train.{name}: got {getattr(self, name)}; expected at least 1.")
         counts = ("max_steps", "warmup_steps", "decay_steps", "eval_every", "threads", "seed")
         for name in (*counts, "check_replicas_every"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"train.{name} is {getattr(self, name)}; it must be at least 0.")
+                raise ConfigError(f"train.{name}: got {getattr(self, name)}; expected at least 0.")
         if not 0 <= self.decay_to <= 1:
             raise ConfigError(
-                f"train.decay_to is {self.decay_to}; it is a share of the learning rate, 0 to 1."
+                f"train.decay_to: got {self.decay_to}; expected 0 to 1, a fraction of the learning rate."
             )
         try:
             torch.device(self.device)
         except RuntimeError as error:
-            raise ConfigError(f"train.device is {self.device!r}; use 'cpu' or 'cuda'.") from error
+            raise ConfigError(f"train.device: got {self.device!r}; expected 'cpu' or 'cuda'.") from error
 
     def lr_factor(self, step: int) -> float:
-        """What both learning rates are multiplied by at this step, counted from 0."""
+        """Return the factor of both learning rates at this step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if not self.decay_steps:
@@ -124,12 +124,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How tables are cut where a run has several ranks.
+    """Sharding of tables in a run on several ranks.
 
     Attributes:
-        plan: path of a sharding plan, as runs write it to `plan.json` in their log folder; "" to have one made.
-        sharding: "planned" leaves the choice to the planner; another word cuts every table that way.
-        exact: the same bits under every plan, for more bytes on the wire.
+        plan: path of a sharding plan, as in the `plan.json` that runs write to their log folder; "" plans a new one.
+        sharding: "planned" leaves the choice to the planner; any other value shards every table that way.
+        exact: bitwise equal results under every plan, at the cost of more bytes sent.
     """
 
     plan: str = ""
@@ -148,20 +148,20 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.plan and self.sharding != "planned":
             raise ConfigError(
-                f"parallel.plan is {self.plan!r} and parallel.sharding {self.sharding!r}; give one of them: a plan "
-                "says how each table is cut."
+                f"parallel: got plan={self.plan!r} and sharding={self.sharding!r}; expected only one of them, because "
+                "a plan already defines how each table is sharded."
             )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run.
+    """Config of a complete run.
 
     Attributes:
         name: of the recipe, for logs.
         data, model, train: the three parts.
-        log_dir: folder for logs, made if need be; "" for no logs.
-        parallel: how tables are cut, for runs on ranks.
+        log_dir: folder for logs, created if it does not exist; "" for no logs.
+        parallel: sharding of tables, for runs on several ranks.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Scores of predictions, and of a model on held-out batches.
 
-Legend: B samples of a batch, N samples in all.
+Legend: B samples of a batch, N samples in total.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilerec.ops.runtime.readback import hear_all
 
 @dataclass(frozen=True)
 class Scores:
-    """Exact scores of N predictions; NaN where the labels do not define one.
+    """Exact scores of N predictions; NaN if the labels do not define a score.
 
     Attributes:
         samples: N.
@@ -33,7 +33,7 @@ class Scores:
 
     @staticmethod
     def of(predictions_N: Tensor, labels_N: Tensor) -> Scores:
-        """Scores of probabilities."""
+        """Return the scores of probabilities."""
         return Scores(
             samples=labels_N.numel(),
             auc=auc(predictions_N, labels_N).item(),
@@ -44,7 +44,7 @@ class Scores:
 
 
 def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Probabilities float64 [N] and labels float32 [N] on the CPU; the model is in eval mode meanwhile."""
+    """Return probabilities float64 [N] and labels float32 [N] on the CPU, with the model in eval mode."""
     training = model.training
     model.eval()
     predictions, labels = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0)]
@@ -62,5 +62,5 @@ def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) ->
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Scores:
-    """Scores of the model on these batches. It keeps 12 bytes per sample."""
+    """Return the scores of the model on these batches; takes 12 bytes per sample."""
     return Scores.of(*predict(model, batches, device))

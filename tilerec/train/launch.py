@@ -1,13 +1,15 @@
-"""Starting ranks: processes on this machine, or those that torchrun has started.
+"""Launch of ranks: new processes on this machine, or processes that torchrun has started.
 
     launch(2, function, argument)      two processes, function(group, argument) in each
     with joined("cpu") as group:       in a process that torchrun started (it sets RANK and WORLD_SIZE)
 
-A rank that fails ends its process. Its peers notice, by its last words (`Group.abort`) or its closed connections, and
-end too; whoever does not is killed. What is told is the failure that came first, not those it caused.
+A rank that fails ends its process. Its peers detect the failure, by its message (`Group.abort`) or its closed
+connections, and end too. Ranks that do not end are killed. The reported failure is the original one, not a failure that
+it caused.
 
-How ranks meet: the launching process holds the store, on a port that the system picks, so nothing is fixed, and the
-last words of a rank outlive it. It listens on the loopback interface: whoever reaches a store can end the run.
+Rendezvous: the launching process hosts the store, on a port that the system chooses, so no port is fixed, and a rank's
+last message survives the rank. The store listens on the loopback interface only, because any process that can reach a
+store can end the run.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
 
 _LOOPBACK = "127.0.0.1"
-# After the first failure: how long the other ranks have to notice.
+# Seconds that the other ranks have to end after the first failure.
 _GRACE_S = 10.0
-# Torch's words for "a peer is gone", in calls that are not ours.
+# Parts of torch's messages for a lost peer, raised by calls outside of this library.
 _PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
 
 class RankFailed(TilerecError):
-    """A rank of a launched run failed: its number, and what it said.
+    """Failure of a rank of a launched run: the rank's number and its error message.
 
-    trace: where, for an error that is not the caller's to put right; "" for one that is.
+    Attributes:
+        trace: traceback of an unexpected error; "" for an error that the caller can fix.
     """
 
     def __init__(self, message: str, trace: str = "") -> None:
@@ -54,19 +57,20 @@ class RankFailed(TilerecError):
 
 
 def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher has made this process a rank: RANK and WORLD_SIZE are set."""
+    """Return True if a launcher started this process as a rank, that is, if RANK and WORLD_SIZE are set."""
     given = os.environ if environ is None else environ
     return "RANK" in given and "WORLD_SIZE" in given
 
 
 @contextlib.contextmanager
 def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[ProcessGroupComms]:
-    """The group of the ranks that a launcher started; it is closed again after the block, unless that fails.
+    """Yield the group of the ranks that a launcher started; close it after the block, unless the block fails.
 
     Args:
-        device: of the run. A "cuda" with a GPU for every rank of the host speaks NCCL there, everything else gloo.
-        store: where ranks meet; None is as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say. Without those the group
-            has this process alone.
+        device: of the run. "cuda" with a GPU for every rank of the host uses NCCL for CUDA tensors; everything else
+            uses gloo.
+        store: rendezvous of the ranks; None uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If these are not set,
+            the group contains only this process.
     """
     if under_torchrun():
         rank, size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
@@ -76,7 +80,7 @@ def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[Pro
     group = ProcessGroupComms()
     try:
         yield group
-        # Closing waits for calls that have begun, so it is for ranks that are all through.
+        # Closing waits for pending calls, so close only after all ranks have finished.
         dist.barrier()
     except BaseException:
         if group.size > 1:
@@ -87,20 +91,22 @@ def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[Pro
 
 
 def launch(count: int, function: Callable[..., object], *args: Any, device: str = "cpu") -> None:
-    """`function(group, *args)` in `count` processes of this machine; returns when all have ended.
+    """Run `function(group, *args)` in `count` processes of this machine; return when all have ended.
 
-    Each has an equal part of the cores for torch's threads, unless OMP_NUM_THREADS is set.
+    Each process gets an equal part of the cores for torch's threads, unless OMP_NUM_THREADS is set.
 
     Args:
         count: ranks, at least 1.
-        function: at the top of a module, as the arguments' types: the processes find them by name.
+        function: defined at the top level of a module, as must be the arguments' types, because pickle imports them by
+            name.
         device: see `joined`.
 
     Raises:
-        RankFailed: a rank failed or died; KeyboardInterrupt once all have ended.
+        RankFailed: a rank failed or died.
+        KeyboardInterrupt: Ctrl-C; raised after all ranks have ended.
     """
     if count < 1:
-        raise ConfigError(f"launch: {count} ranks; wanted at least 1.")
+        raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
     store = _local_store()
     work = pickle.dumps((function, args))
     context = _context()
@@ -108,16 +114,16 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
     pipes: dict[Connection, int] = {}
     try:
         for rank in range(count):
-            place = _Place(rank, count, store.port, device, _environment(rank, count))
+            spec = _RankSpec(rank, count, store.port, device, _environment(rank, count))
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(place, work, theirs), name=f"rank {rank}")
+            process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
             process.start()
             theirs.close()
             processes.append(process)
             pipes[ours] = rank
-        failures = _collect(pipes, processes)
+        failures = _collect_failures(pipes, processes)
     finally:
-        # Ranks that still live see their pipe close, and end.
+        # Ranks that still run detect the closed pipe, and end.
         for pipe in pipes:
             pipe.close()
         deadline = time.monotonic() + _GRACE_S
@@ -127,12 +133,12 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
                 process.kill()
                 process.join()
     if failures:
-        raise _told(failures, count)
+        raise _rank_failed(failures, count)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a process needs to become a rank."""
+class _RankSpec:
+    """Arguments with which a process becomes a rank."""
 
     rank: int
     size: int
@@ -144,7 +150,7 @@ class _Place:
 @final
 @dataclass(frozen=True)
 class _Failure:
-    """How a rank failed. Severity: 0 an error of its own, 1 died, 2 an error that a peer caused, 3 stopped."""
+    """Failure of a rank. Severity: 0 an error of its own, 1 died, 2 an error that a peer caused, 3 interrupted."""
 
     rank: int
     severity: int
@@ -153,7 +159,7 @@ class _Failure:
 
 
 def _environment(rank: int, count: int) -> dict[str, str]:
-    """As torchrun sets it on one host."""
+    """Return the environment variables that torchrun sets on one host."""
     numbers = {
         "RANK": rank,
         "WORLD_SIZE": count,
@@ -162,16 +168,16 @@ def _environment(rank: int, count: int) -> dict[str, str]:
         "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1,
     }
-    # All ranks are here; the machine's name need not resolve.
+    # All ranks run on this machine, so its host name need not resolve.
     interface = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     return {**interface, **os.environ, **{name: str(number) for name, number in numbers.items()}}
 
 
 def _local_store() -> dist.TCPStore:
-    """A store that other machines cannot reach: torch's own socket would listen on all interfaces."""
+    """Return a store that other machines cannot reach; torch's own socket would listen on all interfaces."""
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        # The store closes its descriptor itself.
+        # The store closes the duplicated descriptor.
         return dist.TCPStore(
             _LOOPBACK,
             port,
@@ -182,11 +188,11 @@ def _local_store() -> dist.TCPStore:
 
 
 def _context() -> Any:
-    """Processes forked from a server that has torch imported and no threads; `spawn` where there is no fork."""
+    """Return a context that forks from a server with torch imported and no threads; `spawn` if fork is unavailable."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The last is what torch.optim imports when its first optimizer is made.
+    # torch.optim imports the last module when the first optimizer is created.
     context.set_forkserver_preload(["tilerec.train.launch", "tilerec.train.loop", "torch._dynamo"])
     return context
 
@@ -194,23 +200,23 @@ def _context() -> Any:
 # In the rank's process --------------------------------------------------------------------------------------------
 
 
-def _live(place: _Place, work: bytes, pipe: Connection) -> None:
-    """The life of one rank."""
+def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
+    """Run one rank: set up its environment, call the function, send the outcome, end the process."""
     os.environ.clear()
-    os.environ.update(place.environment)
-    # Said to torch: the server that this process was forked from has read the variable long ago.
-    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // place.size)) or 1)
-    leaving = threading.Event()
-    threading.Thread(target=_end_with_launcher, args=(pipe, leaving), daemon=True).start()
+    os.environ.update(spec.environment)
+    # Set explicitly: torch read the variable in the fork server, before this process set it.
+    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
+    exiting = threading.Event()
+    threading.Thread(target=_end_with_launcher, args=(pipe, exiting), daemon=True).start()
     failure: _Failure | None = None
     try:
         function, args = pickle.loads(work)
-        store = dist.TCPStore(_LOOPBACK, place.port, is_master=False)
-        with joined(place.device, store) as group:
+        store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
+        with joined(spec.device, store) as group:
             function(group, *args)
     except BaseException as error:
-        failure = _failure(place.rank, error)
-    leaving.set()
+        failure = _failure(spec.rank, error)
+    exiting.set()
     with contextlib.suppress(OSError):
         pipe.send(failure)
     end(0 if failure is None else 1)
@@ -227,41 +233,41 @@ def _failure(rank: int, error: BaseException) -> _Failure:
     return _Failure(rank, 0, f"{type(error).__name__}: {error}", trace)
 
 
-def _end_with_launcher(pipe: Connection, leaving: threading.Event) -> None:
-    """No rank outlives the process that launched it: the pipe closes with it."""
+def _end_with_launcher(pipe: Connection, exiting: threading.Event) -> None:
+    """End this rank when the launching process ends, which closes the pipe."""
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
-    if not leaving.is_set():
+    if not exiting.is_set():
         _thread.interrupt_main()
-    # Logs are closed meanwhile; a main thread that waits in C never gets to it.
+    # The main thread closes logs in this time. A main thread blocked in C never handles the interrupt.
     time.sleep(_GRACE_S / 2)
     os._exit(1)
 
 
 def end(code: int) -> None:
-    """Leave the process at once: tearing down a group waits for calls that will never end."""
+    """Exit the process immediately, because the teardown of a group waits for calls that may never finish."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # In the launching process -----------------------------------------------------------------------------------------
 
 
-def _collect(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> list[_Failure]:
-    """The failures, in the order in which they were told."""
+def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> list[_Failure]:
+    """Return the failures, in the order in which they arrived."""
     waiting = dict(pipes)
     failures: list[_Failure] = []
     deadline: float | None = None
     while waiting:
         ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not ready:
-            # They did not notice: killed with the launch.
+            # These ranks did not end in time; `launch` kills them.
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -269,27 +275,27 @@ def _collect(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> l
             try:
                 failure = pipe.recv()
             except (EOFError, OSError):
-                failure = _Failure(rank, 1, _death(processes[rank]))
+                failure = _Failure(rank, 1, _exit_text(processes[rank]))
             if failure is not None:
                 failures.append(failure)
                 deadline = deadline or time.monotonic() + _GRACE_S
     return failures
 
 
-def _death(process: BaseProcess) -> str:
+def _exit_text(process: BaseProcess) -> str:
     process.join(_GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
-        hint = "; is there enough memory?" if -code == signal.SIGKILL else ""
+        hint = ". Is there enough memory?" if -code == signal.SIGKILL else ""
         return f"was killed by signal {signal.Signals(-code).name}{hint}"
     return f"ended with exit code {code}"
 
 
-def _told(failures: list[_Failure], count: int) -> RankFailed:
-    """The failure to show: one of a rank's own before those it caused in others."""
+def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
+    """Return the error to raise: a rank's own failure takes precedence over failures that it caused in others."""
     first = min(failures, key=lambda failure: failure.severity)
     if len({failure.text for failure in failures}) == 1 and len(failures) == count:
-        # All said the same: it is the run's error, not a rank's.
+        # All ranks failed alike, so the error belongs to the run and not to one rank.
         return RankFailed(first.text, first.trace)
     link = " " if first.severity == 1 else ": "
     return RankFailed(f"rank {first.rank} of {count}{link}{first.text}", first.trace)
@@ -306,5 +312,5 @@ def _backend(device: str) -> str:
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r} in the environment; wanted a number.")
+        raise ConfigError(f"{name} in the environment: got {text!r}; expected a number.")
     return int(text)

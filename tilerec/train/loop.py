@@ -1,13 +1,13 @@
-"""The train loop: batches in, a trained model and its scores out.
+"""The training loop: trains a model on batches and returns its scores.
 
     for each batch:  clear gradients, set learning rates
                      logits = model(dense, sparse); loss = mean cross entropy
-                     backward (tables update here), step (everything else updates here)
+                     backward (updates tables), step (updates all other parameters)
 
-Numbers stay on the device between two log events; reading them is the loop's only wait for it.
+Numbers stay on the device between two log events. Reading them is the loop's only wait for the device.
 
-On several ranks (`world.py`) each takes its share of every batch; rank 0 writes the logs. Whatever is reported is over
-all samples, and the same as in one process but for the last digits.
+On several ranks (`world.py`) each rank takes its share of every batch, and rank 0 writes the logs. All reported numbers
+cover all samples, and equal those of one process except for the last digits.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from tilerec.train.world import World
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run found.
+    """Result of a finished run.
 
     Attributes:
         name: of the recipe.
-        steps, samples: done in training.
-        seconds: of training, without reading the scores.
+        steps, samples: number of training steps and samples.
+        seconds: of training, without the evaluations.
         held_out: scores on the held-out part after the last step.
-        best: scores there of the true probabilities, where the data know them.
-        best_expected_auc: AUC of the true probabilities, expected over the labels they could have given.
-        rows: of the source, with bad rows left out.
+        best: scores of the true probabilities on the held-out part, if the dataset has them.
+        best_expected_auc: AUC of the true probabilities, expected over labels drawn from them.
+        rows: counts of read and skipped rows of the source.
         model: the trained model; on several ranks, with this rank's tiles.
-        log_dir: where the logs are; "" for none.
-        ranks: that trained together.
-        log_errors: one message for each log that could not be written to its end, on the rank that writes logs.
+        log_dir: folder of the logs; "" for none.
+        ranks: number of ranks that trained together.
+        log_errors: one message per log that could not be written completely, on the rank that writes logs.
     """
 
     name: str
@@ -79,7 +79,7 @@ class RunResult:
 
     @property
     def samples_per_second(self) -> float:
-        """Training samples per second of training, reading the data included."""
+        """Training samples per second of training, including the time to read the data."""
         return self.samples / self.seconds if self.seconds else math.nan
 
 
@@ -93,24 +93,27 @@ def train(
     """Run a recipe.
 
     Args:
-        config: the whole run.
-        console: where progress goes; None is silent.
-        watchers: further ones, besides the logs in `config.log_dir`; closed at the end.
-        group: the ranks that train together, each calling this with the same config; None is this process alone.
-            Tables are sharded over them as `config.parallel` says, and rank 0 writes the logs. `console` and
-            `watchers` are each rank's own; what they hear is the same on all.
+        config: of the complete run.
+        console: console for progress; None for no output.
+        watchers: additional loggers besides the logs in `config.log_dir`; closed at the end.
+        group: the ranks that train together; each must call this function with the same config. None trains in this
+            process alone. `config.parallel` defines how tables are sharded over the ranks, and rank 0 writes the logs.
+            `console` and `watchers` may differ between ranks; they receive the same events on all.
 
     Raises:
-        InputError: data that cannot be read; ConfigError: settings that contradict each other or differ between ranks;
-            TilerecError: a loss that is not finite; CommsError: another rank failed.
+        InputError: the data cannot be read.
+        ConfigError: settings contradict each other or differ between ranks.
+        TilerecError: the loss is not finite.
+        CommsError: another rank failed.
     """
     world = World(group)
-    heard_by = list(watchers)
+    all_watchers = list(watchers)
     logs: LogFiles | None = None
     try:
         if group is None and config.parallel != ParallelConfig():
             warnings.warn(
-                "train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2
+                "train: parallel.* has no effect without group=, which defines the ranks to shard over.",
+                stacklevel=2,
             )
         world.check(config)
         options = config.train
@@ -122,19 +125,19 @@ def train(
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
             logs = _logs(config, model)
-            heard_by.append(logs)
+            all_watchers.append(logs)
         if console is not None:
-            heard_by.append(Terminal(console, options.max_steps or None))
-        run = _Run(config, dataset, model, device, world, heard_by)
+            all_watchers.append(Terminal(console, options.max_steps or None))
+        run = _Run(config, dataset, model, device, world, all_watchers)
         run.learn()
         predictions, labels = world.predict(model, dataset, options.eval_batch_size, device)
         held_out = Scores.of(predictions, labels)
-        run.tell("eval", _values(held_out))
+        run.emit("eval", _values(held_out))
     except BaseException as error:
         world.abort(error)
         raise
     finally:
-        for watcher in heard_by:
+        for watcher in all_watchers:
             watcher.close()
     best, expected = _best(dataset, labels)
     result = RunResult(
@@ -151,14 +154,14 @@ def train(
         ranks=world.size,
     )
     if logs is not None:
-        # The result is returned, whatever the disk has room for.
+        # A full disk must not prevent the return of the result.
         logs.attempt(lambda: _write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
 
 
 def summary(result: RunResult) -> dict[str, object]:
-    """The result as JSON values."""
+    """Return the result as JSON values."""
     return {
         "recipe": result.name,
         "steps": result.steps,
@@ -185,7 +188,7 @@ class _Run:
         model: nn.Module,
         device: torch.device,
         world: World,
-        heard_by: list[Watcher],
+        all_watchers: list[Watcher],
     ) -> None:
         self._config = config
         self._options = config.train
@@ -193,11 +196,11 @@ class _Run:
         self._model = model
         self._device = device
         self._world = world
-        self._heard_by = heard_by
+        self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
-        self._called = world.data_parallel(model)
-        self._bring = Bringer(model, device)
-        # The ranks' windows together are one of the asked size; `_auc` takes them together.
+        self._step_module = world.data_parallel(model)
+        self._prefetch_batch = Bringer(model, device)
+        # Divide the configured window over the ranks; `_auc` concatenates the ranks' windows.
         window = -(-config.train.metric_window // world.size)
         self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -207,7 +210,7 @@ class _Run:
         self.seconds = 0.0
 
     def learn(self) -> None:
-        """All epochs, or up to the last step."""
+        """Train for all epochs, or up to `max_steps`."""
         options = self._options
         self._model.train()
         since = time.perf_counter()
@@ -220,9 +223,9 @@ class _Run:
                 check_replicas(self._model)
             if self.steps % options.log_every == 0:
                 values = self._progress()
-                # Reading the values has waited for the device, so the clock tells its time too.
+                # Reading the values has waited for the device, so the elapsed time includes the device's work.
                 self.seconds += time.perf_counter() - since
-                self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+                self.emit("train", {**values, "samples_per_second": self.samples / self.seconds})
                 since = time.perf_counter()
             if (
                 options.eval_every
@@ -234,20 +237,20 @@ class _Run:
                 held_out = self._world.predict(
                     self._model, self._dataset, options.eval_batch_size, self._device
                 )
-                self.tell("eval", _values(Scores.of(*held_out)))
+                self.emit("eval", _values(Scores.of(*held_out)))
                 since = time.perf_counter()
         if not self.steps:
-            raise ConfigError("The training part has no samples; give more data, or hold out less of it.")
+            raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
         if self.steps > self._logged_steps:
             values = self._progress()
             self.seconds += time.perf_counter() - since
-            self.tell("train", {**values, "samples_per_second": self.samples / self.seconds})
+            self.emit("train", {**values, "samples_per_second": self.samples / self.seconds})
 
-    def tell(self, kind: str, values: dict[str, float]) -> None:
-        """Every watcher hears it."""
+    def emit(self, kind: str, values: dict[str, float]) -> None:
+        """Send an event to every watcher."""
         assert kind in ("train", "eval")
         event = Event(kind, self.steps, self.samples, values)  # type: ignore[arg-type]
-        for watcher in self._heard_by:
+        for watcher in self._watchers:
             watcher.record(event)
 
     def _shares(self) -> Iterator[Share]:
@@ -258,10 +261,10 @@ class _Run:
                 yield share
 
     def _step(self, share: Share) -> Tensor:
-        """One update; this rank's part of the loss, still on the device."""
-        batch = self._bring(share.batch)
+        """Run one update; return this rank's part of the loss, on the device."""
+        batch = self._prefetch_batch(share.batch)
         self._optimizers.prepare(self.steps)
-        logits = self._called(batch.dense_features, batch.sparse_features)
+        logits = self._step_module(batch.dense_features, batch.sparse_features)
         loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
         loss.backward()
         self._optimizers.step()
@@ -269,12 +272,12 @@ class _Run:
         return loss.detach()
 
     def _progress(self) -> dict[str, float]:
-        """Mean loss since the last event and AUC of the latest samples; waits for the device."""
+        """Return the mean loss since the last event and the AUC of the latest samples; waits for the device."""
         hear_all(self._device)
         loss = self._world.mean(self._loss_sum).item() / (self.steps - self._logged_steps)
         if not math.isfinite(loss):
             raise TilerecError(
-                f"The loss is {loss} after step {self.steps}; lower train.embedding_optimizer.lr or "
+                f"The loss is {loss} after step {self.steps}. Lower train.embedding_optimizer.lr or "
                 "train.dense_optimizer.lr, or look for values that are not finite in the dense features."
             )
         self._loss_sum.zero_()
@@ -283,7 +286,7 @@ class _Run:
         return {"loss": loss, "auc": self._auc(), "lr_factor": factor}
 
     def _auc(self) -> float:
-        """Of the latest samples of all ranks."""
+        """Return the AUC of the latest samples of all ranks."""
         samples = self._world.gathered("metric windows", self._metrics.window_samples.reshape(-1))
         return auc(*samples.view(-1, 3).unbind(1)).item()
 
@@ -295,14 +298,14 @@ class _Run:
 def _device(name: str, world: World) -> torch.device:
     device = torch.device(name)
     if name == "cuda" and world.size > 1 and torch.cuda.device_count():
-        # One each, as torchrun numbers the ranks of a host; they take turns where there are more ranks than GPUs.
+        # One GPU per rank, by torchrun's number of the rank on its host; if there are fewer GPUs, ranks share them.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"train.device is {name!r}, which this machine or torch has not; use 'cpu'."
+            f"train.device: got {name!r}, which this machine or this torch does not support. Use 'cpu'."
         ) from error
     return device
 
@@ -321,20 +324,22 @@ def _best(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None
 def _logs(config: RunConfig, model: nn.Module) -> LogFiles:
     folder = Path(config.log_dir)
     if (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"log_dir {config.log_dir!r} holds the logs of another run; name a new folder.")
+        raise ConfigError(
+            f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "config.json", {"name": config.name, **settings(config)})
         plan = getattr(model, "plan", None)
         if isinstance(plan, ShardingPlan):
-            # Pins the cut: `--plan` takes it.
+            # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
         return LogFiles([JsonLines(folder), TensorBoard(folder)])
     except FileError:
         raise
     except OSError as error:
         raise ConfigError(
-            f"log_dir {config.log_dir!r} cannot be written ({error.strerror}); name another."
+            f"log_dir: cannot write {config.log_dir!r} ({error.strerror}). Use another folder."
         ) from error
 
 

@@ -1,11 +1,11 @@
 """The training loss and its scale.
 
-Gradients of W ranks are summed and divided by W. That is the gradient of the mean over the global batch exactly when
-a rank's loss is
+Gradients of W ranks are summed and divided by W. The result is the gradient of the mean over the global batch exactly
+if a rank's loss is
 
     sum over its own samples * W / B_global
 
-which is its local mean when all local batches are equal, and 0 for a rank without samples.
+This is the local mean if all local batches have one size, and 0 for a rank without samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 def click_loss(
     logits: Tensor, labels_B: Tensor, *, global_batch: int | None = None, world_size: int = 1
 ) -> Tensor:
-    """Binary cross entropy, scaled so that the update is that of the mean over the global batch.
+    """Return binary cross entropy, scaled so that the update equals that of the mean over the global batch.
 
     Args:
         logits: [B] or [B, 1].

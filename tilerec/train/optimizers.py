@@ -1,4 +1,4 @@
-"""The two halves of an optimizer: attached to tables, stepped for everything else."""
+"""Optimizers of a run: attached to tables, stepped for all other parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TORCH: dict[type[OptimizerSpec], Callable[..., torch.optim.Optimizer]] = {
 
 
 def tables_of(model: nn.Module) -> list[Table]:
-    """The tables of a model's embedding collections, sharded or not."""
+    """Return the tables of a model's embedding collections, sharded or not."""
     return [
         table
         for part in model.modules()
@@ -47,8 +47,8 @@ class Optimizers:
     """A model's optimizers under one learning-rate schedule.
 
     Args:
-        model: tables of its embedding collections get the embedding optimizer attached, unless they have one;
-            all other parameters are stepped by the dense one.
+        model: the embedding optimizer is attached to the tables of its embedding collections, unless they have one. The
+            dense optimizer steps all other parameters.
         config: the optimizers and the schedule.
     """
 
@@ -73,22 +73,22 @@ class Optimizers:
                 group["lr"] = rate * factor
 
     def step(self) -> None:
-        """Update what the backward pass has not updated itself."""
+        """Update the parameters that the backward pass has not updated."""
         for optimizer in self._all:
             optimizer.step()
 
 
 def torch_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's optimizer for a spec.
+    """Return torch's optimizer for a spec.
 
     Raises:
-        ConfigError: a spec that torch has no optimizer for.
+        ConfigError: torch has no optimizer for the spec, or its optimizer lacks one of the spec's settings.
     """
     cls = _TORCH.get(type(spec))
     if cls is None:
         names = ", ".join(known.__name__ for known in _TORCH)
         raise ConfigError(
-            f"The dense optimizer is {type(spec).__name__}, which is a rule for tables; use one of {names}."
+            f"Dense optimizer: got {type(spec).__name__}, which is for tables only; expected one of {names}."
         )
     given = {item.name: getattr(spec, item.name) for item in fields(spec) if item.init}
     defaults = {item.name: item.default for item in fields(spec) if item.init}
@@ -96,6 +96,7 @@ def torch_optimizer(spec: OptimizerSpec, parameters: list[nn.Parameter]) -> torc
     for name, value in given.items():
         if name not in known and value != defaults[name]:
             raise ConfigError(
-                f"The dense optimizer {type(spec).__name__} has {name}={value!r}, which torch's has not; leave it out."
+                f"Dense optimizer {type(spec).__name__}: got {name}={value!r}, which torch's does not support. Leave "
+                "it out."
             )
     return cls(parameters, **{name: value for name, value in given.items() if name in known})

@@ -1,7 +1,7 @@
-"""Changing a field of a nested frozen config by its dotted name, with the text checked against the field's type.
+"""Overrides of a nested frozen config: set a field by its dotted name, from text checked against the field's type.
 
 override(run, "train.batch_size=4096")
-override(run, "train.embedding_optimizer=RowWiseAdagrad")      a class of optimizer, keeping its learning rate
+override(run, "train.embedding_optimizer=RowWiseAdagrad")      another optimizer class with the same learning rate
 override(run, "train.embedding_optimizer.lr=0.02")
 """
 
@@ -21,33 +21,31 @@ _C = TypeVar("_C")
 
 
 def override(config: _C, assignment: str) -> _C:
-    """A copy of `config` with one field changed.
+    """Return a copy of `config` with one field changed.
 
     Args:
         config: a frozen dataclass, whose fields may be such dataclasses.
-        assignment: `name.name=value`. Values are numbers, true/false, text, `none` where the field allows it, or for
-            tuples a list with commas.
+        assignment: `name.name=value`. Values are numbers, true/false, text, `none` if the field allows it, or a
+            comma-separated list for tuples.
 
     Raises:
-        ConfigError: no `=`, an unknown name (the nearest one is named), or a value that does not fit.
+        ConfigError: no `=`, an unknown name (the message suggests the nearest one), or a value of a wrong type.
     """
     name, equals, text = assignment.partition("=")
     if not equals or not name.strip():
-        raise ConfigError(
-            f"--set {assignment!r} is not an assignment; write name=value, as in train.batch_size=4096."
-        )
-    return _replaced(config, name.strip().split("."), text.strip(), "")
+        raise ConfigError(f"--set: got {assignment!r}; expected name=value, such as train.batch_size=4096.")
+    return _with_value(config, name.strip().split("."), text.strip(), "")
 
 
 def override_all(config: _C, assignments: Iterable[str]) -> _C:
-    """`override`, one assignment after the other."""
+    """Apply `override` for each assignment in order."""
     for assignment in assignments:
         config = override(config, assignment)
     return config
 
 
 def settings(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every field that can be overridden, by dotted name, with its value, in order."""
+    """Return the value of every field that can be overridden, by dotted name, in order."""
     found: dict[str, Any] = {}
     for item in fields(config):
         if not item.init:
@@ -62,54 +60,54 @@ def settings(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _replaced(config: Any, path: list[str], text: str, where: str) -> Any:
+def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
     name, rest = path[0], path[1:]
     known = [item.name for item in fields(config) if item.init]
     if name not in known:
         raise ConfigError(
-            f"There is no setting {where + name!r}; {_nearest(config, name, rest, known, where)}"
+            f"There is no setting {where + name!r}. {_suggestion(config, name, rest, known, where)}"
         )
     value = getattr(config, name)
     full = where + name
     if rest:
         if not is_dataclass(value):
-            raise ConfigError(f"{full!r} is a value and has no setting {rest[0]!r}; write {full}=….")
-        return replace(config, **{name: _replaced(value, rest, text, full + ".")})
+            raise ConfigError(f"{full!r} is a value and has no setting {rest[0]!r}. Write {full}=….")
+        return replace(config, **{name: _with_value(value, rest, text, full + ".")})
     if isinstance(value, OptimizerSpec):
         return replace(config, **{name: _optimizer(full, value, text)})
     if is_dataclass(value):
         inner = ", ".join(f"{full}.{item.name}" for item in fields(value) if item.init)
-        raise ConfigError(f"{full!r} is a group of settings; set one of {inner}.")
+        raise ConfigError(f"{full!r} is a group of settings. Set one of {inner}.")
     hint = get_type_hints(type(config))[name]
     return replace(config, **{name: _parsed(full, hint, text)})
 
 
-def _nearest(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:
-    asked = where + ".".join([name, *rest])
+def _suggestion(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:
+    full_name = where + ".".join([name, *rest])
     near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
     if near:
-        return f"did you mean {where + near[0]!r}?"
-    # The right name under another group: `batch_size` for `train.batch_size`.
+        return f"Did you mean {where + near[0]!r}?"
+    # Search other groups: `batch_size` finds `train.batch_size`.
     inner = settings(config, where)
     last = [full for full in inner if full.rsplit(".", 1)[-1] == (rest or [name])[-1]]
-    near = last[:1] or difflib.get_close_matches(asked, inner, 1, cutoff=0.6)
+    near = last[:1] or difflib.get_close_matches(full_name, inner, 1, cutoff=0.6)
     if near:
-        return f"did you mean {near[0]!r}?"
-    return f"there are {', '.join(where + other for other in known)}."
+        return f"Did you mean {near[0]!r}?"
+    return f"Expected one of {', '.join(where + other for other in known)}."
 
 
 def _optimizer(full: str, old: OptimizerSpec, text: str) -> OptimizerSpec:
     try:
         return from_torch(text, {"lr": old.lr})
     except TilerecError as error:
-        raise ConfigError(f"{full} is {text!r}: {error}") from error
+        raise ConfigError(f"{full}: got {text!r}. {error}") from error
 
 
 def _parsed(full: str, hint: Any, text: str) -> Any:
-    """Text as a value of the hinted type."""
+    """Return the text converted to the hinted type."""
     value = _try(hint, text)
     if value is _NO_FIT:
-        raise ConfigError(f"{full} is {text!r}; wanted {_said(hint)}.")
+        raise ConfigError(f"{full}: got {text!r}; expected {_type_name(hint)}.")
     return value
 
 
@@ -119,7 +117,7 @@ _NO_FIT = object()
 def _try(hint: Any, text: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        # Text fits everything, so it comes last.
+        # Try str last, because any text is a str.
         for part in sorted(get_args(hint), key=lambda part: part is str):
             value = _try(part, text)
             if value is not _NO_FIT:
@@ -149,17 +147,17 @@ def _try(hint: Any, text: str) -> Any:
     return text if hint is str else _NO_FIT
 
 
-def _said(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_said(part) for part in get_args(hint))
+        return " or ".join(_type_name(part) for part in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(hint))
     if origin is tuple:
         inner = get_args(hint)
         if ... in inner:
-            return f"a list of {_PLURAL.get(inner[0], _said(inner[0]))}, such as 64,32"
-        return "a list of " + ", ".join(_said(part) for part in inner)
+            return f"a list of {_PLURAL.get(inner[0], _type_name(inner[0]))}, such as 64,32"
+        return "a list of " + ", ".join(_type_name(part) for part in inner)
     return _SINGULAR.get(hint, str(hint))
 
 

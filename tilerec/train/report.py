@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""The final report of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilerec.train.loop import RunResult
 
 
 def report(result: RunResult) -> RenderableType:
-    """Held-out scores beside the best reachable ones, speed, and what was left out of the source."""
+    """Return a table of held-out scores and the best reachable ones, followed by speed and skipped rows."""
     best = result.best
     title = Text(f"{result.name}: {result.held_out.samples:,} held-out samples", style="bold")
     table = Table()
@@ -40,11 +40,11 @@ def report(result: RunResult) -> RenderableType:
     if best is not None and result.best_expected_auc is not None:
         lines.append(
             "Best reachable: the planted probabilities scored on the same labels "
-            f"(expected over all labels they could give: AUC {result.best_expected_auc:.4f})."
+            f"(expected over all labels drawn from them: AUC {result.best_expected_auc:.4f})."
         )
     if result.rows.skipped:
         lines.append(
-            f"{result.rows.skipped:,} bad rows left out beside {result.rows.rows:,} good ones; the first:"
+            f"{result.rows.skipped:,} bad rows skipped, {result.rows.rows:,} good rows read; the first bad rows:"
         )
         lines += [f"  {example}" for example in result.rows.examples]
     if result.log_dir:

@@ -1,7 +1,7 @@
 """A rank's share of a global batch.
 
-W ranks train on the batches that one process would: rank r takes the samples [r B / W, (r + 1) B / W) of each. So the
-mean over the global batch, and with it every update, is that of one process.
+W ranks train on the same global batches as one process would: rank r takes the samples [r B / W, (r + 1) B / W) of
+each. So the mean over the global batch, and with it every update, equals that of one process.
 
     B = 5, W = 2:    rank 0 takes samples 0, 1    rank 1 takes samples 2, 3, 4
 
@@ -26,8 +26,8 @@ class Share:
     """One rank's samples of a global batch.
 
     Attributes:
-        batch: the samples; there may be none.
-        first: place of the first one in the pass over the data.
+        batch: the samples; may be empty.
+        first: position of the first sample in the pass over the data.
         total: B.
     """
 
@@ -37,12 +37,12 @@ class Share:
 
 
 def bounds(total: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and last + 1 of a rank's samples, within a global batch of `total`."""
+    """Return the first and the last + 1 of a rank's samples within a global batch of `total`."""
     return total * rank // world_size, total * (rank + 1) // world_size
 
 
 def shares(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[Share]:
-    """A rank's share of each global batch."""
+    """Yield a rank's share of each global batch."""
     start = 0
     for batch in batches:
         first, last = bounds(batch.batch_size, rank, world_size)
@@ -51,18 +51,18 @@ def shares(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[Sha
 
 
 def cut(batch: Batch, first: int, last: int) -> Batch:
-    """Samples [first, last) of a batch.
+    """Return the samples [first, last) of a batch.
 
     Raises:
-        InputError: a batch whose features have several batch sizes: any bag may serve any sample.
+        InputError: the batch's features differ in batch size, so any sample may use any bag.
     """
     if (first, last) == (0, batch.batch_size):
         return batch
     features = batch.sparse_features
     if features.variable_stride_per_key():
         raise InputError(
-            "A batch whose features have batch sizes of their own cannot be cut among ranks; let each rank read its "
-            "own batches (tilerec.parallel.join.even_batches), or give features one batch size."
+            "Batch: got features of different batch sizes, which cannot be divided among ranks; expected one batch "
+            "size. Let each rank read its own batches (tilerec.parallel.join.even_batches), or use one batch size."
         )
     return Batch(
         dense_features=batch.dense_features[first:last],

@@ -1,8 +1,8 @@
-"""Who hears what a run does: JSONL, TensorBoard, the terminal.
+"""Loggers of a run: JSONL, TensorBoard, the terminal.
 
 Glossary
-    event     one thing the run has to tell: "train" every few steps, "eval" after an evaluation
-    watcher   hears every event; a run has several
+    event     one record of a run's progress: "train" every few steps, "eval" after an evaluation
+    watcher   a logger that receives every event; a run has several
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tilerec.errors import FileError
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One record of a run's progress.
 
     Attributes:
-        kind: which sort.
-        step: steps done so far.
-        samples: training samples seen so far.
+        kind: "train" or "eval".
+        step: number of steps so far.
+        samples: number of training samples so far.
         values: numbers by name, such as "loss"; samples_per_second counts training time only.
     """
 
@@ -50,19 +50,19 @@ class Event:
 
 
 class Watcher(ABC):
-    """Hears a run's events."""
+    """Receiver of a run's events (abstract)."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
-        """Called in order, from one thread."""
+        """Record an event. Called in order, from one thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """The run is over, or has failed."""
+        """Close the log, after the run has finished or failed."""
 
 
 class JsonLines(Watcher):
-    """`metrics.jsonl`: one JSON object per event; a value that is not a finite number is null."""
+    """Log file `metrics.jsonl`: one JSON object per event; values that are not finite are null."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
@@ -80,7 +80,7 @@ class TensorBoard(Watcher):
     """Scalars `train/…` and `eval/…` over steps, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path) -> None:
-        # Takes 0.1 s, and is needed by runs with logs alone.
+        # Imported here, as the import takes 0.1 s and only runs with logs need it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(folder))
@@ -94,10 +94,10 @@ class TensorBoard(Watcher):
 
 
 class LogFiles(Watcher):
-    """Several logs, of which one that cannot be written is dropped with a warning: the run goes on.
+    """Several logs. A log that cannot be written is dropped with a warning, and the run continues.
 
     Attributes:
-        errors: one message for each log that was dropped.
+        errors: one message per dropped log.
     """
 
     def __init__(self, logs: Iterable[Watcher]) -> None:
@@ -116,23 +116,23 @@ class LogFiles(Watcher):
             self.attempt(self._logs.pop().close)
 
     def attempt(self, write: Callable[[], object]) -> bool:
-        """Call `write`; return False and keep the message if it raises `OSError`."""
+        """Call `write`; if it raises `OSError`, store the message, warn, and return False."""
         try:
             write()
         except OSError as error:
             text = str(error) if isinstance(error, FileError) else f"Logs: got '{error.strerror or error}'."
             self.errors.append(text)
-            warnings.warn(f"{text} The run goes on without this log.", stacklevel=2)
+            warnings.warn(f"{text} The run continues without this log.", stacklevel=2)
             return False
         return True
 
 
 class Terminal(Watcher):
-    """A progress bar on a terminal; a line per event elsewhere.
+    """A progress bar on a terminal; one line per event on other consoles.
 
     Args:
-        console: where to write.
-        total_steps: for the bar; None if nobody knows.
+        console: the console to write to.
+        total_steps: for the bar; None if unknown.
     """
 
     def __init__(self, console: Console, total_steps: int | None) -> None:
@@ -177,7 +177,7 @@ _SHOWN = {
 
 
 class _Steps(ProgressColumn):
-    """`120/1,024`, or `120` where the end is unknown."""
+    """Column `120/1,024`, or `120` if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}"
@@ -185,7 +185,7 @@ class _Steps(ProgressColumn):
 
 
 def finite(value: Any) -> Any:
-    """The value with every number that JSON cannot hold replaced by None."""
+    """Return the value with every number that JSON cannot represent replaced by None."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

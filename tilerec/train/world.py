@@ -1,11 +1,12 @@
-"""The ranks of a run, as the train loop sees them.
+"""Distribution of a run over ranks, for the training loop.
 
-A run in one process is a world of one without a group, and nothing here does anything in it. On several ranks
+A run in one process is a world of size one without a group; the functions here then do not communicate. On several
+ranks:
 
-    tables                cut into tiles, as the plan says; their updates happen in the backward pass
-    everything else       whole on every rank; torch's `DistributedDataParallel` averages its gradients
-    batches               cut into shares (`share.py`); the loss is scaled, so that updates are those of one process
-    numbers to report     summed over ranks; predictions gathered, so AUC is exact
+    tables                sharded into tiles by the plan; the backward pass updates them
+    other parameters      replicated on every rank; torch's `DistributedDataParallel` averages their gradients
+    batches               divided into shares (`share.py`); a scaled loss gives the same updates as one process
+    reported numbers      summed over ranks; predictions are gathered, so AUC is exact
 
 Legend: N samples of all ranks, n of this one, W ranks.
 """
@@ -39,7 +40,7 @@ from tilerec.train.share import Share, shares
 
 @final
 class World:
-    """This process among the ranks of a run.
+    """This process's view of the ranks of a run.
 
     Args:
         group: the ranks; None for a run in one process.
@@ -51,29 +52,29 @@ class World:
         self.size = 1 if group is None else group.size
 
     def check(self, config: RunConfig) -> None:
-        """Refuse ranks with different settings, naming the first that differs."""
+        """Raise if the ranks' settings differ, and name the first one that does."""
         if self._group is not None:
-            # Logs are rank 0's business, and their folder is named after the second a process began.
+            # Only rank 0 writes logs, and the folder's default name is the second in which a process started.
             same = {name: value for name, value in settings(config).items() if name != "log_dir"}
             agree(self._group, "the run", same)
 
     def build(self, config: RunConfig, dataset: Dataset, device: torch.device) -> nn.Module:
-        """The model with its embedding optimizer attached; on ranks, with this rank's tiles of the tables.
+        """Return the model with its embedding optimizer attached; with a group, with this rank's tiles of the tables.
 
-        Tables are built on meta there, so a rank's memory is that of its tiles.
+        With a group, tables are built on meta, so a rank allocates memory only for its tiles.
         """
         if self._group is None:
             model = config.model.build(dataset, device)
             attach(model, config.train.embedding_optimizer)
             return model
         model = config.model.build(dataset, device, torch.device("meta"))
-        # Before planning, which counts the optimizer's state.
+        # Attach before planning, because the planner counts the optimizer's state.
         attach(model, config.train.embedding_optimizer)
         plan = _plan(model, config.parallel, self._group)
         return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
-        """What to call in a training step: averages the gradients of all parameters but the tables'."""
+        """Return the module to call in a training step, which averages the gradients of all but the tables."""
         if self._group is None:
             return model
         tables = table_parameters(model)
@@ -85,20 +86,20 @@ class World:
         )
 
     def train_shares(self, config: RunConfig, dataset: Dataset, epoch: int) -> Iterator[Share]:
-        """This rank's share of each global batch of a pass."""
+        """Yield this rank's share of each global batch of a pass."""
         batch_size = config.train.batch_size
         if self.size == 1:
             return shares(dataset.train(batch_size, epoch), 0, 1)
         return config.data.train_shares(dataset, batch_size, epoch, self.rank, self.size)
 
     def mean(self, total: Tensor) -> Tensor:
-        """Each rank's number, averaged over ranks, on every rank. All ranks call it."""
+        """Return the mean of the ranks' numbers, on every rank. Collective."""
         if self.size == 1 or self._group is None:
             return total
         return self._group.all_reduce_("mean", total.clone().reshape(1)).wait().reshape(()) / self.size
 
     def gathered(self, name: str, tensor_n: Tensor) -> Tensor:
-        """Every rank's 1-D tensor, one after the other, on every rank and on the CPU. All ranks call it."""
+        """Return the concatenated 1-D tensors of all ranks, on every rank's CPU. Collective."""
         group = self._group
         if self.size == 1 or group is None:
             return tensor_n.cpu()
@@ -114,9 +115,9 @@ class World:
     def predict(
         self, model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities float64 [N] and labels float32 [N] of the held-out part, in its order, on every rank.
+        """Return probabilities float64 [N] and labels float32 [N] of the held-out part, in its order, on every rank.
 
-        Each rank predicts its share of every batch. All ranks call it.
+        Each rank predicts its share of every batch. Collective.
         """
         if self.size == 1 or self._group is None:
             return predict(model, dataset.held_out(batch_size), device)
@@ -136,13 +137,13 @@ class World:
         return in_order[0], in_order[1]
 
     def abort(self, error: BaseException) -> None:
-        """This rank has failed: the others are not to wait for it."""
+        """Report this rank's failure to the other ranks, so that they do not wait for it."""
         if self._group is not None and not isinstance(error, CommsError):
             self._group.abort(error)
 
 
 def _plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> ShardingPlan | None:
-    """What `shard` is given; None leaves everything to the planner."""
+    """Return the plan for `shard`; None leaves every choice to the planner."""
     if config.plan:
         return ShardingPlan.load(config.plan)
     if config.sharding == "planned":
