@@ -364,7 +364,7 @@ class ManagedCollisionModule(nn.Module):
         if not self.host_looks and self._policy is Policy.TTL:
             self._clock_2[1].fill_(self.now())
 
-    def _assign(self, ids_N: Tensor, **options: Any) -> tuple[Assigned | AssignedEach, Tensor]:
+    def _assign(self, ids_N: Tensor, options: AssignOptions) -> tuple[Assigned | AssignedEach, Tensor]:
         """Assign places to ids; return the outcomes and the evicted places."""
         if self.host_looks:
             listed = zch_assign_(ids_N, self._state, self._range, options)
