@@ -613,7 +613,7 @@ def test_ranks_that_ask_for_different_ids_are_named() -> None:
         shard(module, row_wise(), group)
         with pytest.raises(InputError) as caught:
             module.inspect("u", 5 + group.rank)
-        with pytest.raises(InputError, match="of type str" if group.rank else "asks for"):
+        with pytest.raises(InputError, match="of type str" if group.rank else "inspects"):
             module.inspect("u", "5" if group.rank else 5)
         return str(caught.value)
 
