@@ -102,6 +102,33 @@ def test_active_modes_are_counted() -> None:
         assert private.function_mode_count() == 1
 
 
+def test_without_torch_function_a_subclass_is_not_called() -> None:
+    calls = []
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            calls.append(func)
+            with private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+
+    torch.ones(1).as_subclass(Own) + 1
+    assert len(calls) == 1
+
+
+def test_a_dispatch_mode_comes_before_a_subclass() -> None:
+    seen = []
+
+    class Mode(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
 def test_a_functorch_transform_and_its_tensors_are_noticed() -> None:
     found = []
 

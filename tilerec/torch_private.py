@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["FakeTensor", "FunctionalTensor", "pytree"]
+__all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor", "pytree"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,6 +61,9 @@ BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 `torch.library.register_autograd` does the same and costs 100 us more a call (docs/design.md).
 """
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of subclasses is not called. torch's documentation names it."""
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of active `TorchDispatchMode`s. No public substitute."""

@@ -31,7 +31,15 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.sharding.logical import Cover, Logical, Piece
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
-from tilerec.torch_private import LOCAL_SCALAR_DENSE, TO_COPY, local_tensor, new_dtensor
+from tilerec.torch_private import (
+    LOCAL_SCALAR_DENSE,
+    TO_COPY,
+    DispatchMode,
+    local_tensor,
+    new_dtensor,
+    pytree,
+    without_torch_function,
+)
 
 
 class Tiled(Placement):
@@ -167,6 +175,14 @@ class TiledTensor(DTensor):
     # ---------------------------------------------------------------------------------------------------- operators
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # torch 2.11 sends operators of a DTensor's subclass to DTensor's own dispatcher. A mode comes first.
+        with without_torch_function(), _Operators():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -204,6 +220,18 @@ class TiledTensor(DTensor):
             f"{self!r}: a file written by pickle or torch.save would hold this rank's part only; save with "
             "torch.distributed.checkpoint, or whole with torch.save(tilerec.parallel.full_state_dict(module))."
         )
+
+
+class _Operators(DispatchMode):
+    """Sends operators of tensors in tiles to `TiledTensor.__torch_dispatch__`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, TiledTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return TiledTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _refuse(func: Any, tensor: TiledTensor) -> NoReturn:
