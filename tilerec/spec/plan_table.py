@@ -1,6 +1,6 @@
-"""A plan as an aligned text table: how each table is cut, and what each rank holds.
+"""Text table of a plan: the cuts of each table, and the memory of each rank.
 
-Lines of one table are its shares: ranks that hold as many rows and columns, and how many bytes each of them holds.
+Each line of a table is a group of ranks that hold rectangles of the same sizes, with the bytes that each rank holds.
 
     module  table  rows x dim  type      kernel  ranks  hosts  each holds  bytes each
     ebc     user   7 x 4       row_wise  fused   0-2    0      2 x 4       32
@@ -28,7 +28,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def plan_table(plan: ShardingPlan) -> str:
-    """The text of `str(plan)`; ends without a newline."""
+    """Return the text of `str(plan)`, without a final newline."""
     host_of = {rank: h for h, host in enumerate(plan.hosts or ()) for rank in host}
     lines: list[tuple[str, ...]] = []
     tables: dict[int, int] = {}
@@ -61,7 +61,7 @@ def plan_table(plan: ShardingPlan) -> str:
         if len(runs) > _MOST_RUNS:
             by_bytes = sorted(runs, key=lambda run: (run[0][1] or 0, run[0][0]))
             runs = [by_bytes[0], by_bytes[len(runs) // 2], by_bytes[-1]]
-            title = f"in all {len(everyone)} ranks: the emptiest, the middle one, the fullest"
+            title = f"in all {len(everyone)} ranks: the emptiest, the median, the fullest"
         rows = [
             (_few(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
             for (count, held), ranks in runs
@@ -71,7 +71,7 @@ def plan_table(plan: ShardingPlan) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """`1536` -> `"1.5 KiB"`; `"?"` for None."""
+    """Format a number of bytes: `1536` -> `"1.5 KiB"`; None -> `"?"`."""
     if count is None:
         return "?"
     value, unit = float(count), 0
@@ -95,7 +95,7 @@ def _size(sharding: ParameterSharding) -> str:
 
 
 def _shares(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
-    """Ranks that hold rectangles of the same sizes, with these sizes."""
+    """Group the ranks by the sizes of their rectangles: [(ranks, ((rows, width), ...)), ...]."""
     shapes: dict[int, list[tuple[int, int]]] = {}
     for tile in rectangles(tiling):
         for rank in tile.owners:
@@ -109,7 +109,7 @@ def _shares(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int]
 def _alike(
     held: Mapping[int, tuple[int, int | None]],
 ) -> list[tuple[tuple[int, int | None], tuple[int, ...]]]:
-    """Runs of ranks that hold equally much."""
+    """Group successive ranks that have the same number of tables and bytes."""
     return [(key, tuple(rank for rank, _ in run)) for key, run in groupby(held.items(), lambda item: item[1])]
 
 
@@ -124,7 +124,7 @@ def _hosts(ranks: Iterable[int], host_of: Mapping[int, int]) -> str:
 
 
 def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; those of numbers to the right, empty ones left out."""
+    """Align columns to their widest entry: numbers to the right, empty columns omitted."""
     kept = [i for i, name in enumerate(names) if name in ("table", "ranks") or any(row[i] for row in rows)]
     widths = [max([len(names[i]), *(len(row[i]) for row in rows)]) for i in kept]
     lines = []
