@@ -1,4 +1,4 @@
-"""Joining: the features of several keyed tensors of one batch as one tensor."""
+"""Concatenation of the features of several keyed jagged tensors of one batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilerec.sparse.strides import Strides
 
 
 def join(tensors: Sequence[Parts]) -> Parts:
-    """The features of all `tensors`, one after the other; see `KeyedJaggedTensor.concat`."""
+    """Concatenate the features of all `tensors`; see `KeyedJaggedTensor.concat`."""
     first = tensors[0]
     _check_alike("weights", tensors, lambda parts: parts.weights is not None)
     _check_alike("variable batch sizes", tensors, lambda parts: parts.strides is not None)
@@ -40,8 +40,8 @@ def _check_alike(what: str, tensors: Sequence[Parts], has: Callable[[Parts], boo
     if any(flags) and not all(flags):
         lacking = tensors[flags.index(False)]
         raise InputError(
-            f"KeyedJaggedTensor.concat: the part with keys {_some(lacking)} has no {what}, the others have; "
-            f"wanted all or none."
+            f"KeyedJaggedTensor.concat: got no {what} of keys {_some(lacking)}, but of other keys; expected all or "
+            f"none. Add or remove them."
         )
 
 
@@ -53,14 +53,14 @@ def _join_strides(tensors: Sequence[Parts]) -> Strides | None:
     for parts in tensors[1:]:
         if parts.stride() != first.stride():
             raise InputError(
-                f"KeyedJaggedTensor.concat: batch sizes {first.stride()} (keys {_some(first)}) and "
-                f"{parts.stride()} (keys {_some(parts)}) differ; wanted one batch size."
+                f"KeyedJaggedTensor.concat: got batch sizes {first.stride()} (keys {_some(first)}) and "
+                f"{parts.stride()} (keys {_some(parts)}); expected one batch size. Concatenate tensors of one batch."
             )
     return None
 
 
 def _join_key_offsets(tensors: Sequence[Parts]) -> list[int] | None:
-    """Counted on if all tensors know theirs."""
+    """Return the joined key offsets, or None unless all tensors have fetched theirs."""
     known = [parts.key_offsets for parts in tensors if parts.key_offsets is not None]
     if len(known) < len(tensors):
         return None
