@@ -1,14 +1,14 @@
-"""The state that an optimizer makes at its first step, made without one.
+"""Creation of the state that an optimizer makes at its first step, without a training step.
 
-Most optimizers make state lazily inside `step()` and move it in the same call. So a step is taken, with zero gradients,
-over containers that remember what every entry was first set to; then all is put back:
+Most optimizers create their state lazily in `step()` and update it in the same call. So this file runs a step with zero
+gradients, over containers that record the first value of every entry, and then restores these values:
 
-    during the step   state["mu_product"] = 1.0     first set: remembered
-                      state["mu_product"] *= 0.45   moved
-    afterwards        state["mu_product"]   1.0     put back
+    during the step   state["mu_product"] = 1.0     first value: recorded
+                      state["mu_product"] *= 0.45   updated
+    afterwards        state["mu_product"]   1.0     restored
 
-Parameters, gradients and the groups' settings are put back likewise. No hook runs, and no scheduler counts the step.
-What an optimizer first sets to a result of the step (SGD's `momentum_buffer`) stays: of zero gradients, it is zero.
+Parameters, gradients and the groups' settings are restored, too. No hook runs, and no scheduler counts the step. If the
+first value of an entry is a result of the step (SGD's `momentum_buffer`), it stays: for zero gradients it is zero.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def make_state(
     optimizer: Optimizer, layouts: Mapping[Tensor, torch.layout], others: Iterable[Tensor]
 ) -> None:
-    """Make the state of parameters that have none yet; nothing else changes, also if the step fails.
+    """Create the state of parameters that have none. Nothing else changes, also if the step fails.
 
     Args:
-        optimizer: of any kind whose `step()` needs no closure.
-        layouts: parameter -> layout of its gradients.
+        optimizer: any optimizer whose `step()` needs no closure.
+        layouts: parameters without state -> layout of their gradients.
         others: the optimizer's other parameters.
 
     Raises:
-        ConfigError: its `step` cannot be called without a closure.
+        ConfigError: the optimizer's `step` requires a closure.
     """
     if not layouts:
         return
@@ -66,7 +66,7 @@ def make_state(
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """The class's own `step`, without what torch (hooks, profiling) and schedulers wrap around it."""
+    """Return the `step` of the class, without the wrappers of torch (hooks, profiling) and schedulers."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = getattr(step, "__wrapped__", step)
@@ -74,15 +74,15 @@ def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     if closure is not None and closure.default is inspect.Parameter.empty:
         who = type(optimizer).__name__
         raise ConfigError(
-            f"{who} cannot step without a closure, so its state cannot be made ahead; take a step "
-            "(optimizer.step(closure)) in place of init_state(), and another optimizer over sharded tables."
+            f"{who}: got a step() that requires a closure; expected one without, to create the state before training. "
+            "Call optimizer.step(closure) instead of init_state(), and use another optimizer for sharded tables."
         )
     return lambda: step(optimizer)
 
 
 @contextmanager
 def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
-    """A step that calls its base's step runs torch's wrapper all the same; its hooks must not."""
+    """Disable the optimizer's hooks: a step that calls `super().step()` runs torch's wrapper, which calls them."""
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS}
     try:
         for name in hooks:
@@ -113,7 +113,7 @@ def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
-    """Entries that appear in the state of `new` parameters become what they were first set to."""
+    """Reset new entries in the state of `new` parameters to their first values at the end of the block."""
     held: Any = optimizer.state
     settable = "state" in vars(optimizer)
     recorded = _States(held, new)
@@ -132,7 +132,7 @@ def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None
 
 
 class _Start:
-    """What a value was when this was made; a tensor of equal elements is remembered as one number."""
+    """Copy of a value at one time; of a tensor with equal elements it stores one number."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -145,7 +145,7 @@ class _Start:
             self._was = copy.deepcopy(value)
 
     def again(self) -> Any:
-        """The value as it was; a tensor is the same one."""
+        """Restore and return the value; a tensor is restored in place."""
         if not isinstance(self._value, Tensor):
             return self._value if self._was is None else self._was
         if isinstance(self._was, Tensor):
@@ -156,7 +156,7 @@ class _Start:
 
 
 def _number(value: Tensor) -> float | None:
-    """The number that all elements are, if one says them exactly."""
+    """Return the value of all elements if they are equal, else None."""
     if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
         return None
     low, high = value.detach().aminmax()
@@ -164,7 +164,7 @@ def _number(value: Tensor) -> float | None:
 
 
 class _Entries(dict[Any, Any]):
-    """The state of one parameter, which remembers what its entries were first set to."""
+    """State of one parameter; records the first value of every entry."""
 
     def __init__(self, entries: Mapping[Any, Any]) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Entries(dict[Any, Any]):
 
 
 class _States(defaultdict[Any, Any]):
-    """An optimizer's state; that of new parameters remembers its start."""
+    """State of an optimizer; wraps the states of new parameters in `_Entries`."""
 
     def __init__(self, held: MutableMapping[Any, Any], new: Iterable[Tensor]) -> None:
         super().__init__(getattr(held, "default_factory", None))
