@@ -57,7 +57,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             if before is not None:
-                _like(file.fileno(), before)
+                _copy_owner_and_mode(file.fileno(), before)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -69,7 +69,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     _sync_folder(target.parent)
 
 
-def _like(descriptor: int, before: os.stat_result) -> None:
+def _copy_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
     """Copy owner, group and mode of the earlier file to the new one, where this process is permitted to."""
     now = os.fstat(descriptor)
     with contextlib.suppress(OSError, AttributeError):

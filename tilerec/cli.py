@@ -284,7 +284,7 @@ def stats(
                 separator=separator,
                 on_bad_row=on_bad_row,  # type: ignore[arg-type]
             )
-        found = _gathered(source)
+        found = _gather_statistics(source)
         _console().print(_stats_table(found))
         found.save(out)
     except TilerecError as error:
@@ -294,7 +294,7 @@ def stats(
     say(f"wrote {out}: {found.rows:,} samples{skipped}")
 
 
-def _gathered(source: IdSource) -> Statistics:
+def _gather_statistics(source: IdSource) -> Statistics:
     """Read a source; show a progress bar if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

@@ -30,10 +30,10 @@ MOST_PIECES = 2**25
 """Most ranks and row ranges that the short forms (`"0-7"`) of one document may expand to: about 2 GB."""
 _SHOWN = 80
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_MEND = "Correct the file, or write a new one."
+_FIX_FILE = "Correct the file, or write a new one."
 
 
-class _KeyTwice(dict[str, Any]):
+class _DuplicateKeyObject(dict[str, Any]):
     """A JSON object in which `key` occurs more than once."""
 
     key: str
@@ -96,7 +96,7 @@ class JsonValue:
             value = value._parent
         return ": ".join(filter(None, (self._document.what, _path(reversed(keys)))))
 
-    def error(self, expected: str, move: str = _MEND) -> ConfigError:
+    def error(self, expected: str, move: str = _FIX_FILE) -> ConfigError:
         """Return the error for a value that is not as expected."""
         return ConfigError(f"{self.where}: got {shown(self.value)}; expected {expected}. {move}")
 
@@ -113,19 +113,23 @@ class JsonValue:
             raise self.error(expected)
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"{self.where}: got key {shown(key)}; expected strings as keys. {_MEND}")
+                raise ConfigError(
+                    f"{self.where}: got key {shown(key)}; expected strings as keys. {_FIX_FILE}"
+                )
         return {key: JsonValue(item, self._document, self, key) for key, item in value.items()}
 
     def record(
-        self, known: Sequence[str], required: Sequence[str] = (), move: str = _MEND
+        self, known: Sequence[str], required: Sequence[str] = (), move: str = _FIX_FILE
     ) -> dict[str, JsonValue]:
         """Return the members of an object; raise for unknown or missing keys."""
-        members = self.members(f"an object with {_some(required or known)}")
+        members = self.members(f"an object with {_join_names(required or known)}")
         unknown = [key for key in members if key not in known]
         missing = [key for key in required if key not in members]
         if unknown or missing:
-            got = f"unknown {_some(unknown)}" if unknown else f"an object without {_some(missing)}"
-            raise ConfigError(f"{self.where}: got {got}; expected {_some(known, 40)}. {move}")
+            got = (
+                f"unknown {_join_names(unknown)}" if unknown else f"an object without {_join_names(missing)}"
+            )
+            raise ConfigError(f"{self.where}: got {got}; expected {_join_names(known, 40)}. {move}")
         return members
 
     def items(self, expected: str = "a list") -> list[JsonValue]:
@@ -218,7 +222,9 @@ def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Json
     except ValueError as error:
         # `json` also raises a ValueError for a number with more digits than Python converts.
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number of thousands of digits"
-        raise ConfigError(f"{origin} is not JSON: got {reason}; expected one JSON value. {_MEND}") from error
+        raise ConfigError(
+            f"{origin} is not JSON: got {reason}; expected one JSON value. {_FIX_FILE}"
+        ) from error
     return JsonValue.of(data, origin)
 
 
@@ -237,13 +243,13 @@ def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
             error.errno,
         ) from error
     if len(data) > most_bytes:
-        raise ConfigError(f"{what}: {path}: got more than {most_bytes:,} bytes; expected fewer. {_MEND}")
+        raise ConfigError(f"{what}: {path}: got more than {most_bytes:,} bytes; expected fewer. {_FIX_FILE}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{what}: {path} is not JSON: got byte 0x{data[error.start]:02x} at {error.start}; expected UTF-8 text. "
-            f"{_MEND}"
+            f"{_FIX_FILE}"
         ) from error
 
 
@@ -262,11 +268,11 @@ def shown(value: Any) -> str:
             return f"[{', '.join(map(shown, value))}]"
         return f"a list of {len(value):,}"
     if isinstance(value, Mapping):
-        return f"an object with {_some(list(value)[:5])}" if value else "{}"
+        return f"an object with {_join_names(list(value)[:5])}" if value else "{}"
     return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
-def _some(names: Sequence[Any], most: int = 4) -> str:
+def _join_names(names: Sequence[Any], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(shown, names[:most])) + more
 
@@ -287,7 +293,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    twice = _KeyTwice(found)
+    twice = _DuplicateKeyObject(found)
     keys: set[str] = set()
     for key, _ in pairs:
         if key in keys:
@@ -306,19 +312,19 @@ def _check(root: JsonValue) -> None:
             if kind is str:
                 # JSON can escape half of a surrogate pair; Python can neither print nor encode it.
                 if not item.isascii() and _is_broken(item):
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is int:
                 if not -MOST_NUMBER <= item <= MOST_NUMBER:
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is float:
                 if not math.isfinite(item):
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is dict:
                 below += item.values()
                 if any(not key.isascii() and _is_broken(key) for key in item if type(key) is str):
-                    raise _fault(root)
-            elif kind is _KeyTwice:
-                raise _fault(root)
+                    raise _first_fault(root)
+            elif kind is _DuplicateKeyObject:
+                raise _first_fault(root)
             elif isinstance(item, (list, tuple)):
                 below += item
             elif isinstance(item, Mapping):
@@ -337,7 +343,7 @@ def _is_broken(text: str) -> bool:
     return False
 
 
-def _fault(root: JsonValue) -> ConfigError:
+def _first_fault(root: JsonValue) -> ConfigError:
     """Return the error for the first value that no document may have."""
     level = [root]
     while level:
@@ -350,9 +356,9 @@ def _fault(root: JsonValue) -> ConfigError:
                 return value.error("a number below 2^63")
             if isinstance(item, float) and not math.isfinite(item):
                 return value.error("a finite number")
-            if isinstance(item, _KeyTwice):
+            if isinstance(item, _DuplicateKeyObject):
                 return ConfigError(
-                    f"{value.where}: got {shown(item.key)} more than once; expected each key once. {_MEND}"
+                    f"{value.where}: got {shown(item.key)} more than once; expected each key once. {_FIX_FILE}"
                 )
             if isinstance(item, Mapping):
                 if any(isinstance(key, str) and _is_broken(key) for key in item):
@@ -366,7 +372,7 @@ def _fault(root: JsonValue) -> ConfigError:
 
 def _too_deep(what: str) -> ConfigError:
     return ConfigError(
-        f"{what}: got lists and objects nested more than {MOST_DEPTH} deep; expected fewer levels. {_MEND}"
+        f"{what}: got lists and objects nested more than {MOST_DEPTH} deep; expected fewer levels. {_FIX_FILE}"
     )
 
 

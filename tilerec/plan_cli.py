@@ -127,10 +127,10 @@ def make(
     what_ifs: _WhatIfs = True,
 ) -> None:
     """Make a plan and write it."""
-    with _told():
+    with _exit_on_error():
         began = time.perf_counter()
-        _check_written("--out", out)
-        _check_written("--html", html)
+        _check_writable("--out", out)
+        _check_writable("--html", html)
         world = _topology(topology, machine, hosts, ranks_per_host, device, hbm, ddr)
         origin = (
             _file(Path(source), optimizer)
@@ -141,7 +141,7 @@ def make(
         if stats is not None:
             from tilerec.data.statistics import Statistics
 
-            tables = [_Read(t.key, t.rows, t.features) for t in origin.tables]
+            tables = [_StatisticsTable(t.key, t.rows, t.features) for t in origin.tables]
             constraints = Statistics.load(stats).constraints(tables, like=constraints)
         planner = EmbeddingShardingPlanner(
             world,
@@ -179,8 +179,8 @@ def show(
     what_ifs: _WhatIfs = True,
 ) -> None:
     """Show a plan: cost, bound, bottleneck, suggestions, stages, memory, the most expensive tables."""
-    with _told():
-        _check_written("--html", html)
+    with _exit_on_error():
+        _check_writable("--html", html)
         found = ShardingPlan.load(plan)
         report = _load_report(plan)
         if report is not None and not report.is_of(found):
@@ -217,7 +217,7 @@ def explain_table(
     plan: _Plan = Path("plan.json"),
 ) -> None:
     """Show each sharding of a table that was considered, its cost, and why one was chosen."""
-    with _told():
+    with _exit_on_error():
         found = explain(_load_request(plan), table)
         if plan.exists() and not found.is_in(ShardingPlan.load(plan)):
             print_warning(
@@ -233,7 +233,7 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another plan's file.")],
 ) -> None:
     """Show the differences of two plans, and the bytes that move from one to the other."""
-    with _told():
+    with _exit_on_error():
         plans = [ShardingPlan.load(path) for path in (first, second)]
         found = plan_diff(*plans)
         reports = [_load_report(path) for path in (first, second)]
@@ -262,8 +262,8 @@ def whatif(
     out: Annotated[Path | None, typer.Option(help="Write the varied plan to this file.")] = None,
 ) -> None:
     """Plan again with other machines, batches, data types or wire formats, and compare."""
-    with _told():
-        _check_written("--out", out)
+    with _exit_on_error():
+        _check_writable("--out", out)
         request = _load_request(plan)
         other = varied(
             request,
@@ -275,7 +275,7 @@ def whatif(
             data_type=dtype,
             wire=wire,
         )
-        now, then = _made_or_why(request), make_plan(other)
+        now, then = _plan_or_error(request), make_plan(other)
         if isinstance(now, str):
             say(f"now: {now}\n")
             say(str(then.report))
@@ -289,7 +289,7 @@ def whatif(
 
 
 @dataclass(frozen=True)
-class _Origin:
+class _Source:
     """Tables to plan. `module` is the model that holds them; None for a list of tables."""
 
     tables: Sequence[PlannedTable]
@@ -298,7 +298,7 @@ class _Origin:
     module: nn.Module | None = None
 
 
-def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology) -> _Origin:
+def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology) -> _Source:
     """Build a recipe's model with tables on the meta device; return its tables, optimizer and batch size."""
     if optimizer is not None:
         raise ConfigError(
@@ -311,10 +311,10 @@ def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology)
     run = make_run(name, data)
     model = run.model.build(run.data.open(), torch.device("cpu"), torch.device("meta"))
     attach(model, run.train.embedding_optimizer)
-    return _Origin(tables_of(model), max(1, run.train.batch_size // world.world_size), {}, model)
+    return _Source(tables_of(model), max(1, run.train.batch_size // world.world_size), {}, model)
 
 
-def _file(path: Path, optimizer: str | None) -> _Origin:
+def _file(path: Path, optimizer: str | None) -> _Source:
     content = _read(path)
     batch_size = None
     if isinstance(content.value, dict):
@@ -325,7 +325,7 @@ def _file(path: Path, optimizer: str | None) -> _Origin:
     if optimizer is not None:
         spec = OptimizerSpec.from_json({"optimizer": optimizer})
         tables = [t if t.optimizer is not None else replace(t, optimizer=spec) for t in tables]
-    return _Origin(tables, batch_size, constraints)
+    return _Source(tables, batch_size, constraints)
 
 
 def _read(path: Path) -> JsonValue:
@@ -365,7 +365,7 @@ def _read(path: Path) -> JsonValue:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _StatisticsTable:
     """Table record that `Statistics.constraints` reads."""
 
     name: str
@@ -473,7 +473,7 @@ def _write_page(plan: ShardingPlan, report: PlanReport, path: Path, what_ifs: bo
     write_report(plan, report, path, what_ifs=what_ifs)
 
 
-def _check_written(option: str, path: Path | None) -> None:
+def _check_writable(option: str, path: Path | None) -> None:
     """Raise before any work if no file can be written to `path`."""
     if path is None:
         return
@@ -524,7 +524,7 @@ def _rate(report: PlanReport) -> str:
     return f"{report.batch_size * report.topology.world_size / report.cost_s:,.0f}" if report.cost_ps else ""
 
 
-def _made_or_why(request: PlanRequest) -> ShardingPlan | str:
+def _plan_or_error(request: PlanRequest) -> ShardingPlan | str:
     try:
         return make_plan(request)
     except PlannerError as error:
@@ -532,7 +532,7 @@ def _made_or_why(request: PlanRequest) -> ShardingPlan | str:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     """Print a `TilerecError` in one line and exit with status 1."""
     try:
         yield

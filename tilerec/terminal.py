@@ -10,15 +10,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-_STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and marks that change the direction of text."""
 
 
 def printable(text: str) -> str:
     """Return the text with control characters replaced by escapes: ESC becomes `\\x1b`."""
-    return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 @final

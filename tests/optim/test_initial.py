@@ -212,7 +212,7 @@ def test_empty_state_that_was_only_looked_at_is_made_as_if_it_were_not_there() -
 def test_a_start_of_equal_elements_takes_no_memory_of_its_own() -> None:
     """State of a table may be as large as the table: a copy of its zeros would be, too."""
     zeros, counts = torch.zeros(5, 2), torch.arange(3)
-    starts = [initial._Start(value) for value in (zeros, counts)]
+    starts = [initial._InitialValue(value) for value in (zeros, counts)]
     assert starts[0]._was == 0.0
     zeros += 3.0
     counts += 1

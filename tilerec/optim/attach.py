@@ -117,33 +117,33 @@ def unattached_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
         raise
 
 
-def _parameters(who: str, params: Any) -> list[nn.Parameter]:
+def _parameters(caller: str, params: Any) -> list[nn.Parameter]:
     """Check and return the parameters. Without checks, some wrong arguments would silently attach to nothing."""
     fix = "expected parameters. Pass module.parameters() or a list of parameters"
     if isinstance(params, nn.Module):
         raise ConfigError(
-            f"{who}: got a {type(params).__name__}; expected its parameters. Pass module.parameters()."
+            f"{caller}: got a {type(params).__name__}; expected its parameters. Pass module.parameters()."
         )
     if isinstance(params, Tensor):
         raise ConfigError(
-            f"{who}: got one parameter of shape {tuple(params.shape)}; expected a list of them. Pass [parameter]."
+            f"{caller}: got one parameter of shape {tuple(params.shape)}; expected a list of them. Pass [parameter]."
         )
     if isinstance(params, Mapping):
         raise ConfigError(
-            f"{who}: got a {type(params).__name__} of parameters; expected a list. Pass its .values()."
+            f"{caller}: got a {type(params).__name__} of parameters; expected a list. Pass its .values()."
         )
     if not isinstance(params, Iterable):
-        raise ConfigError(f"{who}: got a {type(params).__name__}; {fix}.")
+        raise ConfigError(f"{caller}: got a {type(params).__name__}; {fix}.")
     given = list(params)
     if not given:
-        raise ConfigError(f"{who}: got no parameters (a generator is empty after its first use); {fix}.")
+        raise ConfigError(f"{caller}: got no parameters (a generator is empty after its first use); {fix}.")
     for parameter in given:
         if isinstance(parameter, tuple):
             raise ConfigError(
-                f"{who}: got pairs, as of module.named_parameters(); expected parameters. Pass module.parameters()."
+                f"{caller}: got pairs, as of module.named_parameters(); expected parameters. Pass module.parameters()."
             )
         if not isinstance(parameter, nn.Parameter):
-            raise ConfigError(f"{who}: got a {type(parameter).__name__} among the parameters; {fix}.")
+            raise ConfigError(f"{caller}: got a {type(parameter).__name__} among the parameters; {fix}.")
     return given
 
 

@@ -86,7 +86,7 @@ class CombinedOptimizer(KeyedOptimizer):
             return None
         loss = super().step(closure)
         for _, opt in self._optims:
-            opt.step(_evaluated(closure, loss))
+            opt.step(_reuse_first_loss(closure, loss))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -135,7 +135,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     def post_load_state_dict(self) -> None:
         for _, opt in self._optims:
-            if not _loads_its_own_way(opt):
+            if not _overrides_load(opt):
                 opt.post_load_state_dict()
 
     def _state_dict(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class CombinedOptimizer(KeyedOptimizer):
                 taken = [group for group in groups if group["params"] and set(group["params"]) <= set(mine)]
                 groups = [group for group in groups if all(group is not own_group for own_group in taken)]
                 own["param_groups"] = [{**g, "params": [mine[full] for full in g["params"]]} for g in taken]
-            if _loads_its_own_way(opt):
+            if _overrides_load(opt):
                 plan.append(functools.partial(opt.load_state_dict, own))
             else:
                 opt._plan_load(own, plan)
@@ -191,11 +191,11 @@ class CombinedOptimizer(KeyedOptimizer):
         return "CombinedOptimizer (\n" + "".join(f"{name}: {opt!r}\n" for name, opt in self._optims) + ")"
 
 
-def _evaluated(closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
+def _reuse_first_loss(closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
     """Return a closure whose first call returns `loss`; later calls evaluate `closure`."""
     losses = [loss]
     return lambda: losses.pop() if losses else closure()
 
 
-def _loads_its_own_way(optimizer: KeyedOptimizer) -> bool:
+def _overrides_load(optimizer: KeyedOptimizer) -> bool:
     return type(optimizer).load_state_dict is not KeyedOptimizer.load_state_dict

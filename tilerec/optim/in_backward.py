@@ -9,14 +9,14 @@ from torch import nn
 from tilerec.storage.table_rows import rows_of
 
 # Attributes that torch's own in-backward optimizers set on parameters.
-_MARKS = ("_overlapped_optimizer", "_in_backward_optimizers")
+_OPTIMIZER_ATTRIBUTES = ("_overlapped_optimizer", "_in_backward_optimizers")
 
 
 def updates_in_backward(parameter: nn.Parameter) -> bool:
     """Return True if an optimizer is attached: the backward pass updates the parameter, and `.grad` stays None."""
     rows = rows_of(parameter)
     return (rows is not None and rows.spec is not None) or any(
-        bool(getattr(parameter, mark, None)) for mark in _MARKS
+        bool(getattr(parameter, mark, None)) for mark in _OPTIMIZER_ATTRIBUTES
     )
 
 

@@ -53,7 +53,11 @@ def make_state(
             p.grad = None
         for p, layout in layouts.items():
             p.grad = torch.zeros_like(p, layout=layout)
-        with _groups_kept(optimizer), _hooks_off(optimizer), _starts_kept(optimizer, list(layouts)):
+        with (
+            _restore_groups(optimizer),
+            _disable_hooks(optimizer),
+            _keep_first_values(optimizer, list(layouts)),
+        ):
             for group in optimizer.param_groups:
                 if group.get("weight_decay") is not None:
                     group["weight_decay"] = 0 * group["weight_decay"]
@@ -81,7 +85,7 @@ def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 @contextmanager
-def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
+def _disable_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Disable the optimizer's hooks: a step that calls `super().step()` runs torch's wrapper, which calls them."""
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS}
     try:
@@ -94,9 +98,9 @@ def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+def _restore_groups(optimizer: Optimizer) -> Iterator[None]:
     kept = [
-        {key: _Start(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: _InitialValue(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
     try:
@@ -112,11 +116,11 @@ def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
+def _keep_first_values(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
     """Reset new entries in the state of `new` parameters to their first values at the end of the block."""
     held: Any = optimizer.state
     settable = "state" in vars(optimizer)
-    recorded = _States(held, new)
+    recorded = _RecordingStates(held, new)
     if settable:
         optimizer.state = recorded
     try:
@@ -125,20 +129,20 @@ def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None
             for p in new:
                 if p in recorded:
                     entries = recorded[p]
-                    held[p] = entries.at_start() if isinstance(entries, _Entries) else entries
+                    held[p] = entries.at_start() if isinstance(entries, _RecordingState) else entries
     finally:
         if settable:
             optimizer.state = held
 
 
-class _Start:
+class _InitialValue:
     """Copy of a value at one time; of a tensor with equal elements it stores one number."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
         self._was: Any = None
         if isinstance(value, Tensor):
-            self._was = _number(value)
+            self._was = _uniform_value(value)
             if self._was is None:
                 self._was = value.detach().clone()
         elif isinstance(value, (list, dict, set)):
@@ -155,7 +159,7 @@ class _Start:
         return self._value
 
 
-def _number(value: Tensor) -> float | None:
+def _uniform_value(value: Tensor) -> float | None:
     """Return the value of all elements if they are equal, else None."""
     if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
         return None
@@ -163,17 +167,17 @@ def _number(value: Tensor) -> float | None:
     return low.item() if torch.equal(low, high) else None
 
 
-class _Entries(dict[Any, Any]):
+class _RecordingState(dict[Any, Any]):
     """State of one parameter; records the first value of every entry."""
 
     def __init__(self, entries: Mapping[Any, Any]) -> None:
         super().__init__()
-        self._starts: dict[Any, _Start] = {}
+        self._starts: dict[Any, _InitialValue] = {}
         self.update(entries)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self._starts:
-            self._starts[key] = _Start(value)
+            self._starts[key] = _InitialValue(value)
         super().__setitem__(key, value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -189,8 +193,8 @@ class _Entries(dict[Any, Any]):
         return {key: self._starts[key].again() for key in self}
 
 
-class _States(defaultdict[Any, Any]):
-    """State of an optimizer; wraps the states of new parameters in `_Entries`."""
+class _RecordingStates(defaultdict[Any, Any]):
+    """State of an optimizer; wraps the states of new parameters in `_RecordingState`."""
 
     def __init__(self, held: MutableMapping[Any, Any], new: Iterable[Tensor]) -> None:
         super().__init__(getattr(held, "default_factory", None))
@@ -206,8 +210,8 @@ class _States(defaultdict[Any, Any]):
         return self[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        wraps = key in self.new and isinstance(value, Mapping) and not isinstance(value, _Entries)
-        super().__setitem__(key, _Entries(value) if wraps else value)
+        wraps = key in self.new and isinstance(value, Mapping) and not isinstance(value, _RecordingState)
+        super().__setitem__(key, _RecordingState(value) if wraps else value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:

@@ -115,13 +115,13 @@ def total_norm(
     dense = _norm(replicated, p, foreach, device)
     norms: list[Tensor] = []
     for table, grads in worlds.values():
-        heard_W2 = _heard(table, torch.stack([_norm(grads, p, foreach, device), dense]))
-        norms += [*heard_W2[:, 0], *(() if norms else (heard_W2[0, 1],))]
+        norms_W2 = _gather_norms(table, torch.stack([_norm(grads, p, foreach, device), dense]))
+        norms += [*norms_W2[:, 0], *(() if norms else (norms_W2[0, 1],))]
     dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in params])
     return torch.nn.utils.get_total_norm(norms, p, error_if_nonfinite).to(dtype)
 
 
-def _heard(table: TiledTable, own: Tensor) -> Tensor:
+def _gather_norms(table: TiledTable, own: Tensor) -> Tensor:
     try:
         return table.of_all_ranks(own)
     except CommsError as error:

@@ -49,7 +49,7 @@ class PositionalOptimizer(OptimizerWrapper):
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """Groups of the wrapped optimizer. The first also has the setting `BESIDE`, since torch reads its keys."""
-        groups: list[Any] = [_without_further(group) for group in self._optimizer.param_groups]
+        groups: list[Any] = [_with_table_leaves(group) for group in self._optimizer.param_groups]
         beside = self._beside(super()._state_dict()["state"])
         if beside and groups:
             groups[0] = ChainMap({BESIDE: beside}, groups[0])
@@ -87,7 +87,7 @@ class PositionalOptimizer(OptimizerWrapper):
                     f"{who}: got a state dict with {sorted(state_dict)}; expected '{key}'. Pass a state_dict()."
                 )
         here, given = self._optimizer.param_groups, state_dict["param_groups"]
-        members = [_without_further(group)["params"] for group in here]
+        members = [_with_table_leaves(group)["params"] for group in here]
         sizes, got = [len(params) for params in members], [len(group["params"]) for group in given]
         if sizes != got:
             raise ConfigError(
@@ -115,7 +115,7 @@ class PositionalOptimizer(OptimizerWrapper):
                     write_setting(group, setting, value)
 
 
-def _without_further(group: Any) -> Any:
+def _with_table_leaves(group: Any) -> Any:
     """Return a group in which each sharded table is one parameter, for any number of tiles on this rank."""
     params = [p for p in group["params"] if not is_further_leaf(p)]
     return group if len(params) == len(group["params"]) else ChainMap({"params": params}, group)

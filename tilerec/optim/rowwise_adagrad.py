@@ -66,11 +66,14 @@ class RowWiseAdagrad(Optimizer):
         super().__init__(params, {**settings, "maximize": maximize})
 
     def _start(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        accum_dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.state[parameter] = {
             "step": torch.tensor(0.0),
             "sum": torch.full(
-                parameter.shape[:-1], group["initial_accumulator_value"], dtype=wide, device=parameter.device
+                parameter.shape[:-1],
+                group["initial_accumulator_value"],
+                dtype=accum_dtype,
+                device=parameter.device,
             ),
         }
 
@@ -92,8 +95,8 @@ class RowWiseAdagrad(Optimizer):
         for number, parameter in zip(ids, mine, strict=True):
             loaded = state_dict["state"].get(number)
             if loaded is not None:
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                total = loaded["sum"].to(device=parameter.device, dtype=wide, copy=True)
+                accum_dtype = torch.promote_types(parameter.dtype, torch.float32)
+                total = loaded["sum"].to(device=parameter.device, dtype=accum_dtype, copy=True)
                 self.state[parameter]["sum"] = total.reshape(parameter.shape[:-1])
 
     def share_memory(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tilerec.optim.tiled import tiled_table_of, waits_for_step
 
 # Class names in lower case: optimizers of torch, and usual names in other libraries.
-_WHOLE = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"})
+_NOT_ELEMENT_WISE = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"})
 
 
 def _named(optimizer: Optimizer, names: frozenset[str]) -> str | None:
@@ -31,7 +31,7 @@ def needs_rows(optimizer: Optimizer) -> bool:
 
 def warn_of_parts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
     """Issue one warning if the optimizer is not element-wise and this rank's leaves are parts of their tables."""
-    rule = _named(optimizer, _WHOLE)
+    rule = _named(optimizer, _NOT_ELEMENT_WISE)
     if rule is None:
         return
     parts = [name for name, p in params.items() if _is_part(name, p, everything=rule.lower() == "lbfgs")]

@@ -191,7 +191,7 @@ class JaggedTensor:
         sizes = list(map(sub, bounds[1:], bounds[:-1]))
         if first < 0 or last > items_N.shape[0] or min(sizes, default=0) < 0:
             raise InputError(
-                f"JaggedTensor: got bags of {_few(sizes)} items from {first} on; expected bags within the "
+                f"JaggedTensor: got bags of {_shortened(sizes)} items from {first} on; expected bags within the "
                 f"{items_N.shape[0]} values. Pass lengths from 0 that sum to the number of values."
             )
         # The bags may be a part of the values.
@@ -355,7 +355,7 @@ def _holds_tensors(jt: JaggedTensor) -> bool:
     return all(part is None or isinstance(part, Tensor) for part in _parts(jt))
 
 
-def _few(numbers: list[int], limit: int = 8) -> str:
+def _shortened(numbers: list[int], limit: int = 8) -> str:
     return str(numbers) if len(numbers) <= limit else f"[{', '.join(map(str, numbers[:limit]))}, …]"
 
 

@@ -18,9 +18,9 @@ from tilerec.sparse.strides import Strides
 def join(tensors: Sequence[Parts]) -> Parts:
     """Concatenate the features of all `tensors`; see `KeyedJaggedTensor.concat`."""
     first = tensors[0]
-    _check_alike("weights", tensors, lambda parts: parts.weights is not None)
-    _check_alike("variable batch sizes", tensors, lambda parts: parts.strides is not None)
-    _check_alike("inverse indices", tensors, lambda parts: parts.inverse_indices is not None)
+    _check_all_or_none("weights", tensors, lambda parts: parts.weights is not None)
+    _check_all_or_none("variable batch sizes", tensors, lambda parts: parts.strides is not None)
+    _check_all_or_none("inverse indices", tensors, lambda parts: parts.inverse_indices is not None)
     strides = _join_strides(tensors)
     weights = [parts.weights for parts in tensors if parts.weights is not None]
     inverse_pairs = [parts.inverse_indices for parts in tensors if parts.inverse_indices is not None]
@@ -35,7 +35,7 @@ def join(tensors: Sequence[Parts]) -> Parts:
     )
 
 
-def _check_alike(what: str, tensors: Sequence[Parts], has: Callable[[Parts], bool]) -> None:
+def _check_all_or_none(what: str, tensors: Sequence[Parts], has: Callable[[Parts], bool]) -> None:
     flags = [has(parts) for parts in tensors]
     if any(flags) and not all(flags):
         lacking = tensors[flags.index(False)]

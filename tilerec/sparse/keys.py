@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 
 from tilerec.errors import InputError
 
-_REMEMBERED = 64
+_CACHE_SIZE = 64
 """Most permutations, and most splits, that one `Keys` caches; the cache is cleared when it is full."""
 
 
@@ -94,7 +94,7 @@ class Keys(Sequence[str]):
         chosen = tuple(indices)
         selected = self._selections.get(chosen)
         if selected is None:
-            if len(self._selections) >= _REMEMBERED:
+            if len(self._selections) >= _CACHE_SIZE:
                 self._selections.clear()
             selected = self._selections[chosen] = self._select(chosen)
         return selected
@@ -106,7 +106,7 @@ class Keys(Sequence[str]):
         sizes = tuple(segments)
         parts = self._splits.get(sizes)
         if parts is None:
-            if len(self._splits) >= _REMEMBERED:
+            if len(self._splits) >= _CACHE_SIZE:
                 self._splits.clear()
             parts = self._splits[sizes] = self._split(sizes)
         return parts

@@ -65,7 +65,7 @@ def _check_offsets(kjt: KeyedJaggedTensor) -> None:
     bag = _first(offsets_S1.diff() < 0)
     if bag is not None:
         raise InputError(
-            f"{_place(kjt, bag)}: got offsets that descend from {int(offsets_S1[bag])} to "
+            f"{_bag_name(kjt, bag)}: got offsets that descend from {int(offsets_S1[bag])} to "
             f"{int(offsets_S1[bag + 1])}; expected each "
             f"at least as large as the one before. Correct the offsets."
         )
@@ -74,7 +74,7 @@ def _check_offsets(kjt: KeyedJaggedTensor) -> None:
         bag = _first(lengths_S.long() != offsets_S1.long().diff())
         if bag is not None:
             raise InputError(
-                f"{_place(kjt, bag)}: got length {int(lengths_S[bag])} and offsets of "
+                f"{_bag_name(kjt, bag)}: got length {int(lengths_S[bag])} and offsets of "
                 f"{int(offsets_S1[bag + 1] - offsets_S1[bag])} ids; expected equal numbers. Pass only lengths or "
                 "offsets."
             )
@@ -85,7 +85,7 @@ def _check_lengths(kjt: KeyedJaggedTensor) -> None:
     bag = _first(lengths_S < 0)
     if bag is not None:
         raise InputError(
-            f"{_place(kjt, bag)}: got length {int(lengths_S[bag])}; expected 0 or more. Correct the lengths."
+            f"{_bag_name(kjt, bag)}: got length {int(lengths_S[bag])}; expected 0 or more. Correct the lengths."
         )
 
 
@@ -96,7 +96,7 @@ def _check_sizes(kjt: KeyedJaggedTensor) -> None:
         bag = _first(offsets_S1[1:] > items)
         assert bag is not None, "the last offset exceeds the number of values"
         raise InputError(
-            f"{_place(kjt, bag)}: got the end {int(offsets_S1[bag + 1])}; expected at most {items}, the number of "
+            f"{_bag_name(kjt, bag)}: got the end {int(offsets_S1[bag + 1])}; expected at most {items}, the number of "
             f"values. Correct the lengths, which "
             f"sum to {total}."
         )
@@ -173,8 +173,8 @@ def _id_out_of_range(
     )
     rows, name = table[_feature(kjt, bag)[0]]
     return (
-        f"{_place(kjt, bag)}: got id {int(ids_N[position])} (value {position}); expected one in [0, {rows}), the rows "
-        f"of table '{name}'. Map it into the table or increase num_embeddings."
+        f"{_bag_name(kjt, bag)}: got id {int(ids_N[position])} (value {position}); expected one in [0, {rows}), the "
+        f"rows of table '{name}'. Map it into the table or increase num_embeddings."
     )
 
 
@@ -191,6 +191,6 @@ def _feature(kjt: KeyedJaggedTensor, bag: int) -> tuple[str, int]:
     return kjt.keys()[position], bag - bag_offsets[position]
 
 
-def _place(kjt: KeyedJaggedTensor, bag: int) -> str:
+def _bag_name(kjt: KeyedJaggedTensor, bag: int) -> str:
     feature, own_bag = _feature(kjt, bag)
     return f"Feature '{feature}', bag {own_bag}"

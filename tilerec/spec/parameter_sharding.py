@@ -147,8 +147,8 @@ class ParameterSharding:
         if self.ranks is not None:
             fill("ranks", text_to_ranks(list(self.ranks), "ParameterSharding: ranks"))
         elif self.tiling is not None:
-            fill("ranks", _in_order(self.kind, self.tiling))
-        if self.tiling is not None and not _cut_as(self.kind, self.tiling):
+            fill("ranks", _ranks_in_order(self.kind, self.tiling))
+        if self.tiling is not None and not _matches_type(self.kind, self.tiling):
             raise ConfigError(
                 f"ParameterSharding: got sharding_type={self.kind.value!r} with a tiling of another type; expected "
                 "both to match. Leave the tiling out to make it from sharding_type and ranks, or pass 'explicit'."
@@ -303,7 +303,7 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
+def _matches_type(kind: ShardingType, tiling: Tiling) -> bool:
     """Return True if a tiling has only cuts that the sharding type allows. Any type may have replicas."""
     one_block = len(tiling.blocks) == 1
     no_rows = all(len(block.owners) == 1 for block in tiling.blocks)
@@ -316,7 +316,7 @@ def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
     return True
 
 
-def _in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
+def _ranks_in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
     """Return a tiling's ranks: ascending if it is explicit or has replicas, else in the order of the tiles."""
     owners = [own for block in tiling.blocks for own in block.owners]
     if kind is ShardingType.EXPLICIT or any(len(own) > 1 for own in owners):

@@ -106,7 +106,7 @@ class ShardingPlan:
                 f"ShardingPlan: got world_size={self.world_size!r:.80}; expected a whole number from 1 to "
                 f"{MOST_RANKS:,}. Pass the number of ranks."
             )
-        modules = {path: _part(path, tables) for path, tables in self.plan.items()}
+        modules = {path: _module_plan(path, tables) for path, tables in self.plan.items()}
         if self.hosts is not None:
             object.__setattr__(self, "hosts", _read_hosts(self.hosts))
         for path, tables in self.plan.items():
@@ -168,26 +168,26 @@ class ShardingPlan:
             part = self.plan.get(path)
             if part is None and sizes:
                 raise ConfigError(
-                    f"ShardingPlan: got modules {_some(self.plan)}; expected module '{path}' of the model, too. "
+                    f"ShardingPlan: got modules {_shortened(self.plan)}; expected module '{path}' of the model, too. "
                     + _next_move(self.plan, tables)
                 )
             for table in sizes:
                 if part is not None and table not in part:
                     raise ConfigError(
-                        f"ShardingPlan: got tables {_some(part)} of module '{path}'; expected table '{table}', too. "
-                        "Plan again, or add the table."
+                        f"ShardingPlan: got tables {_shortened(part)} of module '{path}'; expected table '{table}', "
+                        "too. Plan again, or add the table."
                     )
         for path, table, sharding in self.tables():
             if path not in tables:
                 raise ConfigError(
                     f"ShardingPlan: got module '{path}', which the model lacks; expected its embedding modules, "
-                    f"{_some(tables)}. Plan again: the plan is for another model, or the module has another path now."
+                    f"{_shortened(tables)}. Plan again: the plan is for another model, or the module was moved."
                 )
             size = tables[path].get(table)
             if size is None:
                 raise ConfigError(
                     f"ShardingPlan: got table '{table}', which module '{path}' lacks; expected its tables, "
-                    f"{_some(tables[path])}. Plan again: the plan is for another model, or the table was renamed."
+                    f"{_shortened(tables[path])}. Plan again: the plan is for another model, or the table was renamed."
                 )
             tiling = _tiling(path, table, sharding)
             if (tiling.rows, tiling.dim) != tuple(size):
@@ -277,7 +277,7 @@ def _read_hosts(hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(text_to_ranks(list(host), "ShardingPlan: hosts") for host in hosts)
 
 
-def _part(path: str, tables: object) -> EmbeddingModuleShardingPlan:
+def _module_plan(path: str, tables: object) -> EmbeddingModuleShardingPlan:
     odd = list(tables.values()) if isinstance(tables, Mapping) else [tables]
     odd = [item for item in odd if not (isinstance(tables, Mapping) and isinstance(item, ParameterSharding))]
     if odd:
@@ -312,7 +312,7 @@ def _tiling(path: str, table: str, sharding: ParameterSharding) -> Tiling:
     return sharding.tiling
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _shortened(names: Iterable[str], most: int = 8) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return f"{listed[:most]}{more}"

@@ -15,10 +15,10 @@ MOST_RANKS = 2**20
 """Largest world size. A range of ranks is checked against it before it is expanded."""
 RANKS = f'ranks such as "0-7,12" or [0, 1, 2], each below {MOST_RANKS:,}'
 _RANK = re.compile(r"[0-9]{1,7}")
-_BRACES = re.compile(r"\{([^{}]*)\}")
+_REPLICAS = re.compile(r"\{([^{}]*)\}")
 
 
-def _run(first: int, last: int) -> str:
+def _format_run(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
@@ -26,16 +26,16 @@ def ranks_to_text(ranks: Iterable[int]) -> str:
     """Format ranks in the given order, with runs of successors joined: `(0, 1, 2, 5, 4)` -> `"0-2,5,4"`."""
     if isinstance(ranks, tuple):
         # Cached: thousands of tables are on the same thousands of ranks.
-        return _joined(ranks) if len(ranks) != 1 or ranks[0] < 0 else str(ranks[0])
-    return _runs(ranks)
+        return _cached_runs(ranks) if len(ranks) != 1 or ranks[0] < 0 else str(ranks[0])
+    return _format_runs(ranks)
 
 
 @lru_cache(maxsize=64)
-def _joined(ranks: tuple[int, ...]) -> str:
-    return _runs(ranks)
+def _cached_runs(ranks: tuple[int, ...]) -> str:
+    return _format_runs(ranks)
 
 
-def _runs(ranks: Iterable[int]) -> str:
+def _format_runs(ranks: Iterable[int]) -> str:
     parts: list[str] = []
     first = last = -2
     for rank in ranks:
@@ -43,10 +43,10 @@ def _runs(ranks: Iterable[int]) -> str:
             last = rank
             continue
         if first >= 0:
-            parts.append(_run(first, last))
+            parts.append(_format_run(first, last))
         first = last = rank
     if first >= 0:
-        parts.append(_run(first, last))
+        parts.append(_format_run(first, last))
     return ",".join(parts)
 
 
@@ -59,7 +59,7 @@ def text_to_ranks(text: object, what: str) -> tuple[int, ...]:
     Raises:
         ConfigError: another form, a rank from `MOST_RANKS` up, or more than `MOST_RANKS` ranks.
     """
-    ranks = _parsed(text)
+    ranks = _parse_ranks(text)
     if ranks is None:
         raise ConfigError(f"{what}: got {shown(text)}; expected {RANKS}. Write the ranks in this form.")
     return ranks
@@ -70,7 +70,7 @@ def read_ranks(value: JsonValue) -> tuple[int, ...]:
     text = value.value
     if isinstance(text, str) and ("ranks", text) in value.memory:
         return cast("tuple[int, ...]", value.memory["ranks", text])
-    ranks = _parsed(text, value.spend)
+    ranks = _parse_ranks(text, value.spend)
     if ranks is None:
         raise value.error(RANKS, "Write the ranks in this form.")
     if isinstance(text, str):
@@ -83,7 +83,7 @@ def read_hosts(value: JsonValue) -> list[tuple[int, ...]]:
     return [read_ranks(host) for host in value.items('a list such as ["0-3", "4-7"]')]
 
 
-def _parsed(text: object, spend: Callable[[int], None] | None = None) -> tuple[int, ...] | None:
+def _parse_ranks(text: object, spend: Callable[[int], None] | None = None) -> tuple[int, ...] | None:
     """Parse ranks from a string, number or list; return None if invalid. Calls `spend` before it expands a string."""
     if isinstance(text, int):
         return (text,) if not isinstance(text, bool) and 0 <= text < MOST_RANKS else None
@@ -139,19 +139,19 @@ def read_owners(value: JsonValue) -> tuple[tuple[int, ...], ...]:
     if not isinstance(text, str):
         return tuple((rank,) for rank in read_ranks(value))
     if ("owners", text) not in value.memory:
-        owners = _owners(text, value.spend)
+        owners = _parse_owners(text, value.spend)
         if owners is None:
             raise value.error(f'{RANKS}, replicas in braces: "0-3,{{4,5}}"', "Write the owners in this form.")
         value.memory["owners", text] = owners
     return cast("tuple[tuple[int, ...], ...]", value.memory["owners", text])
 
 
-def _owners(text: str, spend: Callable[[int], None]) -> tuple[tuple[int, ...], ...] | None:
+def _parse_owners(text: str, spend: Callable[[int], None]) -> tuple[tuple[int, ...], ...] | None:
     owners: list[tuple[int, ...]] = []
     rest = text
     # Split once at the braces: odd pieces are replicas, even pieces are ranks with one replica each.
-    for place, piece in enumerate(_BRACES.split(rest)):
-        ranks = _parsed(piece if place % 2 else piece.strip().strip(","), spend)
+    for place, piece in enumerate(_REPLICAS.split(rest)):
+        ranks = _parse_ranks(piece if place % 2 else piece.strip().strip(","), spend)
         if ranks is None or len(owners) + len(ranks) > MOST_RANKS:
             return None
         owners += [ranks] if place % 2 else [(rank,) for rank in ranks]

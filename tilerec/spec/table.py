@@ -95,7 +95,7 @@ _WITHOUT_EFFECT = {
 }
 """Arguments of TorchRec's configs that have no effect here -> the reason."""
 
-_MOST = (1 << 60) - 1
+_MAX_ELEMENTS = (1 << 60) - 1
 """Most elements of a table: their bytes, up to 8 each, must be below 2^63."""
 
 _TRAINABLE = (DataType.FP64, DataType.FP32, DataType.FP16, DataType.BF16, DataType.FP8)
@@ -165,10 +165,10 @@ class _TableConfig:
                 raise ConfigError(
                     f"{what}: got {field_name}={value!r}; expected a whole number of at least 1. Pass one."
                 )
-        if self.num_embeddings * self.embedding_dim > _MOST:
+        if self.num_embeddings * self.embedding_dim > _MAX_ELEMENTS:
             raise ConfigError(
                 f"{what}: got num_embeddings={self.num_embeddings} rows of {self.embedding_dim}; expected at most "
-                f"{_MOST} elements in all, which 64 bits can address. Map ids to fewer rows."
+                f"{_MAX_ELEMENTS} elements in all, which 64 bits can address. Map ids to fewer rows."
             )
         data_type = _data_type(self.data_type, f"{what}: data_type")
         if dtype is not None:

@@ -119,7 +119,7 @@ class Topology:
             "weighted_feature_bwd_compute_multiplier": weighted_feature_bwd_compute_multiplier,
             "uneven_sharding_perf_multiplier": uneven_sharding_perf_multiplier,
         }
-        warn_without_effect("Topology", multipliers, dict.fromkeys(multipliers, _ITS_OWN_MODEL), 3)
+        warn_without_effect("Topology", multipliers, dict.fromkeys(multipliers, _OWN_COST_MODEL), 3)
         if not _whole(self.world_size, 1) or self.world_size > MOST_RANKS:
             raise ConfigError(
                 f"Topology: got world_size={self.world_size!r:.80}; expected a whole number from 1 to {MOST_RANKS:,}. "
@@ -129,7 +129,7 @@ class Topology:
         if custom_topology_data is not None:
             for name in ("hbm", "ddr"):
                 if getattr(self, f"{name}_caps") is None:
-                    fill(f"{name}_caps", _custom(custom_topology_data, f"{name}_cap"))
+                    fill(f"{name}_caps", _custom_caps(custom_topology_data, f"{name}_cap"))
         if generalized_comms_bandwidths is not None:
             for name in ("intra_host_bw", "inter_host_bw"):
                 fill(name, _link(generalized_comms_bandwidths, name))
@@ -180,7 +180,7 @@ class Topology:
         if self.hosts is None:
             fill("hosts", self._blocks())
         else:
-            fill("hosts", _checked(self.hosts, self.world_size))
+            fill("hosts", _checked_hosts(self.hosts, self.world_size))
         sizes = {len(host) for host in self.host_ranks}
         if self.local_world_size is not None and sizes != {self.local_world_size}:
             raise ConfigError(
@@ -231,11 +231,11 @@ class Topology:
 
     def host_of(self, rank: int) -> int:
         """Return the number of a rank's host."""
-        return self._place(rank)[0]
+        return self._position(rank)[0]
 
     def local_rank(self, rank: int) -> int:
         """Return a rank's position within its host."""
-        return self._place(rank)[1]
+        return self._position(rank)[1]
 
     def turn(self, rank: int, host: int) -> int:
         """Return a rank's index, from 0, among the ranks of all hosts except `host`."""
@@ -276,15 +276,15 @@ class Topology:
         return tuple(sorted(ranks) for ranks in self.host_ranks)
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
+    def _positions(self) -> dict[int, tuple[int, int]]:
         return {rank: (h, i) for h, host in enumerate(self.host_ranks) for i, rank in enumerate(host)}
 
-    def _place(self, rank: int) -> tuple[int, int]:
-        if rank not in self._places:
+    def _position(self, rank: int) -> tuple[int, int]:
+        if rank not in self._positions:
             raise ConfigError(
                 f"Topology: got rank {rank!r}; expected 0 to {self.world_size - 1}. Pass one of these ranks."
             )
-        return self._places[rank]
+        return self._positions[rank]
 
     @staticmethod
     def from_launcher(compute_device: str = "cuda", environ: Mapping[str, str] | None = None) -> Topology:
@@ -394,7 +394,7 @@ class Topology:
         )
 
 
-_ITS_OWN_MODEL = "tilerec's cost model measures backward passes and uneven splits (tilerec calibrate)"
+_OWN_COST_MODEL = "tilerec's cost model measures backward passes and uneven splits (tilerec calibrate)"
 _BANDWIDTHS = (
     "hbm_mem_bw",
     "ddr_mem_bw",
@@ -417,7 +417,7 @@ def _check_device(kind: object) -> None:
         )
 
 
-def _custom(data: Any, key: str) -> Any:
+def _custom_caps(data: Any, key: str) -> Any:
     """Return the values per rank from TorchRec's CustomTopologyData; None if it has no such key."""
     try:
         return list(data.get_data(key)) if data.has_data(key) else None
@@ -441,7 +441,7 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _checked(hosts: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:
+def _checked_hosts(hosts: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:
     stored = tuple(text_to_ranks(list(host), "Topology: hosts") for host in hosts)
     if not all(stored):
         raise ConfigError(

@@ -49,12 +49,17 @@ _FBGEMM: dict[str, str] = {
 _ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
 
 # Settings that select the implementation of torch's own loop. Results do not depend on them, so they are ignored.
-_TORCH_EXECUTION = ("foreach", "fused")
+_TORCH_IGNORED = ("foreach", "fused")
 
 # torch settings that change results and that no row rule supports -> the value without effect, which is accepted.
-_TORCH_OFF: dict[str, Any] = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0}
+_TORCH_UNSUPPORTED: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "dampening": 0,
+}
 
-_WHY_OFF = {
+_WHY_UNSUPPORTED = {
     "amsgrad": "the row rules keep no running maximum of the second moment",
     "maximize": "the row rules minimise; negate the loss instead",
     "differentiable": "the update runs in the backward pass and cannot be differentiated",
@@ -83,21 +88,21 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
     spec, shown = _spec_class(cls, settings)
     for old, new in _ALIASES.items():
         if old in settings:
-            _once(shown, settings, old, new)
+            _refuse_both(shown, settings, old, new)
             settings[new] = settings.pop(old)
     if "beta1" in settings or "beta2" in settings:
-        _once(shown, settings, "beta1/beta2", "betas")
+        _refuse_both(shown, settings, "beta1/beta2", "betas")
         default = getattr(cls if isinstance(cls, OptimizerSpec) else spec, "betas", (0.9, 0.999))
         settings["betas"] = (settings.pop("beta1", default[0]), settings.pop("beta2", default[1]))
     if "weight_decay_mode" in settings:
         settings["weight_decay_mode"] = _decay_mode(settings["weight_decay_mode"])
-    for key in _TORCH_EXECUTION:
+    for key in _TORCH_IGNORED:
         settings.pop(key, None)
-    for key, off in _TORCH_OFF.items():
+    for key, off in _TORCH_UNSUPPORTED.items():
         if key in settings and settings.pop(key) != off:
             raise ConfigError(
-                f"{shown}: got {key}={(kwargs or {})[key]!r}; expected {key}={off!r} ({_WHY_OFF[key]}). Leave it out, "
-                "or do not attach the optimizer and call its step() on the parameter's .grad."
+                f"{shown}: got {key}={(kwargs or {})[key]!r}; expected {key}={off!r} ({_WHY_UNSUPPORTED[key]}). Leave it "
+                "out, or do not attach the optimizer and call its step() on the parameter's .grad."
             )
     # torch's param groups contain this switch between its two classes.
     if spec is Adam and settings.get("decoupled_weight_decay") is True:
@@ -145,7 +150,7 @@ def _decoupled(spec: type[OptimizerSpec], settings: Mapping[str, Any]) -> type[O
     return AdamW if spec is Adam and settings.get("weight_decay", 0) else spec
 
 
-def _once(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
+def _refuse_both(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
     if new in settings:
         raise ConfigError(
             f"{shown}: got both {old} and {new}; expected one, as they are the same. Pass {new} only."
