@@ -101,8 +101,8 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
     for key, off in _TORCH_UNSUPPORTED.items():
         if key in settings and settings.pop(key) != off:
             raise ConfigError(
-                f"{shown}: got {key}={(kwargs or {})[key]!r}; expected {key}={off!r} ({_WHY_UNSUPPORTED[key]}). Leave it "
-                "out, or do not attach the optimizer and call its step() on the parameter's .grad."
+                f"{shown}: got {key}={(kwargs or {})[key]!r}; expected {key}={off!r} ({_WHY_UNSUPPORTED[key]}). Leave "
+                "it out, or do not attach the optimizer and call its step() on the parameter's .grad."
             )
     # torch's param groups contain this switch between its two classes.
     if spec is Adam and settings.get("decoupled_weight_decay") is True:
