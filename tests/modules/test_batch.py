@@ -109,5 +109,5 @@ def test_a_sample_that_uses_no_bag_of_its_feature_is_refused(bag: int) -> None:
 
 
 def test_complex_weights_are_refused() -> None:
-    with pytest.raises(InputError, match=r"weights have dtype torch\.complex64; expected real numbers"):
+    with pytest.raises(InputError, match=r"got weights of torch\.complex64; expected real numbers"):
         KeyedJaggedTensor(["f"], IDS, torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.int64))

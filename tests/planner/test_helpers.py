@@ -221,7 +221,7 @@ def test_a_plan_by_hand_knows_its_world_and_the_hosts_that_were_said(monkeypatch
 
     both = made(local_size=2, world_size=4)
     assert (both.world_size, both.hosts) == (4, ((0, 1), (2, 3)))
-    with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+    with pytest.raises(ConfigError, match="got a plan for 4 ranks; expected one for the 2 ranks"):
         ShardingPlan({"ebc": both}).check({"ebc": {"t": (10, 512)}}, 2)
     size_alone = made(world_size=4)
     assert (size_alone.world_size, size_alone.hosts) == (4, None)

@@ -55,7 +55,7 @@ def test_what_is_given_changes_and_the_rest_stays() -> None:
         ({"batch_size": -1}, "batch_size is -1"),
         ({"wire": "fp4"}, r"Wire: forward is 'fp4'"),
         ({"hosts": 1}, r"name rank 7, and the topology has ranks 0 to 3"),
-        ({"hbm_cap": -5}, "hbm_cap is -5"),
+        ({"hbm_cap": -5}, "got hbm_cap=-5"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
