@@ -123,7 +123,7 @@ def test_sizes_and_inputs_that_do_not_fit_are_named() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{name} is 0"):
             SimpleDeepFMNN(sizes[0], tables(), sizes[1], sizes[2])
-    with pytest.raises(ConfigError, match="got embedding_dim=-1"):
+    with pytest.raises(ConfigError, match="embedding_dim is -1"):
         DenseArch(5, 7, -1)
     mixed = EmbeddingBagCollection([EmbeddingBagConfig(9, 3, "t1"), EmbeddingBagConfig(9, 4, "t2")])
     with pytest.raises(ConfigError, match="SimpleDeepFMNN: table 't2' has embedding_dim 4"):

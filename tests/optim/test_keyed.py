@@ -206,7 +206,7 @@ def test_every_parameter_needs_a_name_and_only_one() -> None:
         KeyedOptimizer({"a": a, "again": a}, {}, [{"params": [a]}])
     opt = KeyedOptimizer({"a": a}, {}, [{"params": [a]}])
     opt.state[b] = {"x": 1}
-    with pytest.raises(ConfigError, match=r"state for a tensor of shape .* has no name"):
+    with pytest.raises(ConfigError, match=r"got state of a tensor of shape .* has no name"):
         opt.state_dict()
 
 

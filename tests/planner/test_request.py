@@ -238,7 +238,7 @@ def test_of_ranks_that_differ_a_part_is_reserved_of_each() -> None:
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"feature_names": "user"}, 'feature_names: got "user"; expected a list of strings'),
+        ({"feature_names": "user"}, 'feature_names: got "user"; expected a list of texts'),
         ({"feature_names": [1]}, r"feature_names\[0\]: got 1"),
         ({"feature_names": 7}, "feature_names: got 7"),
         ({"also": 5}, r"also: got 5; expected a list of \[path, table\]"),

@@ -417,7 +417,7 @@ def test_known_parts_are_taken_and_checked() -> None:
     for wrong, message in (
         ({"stride_per_key": [1, 2]}, "got stride_per_key="),
         ({"lengths_offset_per_key": [0, 1, 4]}, "got lengths_offset_per_key="),
-        ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key contradicts keys"),
+        ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key that contradicts keys"),
         ({"jt_dict": {"a": by_key["a"]}}, "got a jt_dict with other keys"),
         ({"length_per_key": [5]}, "got 1 lengths per key; expected 2"),
         ({"length_per_key": [2, 2]}, "the lengths sum to 4, but there are 5 values"),

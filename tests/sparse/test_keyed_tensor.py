@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ),
         (
             lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, None, {"x": 1, "y": 0}),
-            "index_per_key contradicts",
+            "index_per_key that contradicts",
         ),
         (lambda: KeyedTensor.from_tensor_list([], []), "got an empty list"),
         (lambda: KeyedTensor.from_tensor_list(["x"], [values], 1, 0), "got cat_dim=0 with key_dim=1"),
@@ -187,7 +187,7 @@ def test_what_cannot_be_a_keyed_tensor_is_refused() -> None:
             r"got values of shape \[1\]; expected a dimension key_dim=1",
         ),
         (lambda: KeyedTensor(["x"], [1], torch.ones(1, 1), key_dim=-3), "expected a dimension key_dim=-3"),
-        (lambda: KeyedTensor(["x"], [1.0], torch.ones(1, 1)), "hold a fraction"),
+        (lambda: KeyedTensor(["x"], [1.0], torch.ones(1, 1)), "with a float; expected numbers of columns"),
         (
             lambda: KeyedTensor.regroup([KeyedTensor(["xy"], [1], torch.ones(1, 1))], ["xy"]),
             r"got the string 'xy' as a group; expected a list of keys. Write \['xy'\]",
