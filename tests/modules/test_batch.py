@@ -56,7 +56,9 @@ def test_a_batch_with_one_tensor_on_meta_is_refused(part: str) -> None:
 @pytest.mark.parametrize("make", [pooled, one_by_one])
 def test_lengths_that_cover_fewer_values_are_refused(make: Callable[[], nn.Module]) -> None:
     features = KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([1, 1]))
-    refused(make, features, "got lengths that sum to 2; expected 4, the number of values")
+    refused(
+        make, features, r"(got lengths that sum to 2; expected 4,|the lengths sum to 2, but there are 4) "
+    )
 
 
 @pytest.mark.parametrize("make", [pooled, one_by_one])
@@ -64,13 +66,13 @@ def test_offsets_that_begin_behind_the_first_value_are_refused(make: Callable[[]
     refused(
         make,
         KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([1, 2, 4])),
-        "got 1 as the first offset; expected 0",
+        r"(got 1 as the first offset|the first offset is 1); expected 0",
     )
 
 
 def test_values_without_any_bag_are_refused() -> None:
     features = KeyedJaggedTensor(["f"], IDS, lengths=torch.zeros(0, dtype=torch.int64))
-    with pytest.raises(InputError, match="got lengths that sum to 0; expected 4, the number of values"):
+    with pytest.raises(InputError, match="the lengths sum to 0, but there are 4 values"):
         pooled()(features)
 
 
@@ -97,7 +99,7 @@ def test_values_of_features_that_no_table_reads_are_in_bags_of_theirs(change: st
 
 def test_a_permutation_leaves_no_value_out_that_lies_in_no_bag() -> None:
     features = KeyedJaggedTensor(["e", "f"], IDS, lengths=torch.tensor([1, 1]))
-    with pytest.raises(InputError, match="got lengths that sum to 2; expected 4, the number of values"):
+    with pytest.raises(InputError, match=r"got lengths that sum to 2; expected 4, the number of values"):
         features.permute([1])
 
 

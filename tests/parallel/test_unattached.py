@@ -365,9 +365,9 @@ def refused() -> None:
     before = whole(state)
     (name,) = uneven
     for slots, match in (
-        ({**state["state"][name], "exp_avg": torch.zeros(5, 6)}, r"got shape \(5, 6\), wanted.*\(7, 6\)"),
+        ({**state["state"][name], "exp_avg": torch.zeros(5, 6)}, r"got shape \(5, 6\); expected.*\(7, 6\)"),
         ({**state["state"][name], "more": torch.zeros(7, 6)}, "also has"),
-        (torch.zeros(7, 6), "wanted a dict"),
+        (torch.zeros(7, 6), "expected a dict"),
     ):
         with pytest.raises(ConfigError, match=match):
             adam.load_state_dict({"state": {name: slots}})

@@ -137,7 +137,7 @@ def test_any_cover_may_be_given() -> None:
     assert planned(explicit(iter(cover))).kind is ShardingType.EXPLICIT
     with pytest.raises(ConfigError, match=r"got no tile with rows \[9, 10\) x columns \[0, 512\)"):
         planned(explicit(cover[:1]))
-    with pytest.raises(ConfigError, match="lies on rank 4"):
+    with pytest.raises(ConfigError, match="on rank 4; expected ranks 0 to 3"):
         planned(explicit([(0, 10, 0, 512, 4)]))
 
 

@@ -420,7 +420,7 @@ def test_known_parts_are_taken_and_checked() -> None:
         ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key that contradicts keys"),
         ({"jt_dict": {"a": by_key["a"]}}, "got a jt_dict with other keys"),
         ({"length_per_key": [5]}, "got 1 lengths per key; expected 2"),
-        ({"length_per_key": [2, 2]}, "the lengths sum to 4, but there are 5 values"),
+        ({"length_per_key": [2, 2]}, "got lengths that sum to 4; expected 5, the number of values"),
     ):
         with pytest.raises(InputError, match=message):
             _example(**wrong)

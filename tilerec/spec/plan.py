@@ -174,7 +174,7 @@ class ShardingPlan:
             for table in sizes:
                 if part is not None and table not in part:
                     raise ConfigError(
-                        f"ShardingPlan: got tables {_shortened(part)} of module '{path}'; expected table '{table}', "
+                        f"ShardingPlan: got tables {_shortened(part)}; expected table '{table}' of module '{path}', "
                         "too. Plan again, or add the table."
                     )
         for path, table, sharding in self.tables():
