@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]) and lies on owners[i] (replicas, ascending)."""
+    """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]), on the ranks owners[i] (replicas, ascending)."""
 
     c0: int
     c1: int

@@ -157,7 +157,11 @@ class Topology:
             elif not _whole(cap, 0) or cap >= MOST_BYTES:
                 raise ConfigError(
                     f"Topology: got {name}={cap!r:.200}; expected a whole number of bytes from 0 (below 2^60)."
-                    + (f" For ranks that differ pass {name}s=." if isinstance(cap, Sequence) else " Pass bytes per rank.")
+                    + (
+                        f" For ranks that differ pass {name}s=."
+                        if isinstance(cap, Sequence)
+                        else " Pass one."
+                    )
                 )
         for name in _BANDWIDTHS:
             value = getattr(self, name)
