@@ -76,10 +76,11 @@ def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
         step = getattr(step, "__wrapped__", step)
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        who = type(optimizer).__name__
+        class_name = type(optimizer).__name__
         raise ConfigError(
-            f"{who}: got a step() that requires a closure; expected one without, to create the state before training. "
-            "Call optimizer.step(closure) instead of init_state(), and use another optimizer for sharded tables."
+            f"{class_name}: got a step() that requires a closure; expected one without, to create the state before "
+            "training. Call optimizer.step(closure) instead of init_state(), and use another optimizer for sharded "
+            "tables."
         )
     return lambda: step(optimizer)
 

@@ -219,17 +219,17 @@ class KeyedOptimizer(Optimizer):
 
     def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
         """Check the state dict, and append the writes to `plan`."""
-        who = type(self).__name__
+        class_name = type(self).__name__
         self._refuse_unnamed_state()
         if "state" not in given:
             raise ConfigError(
-                f"{who}: got a state dict with {sorted(given)}; expected 'state'. Pass a state_dict()."
+                f"{class_name}: got a state dict with {sorted(given)}; expected 'state'. Pass a state_dict()."
             )
         loaded, state, tables = given["state"], self.state, self._tables()
         fresh = self._make_tiles_state(tables)
         params = {name: p for name, p in self.params.items() if not tables or not is_further_leaf(p)}
         here = {name for name, p in params.items() if state.get(p) and name not in fresh}
-        _same_keys(f"{who}: state", here, loaded, optional=set(params) - here)
+        _same_keys(f"{class_name}: state", here, loaded, optional=set(params) - here)
         # In the same order on every rank, since loading tiles is a collective.
         for name in sorted(set(tables) & set(loaded)):
             if name in here or not isinstance(loaded[name], Mapping) or loaded[name]:
@@ -251,26 +251,28 @@ class KeyedOptimizer(Optimizer):
         if self._save_groups:
             if "param_groups" not in given:
                 raise ConfigError(
-                    f"{who}: got a state dict without 'param_groups'; expected them after save_param_groups(True). "
-                    "Save them, or call save_param_groups(False) before loading."
+                    f"{class_name}: got a state dict without 'param_groups'; expected them after "
+                    "save_param_groups(True). Save them, or call save_param_groups(False) before loading."
                 )
             self._plan_groups(given["param_groups"], plan)
 
     def _plan_groups(self, loaded: Iterable[Mapping[str, Any]], plan: list[Callable[[], None]]) -> None:
-        who = type(self).__name__
+        class_name = type(self).__name__
         groups = {tuple(self._names_in(group)): group for group in self.param_groups}
         given = {tuple(sorted(group["params"])): group for group in loaded}
         if set(groups) != set(given):
             raise ConfigError(
-                f"{who}: got param groups {_listed(given)}; expected {_listed(groups)}. Make the optimizer with the "
-                "same groups, or call save_param_groups(False) before loading."
+                f"{class_name}: got param groups {_listed(given)}; expected {_listed(groups)}. Make the optimizer with "
+                "the same groups, or call save_param_groups(False) before loading."
             )
         for key, group in given.items():
             for setting, value in _settings(group).items():
                 if setting in self._of_this_run:
                     continue
                 if isinstance(groups[key].get(setting), Tensor):
-                    _plan_value(groups[key], setting, value, f"{who}: param group setting '{setting}'", plan)
+                    _plan_value(
+                        groups[key], setting, value, f"{class_name}: param group setting '{setting}'", plan
+                    )
                 else:
                     plan.append(_setter(groups[key], setting, _copied(value)))
 
@@ -297,22 +299,22 @@ class KeyedOptimizer(Optimizer):
 
     def _new_params(self, param_group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Check and return the named parameters of a new group."""
-        who, given = type(self).__name__, param_group.get("params")
+        class_name, given = type(self).__name__, param_group.get("params")
         pairs = list(given.items()) if isinstance(given, Mapping) else None
         if pairs is None and isinstance(given, Iterable) and not isinstance(given, Tensor):
             pairs = [pair for pair in given if isinstance(pair, tuple) and len(pair) == 2]
             pairs = pairs if len(pairs) == len(list(given)) else None
         if not pairs or not all(isinstance(n, str) and isinstance(p, Tensor) for n, p in pairs):
             raise ConfigError(
-                f"{who}: add_param_group got parameters without names; expected names. Pass "
+                f"{class_name}: add_param_group got parameters without names; expected names. Pass "
                 "{'params': {name: parameter, ...}, ...} or [(name, parameter), ...]."
             )
         names = self._names()
         for name, tensor in pairs:
             if name in self.params or tensor in names:
                 raise ConfigError(
-                    f"{who}: add_param_group got '{name}', already present as '{names.get(tensor, name)}'; expected a "
-                    "new parameter with a new name. Leave it out."
+                    f"{class_name}: add_param_group got '{name}', already present as '{names.get(tensor, name)}'; "
+                    "expected a new parameter with a new name. Leave it out."
                 )
         return dict(pairs)
 

@@ -80,19 +80,19 @@ class PositionalOptimizer(OptimizerWrapper):
         Raises:
             ConfigError: another number of groups or parameters, or an error of the wrapped optimizer.
         """
-        who, names = type(self).__name__, {p: name for name, p in self.params.items()}
+        class_name, names = type(self).__name__, {p: name for name, p in self.params.items()}
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise ConfigError(
-                    f"{who}: got a state dict with {sorted(state_dict)}; expected '{key}'. Pass a state_dict()."
+                    f"{class_name}: got a state dict with {sorted(state_dict)}; expected '{key}'. Pass a state_dict()."
                 )
         here, given = self._optimizer.param_groups, state_dict["param_groups"]
         members = [_with_table_leaves(group)["params"] for group in here]
         sizes, got = [len(params) for params in members], [len(group["params"]) for group in given]
         if sizes != got:
             raise ConfigError(
-                f"{who}: got param groups with {got} parameters; expected {sizes}. Make the optimizer with the same "
-                "groups before loading."
+                f"{class_name}: got param groups with {got} parameters; expected {sizes}. Make the optimizer with the "
+                "same groups before loading."
             )
         name_of: dict[Any, str] = {}
         state: dict[str, Any] = {}
@@ -105,7 +105,8 @@ class PositionalOptimizer(OptimizerWrapper):
         unknown = [key for key in state_dict["state"] if key not in name_of]
         if unknown:
             raise ConfigError(
-                f"{who}: got state of {unknown[:5]}; expected only parameters of its param groups. Pass a state_dict()."
+                f"{class_name}: got state of {unknown[:5]}; expected only parameters of its param groups. Pass a "
+                "state_dict()."
             )
         state.update((name_of[key], value) for key, value in state_dict["state"].items())
         self._optimizer.load_state_dict({"state": state, "param_groups": named_groups})

@@ -273,8 +273,8 @@ class Tiling:
                     "column edges; expected 2 column edges and one owner per row range. Correct the block."
                 )
             tiles += [
-                (r0, r1, columns[0], columns[1], who)
-                for (r0, r1), who in zip(pairwise(cuts), owners, strict=True)
+                (r0, r1, columns[0], columns[1], replicas)
+                for (r0, r1), replicas in zip(pairwise(cuts), owners, strict=True)
             ]
         try:
             return Tiling.of(name, rows, dim, tiles)
