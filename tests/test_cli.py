@@ -93,7 +93,7 @@ def test_scores_are_printed_where_a_full_disk_takes_no_logs(
     assert code == 1
     assert "256 samples in 4 steps" in text
     assert text.index("best reachable") < text.index("error: log_dir")
-    assert "got 2 logs that are not complete" in text
+    assert "got 2 incomplete logs" in text
     assert "No space left on device" in text
     assert not (tmp_path / "log" / "summary.json").exists()
     assert not list((tmp_path / "log").glob(".tilerec*"))
@@ -355,16 +355,16 @@ def test_processes_are_not_started_by_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, text = _invoke("train", "synthetic", *SMALL, "--nproc", "2", "--log-dir", "")
     assert code == 1
-    assert "torchrun has done so; leave it out" in text
+    assert "under torchrun, which has already started the processes" in text
 
 
 def test_calibrate_says_where_it_cannot_write() -> None:
     code, printed = _invoke("calibrate", "--out", "no/such/folder/topology.json")
     assert code == 1
-    assert "there is no folder no/such/folder; create it first" in printed
+    assert "expected a file in an existing folder. Create no/such/folder first" in printed
     code, printed = _invoke("calibrate", "--out", ".")
     assert code == 1
-    assert "--out .: got a folder; expected a file. Name a file in it." in printed
+    assert "--out: got the folder .; expected a file. Name a file in it." in printed
 
 
 def test_what_was_measured_is_printed_before_it_is_written(
@@ -396,5 +396,5 @@ def test_what_was_measured_is_printed_before_it_is_written(
         run_virtual_ranks(1, cli._calibrate, str(path), "cpu")
     printed = capsys.readouterr().out
     assert not path.exists()
-    assert printed.index("route") < printed.index("The topology, for a file of your own:")
+    assert printed.index("route") < printed.index("The topology, to save by hand:")
     assert Topology.from_json(json.loads(printed[printed.index("{") :])) == measured[-1]

@@ -48,17 +48,20 @@ def test_lines_left_out_are_told(ratings: Path) -> None:
     assert "ratings.csv:2002: column 'rating' is missing" in text.replace("\n", "")
     code, text = _stats(ratings, "--out", ratings / "s.json", "--on-bad-row", "skip", "--features", "movieId")
     assert code == 0, text
-    assert "1 malformed lines left out" in text
+    assert "1 malformed lines skipped" in text
     assert set(Statistics.load(ratings / "s.json").features) == {"movieId"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "DATA is missing"),
+        ((), "DATA: got nothing; expected a file or folder"),
         (("nowhere.csv",), "cannot be opened"),
-        (("x", "--out", "no/such/folder/s.json"), "create it first"),
-        (("x", "--recipe", "movielens", "--features", "a"), "--recipe knows its data"),
+        (("x", "--out", "no/such/folder/s.json"), "expected a file in an existing folder"),
+        (
+            ("x", "--recipe", "movielens", "--features", "a"),
+            "--recipe: got --features, --separator or --format, too",
+        ),
         (("x", "--format", "xml"), "format is 'xml'"),
     ],
 )

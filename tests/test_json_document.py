@@ -91,12 +91,12 @@ def test_each_kind_refuses_the_others() -> None:
     for call, expected in (
         (value.whole, "a whole number from 0"),
         (value.number, "a number"),
-        (value.text, "a text"),
+        (value.text, "a string"),
         (value.items, "a list"),
         (value.members, "an object"),
         (value.wholes, "a list of whole numbers from 0"),
     ):
         with pytest.raises(
-            ConfigError, match=rf"^File: a\.b\[0\]: got true; expected {expected}\. Mend the file"
+            ConfigError, match=rf"^File: a\.b\[0\]: got true; expected {expected}\. Correct the file"
         ):
             call()

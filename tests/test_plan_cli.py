@@ -141,8 +141,8 @@ def test_what_would_be_is_told_beside_what_is(planned: Path) -> None:
     code, text = run("whatif", *arguments)
     assert code == 0
     rows = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
-    assert rows["samples of a rank"] == ["512", "8,192"]
-    assert "74.5" in rows["of"]
+    assert rows["samples per rank"] == ["512", "8,192"]
+    assert "74.5" in rows["its capacity"]
     assert ShardingPlan.load("then.json").world_size == 8
     assert PlanReport.load("then.report.json").tables[0].data_type == "bf16"
     assert ShardingPlan.load("plan.json").world_size == 4
@@ -196,7 +196,7 @@ def test_a_topology_file_says_the_machines(planned: Path) -> None:
     assert ShardingPlan.load("e.json").world_size == 12
     code, text = run("tables.json", "--topology", "topology.json", "--device", "cpu")
     assert code == 1
-    assert "error: --device cpu: topology.json is of cuda" in text
+    assert "error: --device: got cpu with topology.json; expected cuda" in text
 
 
 def test_machines_are_known_by_name(here: Path) -> None:
@@ -218,7 +218,10 @@ def test_without_the_package_yaml_is_refused(here: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "yaml", None)
     code, text = run("t.yaml", *WORLD)
     assert code == 1
-    assert "reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON" in text
+    assert (
+        "got YAML without the package pyyaml; expected JSON, or pyyaml. Install tilerec[yaml], or write JSON"
+        in text
+    )
 
 
 def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
@@ -233,30 +236,42 @@ def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
     [
         (
             ("tables.json",),
-            "Which machines? Give --machine h100, or --ranks-per-host (and --hosts), or --topology",
+            "Machines: got none of --machine, --ranks-per-host and --topology; expected one. Give --machine h100",
         ),
         (("tables.json", "--machine", "h10"), "got machine 'h10'; expected one of a100, h100, h200, b200"),
-        (("tables.json", "--machine", "h100", "--device", "cpu"), "--machine h100: got --device cpu, too"),
+        (
+            ("tables.json", "--machine", "h100", "--device", "cpu"),
+            "--machine: got h100 and --device cpu; expected one of them",
+        ),
         (
             ("tables.json", "--machine", "h100", "--topology", "t.json"),
-            "--machine h100: got --topology t.json, too",
+            "--machine: got h100 and --topology t.json; expected one of them",
         ),
         (("nothing.json", *WORLD), "nothing.json cannot be read"),
         (("half.json", *WORLD), "half.json is not JSON"),
         (("object.json", *WORLD), 'got an object without "tables"'),
         (("syntetic", *WORLD), "There is no recipe 'syntetic'; did you mean 'synthetic'?"),
-        (("synthetic", *WORLD, "--optimizer", "SGD"), "--optimizer is for lists of tables"),
+        (
+            ("synthetic", *WORLD, "--optimizer", "SGD"),
+            "--optimizer: got SGD with a recipe; expected it only with a list of tables",
+        ),
         (
             ("tables.json", *WORLD, "--hbm", "80 apples"),
-            "--hbm '80 apples' is no number of bytes; write 80GB",
+            "--hbm: got '80 apples'; expected a number of bytes. Write 80GB",
         ),
         (("tables.json", *WORLD, "--dtype", "fp4"), "data type 'fp4' is none of"),
-        (("tables.json", *WORLD, "--out", "no/where.json"), "there is no folder no; create it first"),
+        (
+            ("tables.json", *WORLD, "--out", "no/where.json"),
+            "expected a file in an existing folder. Create no first",
+        ),
         (("tables.json", *WORLD, "--reserve", "2"), "percentage is 2.0; it is a part of the memory"),
         (("show", "nothing.json"), "nothing.json cannot be read"),
         (("show", "half.json"), "half.json is not JSON"),
-        (("explain", "user"), "plan.request.json is not there; it says what plan.json was made of"),
-        (("whatif", "--hosts", "2"), "plan.request.json is not there"),
+        (
+            ("explain", "user"),
+            "plan.request.json: got no such file; expected the request that plan.json was made from",
+        ),
+        (("whatif", "--hosts", "2"), "plan.request.json: got no such file"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(here: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -277,10 +292,10 @@ def test_a_plan_file_of_a_newer_version_or_without_a_report_says_so(planned: Pat
     os.rename("plan.report.json", "away.json")
     code, text = run("show")
     assert code == 0
-    assert "no report: plan.report.json is not there" in text
+    assert "no report: plan.report.json does not exist" in text
     code, text = run("show", "--html", "x.html")
     assert code == 1
-    assert "plan.report.json is not there, and --html draws it" in text
+    assert "plan.report.json: got no such file; expected the report of plan.json, which --html draws" in text
 
 
 def test_a_plan_made_by_hand_is_shown_with_its_price(planned: Path) -> None:
@@ -341,30 +356,36 @@ def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned:
     Path("plan.json").write_text(json.dumps(moved))
     code, shown = run("show", QUICK)
     assert code == 0
-    assert "plan.report.json is of another plan" in shown
+    assert "plan.report.json: got the report of another plan" in shown
     assert "no plan takes less" not in shown
     code, why = run("explain", "user")
     assert code == 0
-    assert "plan.json has 'user' not where its request gives it" in why
+    assert "plan.json: got another placement of 'user' than its request gives" in why
     code, found = run("diff", "plan.json", "other.json")
     assert code == 0
     assert "no reports are compared" in found
     code, text = run("show", "--html", "r.html")
     assert code == 1
-    assert "plan.report.json is not this plan's, and --html draws it" in text
+    assert (
+        "plan.report.json: got the report of another plan; expected the report of plan.json, which --html draws"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tables.json", *WORLD, "--out", "folder"), "--out folder is a folder"),
-        (("tables.json", *WORLD, "--html", "no/x.html"), "--html no/x.html: there is no folder no"),
-        (("tables.json", *WORLD, "--html", "folder"), "--html folder is a folder"),
-        (("show", "--html", "no/x.html"), "there is no folder no"),
-        (("whatif", "--out", "folder"), "--out folder is a folder"),
+        (("tables.json", *WORLD, "--out", "folder"), "--out: got the folder folder; expected a file"),
+        (
+            ("tables.json", *WORLD, "--html", "no/x.html"),
+            "--html: got no/x.html; expected a file in an existing folder",
+        ),
+        (("tables.json", *WORLD, "--html", "folder"), "--html: got the folder folder; expected a file"),
+        (("show", "--html", "no/x.html"), "expected a file in an existing folder. Create no first"),
+        (("whatif", "--out", "folder"), "--out: got the folder folder; expected a file"),
         (("tables.json", "--topology", "tables.json"), "got a list of 3; expected an object with"),
         (("tables.json", *WORLD, "--fixed", "none.json"), "the plan in fixed= cannot be read"),
-        (("tables.json", *WORLD, "--device", "tpu"), "compute_device is 'tpu'"),
+        (("tables.json", *WORLD, "--device", "tpu"), "got compute_device='tpu'"),
     ],
 )
 def test_wrong_paths_are_refused_before_any_work(
@@ -418,7 +439,7 @@ def test_the_request_of_another_plan_beside_a_plan_is_not_used(planned: Path) ->
     os.replace("other.request.json", "plan.request.json")
     code, text = run("show")
     assert code == 0
-    assert "plan.request.json is not used, so the reasons and the suggestions are missing" in text
+    assert "plan.request.json: got a request that cannot be used; reasons and suggestions are missing" in text
     assert "what would help   " not in text
 
 

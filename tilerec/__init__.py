@@ -1,4 +1,4 @@
-"""tilerec: training recommender models whose embedding tables do not fit on one device."""
+"""tilerec: train recommender models whose embedding tables do not fit on one device."""
 
 from importlib import metadata as _metadata
 

@@ -1,4 +1,4 @@
-"""`python -m tilerec` is the command line."""
+"""Entry point of `python -m tilerec`: the command line."""
 
 from tilerec.cli import main
 

@@ -1,8 +1,8 @@
-"""Files that are written whole or not at all.
+"""Atomic file writes: a file is replaced as a whole, or stays unchanged.
 
     temporary file beside the target  ->  fsync  ->  rename over the target  ->  fsync of the folder
 
-A disk that is full, a process that is killed and a machine that stops leave the earlier file as it was.
+A full disk, a killed process or a machine that stops leaves the earlier file unchanged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tilerec.errors import FileError
 
 
 def write_file(path: str | Path, content: str | bytes, what: str) -> None:
-    """Replace a file by new content, or leave it unchanged.
+    """Replace the content of a file, or leave the file unchanged.
 
-    A new file has the permissions that `open` gives; a replaced one keeps its own. Symbolic links are followed. Pipes
-    and devices (`/dev/stdout`) are written in place.
+    A new file gets the permissions that `open` gives. A replaced file keeps its own permissions. Symbolic links are
+    followed. Pipes and devices (`/dev/stdout`) are written in place.
 
     Args:
-        content: text is encoded as UTF-8, line ends as they are.
-        what: begins the message of an error.
+        content: text is encoded as UTF-8; line endings are not converted.
+        what: the kind of file; the error message begins with it.
 
     Raises:
         FileError: the file cannot be written.
@@ -41,23 +41,23 @@ def write_file(path: str | Path, content: str | bytes, what: str) -> None:
     except OSError as error:
         unchanged = "" if before is None else "; the earlier file is unchanged"
         raise FileError(
-            f"{what}: {path} cannot be written: got '{error.strerror or error}'; expected a folder and a file that may "
-            f"be written, with room for {len(data):,} bytes. Free space or name another path{unchanged}.",
+            f"{what}: {path} cannot be written: got '{error.strerror or error}'; expected a writable folder and file "
+            f"with space for {len(data):,} bytes. Free space or choose another path{unchanged}.",
             error.errno,
         ) from error
 
 
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     if before is not None and not os.access(target, os.W_OK):
-        # A rename needs no permission on the file; the user who took the permission away expects this.
+        # A rename needs no write permission on the file itself. Check it, since a user made the file read-only.
         raise PermissionError(13, os.strerror(13))
     temporary = target.with_name(f".tilerec-{uuid.uuid4().hex}.part")
-    # 0o666 less the umask, as `open` creates files.
+    # Mode 0o666 minus the umask: the mode that `open` gives new files.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             if before is not None:
-                _like(file.fileno(), before)
+                _copy_owner_and_mode(file.fileno(), before)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -69,8 +69,8 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
     _sync_folder(target.parent)
 
 
-def _like(descriptor: int, before: os.stat_result) -> None:
-    """Give the new file the owner, group and mode of the earlier one, as far as this process may."""
+def _copy_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
+    """Copy owner, group and mode of the earlier file to the new one, where this process is permitted to."""
     now = os.fstat(descriptor)
     with contextlib.suppress(OSError, AttributeError):
         if (now.st_uid, now.st_gid) != (before.st_uid, before.st_gid):
@@ -80,7 +80,7 @@ def _like(descriptor: int, before: os.stat_result) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    # Some file systems and systems have no fsync of a folder; there the rename is as durable as it gets.
+    # Some operating systems and file systems cannot fsync a folder; the rename alone must suffice there.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,16 +1,16 @@
 """`tilerec`: the command line.
 
-tilerec recipes                                     what there is to run
-tilerec train synthetic                             run it
-tilerec train movielens --data ml-latest-small      from raw files
+tilerec recipes                                     list the recipes
+tilerec train synthetic                             run one
+tilerec train movielens --data ml-latest-small      train from raw files
 tilerec train synthetic --set train.batch_size=4096 --show
-tilerec train synthetic --nproc 2                   tables sharded over two processes
+tilerec train synthetic --nproc 2                   shard the tables over two processes
 torchrun --nproc-per-node 2 -m tilerec train synthetic
-tilerec calibrate --nproc 2 --out topology.json     this machine's speeds, for the planner
-tilerec stats ml-latest-small --out stats.json      what its ids are like, for the planner
-tilerec plan synthetic --ranks-per-host 8           which rank holds what, and what a step takes (plan_cli.py)
+tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner
+tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner
+tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli.py)
 
-Commands import what they need when they run: `tilerec --help` needs none of it.
+Each command imports its modules when it runs, so `tilerec --help` starts fast.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def recipes() -> None:
 
     from tilerec.recipes.registry import RECIPES, needs_data
 
-    table = Table("recipe", "data", "what it runs")
+    table = Table("recipe", "data", "description")
     for name, recipe in RECIPES.items():
         first_line = (inspect.getdoc(recipe) or "").split("\n")[0]
-        table.add_row(name, "--data PATH" if needs_data(recipe) else "makes its own", first_line)
+        table.add_row(name, "--data PATH" if needs_data(recipe) else "generated", first_line)
     _console().print(table)
 
 
@@ -76,35 +76,35 @@ def train(
     data: Annotated[str | None, typer.Option(help="Path of the data, for recipes that read files.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change a setting: name=value. May be given several times."),
+        typer.Option("--set", help="Change a setting: name=value. Repeatable."),
     ] = None,
     on_bad_row: Annotated[
         str | None,
-        typer.Option(help="Malformed lines: 'error' stops, 'skip' leaves them out and counts them."),
+        typer.Option(help="Malformed lines: 'error' stops the run, 'skip' skips and counts them."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, …")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to train on: cpu, cuda, cuda:1, …")] = None,
     log_dir: Annotated[
         str | None, typer.Option(help="Folder for logs; '' for none. Default: runs/<recipe>/<date and time>.")
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Processes on this machine to train in, tables sharded over them.", min=1),
+        typer.Option(help="Number of processes on this machine; tables are sharded over them.", min=1),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="Sharding plan, as an earlier run wrote it to plan.json in its logs.")
+        str | None, typer.Option(help="Sharding plan: the plan.json that an earlier run wrote to its logs.")
     ] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="Shard every table this way: row_wise, table_wise, column_wise, … Default: planned."
+            help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
     """Run a recipe and print its scores.
 
-    On several ranks, with --nproc or under torchrun, the batches are the same, each rank takes its share of them, and
-    so are the scores.
+    On several ranks (--nproc or torchrun) each rank trains on its share of the same batches, and the scores are the
+    same.
     """
     from rich.text import Text
 
@@ -132,13 +132,14 @@ def train(
         if under_torchrun():
             if nproc is not None:
                 raise ConfigError(
-                    f"--nproc {nproc} starts processes, and torchrun has done so; leave it out."
+                    f"--nproc: got {nproc} under torchrun, which has already started the processes; expected no "
+                    "--nproc. Leave it out."
                 )
             _train_as_rank(run)
         elif nproc is not None and nproc > 1:
             launch(nproc, _train, run, device=run.train.device)
         elif run.parallel != ParallelConfig():
-            # One rank holds all tiles: what the plan says is checked, and works.
+            # One rank holds all tiles. Sharding still runs, so the plan is checked.
             with joined(run.train.device) as group:
                 _train(group, run)
         else:
@@ -151,20 +152,22 @@ def train(
 @app.command()
 def calibrate(
     nproc: Annotated[
-        int, typer.Option(help="Processes to measure at once: as many as will train here.", min=1)
+        int, typer.Option(help="Processes to measure at once: use the number that will train here.", min=1)
     ] = 2,
     out: Annotated[Path, typer.Option(help="The topology file to write.")] = Path("topology.json"),
-    device: Annotated[str, typer.Option(help="What to measure: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to measure: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Measure this machine (under a minute), print its speeds and write a topology that planners read."""
+    """Measure this machine (under a minute), print its speeds and write a topology file for the planner."""
     from tilerec.terminal import say
     from tilerec.train.launch import launch
 
     try:
         if not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
+            raise ConfigError(
+                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
+            )
         if out.is_dir():
-            raise ConfigError(f"--out {out}: got a folder; expected a file. Name a file in it.")
+            raise ConfigError(f"--out: got the folder {out}; expected a file. Name a file in it.")
         launch(nproc, _calibrate, str(out), device, device=device)
     except TilerecError as error:
         _print_error(error)
@@ -173,10 +176,10 @@ def calibrate(
 
 
 def _calibrate(group: Group, out: str, device: str) -> None:
-    """Measure with all ranks of a group; rank 0 prints the speeds, then writes the topology.
+    """Measure on all ranks of a group; rank 0 prints the speeds, then writes the topology.
 
     Raises:
-        FileError: the file cannot be written. The topology has then been printed, to be saved by hand.
+        FileError: the file cannot be written. The topology is printed first, so you can save it by hand.
     """
     import json
 
@@ -196,12 +199,12 @@ def _calibrate(group: Group, out: str, device: str) -> None:
     try:
         write_file(out, text + "\n", "Topology")
     except FileError:
-        say(f"The topology, for a file of your own:\n{text}")
+        say(f"The topology, to save by hand:\n{text}")
         raise
 
 
 def _speeds_text(speeds: Speeds) -> str:
-    """Every speed as a table: rates by width, then the others."""
+    """Format all speeds as two tables: rates per width, then single numbers."""
     from tilerec.planner.report.text import aligned
     from tilerec.spec.speeds import PER_WIDTH, SINGLE
 
@@ -214,7 +217,7 @@ def _speeds_text(speeds: Speeds) -> str:
             speeds.origin,
             aligned(["ns per row of columns", *widths], rates, range(1, 1 + len(widths))),
             aligned(["ns per id, byte, call, ...", ""], single, [1]),
-            f"cache of a rank: {speeds.cache:,} bytes",
+            f"cache per rank: {speeds.cache:,} bytes",
         ]
     )
 
@@ -228,23 +231,26 @@ def stats(
         "stats.json"
     ),
     recipe: Annotated[
-        str | None, typer.Option(help="Count what this recipe trains on instead: the rows its ids become.")
+        str | None,
+        typer.Option(help="Count the row ids that this recipe trains on, instead of a file's ids."),
     ] = None,
     format_: Annotated[
         str,
         typer.Option(
-            "--format", help="auto, criteo, movielens, delimited or parquet. auto: by name and header."
+            "--format", help="auto, criteo, movielens, delimited or parquet. auto: from file name and header."
         ),
     ] = "auto",
     features: Annotated[
-        str, typer.Option(help="Columns with ids, by comma. Default: those of the format.")
+        str, typer.Option(help="Columns with ids, comma-separated. Default: those of the format.")
     ] = "",
-    separator: Annotated[str, typer.Option(help="Between the ids of one field of delimited text.")] = "",
+    separator: Annotated[
+        str, typer.Option(help="Separator of the ids within one field of delimited text.")
+    ] = "",
     on_bad_row: Annotated[
-        str, typer.Option(help="Malformed lines: 'error' stops, 'skip' leaves them out and counts them.")
+        str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
     ] = "error",
 ) -> None:
-    """Read a data set once and write what its ids are like: how many, how many different, how uneven."""
+    """Read a data set once and write statistics of its ids: count, distinct count, skew."""
     from tilerec.data.ids import BatchIds, open_ids
     from tilerec.recipes.registry import make_run
     from tilerec.terminal import say
@@ -252,39 +258,44 @@ def stats(
 
     try:
         if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no folder {out.parent}; create it first.")
+            raise ConfigError(
+                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
+            )
         names = tuple(name.strip() for name in features.split(",") if name.strip())
         source: IdSource
         if recipe is not None:
             if names or separator or format_ != "auto":
-                raise ConfigError("--recipe knows its data; leave out --features, --separator and --format.")
+                raise ConfigError(
+                    "--recipe: got --features, --separator or --format, too; expected none of them, as the recipe "
+                    "defines its data. Leave them out."
+                )
             run = override_all(make_run(recipe, data), [f"data.on_bad_row={on_bad_row}"] if data else [])
             dataset = run.data.open()
             source = BatchIds(lambda: dataset.train(run.train.batch_size), f"recipe {recipe}")
         elif data is None:
             raise ConfigError(
-                "DATA is missing: give a file or folder, or --recipe for one that makes its own."
+                "DATA: got nothing; expected a file or folder. Give one, or --recipe for a recipe that generates data."
             )
         else:
             source = open_ids(
                 data,
-                format=format_,  # type: ignore[arg-type] # both words are checked
+                format=format_,  # type: ignore[arg-type] # `open_ids` checks both strings
                 features=names,
                 separator=separator,
                 on_bad_row=on_bad_row,  # type: ignore[arg-type]
             )
-        found = _gathered(source)
+        found = _gather_statistics(source)
         _console().print(_stats_table(found))
         found.save(out)
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
-    skipped = f", {found.skipped:,} malformed lines left out" if found.skipped else ""
+    skipped = f", {found.skipped:,} malformed lines skipped" if found.skipped else ""
     say(f"wrote {out}: {found.rows:,} samples{skipped}")
 
 
-def _gathered(source: IdSource) -> Statistics:
-    """Read a source under a progress bar, where the output is a terminal."""
+def _gather_statistics(source: IdSource) -> Statistics:
+    """Read a source; show a progress bar if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from tilerec.data.statistics import gather
@@ -307,7 +318,7 @@ def _stats_table(found: Statistics) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("feature", "ids per sample", "different", "expected", "exponent", "off by", "most frequent")
+    table = Table("feature", "ids per sample", "distinct", "expected", "exponent", "error", "most frequent")
     for column in table.columns[1:6]:
         column.justify = "right"
     for name, one in found.features.items():
@@ -334,13 +345,13 @@ def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
         console.print(report(result))
     if result.log_errors:
         raise FileError(
-            f"log_dir {run.log_dir!r}: got {len(result.log_errors)} logs that are not complete; expected all of them; "
-            f"the scores above are complete. {' '.join(result.log_errors)}"
+            f"log_dir {run.log_dir!r}: got {len(result.log_errors)} incomplete logs; expected complete logs. The "
+            f"scores above are complete. {' '.join(result.log_errors)}"
         )
 
 
 def _train_as_rank(run: RunConfig) -> None:
-    """In a process that torchrun started: it ends here if training fails, so that the others notice."""
+    """Train in a process that torchrun started. End the process if training fails, so torchrun stops the others."""
     from rich.text import Text
 
     from tilerec.train.launch import end, joined
@@ -372,7 +383,7 @@ def _with_log_dir(run: RunConfig, given: list[str]) -> RunConfig:
     if not run.log_dir and not any(text.startswith("log_dir=") for text in given):
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = Path("runs") / run.name / stamp
-        # Two runs started in one second get folders of their own.
+        # Two runs that start in the same second get separate folders.
         number = 1
         while folder.exists():
             number += 1
@@ -382,7 +393,7 @@ def _with_log_dir(run: RunConfig, given: list[str]) -> RunConfig:
 
 
 def _plain(value: object) -> str:
-    """A value as `--set` takes it."""
+    """Format a value as `--set` accepts it."""
     if isinstance(value, tuple):
         return ",".join(map(_plain, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
@@ -393,8 +404,8 @@ def _console() -> SafeConsole:
 
 
 def main() -> None:
-    """The console script."""
-    # Warnings name tables and files, too.
+    """Run the command line."""
+    # Warnings also contain names of tables and files: escape control characters in them.
     usual = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: printable(usual(*args, **kwargs))
     app()

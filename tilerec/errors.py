@@ -1,26 +1,26 @@
-"""The errors a caller can cause.
+"""Errors that a caller can cause.
 
-Every message names the object, what it got, what it wanted, and the next move. All of them are `ValueError`s, so code
-that already guards against bad arguments keeps working.
+Every message names the object, the value it got, the values it expects, and the next move. All classes derive from
+`ValueError`, so code that already catches bad arguments keeps working.
 """
 
 from __future__ import annotations
 
 
 class TilerecError(ValueError):
-    """Anything the caller can put right."""
+    """Base of all errors that the caller can fix."""
 
 
 class ConfigError(TilerecError):
-    """A table, optimizer, recipe or option that contradicts itself or its surroundings."""
+    """A table, optimizer, recipe or option that is invalid, or that conflicts with another setting."""
 
 
 class FileError(ConfigError, OSError):
     """A file that cannot be opened, read or written.
 
     Args:
-        message: as of every error.
-        number: `errno` of the system's error, if there is one.
+        message: the text of the error.
+        number: `errno` of the operating system's error; None if there is none.
     """
 
     def __init__(self, message: str, number: int | None = None) -> None:
@@ -29,12 +29,12 @@ class FileError(ConfigError, OSError):
 
 
 class InputError(TilerecError):
-    """A batch or a file whose contents are wrong: unknown feature, id out of range, malformed line."""
+    """Invalid contents of a batch or a file: unknown feature, id out of range, malformed line."""
 
 
 class CommsError(TilerecError, RuntimeError):
-    """A collective that cannot end: a peer failed or died, did not come in time, or made another call."""
+    """A collective that cannot complete: a peer failed, died, timed out, or called a different collective."""
 
 
 class ReshardError(TilerecError, RuntimeError):
-    """A move of tables that stopped midway. Raised on every rank; the model works, some tables moved and some not."""
+    """A reshard that stopped midway; raised on every rank. The model still works: some tables moved, others did not."""

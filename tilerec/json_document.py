@@ -1,11 +1,12 @@
-"""JSON that is read with limits, and errors that name the place in it.
+"""JSON reader with limits on size, depth and numbers. Errors name the path of the faulty value.
 
 Nouns
-  document  the text of a file, or values that a caller made of one
-  value     one part of a document, which has a place in it: `plan.ebc.user.tiling[0].ranks`
+  document  the text of a file, or Python values parsed from one
+  value     one part of a document, with its path in it: `plan.ebc.user.tiling[0].ranks`
 
-A document is refused as a whole where it is too large, too deep, not UTF-8, has an object with one key twice, or a
-number that is not finite or not below 2^63. What a value must be is for the reader of each kind of file.
+A document is rejected as a whole if it is too large, nested too deeply or not UTF-8. It is also rejected if an object
+repeats a key, or if a number is not finite or not below 2^63. The code that reads each kind of file checks the types
+and ranges of its values.
 
     plan.json: plan.ebc.user.tiling[0].ranks: got null; expected ranks such as "0-7,12" or [0, 1, 2]. ...
 """
@@ -22,24 +23,24 @@ from typing import Any, final
 from tilerec.errors import ConfigError, FileError
 
 MOST_BYTES = 2**28
-"""Of a file. A plan of 100,000 tables has about 30 MB."""
+"""Largest size of a file. A plan of 100,000 tables has about 30 MB."""
 MOST_DEPTH = 64
 MOST_NUMBER = 2**63 - 1
 MOST_PIECES = 2**25
-"""Ranks and row ranges that the short forms of one document may expand to: about 2 GB."""
+"""Most ranks and row ranges that the short forms (`"0-7"`) of one document may expand to: about 2 GB."""
 _SHOWN = 80
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_MEND = "Mend the file, or write it anew."
+_FIX_FILE = "Correct the file, or write a new one."
 
 
-class _KeyTwice(dict[str, Any]):
-    """An object of the text in which one key occurs more than once."""
+class _DuplicateKeyObject(dict[str, Any]):
+    """A JSON object in which `key` occurs more than once."""
 
     key: str
 
 
 class _Document:
-    """What all values of one document share."""
+    """State shared by all values of one document: its name, expansion budget and cache."""
 
     __slots__ = ("memory", "pieces", "what")
 
@@ -54,7 +55,7 @@ class JsonValue:
     """A value of a document.
 
     Attributes:
-        value: None, a bool, a number, a text, a list or an object, as `json` gives it.
+        value: None, a bool, a number, a string, a list or a dict, as `json` returns it.
     """
 
     __slots__ = ("_document", "_key", "_parent", "value")
@@ -69,13 +70,13 @@ class JsonValue:
 
     @staticmethod
     def of(data: Any, what: str) -> JsonValue:
-        """Values that a caller made, as a document; a `JsonValue` is returned as it is.
+        """Wrap a caller's Python values as a document; return a `JsonValue` unchanged.
 
         Args:
-            what: begins the message of an error.
+            what: name of the document; error messages begin with it.
 
         Raises:
-            ConfigError: a limit of documents does not hold.
+            ConfigError: the values exceed a limit of documents.
         """
         if isinstance(data, JsonValue):
             return data
@@ -83,11 +84,11 @@ class JsonValue:
         _check(value)
         return value
 
-    # Places ------------------------------------------------------------------------------------------------------
+    # Paths -------------------------------------------------------------------------------------------------------
 
     @property
     def where(self) -> str:
-        """The document, and the place in it."""
+        """Name of the document and the path of this value: `Plan: plan.json: plan.ebc.user`."""
         keys: list[str | int] = []
         value = self
         while value._parent is not None:
@@ -95,47 +96,51 @@ class JsonValue:
             value = value._parent
         return ": ".join(filter(None, (self._document.what, _path(reversed(keys)))))
 
-    def error(self, expected: str, move: str = _MEND) -> ConfigError:
-        """The error of a value that is not as expected."""
+    def error(self, expected: str, move: str = _FIX_FILE) -> ConfigError:
+        """Return the error for a value that is not as expected."""
         return ConfigError(f"{self.where}: got {shown(self.value)}; expected {expected}. {move}")
 
     def refused(self, why: Exception) -> ConfigError:
-        """The error of a value that is right by itself, and that a reader refuses for another reason."""
+        """Return the error for a well-formed value that later code rejects with `why`."""
         return ConfigError(f"{self.where}: {why}")
 
-    # Kinds -------------------------------------------------------------------------------------------------------
+    # Types -------------------------------------------------------------------------------------------------------
 
     def members(self, expected: str = "an object") -> dict[str, JsonValue]:
-        """The members of an object, by key."""
+        """Return the members of an object by key."""
         value = self.value
         if not isinstance(value, Mapping):
             raise self.error(expected)
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(f"{self.where}: got key {shown(key)}; expected texts as keys. {_MEND}")
+                raise ConfigError(
+                    f"{self.where}: got key {shown(key)}; expected strings as keys. {_FIX_FILE}"
+                )
         return {key: JsonValue(item, self._document, self, key) for key, item in value.items()}
 
     def record(
-        self, known: Sequence[str], required: Sequence[str] = (), move: str = _MEND
+        self, known: Sequence[str], required: Sequence[str] = (), move: str = _FIX_FILE
     ) -> dict[str, JsonValue]:
-        """The members of an object with known keys."""
-        members = self.members(f"an object with {_some(required or known)}")
+        """Return the members of an object; raise for unknown or missing keys."""
+        members = self.members(f"an object with {_join_names(required or known)}")
         unknown = [key for key in members if key not in known]
         missing = [key for key in required if key not in members]
         if unknown or missing:
-            got = f"unknown {_some(unknown)}" if unknown else f"an object without {_some(missing)}"
-            raise ConfigError(f"{self.where}: got {got}; expected {_some(known, 40)}. {move}")
+            got = (
+                f"unknown {_join_names(unknown)}" if unknown else f"an object without {_join_names(missing)}"
+            )
+            raise ConfigError(f"{self.where}: got {got}; expected {_join_names(known, 40)}. {move}")
         return members
 
     def items(self, expected: str = "a list") -> list[JsonValue]:
-        """The items of a list."""
+        """Return the items of a list."""
         value = self.value
         if not isinstance(value, (list, tuple)):
             raise self.error(expected)
         return [JsonValue(item, self._document, self, place) for place, item in enumerate(value)]
 
     def whole(self, least: int = 0, most: int = MOST_NUMBER) -> int:
-        """A whole number in [least, most]."""
+        """Return a whole number in [least, most]."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             end = "" if most == MOST_NUMBER else f" to {most:,}"
@@ -143,7 +148,7 @@ class JsonValue:
         return value
 
     def wholes(self) -> list[Any]:
-        """Whole numbers from 0, in lists of any depth."""
+        """Return a list of whole numbers from 0; lists may be nested to any depth."""
         level: list[Any] = [self.value]
         if isinstance(self.value, (list, tuple)):
             while level:
@@ -157,7 +162,7 @@ class JsonValue:
         raise self.error("a list of whole numbers from 0")
 
     def number(self, least: float = -math.inf, most: float = math.inf) -> float:
-        """A finite number in [least, most], as it is: whole numbers stay whole."""
+        """Return a finite number in [least, most]; an int stays an int."""
         value = self.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
             start = "" if least == -math.inf else f" from {least:g}"
@@ -166,18 +171,18 @@ class JsonValue:
             raise self.error("a finite number")
         return value
 
-    def text(self, expected: str = "a text") -> str:
-        """A text."""
+    def text(self, expected: str = "a string") -> str:
+        """Return a string."""
         if not isinstance(self.value, str):
             raise self.error(expected)
         return self.value
 
-    def texts(self, expected: str = "a list of texts") -> tuple[str, ...]:
-        """A list of texts."""
+    def texts(self, expected: str = "a list of strings") -> tuple[str, ...]:
+        """Return a list of strings as a tuple."""
         return tuple(item.text() for item in self.items(expected))
 
     def flag(self) -> bool:
-        """true or false."""
+        """Return a bool."""
         if not isinstance(self.value, bool):
             raise self.error("true or false")
         return self.value
@@ -186,27 +191,27 @@ class JsonValue:
 
     @property
     def memory(self) -> dict[Any, Any]:
-        """What readers keep while one document is read: texts that occur thousands of times are expanded once."""
+        """Cache of one document: a string that occurs thousands of times is expanded once."""
         return self._document.memory
 
     def spend(self, pieces: int) -> None:
-        """Count what a short form expands to, before it is expanded."""
+        """Subtract the pieces of a short form from the document's budget, before the form is expanded."""
         self._document.pieces -= pieces
         if self._document.pieces < 0:
             raise self.error(
-                f"a document whose ranks and row ranges are at most {MOST_PIECES:,} in all",
+                f"a document with at most {MOST_PIECES:,} ranks and row ranges in all",
                 "Name fewer ranks or tables.",
             )
 
 
 def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> JsonValue:
-    """The document of a file.
+    """Read a JSON file as a document.
 
     Args:
-        what: of this kind of file, for messages.
+        what: the kind of file; error messages begin with it.
 
     Raises:
-        FileError: it cannot be read. ConfigError: it is not JSON, or a limit of documents does not hold.
+        FileError: the file cannot be read. ConfigError: it is not JSON, or it exceeds a limit of documents.
     """
     text = read_text(path, what, most_bytes)
     origin = f"{what}: {path}"
@@ -215,17 +220,19 @@ def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Json
     except RecursionError:
         raise _too_deep(origin) from None
     except ValueError as error:
-        # A number of more digits than Python converts is a ValueError, too.
+        # `json` also raises a ValueError for a number with more digits than Python converts.
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number of thousands of digits"
-        raise ConfigError(f"{origin} is not JSON: got {reason}; expected one JSON value. {_MEND}") from error
+        raise ConfigError(
+            f"{origin} is not JSON: got {reason}; expected one JSON value. {_FIX_FILE}"
+        ) from error
     return JsonValue.of(data, origin)
 
 
 def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a file of bounded size.
+    """Read the UTF-8 text of a file of at most `most_bytes` bytes.
 
     Raises:
-        FileError: it cannot be read. ConfigError: it is too large, or not UTF-8.
+        FileError: the file cannot be read. ConfigError: it is too large, or not UTF-8.
     """
     try:
         with open(path, "rb") as file:
@@ -236,18 +243,18 @@ def read_text(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> str:
             error.errno,
         ) from error
     if len(data) > most_bytes:
-        raise ConfigError(f"{what}: {path}: got more than {most_bytes:,} bytes; expected fewer. {_MEND}")
+        raise ConfigError(f"{what}: {path}: got more than {most_bytes:,} bytes; expected fewer. {_FIX_FILE}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{what}: {path} is not JSON: got byte 0x{data[error.start]:02x} at {error.start}; expected UTF-8 text. "
-            f"{_MEND}"
+            f"{_FIX_FILE}"
         ) from error
 
 
 def shown(value: Any) -> str:
-    """A value as JSON writes it, cut to what fits a message."""
+    """Format a value as JSON for a message; shorten long values."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and value.bit_length() > 64:
@@ -261,11 +268,11 @@ def shown(value: Any) -> str:
             return f"[{', '.join(map(shown, value))}]"
         return f"a list of {len(value):,}"
     if isinstance(value, Mapping):
-        return f"an object with {_some(list(value)[:5])}" if value else "{}"
+        return f"an object with {_join_names(list(value)[:5])}" if value else "{}"
     return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
-def _some(names: Sequence[Any], most: int = 4) -> str:
+def _join_names(names: Sequence[Any], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(shown, names[:most])) + more
 
@@ -286,7 +293,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    twice = _KeyTwice(found)
+    twice = _DuplicateKeyObject(found)
     keys: set[str] = set()
     for key, _ in pairs:
         if key in keys:
@@ -296,28 +303,28 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(root: JsonValue) -> None:
-    """Refuse what no document may have. Level by level: no recursion, whatever the depth."""
+    """Raise for values that no document may have. Works level by level, so no depth exceeds the recursion limit."""
     level: list[Any] = [root.value]
     for _ in range(MOST_DEPTH):
         below: list[Any] = []
         for item in level:
             kind = type(item)
             if kind is str:
-                # Half of a surrogate pair can be written as an escape, and cannot be printed or encoded.
+                # JSON can escape half of a surrogate pair; Python can neither print nor encode it.
                 if not item.isascii() and _is_broken(item):
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is int:
                 if not -MOST_NUMBER <= item <= MOST_NUMBER:
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is float:
                 if not math.isfinite(item):
-                    raise _fault(root)
+                    raise _first_fault(root)
             elif kind is dict:
                 below += item.values()
                 if any(not key.isascii() and _is_broken(key) for key in item if type(key) is str):
-                    raise _fault(root)
-            elif kind is _KeyTwice:
-                raise _fault(root)
+                    raise _first_fault(root)
+            elif kind is _DuplicateKeyObject:
+                raise _first_fault(root)
             elif isinstance(item, (list, tuple)):
                 below += item
             elif isinstance(item, Mapping):
@@ -336,8 +343,8 @@ def _is_broken(text: str) -> bool:
     return False
 
 
-def _fault(root: JsonValue) -> ConfigError:
-    """The error of the first value that no document may have."""
+def _first_fault(root: JsonValue) -> ConfigError:
+    """Return the error for the first value that no document may have."""
     level = [root]
     while level:
         below: list[JsonValue] = []
@@ -349,9 +356,9 @@ def _fault(root: JsonValue) -> ConfigError:
                 return value.error("a number below 2^63")
             if isinstance(item, float) and not math.isfinite(item):
                 return value.error("a finite number")
-            if isinstance(item, _KeyTwice):
+            if isinstance(item, _DuplicateKeyObject):
                 return ConfigError(
-                    f"{value.where}: got {shown(item.key)} more than once; expected each key once. {_MEND}"
+                    f"{value.where}: got {shown(item.key)} more than once; expected each key once. {_FIX_FILE}"
                 )
             if isinstance(item, Mapping):
                 if any(isinstance(key, str) and _is_broken(key) for key in item):
@@ -365,15 +372,15 @@ def _fault(root: JsonValue) -> ConfigError:
 
 def _too_deep(what: str) -> ConfigError:
     return ConfigError(
-        f"{what}: got lists and objects nested more than {MOST_DEPTH} deep; expected fewer levels. {_MEND}"
+        f"{what}: got lists and objects nested more than {MOST_DEPTH} deep; expected fewer levels. {_FIX_FILE}"
     )
 
 
 def check_version(found: Mapping[str, JsonValue], version: int, move: str) -> None:
-    """Refuse a document of another version; one that names none is of this one.
+    """Raise unless the document has this version; a document without a version counts as this one.
 
     Raises:
-        ConfigError: the version is another one.
+        ConfigError: the document has another version.
     """
     given = found.get("version")
     if given is not None and (given.value != version or isinstance(given.value, bool)):

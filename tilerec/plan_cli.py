@@ -1,10 +1,10 @@
-"""`tilerec plan`: plans made, shown, explained, compared and varied.
+"""`tilerec plan`: make, show, explain, compare and vary sharding plans.
 
-tilerec plan synthetic --ranks-per-host 8                 a recipe's model: writes plan.json, and beside it
+tilerec plan synthetic --ranks-per-host 8                 plan a recipe's model: writes plan.json,
                                                           plan.report.json and plan.request.json
-tilerec plan tables.json --hosts 4 --ranks-per-host 8     a JSON or YAML list of tables
+tilerec plan tables.json --hosts 4 --ranks-per-host 8     plan a JSON or YAML list of tables
 tilerec plan show plan.json --html report.html
-tilerec plan explain user --plan plan.json                every way considered for a table, and why this one
+tilerec plan explain user --plan plan.json                list the shardings considered for a table, and the reason
 tilerec plan diff a.json b.json
 tilerec plan whatif --hosts 4 --hbm 80GB --batch-size 8192 --dtype bf16
 """
@@ -53,7 +53,7 @@ _MOST_YAML_BYTES = 2**22
 
 
 class _Commands(TyperGroup):
-    """`tilerec plan SOURCE` is `tilerec plan make SOURCE`."""
+    """Command group in which `tilerec plan SOURCE` is short for `tilerec plan make SOURCE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
@@ -65,21 +65,22 @@ plan_app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Plan which rank holds what: `tilerec plan SOURCE` makes a plan of a recipe or a list of tables.",
+    help="Plan the sharding: `tilerec plan SOURCE` makes a plan for a recipe or a list of tables.",
 )
 
-_Hosts = Annotated[int | None, typer.Option(help="Machines.", min=1)]
-_PerHost = Annotated[int | None, typer.Option(help="Ranks on each machine.", min=1)]
-_Hbm = Annotated[str | None, typer.Option(help="Device memory of a rank: 80GB, 79GiB, or bytes.")]
-_Ddr = Annotated[str | None, typer.Option(help="Host memory of a rank.")]
-_Batch = Annotated[int | None, typer.Option(help="Samples of a rank in a step.", min=1)]
+_Hosts = Annotated[int | None, typer.Option(help="Number of machines.", min=1)]
+_PerHost = Annotated[int | None, typer.Option(help="Ranks per machine.", min=1)]
+_Hbm = Annotated[str | None, typer.Option(help="Device memory per rank: 80GB, 79GiB, or bytes.")]
+_Ddr = Annotated[str | None, typer.Option(help="Host memory per rank: 80GB, 79GiB, or bytes.")]
+_Batch = Annotated[int | None, typer.Option(help="Samples per rank and step.", min=1)]
 _Type = Annotated[str | None, typer.Option(help="Data type of all tables: fp32, bf16, fp16.")]
 _Wire = Annotated[
     str | None,
-    typer.Option(help="Format that sharders give rows and gradients: fp32, bf16, fp16, int8, fp8."),
+    typer.Option(help="Wire format of rows and gradients: fp32, bf16, fp16, int8, fp8."),
 ]
 _WhatIfs = Annotated[
-    bool, typer.Option("--what-ifs/--no-what-ifs", help="Plan a few changes, too, and show what each saves.")
+    bool,
+    typer.Option("--what-ifs/--no-what-ifs", help="Also plan a few changes, and show the savings of each."),
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write a report page that opens offline.")]
 _Plan = Annotated[Path, typer.Option("--plan", help="A plan that `tilerec plan` wrote.")]
@@ -93,10 +94,10 @@ def make(
     ],
     data: Annotated[str | None, typer.Option(help="Path of the data, for recipes that read files.")] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="The machines, as `tilerec calibrate` writes them.")
+        Path | None, typer.Option(help="Topology file that `tilerec calibrate` wrote.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help=f"A GPU by name, with --hosts of 8: {', '.join(MACHINES)}.")
+        str | None, typer.Option(help=f"GPU by name, 8 per host by default: {', '.join(MACHINES)}.")
     ] = None,
     hosts: _Hosts = None,
     ranks_per_host: _PerHost = None,
@@ -107,26 +108,29 @@ def make(
     dtype: _Type = None,
     wire: _Wire = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="Of tables in a list that name none: SGD, RowWiseAdagrad, Adam, …")
+        str | None,
+        typer.Option(help="Optimizer of listed tables that name none: SGD, RowWiseAdagrad, Adam, …"),
     ] = None,
     stats: Annotated[
-        Path | None, typer.Option(help="What ids are like, as `tilerec stats` writes it.")
+        Path | None, typer.Option(help="Statistics of the ids, written by `tilerec stats`.")
     ] = None,
-    fixed: Annotated[Path | None, typer.Option(help="A plan of some tables, which stay as they are.")] = None,
-    reserve: Annotated[float, typer.Option(help="Part of the memory that tables may not have.")] = RESERVED,
-    cache: Annotated[
-        Path | None, typer.Option(help="A folder that keeps plans by what they depend on.")
+    fixed: Annotated[
+        Path | None, typer.Option(help="Plan of some tables, whose shardings are kept unchanged.")
     ] = None,
-    effort: Annotated[int, typer.Option(help="Each step doubles the search.", min=1)] = 1,
+    reserve: Annotated[
+        float, typer.Option(help="Fraction of the memory that tables may not use.")
+    ] = RESERVED,
+    cache: Annotated[Path | None, typer.Option(help="Folder that caches plans by their inputs.")] = None,
+    effort: Annotated[int, typer.Option(help="Search effort: each step doubles the search.", min=1)] = 1,
     out: Annotated[Path, typer.Option(help="The plan's file.")] = Path("plan.json"),
     html: _Html = None,
     what_ifs: _WhatIfs = True,
 ) -> None:
     """Make a plan and write it."""
-    with _told():
+    with _exit_on_error():
         began = time.perf_counter()
-        _check_written("--out", out)
-        _check_written("--html", html)
+        _check_writable("--out", out)
+        _check_writable("--html", html)
         world = _topology(topology, machine, hosts, ranks_per_host, device, hbm, ddr)
         origin = (
             _file(Path(source), optimizer)
@@ -137,7 +141,7 @@ def make(
         if stats is not None:
             from tilerec.data.statistics import Statistics
 
-            tables = [_Read(t.key, t.rows, t.features) for t in origin.tables]
+            tables = [_StatisticsTable(t.key, t.rows, t.features) for t in origin.tables]
             constraints = Statistics.load(stats).constraints(tables, like=constraints)
         planner = EmbeddingShardingPlanner(
             world,
@@ -155,7 +159,7 @@ def make(
         try:
             _save(plan, request, out)
         finally:
-            # Whatever becomes of the file, as a disk may be full; after it, as what-ifs take time.
+            # Print the report even if a file cannot be written (the disk may be full). Write first: what-ifs take time.
             say(report.text(what_would_help=what_ifs))
         if html is not None:
             _write_page(plan, report, html, what_ifs)
@@ -166,28 +170,32 @@ def make(
 @plan_app.command()
 def show(
     plan: Annotated[Path, typer.Argument(help="A plan's file.")] = Path("plan.json"),
-    tables: Annotated[bool, typer.Option("--tables", help="Where every table lies.")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Print the placement of every table.")] = False,
     request: Annotated[
-        Path | None, typer.Option(help="Price the plan by this request: tables, machines and batch.")
+        Path | None,
+        typer.Option(help="Estimate the plan's cost for this request: tables, machines and batch."),
     ] = None,
     html: _Html = None,
     what_ifs: _WhatIfs = True,
 ) -> None:
-    """Show a plan: cost, bound, bottleneck, what would help, stages, memory, the heaviest tables."""
-    with _told():
-        _check_written("--html", html)
+    """Show a plan: cost, bound, bottleneck, suggestions, stages, memory, the most expensive tables."""
+    with _exit_on_error():
+        _check_writable("--html", html)
         found = ShardingPlan.load(plan)
         report = _load_report(plan)
         if report is not None and not report.is_of(found):
             print_warning(
-                f"{_beside(plan, 'report')} is of another plan (edited since, or copied), and not shown; plan again."
+                f"{_beside(plan, 'report')}: got the report of another plan (this one was edited, or the report was "
+                "copied); it is not shown. Plan again."
             )
             report = None
         if request is not None:
-            report = None  # the report beside the plan may be of other machines
+            report = None  # the report beside the plan may be for other machines
         if html is not None and report is None:
-            why = "not this plan's" if _beside(plan, "report").exists() else "not there"
-            raise ConfigError(f"{_beside(plan, 'report')} is {why}, and --html draws it; plan again.")
+            why = "the report of another plan" if _beside(plan, "report").exists() else "no such file"
+            raise ConfigError(
+                f"{_beside(plan, 'report')}: got {why}; expected the report of {plan}, which --html draws. Plan again."
+            )
         if tables or report is None:
             say(str(found))
         if report is not None:
@@ -197,7 +205,7 @@ def show(
                 _write_page(found, report, html, what_ifs)
             return
         if not _beside(plan, "report").exists():
-            say(f"\nno report: {_beside(plan, 'report')} is not there")
+            say(f"\nno report: {_beside(plan, 'report')} does not exist")
         by = request or _beside(plan, "request")
         if by.exists() or request is not None:
             say(f"\n{price_plan(PlanRequest.load(by), found)}")
@@ -208,13 +216,13 @@ def explain_table(
     table: Annotated[str, typer.Argument(help="A table's name, or module.name.")],
     plan: _Plan = Path("plan.json"),
 ) -> None:
-    """Every way to cut a table that was considered, what it costs, and why this one."""
-    with _told():
+    """Show each sharding of a table that was considered, its cost, and why one was chosen."""
+    with _exit_on_error():
         found = explain(_load_request(plan), table)
         if plan.exists() and not found.is_in(ShardingPlan.load(plan)):
             print_warning(
-                f"{plan} has '{found.table}' not where its request gives it (edited since, or of another release): "
-                "this explains what the request gives."
+                f"{plan}: got another placement of '{found.table}' than its request gives (the plan was edited, or "
+                "another release made it). The explanation is of the placement that the request gives."
             )
         say(str(found))
 
@@ -224,15 +232,16 @@ def diff(
     first: Annotated[Path, typer.Argument(help="A plan's file.")],
     second: Annotated[Path, typer.Argument(help="Another plan's file.")],
 ) -> None:
-    """What two plans do differently, and how many bytes move from one to the other."""
-    with _told():
+    """Show the differences of two plans, and the bytes that move from one to the other."""
+    with _exit_on_error():
         plans = [ShardingPlan.load(path) for path in (first, second)]
         found = plan_diff(*plans)
         reports = [_load_report(path) for path in (first, second)]
         for path, plan, report in zip((first, second), plans, reports, strict=True):
             if report is not None and not report.is_of(plan):
                 print_warning(
-                    f"{_beside(path, 'report')} is of another plan (edited since, or copied); no reports are compared."
+                    f"{_beside(path, 'report')}: got the report of another plan (this one was edited, or the report "
+                    "was copied); no reports are compared."
                 )
                 reports = [None, None]
         if reports[0] is not None and reports[1] is not None:
@@ -250,11 +259,11 @@ def whatif(
     batch_size: _Batch = None,
     dtype: _Type = None,
     wire: _Wire = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan that would be.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the varied plan to this file.")] = None,
 ) -> None:
-    """What the plan would be with other machines, batches, data types or wire formats."""
-    with _told():
-        _check_written("--out", out)
+    """Plan again with other machines, batches, data types or wire formats, and compare."""
+    with _exit_on_error():
+        _check_writable("--out", out)
         request = _load_request(plan)
         other = varied(
             request,
@@ -266,7 +275,7 @@ def whatif(
             data_type=dtype,
             wire=wire,
         )
-        now, then = _made_or_why(request), make_plan(other)
+        now, then = _plan_or_error(request), make_plan(other)
         if isinstance(now, str):
             say(f"now: {now}\n")
             say(str(then.report))
@@ -276,12 +285,12 @@ def whatif(
             _save(then, other, out)
 
 
-# ------------------------------------------------------------------------------------------------ where tables are from
+# ---------------------------------------------------------------------------------------------------- sources of tables
 
 
 @dataclass(frozen=True)
-class _Origin:
-    """What is to be planned. module: the model, where there is one: it has more than tables."""
+class _Source:
+    """Tables to plan. `module` is the model that holds them; None for a list of tables."""
 
     tables: Sequence[PlannedTable]
     batch_size: int | None
@@ -289,20 +298,23 @@ class _Origin:
     module: nn.Module | None = None
 
 
-def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology) -> _Origin:
-    """A recipe's model, built without memory for its tables, with its optimizer and its batch."""
+def _recipe(name: str, data: str | None, optimizer: str | None, world: Topology) -> _Source:
+    """Build a recipe's model with tables on the meta device; return its tables, optimizer and batch size."""
     if optimizer is not None:
-        raise ConfigError("--optimizer is for lists of tables; a recipe has its own (tilerec train --show).")
+        raise ConfigError(
+            f"--optimizer: got {optimizer} with a recipe; expected it only with a list of tables. Leave it out: a "
+            "recipe has its own optimizer (tilerec train --show)."
+        )
     from tilerec.recipes.registry import make_run
     from tilerec.train.optimizers import attach
 
     run = make_run(name, data)
     model = run.model.build(run.data.open(), torch.device("cpu"), torch.device("meta"))
     attach(model, run.train.embedding_optimizer)
-    return _Origin(tables_of(model), max(1, run.train.batch_size // world.world_size), {}, model)
+    return _Source(tables_of(model), max(1, run.train.batch_size // world.world_size), {}, model)
 
 
-def _file(path: Path, optimizer: str | None) -> _Origin:
+def _file(path: Path, optimizer: str | None) -> _Source:
     content = _read(path)
     batch_size = None
     if isinstance(content.value, dict):
@@ -313,7 +325,7 @@ def _file(path: Path, optimizer: str | None) -> _Origin:
     if optimizer is not None:
         spec = OptimizerSpec.from_json({"optimizer": optimizer})
         tables = [t if t.optimizer is not None else replace(t, optimizer=spec) for t in tables]
-    return _Origin(tables, batch_size, constraints)
+    return _Source(tables, batch_size, constraints)
 
 
 def _read(path: Path) -> JsonValue:
@@ -323,11 +335,12 @@ def _read(path: Path) -> JsonValue:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigError(
-            f"{path}: reading YAML needs the package pyyaml; install tilerec[yaml], or write JSON."
+            f"{path}: got YAML without the package pyyaml; expected JSON, or pyyaml. Install tilerec[yaml], or write "
+            "JSON."
         ) from error
     text = read_text(path, "Tables", _MOST_YAML_BYTES)
     try:
-        # Aliases may name one list a billion times in a few lines.
+        # A few lines with nested aliases may expand to a billion items.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise ConfigError(f"Tables: {path}: got an alias (*name); expected none. Write the value out.")
         nodes = [yaml.compose(text, yaml.SafeLoader)]
@@ -337,7 +350,7 @@ def _read(path: Path) -> JsonValue:
                 twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
                 if twice is not None:
                     raise ConfigError(
-                        f"Tables: {path}: got the key {twice!r} twice in one mapping; expected it once."
+                        f"Tables: {path}: got the key {twice!r} twice in one mapping; expected it once. Remove one."
                     )
                 nodes += [value for _, value in node.value]
             elif isinstance(node, yaml.SequenceNode):
@@ -346,12 +359,14 @@ def _read(path: Path) -> JsonValue:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path} is not YAML: {error!s:.500}.") from error
+        raise ConfigError(
+            f"Tables: {path}: got {error!s:.500}; expected valid YAML. Correct the file."
+        ) from error
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A table as `Statistics.constraints` reads it."""
+class _StatisticsTable:
+    """Table record that `Statistics.constraints` reads."""
 
     name: str
     num_embeddings: int
@@ -373,13 +388,14 @@ def _topology(
     if machine is not None:
         if path is not None or device == "cpu":
             other = "--device cpu" if path is None else f"--topology {path}"
-            raise ConfigError(f"--machine {machine}: got {other}, too; leave one of them out.")
+            raise ConfigError(f"--machine: got {machine} and {other}; expected one of them. Leave one out.")
         return Topology.preset(machine, hosts or 1, per_host or 8, **caps)
     if path is not None:
         topology = Topology.load(path)
         if device not in (None, topology.compute_device):
             raise ConfigError(
-                f"--device {device}: {path} is of {topology.compute_device}; leave one of them out."
+                f"--device: got {device} with {path}; expected {topology.compute_device}, the topology's device. Leave "
+                "one of them out."
             )
         topology = replace(topology, **caps, **dict.fromkeys((f"{name}s" for name in caps), None))  # type: ignore[arg-type]
         if hosts is None and per_host is None:
@@ -387,8 +403,8 @@ def _topology(
         return world(topology, hosts or 1, per_host or topology.local_world_size or topology.world_size)
     if per_host is None:
         raise ConfigError(
-            "Which machines? Give --machine h100, or --ranks-per-host (and --hosts), or --topology with a file of "
-            "tilerec calibrate."
+            "Machines: got none of --machine, --ranks-per-host and --topology; expected one. Give --machine h100, or "
+            "--ranks-per-host (and --hosts), or --topology with a file that tilerec calibrate wrote."
         )
     return Topology((hosts or 1) * per_host, device or "cuda", local_world_size=per_host, **caps)  # type: ignore[arg-type]
 
@@ -402,7 +418,9 @@ def _bytes(option: str, text: str) -> int:
         if not 0 <= value < 2**62:
             raise ValueError
     except (KeyError, ValueError):
-        raise ConfigError(f"{option} {text!r} is no number of bytes; write 80GB, 79GiB, or bytes.") from None
+        raise ConfigError(
+            f"{option}: got {text!r}; expected a number of bytes. Write 80GB, 79GiB, or bytes."
+        ) from None
     return int(value)
 
 
@@ -422,28 +440,30 @@ def _load_request(plan: Path) -> PlanRequest:
     path = _beside(plan, "request")
     if not path.exists():
         raise ConfigError(
-            f"{path} is not there; it says what {plan} was made of. Make the plan with tilerec plan SOURCE --out "
-            f"{plan}."
+            f"{path}: got no such file; expected the request that {plan} was made from. Make the plan with tilerec "
+            f"plan SOURCE --out {plan}."
         )
     return PlanRequest.load(path)
 
 
 def _save(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
-    """The plan, and its report and request beside it."""
+    """Write the plan, and its report and request to files beside it."""
     plan.save(out)
     plan.report.save(_beside(out, "report"))
     write_file(_beside(out, "request"), json.dumps(request.to_json()), "Plan request")
 
 
 def _with_request(report: PlanReport, plan: Path) -> PlanReport:
-    """With the request beside the plan, where there is one and it is the plan's."""
+    """Add the request beside the plan to the report, if the file exists and belongs to the plan."""
     path = _beside(plan, "request")
     if not path.exists():
         return report
     try:
         return report.with_request(PlanRequest.load(path))
     except ConfigError as error:
-        print_warning(f"{path} is not used, so the reasons and the suggestions are missing: {error}")
+        print_warning(
+            f"{path}: got a request that cannot be used; reasons and suggestions are missing. {error}"
+        )
         return report
 
 
@@ -453,14 +473,16 @@ def _write_page(plan: ShardingPlan, report: PlanReport, path: Path, what_ifs: bo
     write_report(plan, report, path, what_ifs=what_ifs)
 
 
-def _check_written(option: str, path: Path | None) -> None:
-    """Refuse, before any work, what no file can be written to."""
+def _check_writable(option: str, path: Path | None) -> None:
+    """Raise before any work if no file can be written to `path`."""
     if path is None:
         return
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; create it first.")
+        raise ConfigError(
+            f"{option}: got {path}; expected a file in an existing folder. Create {path.parent} first."
+        )
     if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; name a file in it.")
+        raise ConfigError(f"{option}: got the folder {path}; expected a file. Name a file in it.")
 
 
 # ----------------------------------------------------------------------------------------------------------- printing
@@ -473,13 +495,13 @@ def _side_by_side(names: Sequence[str], reports: Sequence[PlanReport]) -> str:
     stages = list(dict.fromkeys(name for report in reports for name in report.stages))
     rows = [
         row("machines", [_machines(r.topology) for r in reports]),
-        row("samples of a rank", [f"{r.batch_size:,}" for r in reports]),
+        row("samples per rank", [f"{r.batch_size:,}" for r in reports]),
         row("step", [time_text(r.cost_ps) for r in reports]),
-        row("samples a second", [_rate(r) for r in reports]),
-        row("no plan below", [time_text(r.bound_ps) for r in reports]),
+        row("samples per second", [_rate(r) for r in reports]),
+        row("lower bound", [time_text(r.bound_ps) for r in reports]),
         row("gap", [gap_text(r.gap) for r in reports]),
         row("fullest rank", [bytes_text(r.memory_per_rank[r.fullest_rank]) for r in reports]),
-        row("of", [bytes_text(int(r.cap[r.fullest_rank, r.tier])) for r in reports]),
+        row("its capacity", [bytes_text(int(r.cap[r.fullest_rank, r.tier])) for r in reports]),
     ]  # fmt: skip
     for stage in stages:
         rows.append(
@@ -502,7 +524,7 @@ def _rate(report: PlanReport) -> str:
     return f"{report.batch_size * report.topology.world_size / report.cost_s:,.0f}" if report.cost_ps else ""
 
 
-def _made_or_why(request: PlanRequest) -> ShardingPlan | str:
+def _plan_or_error(request: PlanRequest) -> ShardingPlan | str:
     try:
         return make_plan(request)
     except PlannerError as error:
@@ -510,8 +532,8 @@ def _made_or_why(request: PlanRequest) -> ShardingPlan | str:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors that a user can cause, in one line."""
+def _exit_on_error() -> Iterator[None]:
+    """Print a `TilerecError` in one line and exit with status 1."""
     try:
         yield
     except TilerecError as error:

@@ -1,4 +1,4 @@
-"""Consoles of the command line: names out of files and data cannot steer the terminal."""
+"""Console output of the command line. Control characters in names from files and data are escaped."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-_STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)
-"""Control characters but tab and newline, and marks that reverse the direction of text."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Control characters except tab and newline, and marks that change the direction of text."""
 
 
 def printable(text: str) -> str:
-    """The text with characters that steer a terminal written as escapes: ESC is `\\x1b`."""
-    return _STEERING.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    """Return the text with control characters replaced by escapes: ESC becomes `\\x1b`."""
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 @final
 class SafeConsole(Console):
-    """A console that shows steering characters of what it prints, wherever they come from.
+    """A rich console that escapes control characters in all printed text.
 
-    Colours and cursor moves that rich itself writes are not part of a text, and stay.
+    Colours and cursor moves that rich itself writes are not part of the text; they stay.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -48,5 +46,5 @@ def _print_marked(mark: str, style: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print text as it is, without markup."""
+    """Print text literally, without rich markup."""
     SafeConsole().print(Text(printable(text)), soft_wrap=True)

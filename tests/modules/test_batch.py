@@ -56,12 +56,18 @@ def test_a_batch_with_one_tensor_on_meta_is_refused(part: str) -> None:
 @pytest.mark.parametrize("make", [pooled, one_by_one])
 def test_lengths_that_cover_fewer_values_are_refused(make: Callable[[], nn.Module]) -> None:
     features = KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([1, 1]))
-    refused(make, features, "the lengths sum to 2, but there are 4 values")
+    refused(
+        make, features, r"(got lengths that sum to 2; expected 4,|the lengths sum to 2, but there are 4) "
+    )
 
 
 @pytest.mark.parametrize("make", [pooled, one_by_one])
 def test_offsets_that_begin_behind_the_first_value_are_refused(make: Callable[[], nn.Module]) -> None:
-    refused(make, KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([1, 2, 4])), "the first offset is 1")
+    refused(
+        make,
+        KeyedJaggedTensor(["f"], IDS, offsets=torch.tensor([1, 2, 4])),
+        r"(got 1 as the first offset|the first offset is 1); expected 0",
+    )
 
 
 def test_values_without_any_bag_are_refused() -> None:
@@ -93,7 +99,7 @@ def test_values_of_features_that_no_table_reads_are_in_bags_of_theirs(change: st
 
 def test_a_permutation_leaves_no_value_out_that_lies_in_no_bag() -> None:
     features = KeyedJaggedTensor(["e", "f"], IDS, lengths=torch.tensor([1, 1]))
-    with pytest.raises(InputError, match="the lengths sum to 2, but there are 4 values"):
+    with pytest.raises(InputError, match=r"got lengths that sum to 2; expected 4, the number of values"):
         features.permute([1])
 
 
@@ -109,5 +115,5 @@ def test_a_sample_that_uses_no_bag_of_its_feature_is_refused(bag: int) -> None:
 
 
 def test_complex_weights_are_refused() -> None:
-    with pytest.raises(InputError, match=r"weights have dtype torch\.complex64; expected real numbers"):
+    with pytest.raises(InputError, match=r"got weights of torch\.complex64; expected real numbers"):
         KeyedJaggedTensor(["f"], IDS, torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.int64))

@@ -540,7 +540,7 @@ def test_bad_input_is_named() -> None:
         ebc(floats)
     with pytest.raises(ConfigError, match="got two tables named 'a'"):
         EmbeddingBagCollection([EmbeddingBagConfig(2, 2, "a"), EmbeddingBagConfig(2, 2, "a")])
-    with pytest.raises(ConfigError, match="num_embeddings is 0"):
+    with pytest.raises(ConfigError, match="got num_embeddings=0"):
         EmbeddingBagConfig(0, 4, "t")
 
 

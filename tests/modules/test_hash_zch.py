@@ -26,7 +26,7 @@ def test_768_buckets_unless_told_otherwise() -> None:
     ],
 )
 def test_arguments_without_effect_are_named(options: dict[str, Any], words: str) -> None:
-    with pytest.warns(UserWarning, match=f"without effect here: .*{words}") as caught:
+    with pytest.warns(UserWarning, match=f"got settings without effect: .*{words}") as caught:
         HashZchManagedCollisionModule(8, "cpu", 2, **options)
     assert caught[0].filename == __file__
 

@@ -148,7 +148,7 @@ def test_a_number_written_to_lr_is_where_updates_read_it_at_once() -> None:
     module.fused_optimizer.param_groups[0]["lr"] = 0.25
     assert rate.item() == 0.25
     assert rows.rate(torch.device("cpu")) is rate
-    with pytest.raises(ConfigError, match="lr is -1"):
+    with pytest.raises(ConfigError, match="got lr=-1"):
         module.fused_optimizer.param_groups[0]["lr"] = -1
     assert rate.item() == 0.25
 
@@ -365,7 +365,7 @@ def test_rates_that_are_none_are_refused() -> None:
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(2), "capturable": True})
     with pytest.raises(ConfigError, match="expected one floating-point number"):
         apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.tensor(1), "capturable": True})
-    with pytest.raises(ConfigError, match="capturable is 'yes', wanted True or False"):
+    with pytest.raises(ConfigError, match="got capturable='yes'; expected True or False"):
         Adam(lr=0.1, capturable="yes")  # type: ignore[arg-type]
     apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(1), "capturable": True})
     step(module, 0)  # torch takes such tensors, too

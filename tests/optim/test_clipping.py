@@ -150,14 +150,14 @@ def test_a_nan_gradient_shows_in_the_norm() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"clipping": "sometimes"}, "clipping is 'sometimes', wanted one of"),
+        ({"clipping": "sometimes"}, "got clipping='sometimes'; expected one of"),
         ({"max_gradient": -0.5}, "got max_gradient=-0.5; expected a number from 0"),
         ({"max_gradient": float("nan")}, "got max_gradient=nan"),
-        ({"norm_type": 0.0}, "norm_type is 0.0, wanted a number > 0"),
-        ({"norm_type": "two"}, "norm_type is 'two'"),
+        ({"norm_type": 0.0}, "got norm_type=0.0; expected a number > 0"),
+        ({"norm_type": "two"}, "got norm_type='two'"),
         (
             {"param_to_pgs": {nn.Parameter(torch.ones(1)): ["group"]}},
-            "param_to_pgs names 1 parameters of no sharded",
+            "got 1 parameters outside sharded tables in param_to_pgs",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_global_norm_may_be_asked_for_and_is_the_norm() -> None:
 def test_parameters_that_the_backward_pass_updates_are_named_in_a_warning() -> None:
     params = _params()
     params["b"]._in_backward_optimizers = [object()]  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="b are updated by the backward pass and not clipped"):
+    with pytest.warns(UserWarning, match="got .*b, which the backward pass updates without clipping"):
         _clipping(params, clipping=GradientClipping.NORM)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -59,9 +59,9 @@ def test_unnamed_optimizers_keep_their_names_and_doubles_are_refused() -> None:
     assert list(CombinedOptimizer([_keyed()]).params) == ["b", "a"]
     assert list(CombinedOptimizer([("", _keyed()), ("z", _keyed())]).params) == ["b", "a", "z.b", "z.a"]
     for entries in ([_keyed(), _keyed()], [("x", _keyed()), ("x", _keyed())]):
-        with pytest.raises(ConfigError, match=r"two parameters are called '(x\.)?b'"):
+        with pytest.raises(ConfigError, match=r"got two parameters with the name '(x\.)?b'"):
             CombinedOptimizer(entries)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'x' is a SGD, wanted a KeyedOptimizer"):
+    with pytest.raises(ConfigError, match="got a SGD as 'x'; expected a KeyedOptimizer"):
         CombinedOptimizer([("x", torch.optim.SGD([nn.Parameter(torch.ones(1))]))])  # type: ignore[list-item]
 
 
@@ -132,10 +132,10 @@ def test_loading_is_all_or_nothing_over_all_optimizers() -> None:
         opt.load_state_dict(bad)
     stray = {"state": {**before["state"], "z.a": {}}}
     with pytest.raises(
-        ConfigError, match=r"also has \['z\.a'\], which belongs to none of the optimizers \['x', 'y'\]"
+        ConfigError, match=r"got state of \['z\.a'\]; expected only state of the optimizers \['x', 'y'\]"
     ):
         opt.load_state_dict(stray)
-    with pytest.raises(ConfigError, match="no 'state'"):
+    with pytest.raises(ConfigError, match="expected 'state'"):
         opt.load_state_dict({})
     torch.testing.assert_close(opt.state_dict()["state"], before["state"], rtol=0, atol=0)
 
@@ -187,7 +187,7 @@ def test_settings_reach_the_optimizers_that_have_them() -> None:
     assert [g["lr"] for g in opt.param_groups] == [0.5, 0.5]
     assert opt.param_groups[1]["momentum"] == 0.25
     assert "momentum" not in opt.param_groups[0]
-    with pytest.raises(ConfigError, match="no optimizer has a setting 'eta'"):
+    with pytest.raises(ConfigError, match="got the setting 'eta', which no optimizer has"):
         opt.update_hyper_parameters({"lr": 0.75, "eta": 1.0})
     assert opt.param_groups[0]["lr"] == 0.5
     opt.set_optimizer_step(4)
@@ -203,7 +203,7 @@ def test_a_scheduler_of_torch_drives_all_groups() -> None:
 
 
 def test_add_param_group_names_the_place_to_add_it() -> None:
-    with pytest.raises(ConfigError, match=r"add_param_group of one of \.optimizers \('x', 'y'\)"):
+    with pytest.raises(ConfigError, match=r"add_param_group on one of .*\.optimizers \('x', 'y'\)"):
         _pair().add_param_group({"params": {"c": nn.Parameter(torch.ones(1))}})
     with pytest.raises(ConfigError, match=r"init_state got \['q'\]"):
         _pair().init_state({"q"})

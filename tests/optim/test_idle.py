@@ -40,7 +40,7 @@ def trained() -> Model:
 def test_an_optimizer_over_attached_tables_alone_is_refused() -> None:
     model = trained()
     optimizer = torch.optim.Adam(model.tables.parameters())
-    with pytest.raises(ConfigError, match=r"Adam: got tables 't' alone, which have optimizers attached"):
+    with pytest.raises(ConfigError, match=r"Adam: got only tables 't', which have attached optimizers"):
         optimizer.step()
 
 

@@ -212,7 +212,7 @@ def test_empty_state_that_was_only_looked_at_is_made_as_if_it_were_not_there() -
 def test_a_start_of_equal_elements_takes_no_memory_of_its_own() -> None:
     """State of a table may be as large as the table: a copy of its zeros would be, too."""
     zeros, counts = torch.zeros(5, 2), torch.arange(3)
-    starts = [initial._Start(value) for value in (zeros, counts)]
+    starts = [initial._InitialValue(value) for value in (zeros, counts)]
     assert starts[0]._was == 0.0
     zeros += 3.0
     counts += 1
@@ -249,6 +249,8 @@ def test_an_optimizer_of_ones_own_steps_by_its_own_step() -> None:
 
 def test_an_optimizer_that_steps_by_a_closure_is_named() -> None:
     own = KeyedOptimizerWrapper(parameters(), lambda p: torch.optim.LBFGS(p, lr=0.1))
-    with pytest.raises(ConfigError, match=r"LBFGS cannot step without a closure.*take a step"):
+    with pytest.raises(
+        ConfigError, match=r"LBFGS: got a step\(\) that requires a closure.*Call optimizer.step"
+    ):
         own.init_state()
     assert own.state_dict()["state"] == {}  # of whole parameters nothing needs to be made

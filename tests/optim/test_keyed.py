@@ -149,21 +149,24 @@ def _with(state: dict[str, Any], value: Any, *path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: _without(s, "state"), r"no 'state' \(it has \['param_groups'\]\)"),
-        (lambda s: _without(s, "state", "a"), r"lacks \['a'\]; wanted \['a', 'b'\]"),
+        (lambda s: _without(s, "state"), r"got a state dict with \['param_groups'\]; expected 'state'"),
+        (lambda s: _without(s, "state", "a"), r"lacks \['a'\]; expected \['a', 'b'\]"),
         (lambda s: _with(s, {"x": 1}, "state", "c"), r"also has \['c'\]"),
         (lambda s: _without(s, "state", "a", "sum"), r"state of 'a': the loaded one lacks \['sum'\]"),
         (lambda s: _with(s, 1, "state", "a", "zz"), r"state of 'a': the loaded one also has \['zz'\]"),
         (
             lambda s: _with(s, torch.ones(1), "state", "a", "sum"),
-            r"'a' / 'sum': got shape \(1,\), wanted .*\(3,\)",
+            r"'a' / 'sum': got shape \(1,\); expected .*\(3,\)",
         ),
-        (lambda s: _with(s, "x", "state", "a", "sum"), r"'a' / 'sum': got 'x', wanted a tensor"),
-        (lambda s: _with(s, 3, "state", "a", "nested"), r"'a' / 'nested': got int, wanted a dict"),
-        (lambda s: _with(s, [1], "state", "a", "parts"), r"'a' / 'parts': got \[1\], wanted a list of 2"),
-        (lambda s: _without(s, "param_groups"), r"has no 'param_groups'; save it with them"),
-        (lambda s: _with(s, [], "param_groups"), r"param groups hold none, the ones here \[a, b\]"),
-        (lambda s: _with(s, [{"params": ["a"]}], "param_groups"), r"hold \[a\], the ones here \[a, b\]"),
+        (lambda s: _with(s, "x", "state", "a", "sum"), r"'a' / 'sum': got 'x'; expected a tensor"),
+        (lambda s: _with(s, 3, "state", "a", "nested"), r"'a' / 'nested': got int; expected a dict"),
+        (lambda s: _with(s, [1], "state", "a", "parts"), r"'a' / 'parts': got \[1\]; expected a list of 2"),
+        (lambda s: _without(s, "param_groups"), r"got a state dict without 'param_groups'; .* Save them"),
+        (lambda s: _with(s, [], "param_groups"), r"got param groups none; expected \[a, b\]"),
+        (
+            lambda s: _with(s, [{"params": ["a"]}], "param_groups"),
+            r"got param groups \[a\]; expected \[a, b\]",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(change: Any, message: str) -> None:
@@ -194,16 +197,16 @@ def test_state_per_row_may_come_as_a_column() -> None:
 def test_every_parameter_needs_a_name_and_only_one() -> None:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     with pytest.raises(
-        ConfigError, match=r"state holds a tensor of shape \(2,\), which is not in params \(a\)"
+        ConfigError, match=r"got a tensor of shape \(2,\) in state; expected parameters in params \(a\)"
     ):
         KeyedOptimizer({"a": a}, {b: {}}, [{"params": [a]}])
-    with pytest.raises(ConfigError, match=r"param_groups holds a tensor of shape \(2,\)"):
+    with pytest.raises(ConfigError, match=r"got a tensor of shape \(2,\) in param_groups"):
         KeyedOptimizer({"a": a}, {}, [{"params": [a, b]}])
-    with pytest.raises(ConfigError, match="'a' and 'again' are one parameter"):
+    with pytest.raises(ConfigError, match="got 'a' and 'again' for one parameter"):
         KeyedOptimizer({"a": a, "again": a}, {}, [{"params": [a]}])
     opt = KeyedOptimizer({"a": a}, {}, [{"params": [a]}])
     opt.state[b] = {"x": 1}
-    with pytest.raises(ConfigError, match=r"state for a tensor of shape .* has no name"):
+    with pytest.raises(ConfigError, match=r"got state of a tensor of shape .* has no name"):
         opt.state_dict()
 
 
@@ -234,15 +237,15 @@ def test_add_param_group_takes_named_parameters() -> None:
     "params", [[nn.Parameter(torch.ones(1))], nn.Parameter(torch.ones(1)), {}, None, [("x", 3)]]
 )
 def test_add_param_group_refuses_parameters_without_names(params: Any) -> None:
-    with pytest.raises(ConfigError, match="add_param_group needs names"):
+    with pytest.raises(ConfigError, match="add_param_group got parameters without names"):
         _keyed().add_param_group({"params": params, "lr": 0.7})
 
 
 def test_add_param_group_refuses_what_is_already_here() -> None:
     opt = _keyed()
-    with pytest.raises(ConfigError, match="got 'a', which is already here"):
+    with pytest.raises(ConfigError, match="got 'a', already present"):
         opt.add_param_group({"params": {"a": nn.Parameter(torch.ones(1))}})
-    with pytest.raises(ConfigError, match="got 'c', which is already here as 'b'"):
+    with pytest.raises(ConfigError, match="got 'c', already present as 'b'"):
         opt.add_param_group({"params": {"c": opt.params["b"]}})
     assert list(opt.params) == ["b", "a"]
 
@@ -252,7 +255,9 @@ def test_update_hyper_parameters_writes_every_group_and_refuses_unknown_names() 
     opt.update_hyper_parameters({"lr": 0.25})
     assert opt.param_groups[0]["lr"] == 0.25
     for name in ("momentum", "params"):
-        with pytest.raises(ConfigError, match=f"no param group has a setting '{name}'; they have .*'lr'"):
+        with pytest.raises(
+            ConfigError, match=f"got the setting '{name}', which no param group has; expected some of .*'lr'"
+        ):
             opt.update_hyper_parameters({name: 0.25})
 
 

@@ -95,7 +95,7 @@ def test_a_sparse_gradient_moves_its_rows_and_no_others() -> None:
 def test_a_sparse_gradient_of_single_elements_is_refused() -> None:
     p = nn.Parameter(torch.ones(3, 2))
     p.grad = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (3, 2), check_invariants=True)
-    with pytest.raises(ConfigError, match=r"2 sparse dimensions .* wanted whole rows"):
+    with pytest.raises(ConfigError, match=r"2 sparse dimensions .* expected whole rows"):
         RowWiseAdagrad([p]).step()
 
 
@@ -156,7 +156,7 @@ def test_the_closure_runs_with_gradients_on() -> None:
 @pytest.mark.parametrize("name", ["lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"])
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 def test_a_setting_out_of_range_is_refused(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+    with pytest.raises(ConfigError, match=f"got {name}={value}"):
         RowWiseAdagrad([nn.Parameter(torch.ones(1, 1))], **{name: value})
 
 
@@ -181,5 +181,5 @@ def test_attached_it_stands_for_its_row_rule_with_the_same_defaults() -> None:
     assert from_torch(RowWiseAdagrad, {"lr": 0.5, "weight_decay": 0.1, "maximize": False}) == (
         spec.RowWiseAdagrad(0.5, weight_decay=0.1)
     )
-    with pytest.raises(ConfigError, match="maximize=True is not supported"):
+    with pytest.raises(ConfigError, match="got maximize=True; expected"):
         from_torch(RowWiseAdagrad, {"maximize": True})

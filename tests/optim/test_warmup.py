@@ -103,21 +103,21 @@ def test_a_policy_may_be_given_by_its_value() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"policy": "cubic"}, "policy is 'cubic', wanted one of"),
-        ({"max_iters": 0}, "max_iters is 0, wanted at least 1"),
+        ({"policy": "cubic"}, "got policy='cubic'; expected one of"),
+        ({"max_iters": 0}, "got max_iters=0; expected at least 1"),
         (
             {"policy": P.POLY, "max_iters": 5, "decay_iters": 4},
             "got decay_iters=4 for POLY; expected at least",
         ),
-        ({"sgdr_period": 0}, "sgdr_period is 0"),
+        ({"sgdr_period": 0}, "got sgdr_period=0"),
         (
             {"policy": P.INTERPOLATE, "end_value": 1.0},
-            "needs start_interpolating_iters and end_value; got None",
+            "got start_interpolating_iters=None",
         ),
-        ({"policy": P.INTERPOLATE, "start_interpolating_iters": 0}, "and None"),
+        ({"policy": P.INTERPOLATE, "start_interpolating_iters": 0}, "and end_value=None for INTERPOLATE"),
         (
             {"policy": P.INTERPOLATE, "start_interpolating_iters": 5, "end_value": 1.0, "max_iters": 5},
-            "start_interpolating_iters is 5, wanted less than max_iters, 5",
+            "got start_interpolating_iters=5; expected less than max_iters, 5",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_stage_that_makes_no_sense_is_refused(kwargs: dict[str, Any], message:
 
 
 def test_stages_must_end_one_after_the_other() -> None:
-    with pytest.raises(ConfigError, match="is not more than that of the stage before, 4"):
+    with pytest.raises(ConfigError, match="expected max_iters above 4, that of the stage before"):
         WarmupOptimizer(_keyed(), [WarmupStage(max_iters=4), WarmupStage(max_iters=4)])
 
 
@@ -158,16 +158,18 @@ def test_the_position_is_saved_and_the_rate_is_right_after_loading() -> None:
 def test_a_checkpoint_without_the_position_is_refused() -> None:
     opt = WarmupOptimizer(_keyed(), [WarmupStage(P.LINEAR, 4, 0.2)], param_name="__w")
     opt.step()
-    with pytest.raises(ConfigError, match="has None under '__w'"):
+    with pytest.raises(ConfigError, match="got None as state of '__w'"):
         opt.load_state_dict({"state": {}})
-    with pytest.raises(ConfigError, match="under '__w', wanted"):
+    with pytest.raises(ConfigError, match="as state of '__w'; expected"):
         opt.load_state_dict({"state": {"__w": {"warmup": torch.zeros(3)}}})
     assert opt.state_dict()["state"]["__w"]["warmup"].tolist() == [1, 0]
 
 
 def test_two_warmups_need_two_names() -> None:
     inner = WarmupOptimizer(_keyed(), [])
-    with pytest.raises(ConfigError, match="already has a '__warmup'; give this warm-up another param_name"):
+    with pytest.raises(
+        ConfigError, match=r"got the name '__warmup' twice in the state; .* another param_name"
+    ):
         WarmupOptimizer(inner, []).state_dict()
     both = WarmupOptimizer(inner, [WarmupStage(P.LINEAR, 2, 0.0)], param_name="__outer")
     both.step()

@@ -150,7 +150,9 @@ def test_the_factory_gets_a_list_or_the_dict() -> None:
 
 def test_a_parameter_without_a_name_is_refused() -> None:
     params = _params()
-    with pytest.raises(ConfigError, match=r"SGD has a parameter of shape \(7,\) that is not in params"):
+    with pytest.raises(
+        ConfigError, match=r"got a parameter of shape \(7,\) in SGD; expected parameters in params"
+    ):
         KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(7))], lr=0.1))
 
 
@@ -217,7 +219,9 @@ def test_a_wrapper_passes_everything_on() -> None:
     opt.load_state_dict(saved)
     assert float(inner.state[params["w"]]["exp_avg"][0, 0]) == 3.0
     assert "KeyedOptimizerWrapper" in repr(opt)
-    with pytest.raises(ConfigError, match="OptimizerWrapper: got a SGD, wanted a KeyedOptimizer; wrap it"):
+    with pytest.raises(
+        ConfigError, match=r"OptimizerWrapper: got a SGD; expected a KeyedOptimizer\. Wrap it"
+    ):
         OptimizerWrapper(torch.optim.SGD(params.values(), lr=0.1))  # type: ignore[arg-type]
 
 

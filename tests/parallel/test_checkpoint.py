@@ -316,7 +316,7 @@ def into_unsharded() -> None:
     assert all(torch.equal(plain.state_dict()[name], before[name]) for name in parts)
     fused = plain.ebc.fused_optimizer  # type: ignore[union-attr]
     if fused.params:
-        with pytest.raises(ConfigError, match="whose parts lie on several ranks"):
+        with pytest.raises(ConfigError, match="whose parts are on several ranks"):
             fused.load_state_dict(dmp.module.ebc.fused_optimizer.state_dict())  # type: ignore[union-attr]
 
 

@@ -174,7 +174,7 @@ def test_a_plan_by_hand_for_another_world_is_refused_on_every_rank() -> None:
 
     for plan in ({"ebc": part}, ShardingPlan({"ebc": part})):
         messages = run_virtual_ranks(2, run, plan)
-        assert all("made for 4 ranks, this world has 2" in message for message in messages)
+        assert all("got a plan for 4 ranks; expected one for the 2 ranks" in message for message in messages)
     without = EmbeddingModuleShardingPlan({"t": ParameterSharding("row_wise")})
     run_virtual_ranks(2, lambda group: shard(model(), plan={"ebc": without}, mesh=group))
 
@@ -186,7 +186,7 @@ def test_a_plan_by_hand_for_another_world_is_refused_on_every_rank() -> None:
         ({"u": ParameterSharding("row_wise")}, r"collections are \['ebc'\], and none has a table 'u'"),
         (
             {"": {"t": ParameterSharding("row_wise")}},
-            r"by itself \(''\).*put the part under its path: \{'ebc'",
+            r"by itself \(''\).*put its plan under its path: \{'ebc'",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_of_them() -> None:
         config = GroupConfig({"": group_plan(FIRST, case, False)}, 2)
         module = copy.deepcopy(base)
         two_d = shard_2d(module, [config], group, ReplicaSettings("exact"), case.topology)
-        with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+        with pytest.raises(ConfigError, match="got a plan for 4 ranks; expected one for the 2 ranks"):
             move(module, two_d, ShardingPlan(plan_of(module).plan, 4))
         with pytest.raises(ConfigError, match="pass the DMPCollection itself"):
             reshard(module, {"": group_plan(SECOND, case, False)})

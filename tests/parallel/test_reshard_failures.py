@@ -122,20 +122,26 @@ def refused(plan: Callable[[int], Any], words: str, spec: Any = RULE, **options:
 
 
 CHECKS: dict[str, tuple[Callable[[int], Any], str]] = {
-    "an unknown table": (lambda _: {"z": halves(0, 1)}, "table 'z' is not in module ''"),
-    "an unknown module": (lambda _: {"deep": {"a": halves(0, 1)}}, "module 'deep' is not in the model"),
+    "an unknown table": (lambda _: {"z": halves(0, 1)}, "got table 'z', which module '' lacks"),
+    "an unknown module": (
+        lambda _: {"deep": {"a": halves(0, 1)}},
+        "got module 'deep', which the model lacks",
+    ),
     "another size": (
         lambda _: {"a": Tiling.of("a", 41, DIM, [(0, 41, 0, DIM, 0)])},
-        "planned with 41 x 8 cells and has 40 x 8",
+        "got 41 x 8 cells for table 'a' of module ''; expected 40 x 8",
     ),
     "a rank that is not there": (
         lambda _: {"a": Tiling.of("a", ROWS, DIM, [(0, ROWS, 0, DIM, 2)])},
-        "lies on rank 2",
+        "on rank 2; expected ranks 0 to 1",
     ),
-    "another world": (lambda _: ShardingPlan({"": {}}, 3), "made for 3 ranks, this world has 2"),  # type: ignore[dict-item]
+    "another world": (
+        lambda _: ShardingPlan({"": {}}, 3),  # type: ignore[dict-item]
+        "got a plan for 3 ranks; expected one for the 2 ranks",
+    ),
     "on one rank alone": (
         lambda rank: {"a": halves(1, 0) if rank else Tiling.of("a", 41, DIM, [(0, 41, 0, DIM, 0)])},
-        "planned with 41 x 8",
+        "got 41 x 8 cells",
     ),
     "other plans": (lambda rank: {"a": halves(1, 0, 20 + rank)}, "differs between ranks"),
     "no plan": (lambda _: 7, "plan is a int"),

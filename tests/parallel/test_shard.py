@@ -305,11 +305,13 @@ def test_a_plan_for_another_model_or_world_is_refused() -> None:
     assert "7 x 4" in raised(2, lambda group: shard(Model(), plan=bigger, mesh=group))
     parts = {path: EmbeddingModuleShardingPlan({}) for path in ("ebc", "ec")}
     message = raised(2, lambda group: shard(Model(), plan=ShardingPlan(parts, world_size=4), mesh=group))
-    assert "made for 4 ranks" in message
+    assert "got a plan for 4 ranks; expected one for the 2 ranks" in message
     elsewhere = ShardingPlan(parts, hosts=[[0, 1], [2, 3]])
     assert "hosts" in raised(2, lambda group: shard(Model(), plan=elsewhere, mesh=group))
     made_for_2 = ShardingPlan(parts, world_size=2, hosts=[[0], [1]])
-    assert "made for 2 ranks" in raised(3, lambda group: shard(Model(), plan=made_for_2, mesh=group))
+    assert "got a plan for 2 ranks; expected one for the 3 ranks" in raised(
+        3, lambda group: shard(Model(), plan=made_for_2, mesh=group)
+    )
 
 
 def test_a_rank_that_refuses_is_heard_by_the_others() -> None:

@@ -130,7 +130,7 @@ def test_formats_are_plain_members_of_an_enum() -> None:
     ],
 )
 def test_a_setting_of_formats_without_effect_is_warned_about(setting: dict[str, Any], reason: str) -> None:
-    with pytest.warns(UserWarning, match=f"QCommsConfig: without effect here: {reason}") as seen:
+    with pytest.warns(UserWarning, match=f"QCommsConfig: got settings without effect: {reason}") as seen:
         config = QCommsConfig(CommType.FP16, CommType.BF16, **setting)
     assert len(seen) == 1
     assert seen[0].filename == __file__

@@ -358,16 +358,16 @@ def refused() -> None:
         {name: p for name, p in named.items() if name.endswith(".two.weight")}, OPTIMIZERS["Adam"]
     )
     if dist.get_rank() == 0:
-        with pytest.raises(ConfigError, match="one of 2 tiles"):
+        with pytest.raises(ConfigError, match="got only some of the 2 tiles"):
             half.state_dict()
     adam = KeyedOptimizerWrapper(uneven, OPTIMIZERS["Adam"])
     state = adam.state_dict()
     before = whole(state)
     (name,) = uneven
     for slots, match in (
-        ({**state["state"][name], "exp_avg": torch.zeros(5, 6)}, r"got shape \(5, 6\), wanted.*\(7, 6\)"),
+        ({**state["state"][name], "exp_avg": torch.zeros(5, 6)}, r"got shape \(5, 6\); expected.*\(7, 6\)"),
         ({**state["state"][name], "more": torch.zeros(7, 6)}, "also has"),
-        (torch.zeros(7, 6), "wanted a dict"),
+        (torch.zeros(7, 6), "expected a dict"),
     ):
         with pytest.raises(ConfigError, match=match):
             adam.load_state_dict({"state": {name: slots}})

@@ -67,11 +67,11 @@ def test_ids_per_bag_are_the_largest_pooling_factor() -> None:
     [
         (
             {"sharding_types": ["row"]},
-            r"sharding_types got 'row', wanted ShardingType or one of \['data_parallel'",
+            r"sharding_types: got 'row'; expected a ShardingType or one of \['data_parallel'",
         ),
         ({"sharding_types": []}, "sharding_types is empty, so nothing is allowed"),
         ({"sharding_types": ["explicit"]}, "explicit, which a planner cannot choose"),
-        ({"compute_kernels": ["warm"]}, "compute_kernels got 'warm'"),
+        ({"compute_kernels": ["warm"]}, "compute_kernels: got 'warm'"),
         ({"min_partition": 0}, "min_partition is 0"),
         ({"min_partition": 2.5}, "min_partition is 2.5"),
         ({"pooling_factors": [-1.0]}, "pooling_factors is"),

@@ -135,9 +135,9 @@ def test_any_cover_may_be_given() -> None:
     assert tiles(explicit(cover)) == [(0, 9, 0, 512, 1), (9, 10, 0, 512, 0, 3)]
     assert tiles(explicit(Tiling.of("t", 10, 512, cover)))[0] == (0, 9, 0, 512, 1)
     assert planned(explicit(iter(cover))).kind is ShardingType.EXPLICIT
-    with pytest.raises(ConfigError, match=r"rows \[9, 10\) x columns \[0, 512\) belong to no rank"):
+    with pytest.raises(ConfigError, match=r"got no tile with rows \[9, 10\) x columns \[0, 512\)"):
         planned(explicit(cover[:1]))
-    with pytest.raises(ConfigError, match="lies on rank 4"):
+    with pytest.raises(ConfigError, match="on rank 4; expected ranks 0 to 3"):
         planned(explicit([(0, 10, 0, 512, 4)]))
 
 
@@ -152,7 +152,7 @@ def test_the_kernel_is_the_callers_or_says_whether_an_optimizer_is_attached() ->
     sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.1})
     fused = construct_module_sharding_plan(bags(), {"t": row_wise()}, sharder, world_size=1)
     assert fused["t"].kernel is EmbeddingComputeKernel.FUSED
-    with pytest.raises(ConfigError, match="table_wise: compute_kernel got 'quick'"):
+    with pytest.raises(ConfigError, match="table_wise: compute_kernel: got 'quick'"):
         table_wise(0, compute_kernel="quick")
 
 
@@ -221,7 +221,7 @@ def test_a_plan_by_hand_knows_its_world_and_the_hosts_that_were_said(monkeypatch
 
     both = made(local_size=2, world_size=4)
     assert (both.world_size, both.hosts) == (4, ((0, 1), (2, 3)))
-    with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+    with pytest.raises(ConfigError, match="got a plan for 4 ranks; expected one for the 2 ranks"):
         ShardingPlan({"ebc": both}).check({"ebc": {"t": (10, 512)}}, 2)
     size_alone = made(world_size=4)
     assert (size_alone.world_size, size_alone.hosts) == (4, None)

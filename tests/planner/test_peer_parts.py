@@ -77,7 +77,9 @@ def test_parts_keep_what_they_were_made_with() -> None:
 
 
 def test_topologies_are_set_up_as_for_torchrec() -> None:
-    with pytest.warns(UserWarning, match="Topology: without effect here: bwd_compute_multiplier") as caught:
+    with pytest.warns(
+        UserWarning, match="Topology: got settings without effect: bwd_compute_multiplier"
+    ) as caught:
         topology = Topology(
             world_size=2,
             compute_device="cuda",

@@ -150,7 +150,7 @@ def test_kernels_follow_the_attached_optimizer_and_the_constraints() -> None:
     assert kernel_of_item(pooled, compute_kernels=["dense"]) == "dense"
     assert kernel_of_item(sequence) is None
     assert kernel_of_item(pooled, compute_kernels=["fused_uvm"]) == "fused_uvm"
-    with pytest.warns(UserWarning, match="'key_value' is kept in the plan and has the effect of 'fused'"):
+    with pytest.warns(UserWarning, match="got compute_kernel 'key_value', which acts as 'fused' here"):
         assert kernel_of_item(compute_kernels=["key_value"]) == "key_value"
 
 

@@ -232,7 +232,7 @@ def test_a_report_is_read_back_from_its_file(tmp_path: Path) -> None:
         ({"columns": ["name"]}, "columns: got"),
         ({"cost_ps": "much"}, 'cost_ps: got "much"; expected a whole number from 0'),
         ({"load_ps": [[1, True], [1, 2]]}, "load_ps: .*and not true among them"),
-        ({"notes": [1]}, r"notes\[0\]: got 1; expected a text"),
+        ({"notes": [1]}, r"notes\[0\]: got 1; expected a string"),
         ({"batch_size": 10.5}, "batch_size: got 10.5"),
     ],
 )

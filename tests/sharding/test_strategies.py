@@ -224,5 +224,5 @@ def test_a_tiling_of_another_table_or_world_is_refused() -> None:
     tiling = Tiling.of("t", 10, 4, [(0, 10, 0, 4, 3)])
     with pytest.raises(ConfigError, match="its tiling is of 10 x 4 cells and the table has 11 x 4"):
         complete(tiling, "t", 11, 4, FOUR)
-    with pytest.raises(ConfigError, match="lies on rank 3, but the world has ranks 0 to 1"):
+    with pytest.raises(ConfigError, match="on rank 3; expected ranks 0 to 1"):
         complete(tiling, "t", 10, 4, Topology(2))

@@ -145,7 +145,9 @@ def test_copy_overwrites_the_memory_and_what_followed_from_it() -> None:
     assert target.offsets().tolist() == [0, 1, 2, 3]
     assert jt_is_equal(target, JaggedTensor(source.values(), source.weights(), target.lengths()))
     for other in (_make([3, 0, 0], (2,)), _make([2, 0, 1], weighted=False), _make([2, 1])):
-        with pytest.raises(InputError, match=r"copy_: this one has values \[3\], weights \[3\] and 3 bags"):
+        with pytest.raises(
+            InputError, match=r"copy_: got a source .*; expected values \[3\], weights \[3\] and 3 bags"
+        ):
             target.copy_(other)
 
 
@@ -213,15 +215,17 @@ def test_copies_and_pickles_are_equal_and_apart() -> None:
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="neither lengths nor offsets"):
         JaggedTensor(torch.arange(3))
-    with pytest.raises(InputError, match="it has no weights; pass weights="):
+    with pytest.raises(
+        InputError, match=r"got no weights; expected a weighted tensor\. Make it with weights="
+    ):
         _make([1], weighted=False).weights()
-    with pytest.raises(InputError, match="the list is empty"):
+    with pytest.raises(InputError, match="got an empty list"):
         JaggedTensor.from_dense([])
-    with pytest.raises(InputError, match="weights and values differ"):
+    with pytest.raises(InputError, match="got weights with another number of bags or items than the values"):
         JaggedTensor.from_dense([torch.ones(2)], [torch.ones(1)])
-    with pytest.raises(InputError, match=r"values have shape \[2, 3\] with 3 lengths"):
+    with pytest.raises(InputError, match=r"got values of shape \[2, 3\] with 3 lengths"):
         JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 1, 1]))
-    with pytest.raises(InputError, match="a length of 4 exceeds the row's 3 items"):
+    with pytest.raises(InputError, match="got a length of 4; expected at most the 3 items of a row"):
         JaggedTensor.from_dense_lengths(torch.ones(2, 3), torch.tensor([1, 4]))
 
 
@@ -250,14 +254,14 @@ def test_bags_outside_the_values_are_refused(lengths: list[int] | None, offsets:
         lengths=None if lengths is None else torch.tensor(lengths),
         offsets=None if offsets is None else torch.tensor(offsets),
     )
-    with pytest.raises(InputError, match="do not fit 5 values; wanted lengths that are not negative and sum"):
+    with pytest.raises(InputError, match=r"expected bags within the 5 values\. Pass lengths from 0 that sum"):
         jt.to_dense()
     assert "values [5] torch.int64" in repr(jt)
 
 
 WRONG_PARTS = [
-    (lambda: JaggedTensor(torch.arange(3), torch.rand(1), torch.tensor([3])), "1 weights for 3 values"),
-    (lambda: JaggedTensor(torch.arange(3), torch.rand(4), torch.tensor([3])), "4 weights for 3 values"),
+    (lambda: JaggedTensor(torch.arange(3), torch.rand(1), torch.tensor([3])), "got 1 weights; expected 3"),
+    (lambda: JaggedTensor(torch.arange(3), torch.rand(4), torch.tensor([3])), "got 4 weights; expected 3"),
     (
         lambda: JaggedTensor(torch.arange(3), torch.rand(3, 2), torch.tensor([3])),
         r"weights of shape \[3, 2\]; expected one number per value, \[3\]",
@@ -268,18 +272,18 @@ WRONG_PARTS = [
     ),
     (
         lambda: JaggedTensor(torch.rand(3, 4), torch.rand(2, 4), torch.tensor([3])),
-        "2 weights for 3 values",
+        "got 2 weights; expected 3",
     ),
-    (lambda: JaggedTensor.from_dense([1, 2]), "values hold 1; wanted a list of tensors"),  # type: ignore[list-item]
-    (lambda: JaggedTensor.from_dense([torch.tensor(1)]), "wanted a list of tensors"),
-    (lambda: JaggedTensor(torch.tensor(3), lengths=torch.tensor([1])), "values have no dimension"),
-    (lambda: JaggedTensor([1, 2], lengths=torch.tensor([2])), "values are a list"),  # type: ignore[arg-type]
-    (lambda: JaggedTensor(torch.arange(2), lengths=[2]), "lengths are a list"),  # type: ignore[arg-type]
-    (lambda: JaggedTensor(torch.arange(2), offsets=[0, 2]), "offsets are a list"),  # type: ignore[arg-type]
-    (lambda: JaggedTensor(torch.arange(2), lengths=torch.tensor(2)), "lengths have no dimension"),
+    (lambda: JaggedTensor.from_dense([1, 2]), "got 1 in values; expected a list of tensors"),  # type: ignore[list-item]
+    (lambda: JaggedTensor.from_dense([torch.tensor(1)]), "expected a list of tensors"),
+    (lambda: JaggedTensor(torch.tensor(3), lengths=torch.tensor([1])), "got values without a dimension"),
+    (lambda: JaggedTensor([1, 2], lengths=torch.tensor([2])), "got a list as values"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), lengths=[2]), "got a list as lengths"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), offsets=[0, 2]), "got a list as offsets"),  # type: ignore[arg-type]
+    (lambda: JaggedTensor(torch.arange(2), lengths=torch.tensor(2)), "got lengths without a dimension"),
     (
         lambda: JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, -1])),
-        "a length of -1 is negative",
+        "got a length of -1; expected 0 or more",
     ),
     (
         lambda: JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 2]), torch.rand(2, 4)),
@@ -327,5 +331,7 @@ def test_repr_is_short_and_needs_no_contents() -> None:
 )
 def test_an_error_lists_the_sizes_of_eight_bags(bags: int, listed: str) -> None:
     short = JaggedTensor(torch.arange(3), offsets=torch.arange(bags + 1))
-    with pytest.raises(InputError, match=f"bags of .{re.escape(listed)} items from 0 on do not fit 3 values"):
+    with pytest.raises(
+        InputError, match=f"bags of .{re.escape(listed)} items from 0 on; expected bags within the 3 values"
+    ):
         short.to_dense()

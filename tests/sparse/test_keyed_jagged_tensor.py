@@ -415,12 +415,12 @@ def test_known_parts_are_taken_and_checked() -> None:
     by_key = _example().to_dict()
     assert _example(jt_dict=by_key)["a"] is by_key["a"]
     for wrong, message in (
-        ({"stride_per_key": [1, 2]}, "stride_per_key is"),
-        ({"lengths_offset_per_key": [0, 1, 4]}, "lengths_offset_per_key is"),
-        ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key contradicts keys"),
-        ({"jt_dict": {"a": by_key["a"]}}, "jt_dict and keys differ"),
-        ({"length_per_key": [5]}, "1 lengths per key for 2 keys"),
-        ({"length_per_key": [2, 2]}, "the lengths sum to 4, but there are 5 values"),
+        ({"stride_per_key": [1, 2]}, "got stride_per_key="),
+        ({"lengths_offset_per_key": [0, 1, 4]}, "got lengths_offset_per_key="),
+        ({"index_per_key": {"a": 1, "b": 0}}, "index_per_key that contradicts keys"),
+        ({"jt_dict": {"a": by_key["a"]}}, "got a jt_dict with other keys"),
+        ({"length_per_key": [5]}, "got 1 lengths per key; expected 2"),
+        ({"length_per_key": [2, 2]}, "got lengths that sum to 4; expected 5, the number of values"),
     ):
         with pytest.raises(InputError, match=message):
             _example(**wrong)
@@ -442,10 +442,10 @@ def test_copy_overwrites_the_memory() -> None:
     assert kjt_is_equal(target, source)
     assert [bag.tolist() for bag in target["a"].to_dense()] == [[0], [1]]
     for other, message in (
-        (_example(), "only one of the two has inverse indices"),
-        (_variable(inverse_indices=_inverse()), "batch sizes by key and rank differ"),
-        (source.permute([1, 0]), "differ; wanted the same"),
-        (source.to(torch.device("cpu")).permute([0]), "differ; wanted the same"),
+        (_example(), "got inverse indices in only one of the tensors"),
+        (_variable(inverse_indices=_inverse()), "got a source with other batch sizes by key and rank"),
+        (source.permute([1, 0]), r"got a source with keys .*; expected \["),
+        (source.to(torch.device("cpu")).permute([0]), r"got a source with keys .*; expected \["),
     ):
         with pytest.raises(InputError, match=message):
             target.copy_(other)
@@ -539,115 +539,121 @@ def test_keys_can_be_handed_over_ready() -> None:
 
 
 REFUSED = [
-    (lambda: _make(["a", "a"], [1, 1]), r"'a' appears at positions \[0, 1\]"),
-    (lambda: _make(["a", "b"], [1, 1, 1]), "3 lengths are not a multiple of the 2 keys"),
-    (lambda: _make(["a", "b"], [1, 1], stride=2), "stride 2 with 2 keys wants 4 lengths, got 2"),
-    (lambda: _make([], [1]), "no keys, but 1 lengths"),
-    (lambda: _make(["a"], [3]).sync(), "the lengths sum to 3, but there are 2 values"),
+    (lambda: _make(["a", "a"], [1, 1]), r"got 'a' at positions \[0, 1\]"),
+    (lambda: _make(["a", "b"], [1, 1, 1]), "got 3 lengths; expected a multiple of 2, the number of keys"),
+    (lambda: _make(["a", "b"], [1, 1], stride=2), "got 2 lengths with stride=2 and 2 keys; expected 4"),
+    (lambda: _make([], [1]), "got 1 lengths without keys"),
+    (lambda: _make(["a"], [3]).sync(), "got lengths that sum to 3; expected 2, the number of values"),
     (lambda: KeyedJaggedTensor(["a"], torch.arange(2)), "neither lengths nor offsets"),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.ones(2)),
-        r"lengths have dtype torch\.float32",
+        r"got lengths of torch\.float32",
     ),
-    (lambda: _make(["a", "b"], [1, 1], stride_per_key_per_rank=[[1]]), "1 rows for 2 keys"),
+    (lambda: _make(["a", "b"], [1, 1], stride_per_key_per_rank=[[1]]), "got 1 rows; expected 2"),
     (
         lambda: _make(["a", "b"], [1, 1], stride_per_key_per_rank=[[1], [2]]),
-        "2 lengths, but stride_per_key_per_rank sums",
+        "got 2 lengths; expected 3, the sum of stride_per_key_per_rank",
     ),
-    (lambda: _make(["a"], [1, 1]).weights(), "it has no weights"),
-    (lambda: _make(["a"], [1, 1]).inverse_indices(), "it has no inverse indices"),
+    (lambda: _make(["a"], [1, 1]).weights(), "got no weights"),
+    (lambda: _make(["a"], [1, 1]).inverse_indices(), "got no inverse indices"),
     (
         lambda: KeyedJaggedTensor.concat([_make(["a", "b"], [1, 1]).permute([1, 1]), _make(["c"], [2])]),
-        r"'b' appears at positions \[0, 1\]",
+        r"got 'b' at positions \[0, 1\]",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(3), torch.rand(1), torch.tensor([3])),
-        "1 weights for 3 values; wanted one weight per value",
+        "got 1 weights; expected 3. Pass one weight per value",
     ),
-    (lambda: KeyedJaggedTensor(["a"], torch.arange(1), torch.rand(2), torch.tensor([1])), "2 weights for 1"),
+    (
+        lambda: KeyedJaggedTensor(["a"], torch.arange(1), torch.rand(2), torch.tensor([1])),
+        "got 2 weights; expected 1",
+    ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(2), torch.rand(2, 1), torch.tensor([2])),
         r"weights of shape \[2, 1\]; expected one number per value, \[2\]",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.ones(2, 3, dtype=torch.int64), lengths=torch.tensor([2])),
-        r"values have shape \[2, 3\] and dtype torch\.int64; wanted one id each, \[N\]; flatten them",
+        r"got values of shape \[2, 3\] and torch\.int64; expected one id each, \[N\]. Flatten them",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.tensor(7), lengths=torch.tensor([1])),
-        r"values have no dimension; .* write values\.reshape\(1\)",
+        r"got values without a dimension; .* Write values\.reshape\(1\)",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], [1, 2], lengths=torch.tensor([2])),  # type: ignore[arg-type]
-        r"values are a list; wanted a torch\.Tensor; write torch\.as_tensor\(values\)",
+        r"got a list as values; expected a torch\.Tensor. Write torch\.as_tensor\(values\)",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(2), [0.5, 1], torch.tensor([2])),  # type: ignore[arg-type]
-        "weights are a list",
+        "got a list as weights",
     ),
-    (lambda: KeyedJaggedTensor(["a"], torch.arange(2), lengths=[2]), "lengths are a list"),  # type: ignore[arg-type]
+    (lambda: KeyedJaggedTensor(["a"], torch.arange(2), lengths=[2]), "got a list as lengths"),  # type: ignore[arg-type]
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(2), offsets=(0, 2)),  # type: ignore[arg-type]
-        "offsets are a tuple",
+        "got a tuple as offsets",
     ),
-    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[2]), r"it holds numbers; .* \[\[3\], \[2\]\]"),
-    (lambda: _variable(inverse_indices=_inverse()[1]), r"inverse_indices are a Tensor; wanted a pair"),
+    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[2]), r"got numbers; .* \[\[3\], \[2\]\]"),
+    (lambda: _variable(inverse_indices=_inverse()[1]), r"got a Tensor as inverse_indices; expected a pair"),
     (
         lambda: _variable(inverse_indices=(["a", "b"], torch.ones(2, 4))),
-        r"inverse indices have dtype torch\.float32; wanted torch\.int64",
+        r"got inverse indices of torch\.float32; expected torch\.int64",
     ),
     (
         lambda: _variable(inverse_indices=(["a", "b"], torch.zeros(4, dtype=torch.int64))),
-        r"inverse indices for \['a', 'b'\] have shape \[4\]; .* \[2, batch\]",
+        r"got inverse indices of shape \[4\] for \['a', 'b'\]; expected \[2, batch\]",
     ),
     (
         lambda: _variable(inverse_indices=(["a"], torch.zeros(2, 4, dtype=torch.int64))),
-        r"inverse indices for \['a'\] have shape \[2, 4\]; .* \[1, batch\]",
+        r"got inverse indices of shape \[2, 4\] for \['a'\]; expected \[1, batch\]",
     ),
     (
         lambda: _variable(inverse_indices=(["a", "x"], _inverse()[1])).permute([1, 0]),
-        r"inverse indices are for \['a', 'x'\], none for \['b'\]",
+        r"got inverse indices for \['a', 'x'\], none for \['b'\]",
     ),
     (
         lambda: _variable(inverse_indices=(["a", "x"], _inverse()[1])).split([1, 1]),
-        r"inverse indices are for \['a', 'x'\], none for \['b'\]",
+        r"got inverse indices for \['a', 'x'\], none for \['b'\]",
     ),
-    (lambda: _make(["a", "b"], [4, -2]).sync(), "a feature has a negative number of ids"),
-    (lambda: _make(["a", "b"], [1, 1], length_per_key=[3, -1]), "a feature has a negative number of ids"),
-    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[[1.5]]), "numbers with a fraction"),
+    (lambda: _make(["a", "b"], [4, -2]).sync(), "got a negative number of ids for a feature"),
+    (lambda: _make(["a", "b"], [1, 1], length_per_key=[3, -1]), "got a negative number of ids for a feature"),
+    (lambda: _make(["a"], [1, 1], stride_per_key_per_rank=[[1.5]]), "got floats; expected whole batch sizes"),
     (
         lambda: KeyedJaggedTensor.from_jt_dict({"a": torch.arange(2)}),
-        "'a' is a Tensor; wanted a JaggedTensor",
+        "got a Tensor for 'a'; expected a JaggedTensor",
     ),  # type: ignore[dict-item]
-    (lambda: KeyedJaggedTensor.concat([_example(), None]), "the list holds a NoneType"),  # type: ignore[list-item]
+    (lambda: KeyedJaggedTensor.concat([_example(), None]), "got a NoneType in the list"),  # type: ignore[list-item]
     (
         lambda: _example().permute([1, 0], torch.tensor([0])),
-        r"indices_tensor has shape \[1\] for 2 indices",
+        r"got indices_tensor of shape \[1\]; expected \[2\]",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor([1, 3, 4])).sync(),
-        "the first offset is 1; wanted 0",
+        "got 1 as the first offset; expected 0",
     ),
     (
         lambda: KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor([1, 3, 4]))["a"],
-        "the first offset is 1; wanted 0",
+        "got 1 as the first offset; expected 0",
     ),
-    (lambda: _make(["a", "b"], [1, 1]).permute([2]), r"index 2 is outside \[0, 2\)"),
+    (lambda: _make(["a", "b"], [1, 1]).permute([2]), r"got index 2; expected one in \[0, 2\)"),
     (lambda: _make(["a", "b"], [1, 1]).split([1]), "sum to the number of keys, 2"),
-    (lambda: KeyedJaggedTensor.concat([]), "the list is empty"),
+    (lambda: KeyedJaggedTensor.concat([]), "got an empty list"),
     (
         lambda: KeyedJaggedTensor.concat([_make(["a"], [1, 1]), _make(["a"], [1, 1])]),
-        "'a' appears at positions",
+        "got 'a' at positions",
     ),
     (
         lambda: KeyedJaggedTensor.concat([_make(["a"], [1, 1]), _make(["b"], [2])]),
-        r"batch sizes 2 .* and 1 .* differ",
+        r"got batch sizes 2 .* and 1 .*; expected one batch size",
     ),
-    (lambda: KeyedJaggedTensor.concat([_make(["x"], [2]), _example()]), r"keys \['x'\] has no weights"),
-    (lambda: KeyedJaggedTensor.concat([_make(["x"], [1, 1]), _variable()]), "has no variable batch sizes"),
+    (lambda: KeyedJaggedTensor.concat([_make(["x"], [2]), _example()]), r"got no weights of keys \['x'\]"),
+    (
+        lambda: KeyedJaggedTensor.concat([_make(["x"], [1, 1]), _variable()]),
+        "got no variable batch sizes of keys",
+    ),
     (
         lambda: KeyedJaggedTensor.from_jt_dict({"a": _example()["a"], "c": _variable()["a"]}),
-        r"\['c'\] have no weights, the others do",
+        r"got no weights for \['c'\], but for others",
     ),
 ]
 
@@ -737,9 +743,9 @@ def test_a_part_without_keys_knows_the_batch_size_of_the_whole() -> None:
 
 
 def test_a_stride_that_a_variable_batch_cannot_have_warns() -> None:
-    with pytest.warns(UserWarning, match="stride 1 has no effect, this variable batch has 2"):
+    with pytest.warns(UserWarning, match="got stride=1, which has no effect; expected 2"):
         assert _variable(stride=1).stride() == 2
-    with pytest.warns(UserWarning, match="stride 2 has no effect, this variable batch has 4"):
+    with pytest.warns(UserWarning, match="got stride=2, which has no effect; expected 4"):
         assert _variable(stride=2, inverse_indices=_inverse()).stride() == 4
     assert _variable(stride=2).stride() == 2
     assert _variable(stride=4, inverse_indices=_inverse()).stride() == 4

@@ -130,22 +130,25 @@ def test_what_does_not_fit_is_refused() -> None:
     for attempt, message in (
         (
             lambda: KeyedTensor(["x", "y"], [2, 2], values),
-            r"shape \[2, 5\], but the widths sum to 4 along dimension 1",
+            r"shape \[2, 5\]; expected 4 along dimension 1, the sum of length_per_key",
         ),
-        (lambda: KeyedTensor(["x", "x"], [2, 3], values), "'x' appears at positions"),
-        (lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, [0, 3, 5]), "offset_per_key contradicts"),
+        (lambda: KeyedTensor(["x", "x"], [2, 3], values), "got 'x' at positions"),
+        (
+            lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, [0, 3, 5]),
+            "got an offset_per_key that contradicts",
+        ),
         (
             lambda: KeyedTensor(["x", "y"], [2, 3], values, 1, None, {"x": 1, "y": 0}),
-            "index_per_key contradicts",
+            "index_per_key that contradicts",
         ),
-        (lambda: KeyedTensor.from_tensor_list([], []), "the list is empty"),
+        (lambda: KeyedTensor.from_tensor_list([], []), "got an empty list"),
         (lambda: KeyedTensor.from_tensor_list(["x"], [values], 1, 0), "got cat_dim=0 with key_dim=1"),
         (lambda: KeyedTensor.regroup([], [["x"]]), "of 0 tensors"),
         (
             lambda: KeyedTensor.regroup([_example(), KeyedTensor(["z"], [2], values, 0)], [["x"]]),
             "key dimensions",
         ),
-        (lambda: KeyedTensor.regroup_as_dict([_example()], [["x"]], ["u", "v"]), "1 groups and 2 names"),
+        (lambda: KeyedTensor.regroup_as_dict([_example()], [["x"]], ["u", "v"]), "got 2 names; expected 1"),
     ):
         with pytest.raises(InputError, match=message):
             attempt()
@@ -178,13 +181,16 @@ def test_blocks_are_asked_for_by_name_and_never_by_position() -> None:
 
 def test_what_cannot_be_a_keyed_tensor_is_refused() -> None:
     for attempt, message in (
-        (lambda: KeyedTensor(["x"], [1], [[1.0]]), "values are a list"),
-        (lambda: KeyedTensor(["x"], [1], torch.ones(1)), r"values have shape \[1\] and no dimension 1"),
-        (lambda: KeyedTensor(["x"], [1], torch.ones(1, 1), key_dim=-3), "no dimension -3"),
-        (lambda: KeyedTensor(["x"], [1.0], torch.ones(1, 1)), "hold a fraction"),
+        (lambda: KeyedTensor(["x"], [1], [[1.0]]), "got a list as values"),
+        (
+            lambda: KeyedTensor(["x"], [1], torch.ones(1)),
+            r"got values of shape \[1\]; expected a dimension key_dim=1",
+        ),
+        (lambda: KeyedTensor(["x"], [1], torch.ones(1, 1), key_dim=-3), "expected a dimension key_dim=-3"),
+        (lambda: KeyedTensor(["x"], [1.0], torch.ones(1, 1)), "with a float; expected numbers of columns"),
         (
             lambda: KeyedTensor.regroup([KeyedTensor(["xy"], [1], torch.ones(1, 1))], ["xy"]),
-            r"group 'xy' is a string; wanted a list of keys; write \['xy'\]",
+            r"got the string 'xy' as a group; expected a list of keys. Write \['xy'\]",
         ),
     ):
         with pytest.raises(InputError, match=message):

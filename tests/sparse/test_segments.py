@@ -87,16 +87,20 @@ def test_two_dimensional_lengths_are_flattened() -> None:
 @pytest.mark.parametrize(
     ("lengths", "offsets", "message"),
     [
-        (None, None, "got neither lengths nor offsets; give one"),
+        (None, None, "got neither lengths nor offsets; expected one"),
         (
             torch.tensor([1.0]),
             None,
-            r"lengths have dtype torch\.float32; wanted torch\.int32 or torch\.int64",
+            r"got lengths of torch\.float32; expected torch\.int32 or torch\.int64",
         ),
-        (None, torch.tensor([0], dtype=torch.uint8), r"offsets have dtype torch\.uint8"),
-        (None, torch.zeros(0, dtype=torch.int64), r"offsets have shape \[0\]"),
-        (None, torch.zeros(2, 2, dtype=torch.int64), r"offsets have shape \[2, 2\]"),
-        (torch.tensor([1, 2]), torch.tensor([0, 3]), "2 lengths and 2 offsets disagree"),
+        (None, torch.tensor([0], dtype=torch.uint8), r"got offsets of torch\.uint8"),
+        (None, torch.zeros(0, dtype=torch.int64), r"got offsets of shape \[0\]"),
+        (None, torch.zeros(2, 2, dtype=torch.int64), r"got offsets of shape \[2, 2\]"),
+        (
+            torch.tensor([1, 2]),
+            torch.tensor([0, 3]),
+            "2 lengths and 2 offsets; expected one offset more than lengths",
+        ),
     ],
 )
 def test_shapes_and_types_that_do_not_fit_are_refused(

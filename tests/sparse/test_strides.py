@@ -30,8 +30,8 @@ def test_a_tensor_and_numbers_are_the_same_strides() -> None:
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ([[1]], "1 rows for 2 keys"),
-        ([[1], [1, 2]], "rows differ in length"),
+        ([[1]], "got 1 rows; expected 2"),
+        ([[1], [1, 2]], "got rows of different lengths"),
         ([[1], [-1]], "negative batch size"),
     ],
 )

@@ -59,49 +59,58 @@ def test_features_no_table_names_are_not_checked_for_range() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _kjt([1, 2, 3], [1, 1, -1, 2]), "Feature 'b', bag 0: its length is -1; wanted 0 or more"),
-        (lambda: _kjt([1, 2, 3], offsets=[0, 1, 2, 1, 3]), "Feature 'b', bag 0: offsets descend from 2 to 1"),
-        (lambda: _kjt([1, 2, 3], offsets=[1, 1, 2, 2, 3]), "the first offset is 1; wanted 0"),
+        (lambda: _kjt([1, 2, 3], [1, 1, -1, 2]), "Feature 'b', bag 0: got length -1; expected 0 or more"),
+        (
+            lambda: _kjt([1, 2, 3], offsets=[0, 1, 2, 1, 3]),
+            "Feature 'b', bag 0: got offsets that descend from 2 to 1",
+        ),
+        (lambda: _kjt([1, 2, 3], offsets=[1, 1, 2, 2, 3]), "got 1 as the first offset; expected 0"),
         (
             lambda: _kjt([1, 2, 3], [1, 1, 1, 4]),
-            "Feature 'b', bag 1: it ends at id 7, but there are only 3 values",
+            "Feature 'b', bag 1: got the end 7; expected at most 3, the number of values",
         ),
-        (lambda: _kjt([1, 2, 3], [1, 0, 1, 0]), "sum to 2, but there are 3 values; .* is 3 at position 2"),
+        (
+            lambda: _kjt([1, 2, 3], [1, 0, 1, 0]),
+            "sum to 2; expected 3, the number of values.* is 3 at position 2",
+        ),
         (
             lambda: _kjt([1, 2, 3], [1, 0, 1, 1], [0, 1, 2, 2, 3]),
-            "Feature 'a', bag 1: its length is 0, but its offsets hold 1",
+            "Feature 'a', bag 1: got length 0 and offsets of 1 ids",
         ),
         (
             lambda: _with_weights(KeyedJaggedTensor(["a"], T([1, 2]), torch.rand(2), T([2])), torch.rand(3)),
-            "3 weights for 2 values; wanted one each",
+            "got 3 weights; expected 2",
         ),
         (
             lambda: KeyedJaggedTensor(["a"], torch.rand(2), lengths=T([2])),
-            r"values have dtype torch\.float32",
+            r"got values of torch\.float32",
         ),
         (
             lambda: KeyedJaggedTensor(["a"], torch.ones(2, dtype=torch.bool), lengths=T([2])),
-            r"values have dtype torch\.bool",
+            r"got values of torch\.bool",
         ),
         (
             lambda: KeyedJaggedTensor(["a"], torch.ones(2, dtype=torch.complex64), lengths=T([2])),
-            r"values have dtype torch\.complex64; ids of tables are whole numbers",
+            r"got values of torch\.complex64; expected whole numbers as ids",
         ),
-        (lambda: KeyedJaggedTensor(["a"], T([[1], [2]]), lengths=T([2])), r"values have shape \[2, 1\]"),
+        (lambda: KeyedJaggedTensor(["a"], T([[1], [2]]), lengths=T([2])), r"got values of shape \[2, 1\]"),
         (
             lambda: KeyedJaggedTensor(["a"], torch.rand(2, 1), lengths=T([2])),
-            r"values have dtype torch\.float32",
+            r"got values of torch\.float32",
         ),
-        (lambda: _variable(([0, 0], [0, 2])), "Feature 'b': sample 1 uses bag 2; wanted one of its 2 bags"),
-        (lambda: _variable(([0, -1], [0, 1])), "Feature 'a': sample 1 uses bag -1"),
-        (lambda: _variable(([0, 0],)), r"inverse indices for \['a', 'b'\] have shape \[1, 2\]"),
+        (
+            lambda: _variable(([0, 0], [0, 2])),
+            "Feature 'b': got bag 2 for sample 1; expected one of its 2 bags",
+        ),
+        (lambda: _variable(([0, -1], [0, 1])), "Feature 'a': got bag -1 for sample 1"),
+        (lambda: _variable(([0, 0],)), r"got inverse indices of shape \[1, 2\] for \['a', 'b'\]"),
         (
             lambda: _variable(([0, 0], [0, 1]), ["a", "x"]),
-            r"inverse indices lack the keys \['b'\] and have \['x'\] that the tensor lacks",
+            r"got inverse indices without the keys \['b'\] and with the unknown keys \['x'\]",
         ),
-        (lambda: _variable(([0, 0],), ["a"]), r"inverse indices lack the keys \['b'\]"),
-        (lambda: _one_key([[0, 3]]), "Feature 'a': sample 1 uses bag 3; wanted one of its 3 bags"),
-        (lambda: _one_key([[-1, 0]]), "Feature 'a': sample 0 uses bag -1; wanted one of its 3 bags"),
+        (lambda: _variable(([0, 0],), ["a"]), r"got inverse indices without the keys \['b'\]"),
+        (lambda: _one_key([[0, 3]]), "Feature 'a': got bag 3 for sample 1; expected one of its 3 bags"),
+        (lambda: _one_key([[-1, 0]]), "Feature 'a': got bag -1 for sample 0; expected one of its 3 bags"),
     ],
 )
 def test_the_first_fault_is_named(make: Callable[[], KeyedJaggedTensor], message: str) -> None:
@@ -114,18 +123,21 @@ def test_the_first_fault_is_named(make: Callable[[], KeyedJaggedTensor], message
     [
         (
             lambda: _kjt([9, 10, 3], [1, 1, 1, 0]),
-            r"Feature 'a', bag 1: id 10 \(value 1\) is outside \[0, 10\), the rows of table 'users'",
+            r"Feature 'a', bag 1: got id 10 \(value 1\); expected one in \[0, 10\), the rows of table 'users'",
         ),
         (
             lambda: _kjt([9, 3, 20], [1, 0, 0, 2]),
-            r"Feature 'b', bag 1: id 20 \(value 2\) is outside \[0, 20\), the rows of table 'items'",
+            r"Feature 'b', bag 1: got id 20 \(value 2\); expected one in \[0, 20\), the rows of table 'items'",
         ),
-        (lambda: _kjt([-1, 3, 2], [1, 0, 0, 2]), r"Feature 'a', bag 0: id -1 \(value 0\) is outside"),
+        (
+            lambda: _kjt([-1, 3, 2], [1, 0, 0, 2]),
+            r"Feature 'a', bag 0: got id -1 \(value 0\); expected one in",
+        ),
         (
             lambda: KeyedJaggedTensor(
                 ["a", "b"], T([1, 2, 30]), lengths=T([1, 1, 1]), stride_per_key_per_rank=[[1], [2]]
             ),
-            "Feature 'b', bag 1: id 30",
+            "Feature 'b', bag 1: got id 30",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def test_arguments_replace_figures_of_the_preset() -> None:
 def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="got machine 'v100'; expected one of a100, h100, h200, b200"):
         Topology.preset("v100")
-    with pytest.raises(ConfigError, match="gpus_per_host is 0"):
+    with pytest.raises(ConfigError, match="got gpus_per_host=0"):
         Topology.preset("h100", gpus_per_host=0)
 
 
@@ -41,5 +41,5 @@ def test_ranks_of_cpus_share_their_hosts_card_unless_told_otherwise() -> None:
         "device",
         "device",
     )
-    with pytest.raises(ConfigError, match="nic is 'rack'; it must be 'device' or 'host'"):
+    with pytest.raises(ConfigError, match="got nic='rack'; expected 'device' or 'host'"):
         Topology(2, nic="rack")  # type: ignore[arg-type]

@@ -86,17 +86,17 @@ def test_enums_strings_and_another_librarys_enums_are_accepted() -> None:
 
     for word in (ShardingType.ROW_WISE, "row_wise", "ROW_WISE", Other.ROW_WISE):
         assert ParameterSharding(word).kind is ShardingType.ROW_WISE  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"sharding_type got 'row', wanted ShardingType or one of \['data"):
+    with pytest.raises(
+        ConfigError, match=r"sharding_type: got 'row'; expected a ShardingType or one of \['data"
+    ):
         ParameterSharding("row")
-    with pytest.raises(ConfigError, match="compute_kernel got 3"):
+    with pytest.raises(ConfigError, match="compute_kernel: got 3"):
         ParameterSharding("row_wise", 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernel", [k for k in EmbeddingComputeKernel if k not in KERNELS_IN_USE])
 def test_a_kernel_that_is_not_in_use_is_kept_with_a_warning(kernel: EmbeddingComputeKernel) -> None:
-    with pytest.warns(
-        UserWarning, match=f"'{kernel.value}' is kept in the plan and has the effect of 'fused'"
-    ):
+    with pytest.warns(UserWarning, match=f"got compute_kernel '{kernel.value}', which acts as 'fused' here"):
         sharding = ParameterSharding("row_wise", kernel)
     assert sharding.kernel is kernel
 
@@ -105,7 +105,7 @@ def test_ranks_are_read_off_the_tiling_unless_given() -> None:
     assert ParameterSharding("row_wise", tiling=halves(3, 1)).ranks == (3, 1)  # in the order of the pieces
     assert ParameterSharding("explicit", tiling=halves(3, 1)).ranks == (1, 3)
     assert ParameterSharding("row_wise", ranks=[3, 1], tiling=halves(3, 1)).ranks == (3, 1)
-    with pytest.raises(ConfigError, match="the tiling lies on ranks 3, which ranks='0-1' does not name"):
+    with pytest.raises(ConfigError, match="got a tiling on ranks 3; expected only ranks='0-1'"):
         ParameterSharding("row_wise", ranks=[0, 1], tiling=halves(3, 1))
 
 
@@ -131,7 +131,7 @@ def test_a_sharding_type_that_contradicts_the_tiling_is_refused(
     if fits:
         assert ParameterSharding(kind, tiling=tiling).tiling is tiling
     else:
-        with pytest.raises(ConfigError, match=f"{kind}.*, but the tiling is cut otherwise"):
+        with pytest.raises(ConfigError, match=f"got sharding_type='{kind}' with a tiling of another type"):
             ParameterSharding(kind, tiling=tiling)
 
 
@@ -144,9 +144,9 @@ def test_a_sharding_spec_is_read_into_the_tiling() -> None:
     sharding = ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards))
     assert sharding.tiling == Tiling.of("t", 10, 4, [(0, 6, 0, 4, 2), (6, 10, 0, 4, 0)])
     assert sharding.ranks == (2, 0)
-    with pytest.raises(ConfigError, match="sharding_spec has no shards"):
+    with pytest.raises(ConfigError, match="got a sharding_spec without shards"):
         ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=[]))
-    with pytest.raises(ConfigError, match=r"columns \[0, 4\) belong to no rank"):
+    with pytest.raises(ConfigError, match=r"got no tile with .* columns \[0, 4\)"):
         ParameterSharding("row_wise", "fused", None, SimpleNamespace(shards=shards[1:]))
 
 
@@ -164,13 +164,13 @@ def test_what_a_strategy_made_is_as_if_it_were_checked() -> None:
 
 def test_wires_know_four_formats() -> None:
     assert Wire() == Wire("fp32", "fp32")
-    with pytest.raises(ConfigError, match="Wire: backward is 'mx4'; use one of"):
+    with pytest.raises(ConfigError, match="Wire: got backward='mx4'; expected one of"):
         Wire("bf16", "mx4")
 
 
 @pytest.mark.parametrize("ids", [-1, "x"])
 def test_ids_per_bag_is_a_number_from_0(ids: object) -> None:
-    with pytest.raises(ConfigError, match="ids_per_bag is"):
+    with pytest.raises(ConfigError, match="got ids_per_bag="):
         ParameterSharding("row_wise", ids_per_bag=ids)  # type: ignore[arg-type]
 
 
@@ -247,10 +247,10 @@ ROW = {"sharding_type": "row_wise"}
         ),
         (one(), 't: got an object without "sharding_type"'),
         (one(**ROW, rank=3), 't: got unknown "rank"; expected "sharding_type"'),
-        (one(sharding_type="rows"), r"plan\.ebc\.t: .*sharding_type got 'rows'"),
+        (one(sharding_type="rows"), r"plan\.ebc\.t: .*sharding_type: got 'rows'"),
         (one(sharding_type=["row_wise"]), r"t\.sharding_type: got \[\"row_wise\"\]"),
-        (one(**ROW, compute_kernel="x"), "t: .*compute_kernel got 'x'"),
-        (one(**ROW, compute_kernel=["fused"]), r"t\.compute_kernel: got \[\"fused\"\]; expected a text"),
+        (one(**ROW, compute_kernel="x"), "t: .*compute_kernel: got 'x'"),
+        (one(**ROW, compute_kernel=["fused"]), r"t\.compute_kernel: got \[\"fused\"\]; expected a string"),
         (one(**ROW, ids_per_bag=True), r"t\.ids_per_bag: got true; expected a number from 0"),
         (one(**ROW, ranks="x"), r"t\.ranks: got \"x\"; expected ranks such as"),
         (one(**ROW, ranks=None), r"t\.ranks: got null"),
@@ -268,7 +268,10 @@ ROW = {"sharding_type": "row_wise"}
         (one(**ROW, tiling=True, rows=7, dim=4), r"t\.tiling: got true"),
         (one(**ROW, tiling=[{"ranks": None}], rows=7, dim=4), r"t\.tiling\[0\]\.ranks: got null"),
         (one(**ROW, tiling=[{"ranks": "0", "rows": [0, 7.5]}], rows=7, dim=4), r"\[0\]\.rows\[1\]: got 7\.5"),
-        (one(**ROW, tiling=[{"ranks": "0"}], rows=7, dim=4, ranks="1"), "lies on ranks 0, which ranks='1'"),
+        (
+            one(**ROW, tiling=[{"ranks": "0"}], rows=7, dim=4, ranks="1"),
+            "got a tiling on ranks 0; expected only ranks='1'",
+        ),
     ],
 )
 def test_json_that_is_no_plan_is_refused(data: object, message: str) -> None:
@@ -289,7 +292,7 @@ def test_a_plan_says_what_a_rank_holds() -> None:
         Held("deep.ec", "c", (Rectangle(0, 5, 0, 4), Rectangle(5, 10, 2, 4)), None),
     )
     with pytest.raises(
-        ConfigError, match=r"table 'd' of module 'deep\.ec' says column_wise but not yet where"
+        ConfigError, match=r"got column_wise without a tiling for table 'd' of module 'deep\.ec'"
     ):
         whole_plan().held_by(0)
 
@@ -308,25 +311,29 @@ def test_each_misfit_of_plan_and_model_has_its_own_error() -> None:
     a = ParameterSharding("table_wise", tiling=on_rank(1))
     b = ParameterSharding("row_wise", tiling=halves(0, 1))
     for plan, world_size, message in (
-        (plan_of(a=a, b=b), 4, "made for 2 ranks, this world has 4; plan again"),
-        (plan_of(a=a), 2, r"table 'b' of module 'ebc' is not in it; it has \['a'\]"),
-        (ShardingPlan({}), 2, "module 'ebc' of the model is not in it"),
-        (plan_of(a=a, b=b, c=a), 2, r"table 'c' is not in module 'ebc', which has \['a', 'b'\]"),
+        (plan_of(a=a, b=b), 4, "got a plan for 2 ranks; expected one for the 4 ranks here. Plan again"),
+        (plan_of(a=a), 2, r"got tables \['a'\]; expected table 'b' of module 'ebc', too"),
+        (ShardingPlan({}), 2, "expected module 'ebc' of the model, too"),
+        (
+            plan_of(a=a, b=b, c=a),
+            2,
+            r"got table 'c', which module 'ebc' lacks; expected its tables, \['a', 'b'\]",
+        ),
         (
             ShardingPlan({**plan_of(a=a, b=b).plan, "more": EmbeddingModuleShardingPlan({"c": a})}),
             2,
-            "module 'more' is not in the model, whose embedding modules are",
+            "got module 'more', which the model lacks; expected its embedding modules,",
         ),
         (
             plan_of(a=ParameterSharding("table_wise", tiling=on_rank(1, rows=9)), b=b),
             2,
-            "table 'a' of module 'ebc' is planned with 9 x 4 cells and has 10 x 4",
+            "got 9 x 4 cells for table 'a' of module 'ebc'; expected 10 x 4",
         ),
-        (plan_of(a=ParameterSharding("table_wise", ranks=[0]), b=b), 2, "says table_wise but not yet where"),
+        (plan_of(a=ParameterSharding("table_wise", ranks=[0]), b=b), 2, "got table_wise without a tiling"),
         (
             replace(plan_of(a=ParameterSharding("table_wise", tiling=on_rank(5)), b=b), world_size=None),
             2,
-            "lies on rank 5, but the world has ranks 0 to 1",
+            "on rank 5; expected ranks 0 to 1",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -349,27 +356,30 @@ def test_parts_that_know_their_world_tell_the_whole() -> None:
     assert ShardingPlan.from_json(whole.to_json()) == whole
     for copied in (copy.deepcopy(knows), pickle.loads(pickle.dumps(knows))):
         assert (copied, copied.world_size, copied.hosts) == (knows, knows.world_size, knows.hosts)
-    with pytest.raises(ConfigError, match="made for 4 ranks, this world has 2"):
+    with pytest.raises(ConfigError, match="got a plan for 4 ranks; expected one for the 2 ranks"):
         ShardingPlan({"ebc": knows}).check({}, 2)
 
 
 def test_parts_of_different_worlds_are_no_plan() -> None:
     part = {"a": ParameterSharding("row_wise")}
     parts = {f"m{n}": EmbeddingModuleShardingPlan(part, world_size=n) for n in (2, 4)}
-    with pytest.raises(ConfigError, match=r"module 'm4' was made for world_size 4, .* for 2"):
+    with pytest.raises(ConfigError, match=r"got world_size 4 from the plan of module 'm4'; expected 2"):
         ShardingPlan(parts)
-    with pytest.raises(ConfigError, match=r"module 'm2' was made for world_size 2, .* for 3"):
+    with pytest.raises(ConfigError, match=r"got world_size 2 from the plan of module 'm2'; expected 3"):
         ShardingPlan(parts, 3)
     hosts = EmbeddingModuleShardingPlan(part, world_size=2, hosts=[[0], [1]])
-    with pytest.raises(ConfigError, match="module 'ebc' was made for hosts"):
+    with pytest.raises(ConfigError, match=r"got hosts .* from the plan of module 'ebc'"):
         ShardingPlan({"ebc": hosts}, 2, [[0, 1]])
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"user": ParameterSharding("row_wise")}, r"plan\['user'\] is a ParameterSharding; wanted paths"),
-        ({"ebc": {"user": "row_wise"}}, r"plan\['ebc'\] holds a str; wanted paths"),
+        (
+            {"user": ParameterSharding("row_wise")},
+            r"got a ParameterSharding as plan\['user'\]; expected paths",
+        ),
+        ({"ebc": {"user": "row_wise"}}, r"got a str in plan\['ebc'\]; expected paths"),
     ],
 )
 def test_what_is_no_plan_of_modules_is_named(plan: object, message: str) -> None:
@@ -400,7 +410,7 @@ def test_an_unsaid_wire_stays_unsaid_in_a_file_and_fp32_stays_said() -> None:
     assert said.to_json()["wire"] == {"forward": "fp32", "backward": "fp32"}
     for sharding in (unsaid, said):
         assert ParameterSharding.from_json("t", sharding.to_json()) == sharding
-    with pytest.raises(ConfigError, match="wire is 'bf16'; wanted a Wire such as"):
+    with pytest.raises(ConfigError, match="got wire='bf16'; expected a Wire"):
         ParameterSharding("row_wise", wire="bf16")  # type: ignore[arg-type]
 
 
@@ -410,14 +420,14 @@ def test_an_unsaid_wire_stays_unsaid_in_a_file_and_fp32_stays_said() -> None:
         ({"stochastic_rounding": False}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
         ({"stochastic_rounding": True}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
         ({"bounds_check_mode": 0}, "bounds_check_mode .*on_bad_id="),
-        ({"output_dtype": DataType.FP16}, "output_dtype .*the collection's"),
+        ({"output_dtype": DataType.FP16}, "output_dtype .*set it on the collection"),
         ({"key_value_params": object()}, "key_value_params .*not in a key-value store"),
     ],
 )
 def test_a_setting_of_a_sharding_without_effect_is_warned_about_and_not_kept(
     setting: dict[str, object], reason: str
 ) -> None:
-    with pytest.warns(UserWarning, match=f"ParameterSharding: without effect here: {reason}") as seen:
+    with pytest.warns(UserWarning, match=f"ParameterSharding: got settings without effect: {reason}") as seen:
         sharding = ParameterSharding("row_wise", "fused", [0, 1], **setting)  # type: ignore[arg-type]
     assert len(seen) == 1
     assert seen[0].filename == __file__
@@ -448,10 +458,10 @@ def test_cache_params_are_kept_with_the_kernel_that_reads_them() -> None:
         algorithm=SimpleNamespace(name="LFU"), load_factor=0.3, reserved_memory=1e9, stats=None
     )
     assert ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=theirs) == sharding
-    with pytest.warns(UserWarning, match="cache_params have no effect, as compute_kernel is 'fused'; say"):
+    with pytest.warns(UserWarning, match="cache_params have no effect with compute_kernel='fused'; expected"):
         assert ParameterSharding("row_wise", "fused", cache_params=own).cache is None
-    with pytest.warns(UserWarning, match="compute_kernel is not said"):
+    with pytest.warns(UserWarning, match="no effect with compute_kernel=None"):
         assert ParameterSharding("row_wise", cache_params=own).cache is None
     for wrong in (object(), {"load": 0.2}, {"load_factor": 2.0}):
-        with pytest.raises(ConfigError, match=r"cache_params is|load_factor is"):
+        with pytest.raises(ConfigError, match=r"got (cache_params|load_factor)=|cache_params: got "):
             ParameterSharding("row_wise", "fused_uvm_caching", cache_params=wrong)  # type: ignore[arg-type]

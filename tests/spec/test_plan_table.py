@@ -63,7 +63,7 @@ def test_uneven_plans_show_their_extremes() -> None:
         }
     )
     end = str(ShardingPlan({"": part}, 100)).split("\n\n")[-1].splitlines()
-    assert end[0] == "in all 100 ranks: the emptiest, the middle one, the fullest"
+    assert end[0] == "in all 100 ranks: the emptiest, the median, the fullest"
     assert [line.split() for line in end[2:]] == [
         ["99", "0", "0", "B"],
         ["49", "1", "200", "B"],

@@ -89,7 +89,7 @@ def test_an_open_brace_is_refused() -> None:
 
 def test_a_placement_names_its_rank() -> None:
     assert placement_to_rank("rank:3/cuda:1") == 3
-    with pytest.raises(ConfigError, match="'cuda:1' names no rank"):
+    with pytest.raises(ConfigError, match="got 'cuda:1'; expected a rank"):
         placement_to_rank("cuda:1")
 
 
@@ -106,6 +106,7 @@ def test_a_text_of_ranks_is_expanded_once_in_a_document_and_all_of_them_to_a_bou
     assert all(read_ranks(value) is first for value in same)
     one_by_one = [f"{n}-{MOST_RANKS - 1}" for n in range(4)]
     with pytest.raises(
-        ConfigError, match=r"Plan: \[\d+\]: got .* at most 2,097,152 in all. Name fewer ranks"
+        ConfigError,
+        match=r"Plan: \[\d+\]: got .* at most 2,097,152 ranks and row ranges in all. Name fewer ranks",
     ):
         list(map(read_ranks, JsonValue.of(one_by_one, "Plan").items()))

@@ -33,11 +33,11 @@ def test_defaults_follow_the_bandwidths_and_say_that_they_are_defaults() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"route": -1.0}, "route has -1.0"),
-        ({"call": float("nan")}, "call has nan"),
-        ({"place": (1e-9,)}, "place has 1 numbers for 5 widths"),
+        ({"route": -1.0}, "got -1.0 in route"),
+        ({"call": float("nan")}, "got nan in call"),
+        ({"place": (1e-9,)}, "got 1 numbers in place; expected 5"),
         ({"widths": (64, 16, 32, 128, 256)}, "ascending"),
-        ({"cache": 1.5}, "cache is 1.5"),
+        ({"cache": 1.5}, "got cache=1.5"),
     ],
 )
 def test_what_is_no_speed_is_refused(change: dict[str, object], message: str) -> None:
@@ -53,7 +53,7 @@ def test_files_with_other_names_are_refused() -> None:
         Speeds.from_json({k: v for k, v in data.items() if k != "route"})
     with pytest.raises(ConfigError, match="expected an object with"):
         Speeds.from_json([1])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="speeds is a dict"):
+    with pytest.raises(ConfigError, match="got a dict as speeds"):
         Topology(2, speeds=data)  # type: ignore[arg-type]
 
 

@@ -57,26 +57,29 @@ def test_types_translate_both_ways() -> None:
     for data_type in DataType:
         assert dtype_to_data_type(data_type_to_dtype(data_type)) is data_type
     assert pooling_type_to_str(PoolingType.MEAN) == "mean"
-    with pytest.raises(ConfigError, match="complex64 has no DataType"):
+    with pytest.raises(ConfigError, match="complex64, which has no DataType"):
         dtype_to_data_type(torch.complex64)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_embeddings": 0}, "num_embeddings is 0"),
-        ({"embedding_dim": -4}, "embedding_dim is -4"),
-        ({"embedding_dim": 2.5}, "embedding_dim is 2.5"),
-        ({"num_embeddings": True}, "num_embeddings is True"),
-        ({"data_type": DataType.INT8}, "data_type INT8 cannot be trained"),
+        ({"num_embeddings": 0}, "got num_embeddings=0"),
+        ({"embedding_dim": -4}, "got embedding_dim=-4"),
+        ({"embedding_dim": 2.5}, "got embedding_dim=2.5"),
+        ({"num_embeddings": True}, "got num_embeddings=True"),
+        ({"data_type": DataType.INT8}, "got data_type INT8; expected a type that can be trained"),
         ({"data_type": "FP31"}, "got 'FP31'"),
-        ({"data_type": "FP16", "dtype": torch.bfloat16}, "differ"),
-        ({"feature_names": "user"}, "is the string 'user'"),
-        ({"feature_names": ["a", "a"]}, "repeats a feature"),
-        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "is above weight_init_max"),
-        ({"init_fn": torch.nn.init.zeros_, "weight_init_max": 0.0}, "both init_fn and initial bounds"),
+        ({"data_type": "FP16", "dtype": torch.bfloat16}, "expected the same type"),
+        ({"feature_names": "user"}, "got feature_names='user', a string"),
+        ({"feature_names": ["a", "a"]}, "expected each feature once"),
+        ({"weight_init_min": 1.0, "weight_init_max": 0.0}, "above weight_init_max"),
+        (
+            {"init_fn": torch.nn.init.zeros_, "weight_init_max": 0.0},
+            "both init_fn and weight_init_min or weight_init_max",
+        ),
         ({"pooling": "max"}, "got 'max'"),
-        ({"pooling": PoolingType.NONE}, "use EmbeddingConfig"),
+        ({"pooling": PoolingType.NONE}, "Use EmbeddingConfig"),
     ],
 )
 def test_contradictions_are_refused_by_name(arguments: dict, message: str) -> None:
@@ -100,7 +103,7 @@ def test_contradictions_are_refused_by_name(arguments: dict, message: str) -> No
 def test_an_argument_of_torchrecs_configs_without_effect_is_warned_about(
     kind, argument: dict, reason
 ) -> None:
-    with pytest.warns(UserWarning, match=f"Table 't': without effect here: {reason}") as seen:
+    with pytest.warns(UserWarning, match=f"Table 't': got settings without effect: {reason}") as seen:
         config = kind(4, 2, "t", **argument)
     assert len(seen) == 1
     assert seen[0].filename == __file__
@@ -125,7 +128,8 @@ def test_arguments_that_ask_for_what_is_there_say_nothing() -> None:
 def test_a_virtual_table_is_refused_with_what_to_do_instead() -> None:
     for kind in (EmbeddingConfig, EmbeddingBagConfig):
         with pytest.raises(
-            ConfigError, match=r"Table 't': use_virtual_table=True .*set num_embeddings to the rows"
+            ConfigError,
+            match=r"Table 't': got use_virtual_table=True.*set num_embeddings to the number of rows",
         ):
             kind(2**60, 2, "t", use_virtual_table=True)
 

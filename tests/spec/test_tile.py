@@ -113,26 +113,32 @@ def test_rows_are_chunked_as_torch_chunks_them() -> None:
 @pytest.mark.parametrize(
     ("tiles", "message"),
     [
-        ([(0, 100, 0, 256, 0)], r"rows \[0, 100\) x columns \[256, 512\) belong to no rank"),
-        ([], r"rows \[0, 100\) x columns \[0, 512\) belong to no rank"),
-        ([(10, 100, 0, 512, 0)], r"rows \[0, 10\) x columns \[0, 512\) belong to no rank"),
-        ([(0, 40, 0, 512, 0), (60, 100, 0, 512, 1)], r"rows \[40, 60\) x columns \[0, 512\) belong"),
+        ([(0, 100, 0, 256, 0)], r"got no tile with rows \[0, 100\) x columns \[256, 512\)"),
+        ([], r"got no tile with rows \[0, 100\) x columns \[0, 512\)"),
+        ([(10, 100, 0, 512, 0)], r"got no tile with rows \[0, 10\) x columns \[0, 512\)"),
+        (
+            [(0, 40, 0, 512, 0), (60, 100, 0, 512, 1)],
+            r"got no tile with rows \[40, 60\) x columns \[0, 512\)",
+        ),
         (
             [(0, 60, 0, 512, 0), (40, 100, 0, 512, 1)],
-            r"rows \[40, 60\) x columns \[0, 512\) belongs to two tiles, .* on rank 0 and .* on rank 1",
+            r"rows \[40, 60\) x columns \[0, 512\) in two tiles, .* on rank 0 and .* on rank 1",
         ),
-        ([(0, 100, 0, 512, 0), (0, 100, 0, 512, 1)], "belongs to two tiles"),
-        ([(0, 101, 0, 512, 0)], "is not inside the table's 100 rows x 512 columns"),
-        ([(-1, 100, 0, 512, 0)], "is not inside"),
-        ([(60, 40, 0, 512, 0)], "is not inside"),
-        ([(0, 100, 0, 512, 0), (0, 100, 7, 7, 0)], r"columns \[7, 7\) has no columns; leave it out"),
-        ([(0, 100, 0, 512, ())], r"has owners \[\]; name one or more ranks"),
-        ([(0, 100, 0, 512, (1, 1))], r"has owners \[1, 1\]"),
-        ([(0, 100, 0, 512, -1)], r"has owners \[-1\]"),
-        ([(0, 100, 0, 512)], "is no tile; wanted"),
-        ([(0, 100, 0, "x", 1)], "is no tile; wanted"),
-        ([(0, 100, 0, 512, "01")], "is no tile; wanted"),
-        ([7], "7 is no tile"),
+        ([(0, 100, 0, 512, 0), (0, 100, 0, 512, 1)], "in two tiles"),
+        ([(0, 101, 0, 512, 0)], "; expected a part of the table's 100 rows x 512 columns"),
+        ([(-1, 100, 0, 512, 0)], "; expected a part of the table"),
+        ([(60, 40, 0, 512, 0)], "; expected a part of the table"),
+        (
+            [(0, 100, 0, 512, 0), (0, 100, 7, 7, 0)],
+            r"columns \[7, 7\); expected at least one column. Leave it out",
+        ),
+        ([(0, 100, 0, 512, ())], r"got owners \[\] of .*; expected one or more ranks"),
+        ([(0, 100, 0, 512, (1, 1))], r"got owners \[1, 1\]"),
+        ([(0, 100, 0, 512, -1)], r"got owners \[-1\]"),
+        ([(0, 100, 0, 512)], "; expected a tile"),
+        ([(0, 100, 0, "x", 1)], "; expected a tile"),
+        ([(0, 100, 0, 512, "01")], "; expected a tile"),
+        ([7], "got 7; expected a tile"),
     ],
 )
 def test_what_is_no_cover_is_refused_with_the_rectangle(tiles: list[object], message: str) -> None:
@@ -141,7 +147,7 @@ def test_what_is_no_cover_is_refused_with_the_rectangle(tiles: list[object], mes
 
 
 def test_a_table_without_cells_has_no_tiling() -> None:
-    with pytest.raises(ConfigError, match="Table 't': 0 x 4 has no cells"):
+    with pytest.raises(ConfigError, match="Table 't': got 0 x 4 cells"):
         Tiling.of("t", 0, 4, [])
 
 
@@ -155,7 +161,7 @@ def test_a_rank_outside_the_world_is_named_with_its_tile() -> None:
     tiling = Tiling.of("t", 10, 4, [(0, 5, 0, 4, 0), (5, 10, 0, 4, 3)])
     tiling.check("t", 4)
     with pytest.raises(
-        ConfigError, match=r"Table 't': rows \[5, 10\) .* lies on rank 3, but the world has ranks 0 to 1"
+        ConfigError, match=r"Table 't': got rows \[5, 10\) .* on rank 3; expected ranks 0 to 1"
     ):
         tiling.check("t", 2)
 
@@ -175,7 +181,7 @@ def test_covers_of_many_tiles_are_checked_by_a_sweep() -> None:
     places = [(i * 617) % world for i in range(world)]
     tiling = Tiling.of("t", world, 8, [(r, r + 1, 0, 8, r) for r in places])
     assert len(tiling.blocks[0].owners) == world
-    with pytest.raises(ConfigError, match=r"rows \[617, 618\) x columns \[0, 8\) belong to no rank"):
+    with pytest.raises(ConfigError, match=r"got no tile with rows \[617, 618\) x columns \[0, 8\)"):
         Tiling.of("t", world, 8, [(r, r + 1, 0, 8, r) for r in places if r != 617])
 
 
@@ -196,7 +202,7 @@ def test_a_row_wise_tiling_over_many_ranks_is_written_in_one_word() -> None:
         ([{"ranks": "0", "rows": 10}], r"\[0\]\.rows: got 10; expected a list"),
         ([{"ranks": "0", "rows": ["a", "b"]}], r"\[0\]\.rows\[0\]: got \"a\"; expected a whole number"),
         ([{"ranks": ""}], "0 owners"),
-        ([{"ranks": "0", "columns": [0, 2]}], r"rows \[0, 10\) x columns \[2, 4\) belong to no rank"),
+        ([{"ranks": "0", "columns": [0, 2]}], r"got no tile with rows \[0, 10\) x columns \[2, 4\)"),
     ],
 )
 def test_json_that_is_no_tiling_is_refused(blocks: list[dict[str, object]], message: str) -> None:

@@ -76,22 +76,25 @@ def test_tables_of_a_cpu_world_live_in_host_memory() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"world_size": 0}, "world_size is 0"),
-        ({"world_size": True}, "world_size is True"),
+        ({"world_size": 0}, "got world_size=0"),
+        ({"world_size": True}, "got world_size=True"),
         (
             {"world_size": 10, "local_world_size": 8},
-            r"8 does not divide world_size 10; write hosts .* hosts=",
+            r"got local_world_size=8; expected a divisor of world_size=10. Write hosts .* hosts=",
         ),
-        ({"world_size": 4, "local_world_size": 0}, "local_world_size is 0"),
-        ({"world_size": 4, "hosts": [[0, 1], [1, 2, 3]]}, "name rank 1 twice"),
-        ({"world_size": 4, "hosts": [[0, 1], [2, 4]]}, "name rank 4 of a world of 4"),
-        ({"world_size": 4, "hosts": [[0, 1], [3]]}, "ranks 2 are on no host"),
-        ({"world_size": 2, "hosts": [[0, 1], []]}, "host 1 has no ranks"),
-        ({"world_size": 4, "hosts": [[0], [1, 2, 3]], "local_world_size": 2}, "differ; give one of them"),
-        ({"world_size": 2, "hbm_cap": -1}, "hbm_cap is -1"),
-        ({"world_size": 2, "ddr_cap": 1.5}, "ddr_cap is 1.5"),
-        ({"world_size": 2, "inter_host_bw": 0}, "inter_host_bw is 0"),
-        ({"world_size": 2, "inter_host_bw": "fast"}, "inter_host_bw is 'fast'"),
+        ({"world_size": 4, "local_world_size": 0}, "got local_world_size=0"),
+        ({"world_size": 4, "hosts": [[0, 1], [1, 2, 3]]}, "got rank 1 twice in hosts"),
+        ({"world_size": 4, "hosts": [[0, 1], [2, 4]]}, "got rank 4 in hosts with world_size=4"),
+        ({"world_size": 4, "hosts": [[0, 1], [3]]}, "got hosts without ranks 2"),
+        ({"world_size": 2, "hosts": [[0, 1], []]}, r"got no ranks in hosts\[1\]"),
+        (
+            {"world_size": 4, "hosts": [[0], [1, 2, 3]], "local_world_size": 2},
+            "expected the same size. Give one of them",
+        ),
+        ({"world_size": 2, "hbm_cap": -1}, "got hbm_cap=-1"),
+        ({"world_size": 2, "ddr_cap": 1.5}, "got ddr_cap=1.5"),
+        ({"world_size": 2, "inter_host_bw": 0}, "got inter_host_bw=0"),
+        ({"world_size": 2, "inter_host_bw": "fast"}, "got inter_host_bw='fast'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(kwargs: dict[str, object], message: str) -> None:
@@ -101,18 +104,18 @@ def test_sizes_that_do_not_fit_are_refused(kwargs: dict[str, object], message: s
 
 def test_ranks_and_hosts_that_are_not_there_are_refused() -> None:
     topology = Topology(4, local_world_size=2)
-    with pytest.raises(ConfigError, match="no rank 4; ranks are 0 to 3"):
+    with pytest.raises(ConfigError, match="got rank 4; expected 0 to 3"):
         topology.host_of(4)
-    with pytest.raises(ConfigError, match="no host 2; 4 ranks are on hosts 0 to 1"):
+    with pytest.raises(ConfigError, match="got host 2; expected 0 to 1, the hosts of the 4 ranks"):
         topology.ranks_of(2)
-    with pytest.raises(ConfigError, match="no host -1"):
+    with pytest.raises(ConfigError, match="got host -1; expected 0 to 1"):
         topology.ranks_of(-1)
 
 
 def test_settings_without_effect_warn() -> None:
-    with pytest.warns(UserWarning, match="pod_size is kept but has no effect"):
+    with pytest.warns(UserWarning, match="pod_size is stored but has no effect"):
         Topology(4, pod_size=4)
-    with pytest.warns(UserWarning, match="ssd_cap is kept but has no effect"):
+    with pytest.warns(UserWarning, match="ssd_cap is stored but has no effect"):
         Topology(4, ssd_cap=4)
 
 
@@ -121,9 +124,9 @@ def test_the_launcher_says_world_and_hosts() -> None:
     assert Topology.from_launcher("cpu", environ) == Topology(6, "cpu", local_world_size=3)
     assert Topology.from_launcher("cpu", {}) == Topology(1, "cpu")
     assert Topology.from_launcher("cpu", {"WORLD_SIZE": "4"}).host_count == 1
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two' in the environment"):
+    with pytest.raises(ConfigError, match="got WORLD_SIZE='two' in the environment"):
         Topology.from_launcher("cpu", {"WORLD_SIZE": "two"})
-    with pytest.raises(ConfigError, match="4 does not divide world_size 6"):
+    with pytest.raises(ConfigError, match="got local_world_size=4; expected a divisor of world_size=6"):
         Topology.from_launcher("cpu", {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"})
 
 
@@ -183,20 +186,26 @@ def test_ranks_may_differ_in_memory() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"hbm_caps": [1, 2, 3]}, "hbm_caps is .* one for each of the 2 ranks"),
-        ({"ddr_caps": [1, -2]}, "ddr_caps is"),
-        ({"hbm_caps": "12"}, "hbm_caps is '12'"),
-        ({"hbm_caps": [1, 2], "hbm_cap": 5}, "both say how much memory ranks have"),
-        ({"hbm_cap": [1, 2]}, "Ranks that differ go into hbm_caps="),
+        ({"hbm_caps": [1, 2, 3]}, "got hbm_caps=.* one for each of the 2 ranks"),
+        ({"ddr_caps": [1, -2]}, "got ddr_caps="),
+        ({"hbm_caps": "12"}, "got hbm_caps='12'"),
+        (
+            {"hbm_caps": [1, 2], "hbm_cap": 5},
+            "got hbm_cap=5 and hbm_caps with the maximum 2; expected one of them",
+        ),
+        ({"hbm_cap": [1, 2]}, "For ranks that differ pass hbm_caps="),
         ({"hbm_cap": 2**60}, r"below 2\^60"),
         (
             {"compute_device": "banana"},
-            "compute_device is 'banana'; it must be a kind of device that torch knows",
+            "got compute_device='banana'; expected a device type of torch",
         ),
-        ({"compute_device": "cuda:0"}, "compute_device is 'cuda:0'"),
-        ({"intra_host_bw": float("inf")}, "intra_host_bw is inf"),
-        ({"custom_topology_data": 5}, "custom_topology_data is a int"),
-        ({"generalized_comms_bandwidths": 5}, "generalized_comms_bandwidths is a int without intra_host_bw"),
+        ({"compute_device": "cuda:0"}, "got compute_device='cuda:0'"),
+        ({"intra_host_bw": float("inf")}, "got intra_host_bw=inf"),
+        ({"custom_topology_data": 5}, "got a int as custom_topology_data"),
+        (
+            {"generalized_comms_bandwidths": 5},
+            "got a int without intra_host_bw as generalized_comms_bandwidths",
+        ),
     ],
 )
 def test_machines_that_cannot_be_are_refused(kwargs: dict[str, Any], message: str) -> None:

@@ -779,7 +779,7 @@ def test_a_second_backward_is_an_error_and_updates_nothing() -> None:
 
 @pytest.mark.parametrize("load_factor", [0.0, -0.1, 1.5, float("nan"), "0.2", True])
 def test_a_load_factor_outside_its_range_is_refused(load_factor: Any) -> None:
-    with pytest.raises(ConfigError, match=r"load_factor is .*more than 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"got load_factor=.*above 0 and at most 1"):
         cache_tables(ebc(None), load_factor)
     with pytest.raises(ConfigError, match="load_factor"):
         CacheParams(load_factor=load_factor)

@@ -1,4 +1,4 @@
-"""Optimizers: attached to tables, named by parameter, warmed up, clipped."""
+"""Optimizers: in-backward updates of tables, state by parameter name, warm-up, gradient clipping."""
 
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.optim.attach import set_sparse_grad as set_sparse_grad

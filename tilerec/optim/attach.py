@@ -1,4 +1,4 @@
-"""Attaching an optimizer: the backward pass updates the parameter, `.grad` stays None."""
+"""Attachment of optimizers: the backward pass updates the parameter, and `.grad` stays None."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Attach an optimizer to parameters: from now on every backward pass updates them.
 
-    Works on meta and real parameters, before or after sharding, and stays through `.to()`, `to_empty`, `deepcopy` and
-    pickling. Tables attached by one
-    call share their numbers (`module.fused_optimizer.param_groups`).
+    Works on meta and real parameters, before or after sharding. The optimizer stays attached through `.to()`,
+    `to_empty`, `deepcopy` and pickling. Tables of one call share their settings
+    (`module.fused_optimizer.param_groups`).
 
     Args:
-        optimizer_class: `torch.optim.SGD/Adagrad/Adam/AdamW`, one of `tilerec.optim`'s, or a ready spec
-            (`tilerec.spec.optimizer`). Touched rows only: moments, momentum and decay of other rows stand still.
-        params: parameters of tables; others (dense layers) are given to torch's own in-backward optimizer. A frozen
-            table (`requires_grad` False) gets no optimizer and no state: attach when it is thawed.
-        optimizer_kwargs: the class's arguments (`lr=…`); refused with a spec. With `capturable=True` updates may be
-            captured in CUDA graphs: update counts, and the learning rate, lie on the tables' device; `lr` may be a 0-d
+        optimizer_class: `torch.optim.SGD/Adagrad/Adam/AdamW`, a class of `tilerec.optim`, or a spec object
+            (`tilerec.spec.optimizer`). Only looked-up rows are updated; moments, momentum and decay of other rows do
+            not change.
+        params: parameters of tables. Other parameters (dense layers) get torch's own in-backward optimizer. A frozen
+            table (`requires_grad` False) gets no optimizer and no state: attach one when it is trained again.
+        optimizer_kwargs: the class's arguments (`lr=…`); not allowed with a spec. With `capturable=True` updates may be
+            captured in CUDA graphs: update counts and the learning rate are on the tables' device; `lr` may be a 0-d
             tensor there.
-        register_hook: of torch's function of this name: with False, parameters of no table keep their optimizer
-            (`_in_backward_optimizers`) and are not stepped by the backward. Tables are updated all the same, with a
+        register_hook: as in torch's function of this name: with False, parameters outside tables keep their optimizer
+            (`_in_backward_optimizers`), and the backward pass does not step it. Tables are still updated, with a
             warning.
-        replace: a table that has an optimizer already gets the new one, with fresh state; by default that is refused.
+        replace: True: a table that already has an optimizer gets the new one, with new state. False: raise.
 
     Raises:
-        ConfigError: a table that has an optimizer already (none is attached then); an argument that has no meaning
-            for a fused update (amsgrad, maximize, …); `params` that are no parameters.
+        ConfigError: a table already has an optimizer (then none is attached); an argument that a fused update does not
+            support (amsgrad, maximize, …); `params` that are not parameters.
     """
     params = _parameters("apply_optimizer_in_backward", params)
     kwargs = dict(optimizer_kwargs or {})
@@ -65,15 +66,15 @@ def apply_optimizer_in_backward(
     for cls in classes if dense else ():
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise ConfigError(
-                f"apply_optimizer_in_backward: {cls!r:.200} is for tables, and {len(dense)} of the parameters belong "
-                f"to none (the first has shape {tuple(dense[0].shape)}); attach a torch.optim class to those, or pass "
-                "the parameters of the tables alone."
+                f"apply_optimizer_in_backward: got {cls!r:.200} with {len(dense)} parameters outside tables (the first "
+                f"has shape {tuple(dense[0].shape)}); expected parameters of tables. Attach a torch.optim class to the "
+                "others, or pass the parameters of the tables alone."
             )
     if tables:
         if not register_hook:
             warnings.warn(
-                f"apply_optimizer_in_backward: register_hook=False has no effect on {len(tables)} tables: a table with "
-                "an attached optimizer is updated in the backward pass. To step it yourself, attach none.",
+                f"apply_optimizer_in_backward: register_hook=False has no effect on {len(tables)} tables: the backward "
+                "pass updates a table with an attached optimizer. To step it yourself, attach none.",
                 stacklevel=2,
             )
         spec = _spec(optimizer_class, kwargs)
@@ -88,19 +89,19 @@ def apply_optimizer_in_backward(
 
 
 def _refuse_attached(tables: Iterable[TableRows], spec: OptimizerSpec) -> None:
-    """Raise a `ConfigError` for a table that has an optimizer: two cannot both apply, and its state would be lost."""
+    """Raise a `ConfigError` for a table that has an optimizer: replacing it would drop its state."""
     for rows in tables:
         if rows.spec is not None:
             raise ConfigError(
-                f"Table '{rows.name}': got {type(spec).__name__}, but {type(rows.spec).__name__} is attached already; "
+                f"Table '{rows.name}': got {type(spec).__name__}, but {type(rows.spec).__name__} is already attached; "
                 "expected a table without an optimizer. Leave the table out of params, or pass replace=True, which "
-                "drops the state it has."
+                "drops its state."
             )
 
 
 @contextmanager
 def unattached_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """If the block raises, what it attached to tables is taken off again, and what was attached before is back."""
+    """Restore the tables' earlier optimizers and state if the block raises."""
     found = {id(rows): rows for rows in map(rows_of, params) if rows is not None}
     before = [
         (rows, rows.spec, rows.group, rows.state, rows.takes_gradients, rows._counter)
@@ -115,29 +116,33 @@ def unattached_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
         raise
 
 
-def _parameters(who: str, params: Any) -> list[nn.Parameter]:
-    """The parameters, checked: the wrong things look right and would be attached to nothing."""
-    fix = "pass module.parameters() or a list of parameters"
+def _parameters(caller: str, params: Any) -> list[nn.Parameter]:
+    """Check and return the parameters. Without checks, some wrong arguments would silently attach to nothing."""
+    fix = "expected parameters. Pass module.parameters() or a list of parameters"
     if isinstance(params, nn.Module):
         raise ConfigError(
-            f"{who}: got a {type(params).__name__}, wanted its parameters; pass module.parameters()."
+            f"{caller}: got a {type(params).__name__}; expected its parameters. Pass module.parameters()."
         )
     if isinstance(params, Tensor):
         raise ConfigError(
-            f"{who}: got one parameter of shape {tuple(params.shape)}, wanted several; pass [parameter]."
+            f"{caller}: got one parameter of shape {tuple(params.shape)}; expected a list of them. Pass [parameter]."
         )
     if isinstance(params, Mapping):
-        raise ConfigError(f"{who}: got a {type(params).__name__} of parameters; pass its .values().")
+        raise ConfigError(
+            f"{caller}: got a {type(params).__name__} of parameters; expected a list. Pass its .values()."
+        )
     if not isinstance(params, Iterable):
-        raise ConfigError(f"{who}: got a {type(params).__name__}; {fix}.")
+        raise ConfigError(f"{caller}: got a {type(params).__name__}; {fix}.")
     given = list(params)
     if not given:
-        raise ConfigError(f"{who}: got no parameters (a generator is empty once it was read); {fix}.")
+        raise ConfigError(f"{caller}: got no parameters (a generator is empty after its first use); {fix}.")
     for parameter in given:
         if isinstance(parameter, tuple):
-            raise ConfigError(f"{who}: got pairs, as of module.named_parameters(); pass module.parameters().")
+            raise ConfigError(
+                f"{caller}: got pairs, as of module.named_parameters(); expected parameters. Pass module.parameters()."
+            )
         if not isinstance(parameter, nn.Parameter):
-            raise ConfigError(f"{who}: got a {type(parameter).__name__} among the parameters; {fix}.")
+            raise ConfigError(f"{caller}: got a {type(parameter).__name__} among the parameters; {fix}.")
     return given
 
 
@@ -145,25 +150,25 @@ def _spec(optimizer_class: Any, kwargs: dict[str, Any]) -> OptimizerSpec:
     if isinstance(optimizer_class, OptimizerSpec):
         if kwargs:
             raise TypeError(
-                f"optimizer_kwargs {sorted(kwargs)} come with a ready {type(optimizer_class).__name__}; set them there."
+                f"optimizer_kwargs: got {sorted(kwargs)} with a {type(optimizer_class).__name__} object; expected "
+                "none. Set them in the object."
             )
         return optimizer_class
     return from_torch(optimizer_class, kwargs)
 
 
 def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> None:
-    """Without an attached optimizer, make the backward fill `.grad` with a coalesced sparse COO tensor of
-    touched rows.
+    """Make the backward pass of tables without an attached optimizer write sparse gradients to `.grad`.
 
-    The gradient appears when the backward pass ends (hooks on the parameter do not see it);
-    `torch.optim.SparseAdam`, `SGD` and `Adagrad` step it.
+    They are coalesced sparse COO tensors of the looked-up rows. `.grad` is set at the end of the backward pass, so
+    hooks of the parameter do not get it. `torch.optim.SparseAdam`, `SGD` and `Adagrad` can step it.
     """
     for parameter in params:
         rows = rows_of(parameter)
         if rows is None:
             raise TypeError(
-                f"sparse gradients are for parameters of tables; got one of shape {tuple(parameter.shape)} "
-                "that is none."
+                f"set_sparse_grad: got a parameter of shape {tuple(parameter.shape)} outside tables; expected "
+                "parameters of tables. Leave it out."
             )
         rows.takes_gradients = enabled or rows.spec is not None
 

@@ -1,9 +1,9 @@
-"""Clipping gradients before the step of the optimizer inside.
+"""Gradient clipping before the step of a wrapped optimizer.
 
-Only gradients that exist when `step()` is called can be clipped. A parameter whose optimizer is attached has none: the
-backward pass has updated it already. Scale the loss, or set a row rule's `max_norm`, for those.
+Only gradients that exist at the call of `step()` are clipped. A parameter with an attached optimizer has none, since
+the backward pass has already updated it. For these, scale the loss, or set a row rule's `max_norm`.
 
-The norm is the model's, also where its tables are sharded (`norm.py`).
+The norm is that of the whole model, also with sharded tables (`norm.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilerec.optim.wrapper import OptimizerWrapper
 
 @unique
 class GradientClipping(Enum):
-    """NORM scales all gradients so that their total norm is at most `max_gradient`; VALUE clamps every element."""
+    """Kind of clipping: NORM scales all gradients to a total norm of at most `max_gradient`, VALUE clamps elements."""
 
     NORM = "norm"
     VALUE = "value"
@@ -36,21 +36,21 @@ class GradientClipping(Enum):
 
 @final
 class GradientClippingOptimizer(OptimizerWrapper):
-    """Clips the gradients of all parameters, then steps the optimizer inside.
+    """Optimizer wrapper that clips the gradients of all parameters before each step.
 
     Args:
-        optimizer: what to step.
+        optimizer: the optimizer to step.
         clipping: a `GradientClipping`, or its value as a string.
         max_gradient: the largest total norm (NORM) or absolute value (VALUE), from 0; 0 makes all gradients 0.
         norm_type: p of the p-norm, > 0; `float("inf")` or "inf" for the largest absolute value.
-        enable_global_grad_clip: kept for callers that pass it; the norm is over the whole model, whether it is set or
-            not: tiles of all ranks, each once, and replicated parameters once. Every rank steps.
-        param_to_pgs: likewise, for parameters of sharded tables; others are refused, as their gradients are taken to be
-            the same on all ranks.
-        track_grad_norm: compute `last_total_grad_norm` whatever the clipping.
+        enable_global_grad_clip: accepted for compatibility, without effect: the norm is always that of the whole model.
+            Tiles of all ranks count once each, replicated parameters once. Every rank must step.
+        param_to_pgs: accepted without effect for parameters of sharded tables. Other parameters raise, since their
+            gradients are assumed to be equal on all ranks.
+        track_grad_norm: compute `last_total_grad_norm` with every kind of clipping.
 
     Raises:
-        ConfigError: a setting out of range, or `param_to_pgs` for parameters of no sharded table.
+        ConfigError: a setting out of range, or `param_to_pgs` with parameters outside sharded tables.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
             self._clipping = GradientClipping(clipping)
         except ValueError:
             raise ConfigError(
-                f"GradientClippingOptimizer: clipping is {clipping!r}, wanted one of "
-                f"{[kind.value for kind in GradientClipping]}."
+                f"GradientClippingOptimizer: got clipping={clipping!r}; expected one of "
+                f"{[kind.value for kind in GradientClipping]}. Pass one of these."
             ) from None
         if not max_gradient >= 0:
             raise ConfigError(
-                f"GradientClippingOptimizer: got max_gradient={max_gradient}; expected a number from 0. Pass "
-                "GradientClipping.NONE to clip nothing."
+                f"GradientClippingOptimizer: got max_gradient={max_gradient}; expected a number from 0. To clip "
+                "nothing pass GradientClipping.NONE."
             )
         self._max_gradient = float(max_gradient)
         try:
@@ -83,31 +83,33 @@ class GradientClippingOptimizer(OptimizerWrapper):
             self._norm_type = math.nan
         if not self._norm_type > 0:
             raise ConfigError(
-                f"GradientClippingOptimizer: norm_type is {norm_type!r}, wanted a number > 0 or 'inf'."
+                f"GradientClippingOptimizer: got norm_type={norm_type!r}; expected a number > 0 or 'inf'. Pass 2.0 for "
+                "the Euclidean norm."
             )
         others = [p for p in param_to_pgs or () if tiled_table_of(p) is None]
         if others:
             raise ConfigError(
-                f"GradientClippingOptimizer: param_to_pgs names {len(others)} parameters of no sharded table, whose "
-                "gradients are taken to be the same on all ranks; leave them out (sharded tables need no entry)."
+                f"GradientClippingOptimizer: got {len(others)} parameters outside sharded tables in param_to_pgs; "
+                "expected none, as their gradients are assumed to be equal on all ranks. Leave them out (sharded "
+                "tables need no entry)."
             )
         self._track = track_grad_norm
         self._last_norm: Tensor | None = None
         attached = [name for name, p in self.params.items() if updates_in_backward(p)]  # type: ignore[arg-type]
         if attached and self._clipping is not GradientClipping.NONE:
             warnings.warn(
-                f"GradientClippingOptimizer: {', '.join(attached)} are updated by the backward pass and not clipped; "
-                "clip the optimizer of the other parameters alone (in_backward_optimizer_filter).",
+                f"GradientClippingOptimizer: got {', '.join(attached)}, which the backward pass updates without "
+                "clipping. Wrap only the optimizer of the other parameters (in_backward_optimizer_filter).",
                 stacklevel=2,
             )
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """Total norm before clipping at the last step; None if neither clipping by norm nor tracking."""
+        """Total norm before clipping at the last step; None without NORM clipping or `track_grad_norm`."""
         return self._last_norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip the gradients and step; with a closure, the gradients of each of its evaluations. Returns its loss."""
+        """Clip the gradients and step. With a closure, clip after each evaluation, and return its loss."""
         if closure is None:
             self._clip()
             return self._optimizer.step()
@@ -130,14 +132,14 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
-        """The norm of all gradients together (0-d), and this rank's; of a sparse one its coalesced values."""
+        """Return the total norm of all gradients (0-d), and this rank's gradients; of sparse ones the values."""
         params = self._parameters()
         total = total_norm(params, self._norm_type)
         return total, grads_of(params)
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
-        """Scale the gradients in place to a total norm of at most `max_gradient`; returns the norm before."""
+        """Scale the gradients in place to a total norm of at most `max_gradient`; return the norm before scaling."""
         total, grads = self.compute_total_grad_norm()
         self._last_norm = total
         scale_grads_(grads, self._max_gradient, total)

@@ -1,4 +1,4 @@
-"""The `torch.optim.Optimizer` face over updates that run at the end of the backward pass."""
+"""`FusedOptimizer`: the `torch.optim.Optimizer` interface of updates at the end of the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilerec.storage.table_rows import TableRows, rows_of
 
 
 def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
-    """Parameter names and rows of the tables under `module` that have an optimizer attached; a tied table once."""
+    """Iterate over (parameter name, rows) of tables in `module` with an attached optimizer; each tied table once."""
     for name, parameter in module.named_parameters():
         rows = rows_of(parameter)
         if rows is not None and rows.spec is not None:
@@ -23,7 +23,7 @@ def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
 
 @final
 class CachedState(MutableMapping[str, Any]):
-    """The state of a cached table: slots are read and written where they are at home, with the newest rows."""
+    """State of a table with a cache. Each access first settles pending writes, so slots hold the newest rows."""
 
     def __init__(self, rows: TableRows) -> None:
         self.rows = rows
@@ -39,7 +39,10 @@ class CachedState(MutableMapping[str, Any]):
         self.rows.state[name] = value
 
     def __delitem__(self, name: str) -> None:
-        raise ConfigError(f"Table '{self.rows.name}': its state '{name}' belongs to the attached optimizer.")
+        raise ConfigError(
+            f"Table '{self.rows.name}': got a deletion of state '{name}'; expected it to stay, as the attached "
+            "optimizer uses it. Attach another optimizer with replace=True."
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows.state)
@@ -50,7 +53,7 @@ class CachedState(MutableMapping[str, Any]):
 
 @final
 class FaceGroup(MutableMapping[str, Any]):
-    """A `param_groups` entry: the numbers that tables share, and those of its tables that are under one face."""
+    """Entry of `param_groups`: settings shared by several tables, and the tables of them in one `FusedOptimizer`."""
 
     def __init__(self, numbers: HyperGroup, params: list[nn.Parameter]) -> None:
         self.numbers = numbers
@@ -79,17 +82,19 @@ class FaceGroup(MutableMapping[str, Any]):
 
 
 OF_THIS_RUN = frozenset({"capturable"})
-"""Settings that say how a run goes, and not what it comes to: a captured graph goes on by its counts after a load."""
+"""Settings of a process, not of its results; loading keeps them, so a captured graph still uses its own counts."""
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """What attached tables look like to training code.
+    """Optimizer interface of the tables in a module that have an attached optimizer.
 
-    `step()` does nothing: the backward pass has updated the rows. A value written to `param_groups[i]["lr"]`
-    holds from the next backward on, so torch's learning-rate schedulers work; tables attached by one call
-    share a group, also where several faces show them. The state is that of the tables, not a copy: per parameter its
-    slots by name and `step`, the table's update count (int64, 0-d; called `updates` where `step` is a slot of its own).
-    `load_state_dict` writes into it. Whether it is `capturable` is not loaded: where counts lie is this run's choice.
+    `step()` does nothing: the backward pass has already updated the rows. A value written to `param_groups[i]["lr"]`
+    applies from the next backward pass on, so torch's learning-rate schedulers work. Tables attached by one call share
+    a group, also across several `FusedOptimizer`s.
+
+    The state is that of the tables, not a copy: per parameter its slots by name, and `step`, the table's update count
+    (int64, 0-d; named `updates` if the rule has a slot `step`). `load_state_dict` writes to it. The setting
+    `capturable` is not loaded: it decides the device of the counts in this process.
     """
 
     _of_this_run = OF_THIS_RUN
@@ -111,7 +116,7 @@ class FusedOptimizer(KeyedOptimizer):
         self._rows = list(rows.values())
 
     def _settle(self) -> None:
-        """Tables may have got a cache since this face was made."""
+        """Settle pending writes of all tables. Tables may have got a cache after this optimizer was made."""
         for rows in self._rows:
             rows.settle()
 
@@ -124,9 +129,8 @@ class FusedOptimizer(KeyedOptimizer):
         super()._plan_load(given, plan)
 
     def add_param_group(self, param_group: Any) -> None:
-        """Refused: tables get an optimizer by `apply_optimizer_in_backward`."""
+        """Raise: `apply_optimizer_in_backward` attaches optimizers to tables."""
         raise ConfigError(
-            "FusedOptimizer: add_param_group would name a parameter that no backward pass updates; attach an "
-            "optimizer to it with apply_optimizer_in_backward(cls, [parameter], kwargs) and ask for "
-            "fused_optimizer again."
+            "FusedOptimizer: got a param group; expected only parameters that the backward pass updates. Attach an "
+            "optimizer with apply_optimizer_in_backward(cls, [parameter], kwargs) and get fused_optimizer again."
         )

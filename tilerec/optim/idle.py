@@ -1,7 +1,7 @@
-"""Steps of torch optimizers over tables that the backward pass updates: such a step leaves the tables as they are.
+"""Detection of torch optimizers over tables that the backward pass updates: their `step()` does not change the tables.
 
-A hook on all optimizers of the process finds them, at the first step of each one and again once another table has got
-an optimizer. Later steps cost one look into a dictionary.
+A hook of all optimizers in the process checks each optimizer at its first step, and again after an optimizer was
+attached to another table. All later steps cost one dictionary lookup.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.storage.table_rows import rows_of
 
 _attachments = 0
-"""How often optimizers were attached to tables."""
+"""Number of calls that attached optimizers to tables."""
 
 
 def watch_optimizers() -> None:
-    """Look at every optimizer's parameters at its next step: a table has got an optimizer attached."""
+    """Check the parameters of every optimizer at its next step; called after an optimizer was attached to a table."""
     global _attachments
     _attachments += 1
     _watch()
@@ -45,17 +45,17 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     names = ", ".join(f"'{rows.name}'" for _, rows in found[:8])
     if found and len(found) == len(params):
         raise ConfigError(
-            f"{kind}: got tables {names} alone, which have optimizers attached; expected parameters that no backward "
-            f"pass updates, as step() leaves these as they are. {fix}."
+            f"{kind}: got only tables {names}, which have attached optimizers; expected parameters that no backward "
+            f"pass updates, as step() does not change these. {fix}."
         )
-    # A table whose gradient another part of the loss fills has a .grad to step.
+    # A table may have a `.grad` to step, from another part of the loss.
     idle = [rows for p, rows in found if p.grad is None and not rows.named_idle]
     if idle:
         for rows in idle:
             rows.named_idle = True
         warnings.warn(
-            f"{kind}: got tables {names} among its parameters, which have optimizers attached: the backward pass "
-            f"updates them, and step() leaves them as they are. {fix}.",
+            f"{kind}: got tables {names} among its parameters, which have attached optimizers: the backward pass "
+            f"updates them, and step() does not change them. {fix}.",
             stacklevel=4,
         )
     optimizer.__dict__["_tilerec_attachments"] = _attachments

@@ -1,14 +1,14 @@
-"""The state that an optimizer makes at its first step, made without one.
+"""Creation of the state that an optimizer makes at its first step, without a training step.
 
-Most optimizers make state lazily inside `step()` and move it in the same call. So a step is taken, with zero gradients,
-over containers that remember what every entry was first set to; then all is put back:
+Most optimizers create their state lazily in `step()` and update it in the same call. So this file runs a step with zero
+gradients, over containers that record the first value of every entry, and then restores these values:
 
-    during the step   state["mu_product"] = 1.0     first set: remembered
-                      state["mu_product"] *= 0.45   moved
-    afterwards        state["mu_product"]   1.0     put back
+    during the step   state["mu_product"] = 1.0     first value: recorded
+                      state["mu_product"] *= 0.45   updated
+    afterwards        state["mu_product"]   1.0     restored
 
-Parameters, gradients and the groups' settings are put back likewise. No hook runs, and no scheduler counts the step.
-What an optimizer first sets to a result of the step (SGD's `momentum_buffer`) stays: of zero gradients, it is zero.
+Parameters, gradients and the groups' settings are restored, too. No hook runs, and no scheduler counts the step. If the
+first value of an entry is a result of the step (SGD's `momentum_buffer`), it stays: for zero gradients it is zero.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 def make_state(
     optimizer: Optimizer, layouts: Mapping[Tensor, torch.layout], others: Iterable[Tensor]
 ) -> None:
-    """Make the state of parameters that have none yet; nothing else changes, also if the step fails.
+    """Create the state of parameters that have none. Nothing else changes, also if the step fails.
 
     Args:
-        optimizer: of any kind whose `step()` needs no closure.
-        layouts: parameter -> layout of its gradients.
+        optimizer: any optimizer whose `step()` needs no closure.
+        layouts: parameters without state -> layout of their gradients.
         others: the optimizer's other parameters.
 
     Raises:
-        ConfigError: its `step` cannot be called without a closure.
+        ConfigError: the optimizer's `step` requires a closure.
     """
     if not layouts:
         return
@@ -53,7 +53,11 @@ def make_state(
             p.grad = None
         for p, layout in layouts.items():
             p.grad = torch.zeros_like(p, layout=layout)
-        with _groups_kept(optimizer), _hooks_off(optimizer), _starts_kept(optimizer, list(layouts)):
+        with (
+            _restore_groups(optimizer),
+            _disable_hooks(optimizer),
+            _keep_first_values(optimizer, list(layouts)),
+        ):
             for group in optimizer.param_groups:
                 if group.get("weight_decay") is not None:
                     group["weight_decay"] = 0 * group["weight_decay"]
@@ -66,23 +70,24 @@ def make_state(
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """The class's own `step`, without what torch (hooks, profiling) and schedulers wrap around it."""
+    """Return the `step` of the class, without the wrappers of torch (hooks, profiling) and schedulers."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = getattr(step, "__wrapped__", step)
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        who = type(optimizer).__name__
+        class_name = type(optimizer).__name__
         raise ConfigError(
-            f"{who} cannot step without a closure, so its state cannot be made ahead; take a step "
-            "(optimizer.step(closure)) in place of init_state(), and another optimizer over sharded tables."
+            f"{class_name}: got a step() that requires a closure; expected one without, to create the state before "
+            "training. Call optimizer.step(closure) instead of init_state(), and use another optimizer for sharded "
+            "tables."
         )
     return lambda: step(optimizer)
 
 
 @contextmanager
-def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
-    """A step that calls its base's step runs torch's wrapper all the same; its hooks must not."""
+def _disable_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Disable the optimizer's hooks: a step that calls `super().step()` runs torch's wrapper, which calls them."""
     hooks = {name: getattr(optimizer, name) for name in _STEP_HOOKS}
     try:
         for name in hooks:
@@ -94,9 +99,9 @@ def _hooks_off(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
+def _restore_groups(optimizer: Optimizer) -> Iterator[None]:
     kept = [
-        {key: _Start(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: _InitialValue(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
     try:
@@ -112,11 +117,11 @@ def _groups_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
-    """Entries that appear in the state of `new` parameters become what they were first set to."""
+def _keep_first_values(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None]:
+    """Reset new entries in the state of `new` parameters to their first values at the end of the block."""
     held: Any = optimizer.state
     settable = "state" in vars(optimizer)
-    recorded = _States(held, new)
+    recorded = _RecordingStates(held, new)
     if settable:
         optimizer.state = recorded
     try:
@@ -125,27 +130,27 @@ def _starts_kept(optimizer: Optimizer, new: Collection[Tensor]) -> Iterator[None
             for p in new:
                 if p in recorded:
                     entries = recorded[p]
-                    held[p] = entries.at_start() if isinstance(entries, _Entries) else entries
+                    held[p] = entries.at_start() if isinstance(entries, _RecordingState) else entries
     finally:
         if settable:
             optimizer.state = held
 
 
-class _Start:
-    """What a value was when this was made; a tensor of equal elements is remembered as one number."""
+class _InitialValue:
+    """Copy of a value at one time; of a tensor with equal elements it stores one number."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
         self._was: Any = None
         if isinstance(value, Tensor):
-            self._was = _number(value)
+            self._was = _uniform_value(value)
             if self._was is None:
                 self._was = value.detach().clone()
         elif isinstance(value, (list, dict, set)):
             self._was = copy.deepcopy(value)
 
     def again(self) -> Any:
-        """The value as it was; a tensor is the same one."""
+        """Restore and return the value; a tensor is restored in place."""
         if not isinstance(self._value, Tensor):
             return self._value if self._was is None else self._was
         if isinstance(self._was, Tensor):
@@ -155,25 +160,25 @@ class _Start:
         return self._value
 
 
-def _number(value: Tensor) -> float | None:
-    """The number that all elements are, if one says them exactly."""
+def _uniform_value(value: Tensor) -> float | None:
+    """Return the value of all elements if they are equal, else None."""
     if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
         return None
     low, high = value.detach().aminmax()
     return low.item() if torch.equal(low, high) else None
 
 
-class _Entries(dict[Any, Any]):
-    """The state of one parameter, which remembers what its entries were first set to."""
+class _RecordingState(dict[Any, Any]):
+    """State of one parameter; records the first value of every entry."""
 
     def __init__(self, entries: Mapping[Any, Any]) -> None:
         super().__init__()
-        self._starts: dict[Any, _Start] = {}
+        self._starts: dict[Any, _InitialValue] = {}
         self.update(entries)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self._starts:
-            self._starts[key] = _Start(value)
+            self._starts[key] = _InitialValue(value)
         super().__setitem__(key, value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -189,8 +194,8 @@ class _Entries(dict[Any, Any]):
         return {key: self._starts[key].again() for key in self}
 
 
-class _States(defaultdict[Any, Any]):
-    """An optimizer's state; that of new parameters remembers its start."""
+class _RecordingStates(defaultdict[Any, Any]):
+    """State of an optimizer; wraps the states of new parameters in `_RecordingState`."""
 
     def __init__(self, held: MutableMapping[Any, Any], new: Iterable[Tensor]) -> None:
         super().__init__(getattr(held, "default_factory", None))
@@ -206,8 +211,8 @@ class _States(defaultdict[Any, Any]):
         return self[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        wraps = key in self.new and isinstance(value, Mapping) and not isinstance(value, _Entries)
-        super().__setitem__(key, _Entries(value) if wraps else value)
+        wraps = key in self.new and isinstance(value, Mapping) and not isinstance(value, _RecordingState)
+        super().__setitem__(key, _RecordingState(value) if wraps else value)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:

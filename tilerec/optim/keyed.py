@@ -1,18 +1,18 @@
-"""An optimizer whose state is saved under parameter names, so that it outlives the order of parameters.
+"""`KeyedOptimizer`: state is saved by parameter name, so it does not depend on the order of parameters.
 
 Glossary
     params         name -> parameter
     state          parameter -> its state: a dict of tensors and numbers, possibly nested
     param group    a dict: "params" (the parameters) and their settings (lr, ...)
     state dict     {"state": {name: state}, "param_groups": [{"params": sorted names, ...settings}]}; the second key
-                   only after `save_param_groups(True)`. Plain dicts of tensors and numbers: `torch.save` and
-                   `torch.distributed.checkpoint` take it as it is. An object in the state that has a `state_dict()` and
-                   a `load_state_dict()` is shown as its own state dict.
+                   only after `save_param_groups(True)`. It contains dicts, tensors and numbers, for `torch.save` and
+                   `torch.distributed.checkpoint`. An object in the state with a `state_dict()` and a
+                   `load_state_dict()` is replaced by its state dict.
 
-Loading is in place: tensors keep their storage, so whoever else holds them (a table's rows, a captured graph) sees the
-loaded values. It is all or nothing: everything is checked before the first value is written.
+Loading is in place: tensors keep their storage, so other holders of a tensor (a table's rows, a captured graph) get the
+loaded values. Loading is atomic: all checks run before the first value is written.
 
-A table of which this rank holds tiles (`tiled.py`) is one entry, under its own name and of its own shape on all ranks.
+A sharded table (`tiled.py`) is one entry on all ranks, with the table's name and shape.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _HOOKS = (
 
 
 class KeyedOptimizer(Optimizer):
-    """Names the parameters, state and settings of something that updates them.
+    """Optimizer interface with named parameters, over the state and settings of another optimizer.
 
-    By itself it updates nothing: `step()` runs the closure and returns its loss. `KeyedOptimizerWrapper` puts a torch
-    optimizer behind it; the fused optimizer of embedding modules puts the backward pass behind it.
+    The base class updates nothing: `step()` runs the closure and returns its loss. `KeyedOptimizerWrapper` steps a
+    torch optimizer. `FusedOptimizer` stands for updates in the backward pass.
 
     Args:
         params: name -> parameter. One name per parameter.
-        state: parameter -> its state; kept, not copied.
-        param_groups: dicts with "params" (all of them named above) and settings; kept, not copied.
+        state: parameter -> its state; stored without a copy.
+        param_groups: dicts with "params" (all named above) and settings; stored without a copy.
 
     Raises:
         ConfigError: a parameter with two names, or a parameter in `state` or `param_groups` without a name.
@@ -88,13 +88,13 @@ class KeyedOptimizer(Optimizer):
             for tensor in tensors:
                 if tensor not in names:
                     raise ConfigError(
-                        f"{type(self).__name__}: {where} holds {_shown(tensor)}, which is not in params "
-                        f"({', '.join(params) or 'none'}); name it there."
+                        f"{type(self).__name__}: got {_shown(tensor)} in {where}; expected parameters in params "
+                        f"({', '.join(params) or 'none'}). Name it there."
                     )
 
     def _start(self) -> None:
-        """What torch's own constructor sets up (hooks, profiling), without its parameter groups."""
-        # torch restores a pickled optimizer this way; unlike its constructor it takes "no parameters".
+        """Initialise hooks and profiling like torch's constructor, without its parameter groups."""
+        # torch restores a pickled optimizer with __setstate__. Unlike the constructor, it accepts "no parameters".
         Optimizer.__setstate__(self, {"defaults": {}, "_save_groups": False, "_stateless": set()})
 
     def _names(self) -> dict[Tensor, str]:
@@ -102,7 +102,8 @@ class KeyedOptimizer(Optimizer):
         for name, tensor in self.params.items():
             if tensor in names:
                 raise ConfigError(
-                    f"{type(self).__name__}: '{names[tensor]}' and '{name}' are one parameter; name it once."
+                    f"{type(self).__name__}: got '{names[tensor]}' and '{name}' for one parameter; expected one name. "
+                    "Name it once."
                 )
             names[tensor] = name
         return names
@@ -117,17 +118,18 @@ class KeyedOptimizer(Optimizer):
     # -------------------------------------------------------------------------------------------- state dict
 
     def save_param_groups(self, save: bool) -> None:
-        """Whether the state dict also holds the groups' settings (they are then required when loading)."""
+        """Set whether the state dict also has the groups' settings, which loading then requires."""
         self._save_groups = save
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter name. The tensors are the live ones, the containers are copies.
+        """Return the state by parameter name: the live tensors in new containers.
 
-        State of sharded tables is shown as the model's `state_dict()` shows their weights: plain, as a DTensor, or as
-        a `TiledTensor`, of the whole table's shape on every rank. What the first step would make of it is made now.
+        State of sharded tables has the type that weights have in the model's `state_dict()`: plain, a DTensor, or a
+        `TiledTensor`, with the whole table's shape on every rank. State that the first step would create is created
+        now.
 
         Raises:
-            ConfigError: state of a sharded table that its tiles cannot be put together to (see `docs/optimizers.md`).
+            ConfigError: the tiles' state cannot be combined to state of the table (see `docs/optimizers.md`).
         """
         for pre_hook in optimizer_hooks(self, "state_dict_pre").values():
             pre_hook(self)
@@ -138,14 +140,14 @@ class KeyedOptimizer(Optimizer):
         return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load in place; the inverse of `state_dict()`.
+        """Load a result of `state_dict()` in place.
 
-        A parameter that has no state yet takes the loaded one over (cloned, on the parameter's device). Settings that
-        a loaded group lacks stay as they are, additional ones are taken. `param_groups` are read only after
+        A parameter without state gets a clone of the loaded state, on the parameter's device. Settings that a loaded
+        group lacks do not change; additional settings are added. `param_groups` are read only after
         `save_param_groups(True)`.
 
         Raises:
-            ConfigError: names, state names, shapes or groups differ. Nothing has been written then.
+            ConfigError: names, state names, shapes or groups differ. Then nothing has been written.
         """
         given = dict(state_dict)
         for pre_hook in optimizer_hooks(self, "load_state_dict_pre").values():
@@ -161,7 +163,7 @@ class KeyedOptimizer(Optimizer):
             post_hook(self)
 
     def post_load_state_dict(self) -> None:
-        """Called at the end of every `load_state_dict`, for a subclass that derives something from its state."""
+        """Update values derived from the state; called at the end of every `load_state_dict`, for subclasses."""
 
     def _state_dict(self) -> dict[str, Any]:
         self._refuse_unnamed_state()
@@ -183,11 +185,11 @@ class KeyedOptimizer(Optimizer):
         return out
 
     def _tables(self) -> dict[str, TiledTable]:
-        """Tables in tiles, by the name of their first leaf: those whose state is one entry, of logical shape."""
+        """Return the sharded tables by the name of their first leaf; the state of each is one entry."""
         return tables_by_name(self.params)
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        """The names of a group's parameters; a table in tiles has one."""
+        """Return the names of a group's parameters; a sharded table has one name."""
         names = self._names()
         return sorted(names[p] for p in group["params"] if not is_further_leaf(p))
 
@@ -195,10 +197,10 @@ class KeyedOptimizer(Optimizer):
         return f"{type(self).__name__}: state of '{name}'"
 
     def _make_tiles_state(self, tables: Mapping[str, TiledTable]) -> set[str]:
-        """Make the state of tables in tiles that have none yet; returns their names.
+        """Create the state of sharded tables that have none; return their names.
 
-        A rank that holds nothing of a table never sees a gradient of it, and must show the same entries as the
-        others: so none of them waits for its first step.
+        All ranks must have the same entries. A rank without a tile of a table never gets a gradient, so its first step
+        would create no state. Therefore no rank waits for its first step.
         """
         leaves = {
             f"{name}.{i}" if i else name: leaf
@@ -213,30 +215,30 @@ class KeyedOptimizer(Optimizer):
         return {name for name in tables if name in new}
 
     def _state_names(self) -> list[str]:
-        """Every name that "state" of the state dict may hold."""
+        """Return all names that may occur in "state" of the state dict."""
         return list(self.params)
 
     def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
-        """Check everything, and append the writes to `plan`."""
-        who = type(self).__name__
+        """Check the state dict, and append the writes to `plan`."""
+        class_name = type(self).__name__
         self._refuse_unnamed_state()
         if "state" not in given:
             raise ConfigError(
-                f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict()."
+                f"{class_name}: got a state dict with {sorted(given)}; expected 'state'. Pass a state_dict()."
             )
         loaded, state, tables = given["state"], self.state, self._tables()
         fresh = self._make_tiles_state(tables)
         params = {name: p for name, p in self.params.items() if not tables or not is_further_leaf(p)}
         here = {name for name, p in params.items() if state.get(p) and name not in fresh}
-        _same_keys(f"{who}: state", here, loaded, optional=set(params) - here)
-        # In one order on every rank: tiles travel.
+        _same_keys(f"{class_name}: state", here, loaded, optional=set(params) - here)
+        # In the same order on every rank, since loading tiles is a collective.
         for name in sorted(set(tables) & set(loaded)):
             if name in here or not isinstance(loaded[name], Mapping) or loaded[name]:
                 leaves = tables[name].leaves()
                 parts = [state.get(leaf, {}) for leaf in leaves]
                 if any(parts) or not isinstance(loaded[name], Mapping):
                     _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
-                else:  # a table that is frozen now: its state is kept for later, as of other parameters
+                else:  # a table that is frozen now: load its state for later, as for other parameters
                     adopted = adopted_parts(tables[name], loaded[name], self._where(name), plan)
                     plan.extend(_setter(state, leaf, own) for leaf, own in zip(leaves, adopted, strict=True))
         for name, value in loaded.items():
@@ -250,26 +252,28 @@ class KeyedOptimizer(Optimizer):
         if self._save_groups:
             if "param_groups" not in given:
                 raise ConfigError(
-                    f"{who}: save_param_groups(True) is set, but the state dict has no 'param_groups'; save it with "
-                    "them, or call save_param_groups(False) before loading."
+                    f"{class_name}: got a state dict without 'param_groups'; expected them after "
+                    "save_param_groups(True). Save them, or call save_param_groups(False) before loading."
                 )
             self._plan_groups(given["param_groups"], plan)
 
     def _plan_groups(self, loaded: Iterable[Mapping[str, Any]], plan: list[Callable[[], None]]) -> None:
-        who = type(self).__name__
+        class_name = type(self).__name__
         groups = {tuple(self._names_in(group)): group for group in self.param_groups}
         given = {tuple(sorted(group["params"])): group for group in loaded}
         if set(groups) != set(given):
             raise ConfigError(
-                f"{who}: the loaded param groups hold {_listed(given)}, the ones here {_listed(groups)}; make the "
-                "optimizer with the same groups, or call save_param_groups(False) before loading."
+                f"{class_name}: got param groups {_listed(given)}; expected {_listed(groups)}. Make the optimizer with "
+                "the same groups, or call save_param_groups(False) before loading."
             )
         for key, group in given.items():
             for setting, value in _settings(group).items():
                 if setting in self._of_this_run:
                     continue
                 if isinstance(groups[key].get(setting), Tensor):
-                    _plan_value(groups[key], setting, value, f"{who}: param group setting '{setting}'", plan)
+                    _plan_value(
+                        groups[key], setting, value, f"{class_name}: param group setting '{setting}'", plan
+                    )
                 else:
                     plan.append(_setter(groups[key], setting, _copied(value)))
 
@@ -278,8 +282,8 @@ class KeyedOptimizer(Optimizer):
         for tensor in self.state:
             if tensor not in known:
                 raise ConfigError(
-                    f"{type(self).__name__}: there is state for {_shown(tensor)}, which has no name; add it with "
-                    "add_param_group, or pass it in params."
+                    f"{type(self).__name__}: got state of {_shown(tensor)}, which has no name; expected only state of "
+                    "named parameters. Add it with add_param_group, or pass it in params."
                 )
 
     # ------------------------------------------------------------------------------------- parameters, settings
@@ -288,44 +292,44 @@ class KeyedOptimizer(Optimizer):
         """Add a group of named parameters: `{"params": {name: parameter} or [(name, parameter), ...], "lr": ...}`.
 
         Raises:
-            ConfigError: parameters without names, or a name or a parameter that is already here.
+            ConfigError: parameters without names, or a name or a parameter that this optimizer already has.
         """
         named = self._new_params(param_group)
         self.param_groups.append({**_settings(param_group), "params": list(named.values())})
         self.params = {**self.params, **named}
 
     def _new_params(self, param_group: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The named parameters of a group to be added, checked."""
-        who, given = type(self).__name__, param_group.get("params")
+        """Check and return the named parameters of a new group."""
+        class_name, given = type(self).__name__, param_group.get("params")
         pairs = list(given.items()) if isinstance(given, Mapping) else None
         if pairs is None and isinstance(given, Iterable) and not isinstance(given, Tensor):
             pairs = [pair for pair in given if isinstance(pair, tuple) and len(pair) == 2]
             pairs = pairs if len(pairs) == len(list(given)) else None
         if not pairs or not all(isinstance(n, str) and isinstance(p, Tensor) for n, p in pairs):
             raise ConfigError(
-                f"{who}: add_param_group needs names; pass {{'params': {{name: parameter, ...}}, ...}} or "
-                "[(name, parameter), ...]."
+                f"{class_name}: add_param_group got parameters without names; expected names. Pass "
+                "{'params': {name: parameter, ...}, ...} or [(name, parameter), ...]."
             )
         names = self._names()
         for name, tensor in pairs:
             if name in self.params or tensor in names:
                 raise ConfigError(
-                    f"{who}: add_param_group got '{name}', which is already here as "
-                    f"'{names.get(tensor, name)}'; a parameter belongs to one group."
+                    f"{class_name}: add_param_group got '{name}', already present as '{names.get(tensor, name)}'; "
+                    "expected a new parameter with a new name. Leave it out."
                 )
         return dict(pairs)
 
     @torch.no_grad()
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Create the state that `step()` would create lazily, as a checkpoint needs it before loading.
+        """Create the state that `step()` would create lazily, for example before loading a checkpoint.
 
-        Training goes on as if nothing had happened (except for SGD with dampening, which torch leaves out of a first
-        step only): parameters, gradients, settings and step counts are as before, and no hook has run. Needs a copy
-        of the parameters that have no state yet for a moment (`initial.py` says why).
+        Training is not affected: parameters, gradients, settings and step counts do not change, and no hook runs. The
+        exception is SGD with dampening, which torch does not apply in a first step. Temporarily copies the parameters
+        without state (`initial.py` explains the reason).
 
         Args:
-            sparse_grad_parameter_names: parameters that get sparse (COO) gradients; some optimizers tell them apart.
-                Tables that were told so (`set_sparse_grad`) need not be named.
+            sparse_grad_parameter_names: parameters with sparse (COO) gradients, which some optimizers handle
+                differently. Tables after `set_sparse_grad` need not be listed.
 
         Raises:
             ConfigError: unknown names, or an optimizer that steps by a closure only (LBFGS).
@@ -334,29 +338,30 @@ class KeyedOptimizer(Optimizer):
         unknown = sparse - set(self.params)
         if unknown:
             raise ConfigError(
-                f"{type(self).__name__}: init_state got {sorted(unknown)}, which are not parameters."
+                f"{type(self).__name__}: init_state got {sorted(unknown)}; expected names of parameters. Correct the "
+                "names."
             )
         self._init(
             {n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}, sparse
         )
 
     def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
-        """Make the state of parameters that have none."""
+        """Create the state of parameters that have none."""
         layouts = {p: torch.sparse_coo if name in sparse else gradient_layout(p) for name, p in new.items()}
         make_state(self._stepping(), layouts, self.params.values())
 
     def _stepping(self) -> Optimizer:
-        """The optimizer whose `step` makes the state."""
+        """Return the optimizer whose `step` creates the state."""
         return self
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set the step count of every parameter's state, where the optimizer keeps one."""
+        """Set the step count in the state of every parameter that has one."""
         self.init_state()
         for tensor in self.params.values():
             _set_step(self.state.get(tensor, {}), step)
 
     def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
-        """Write settings into every group that has them: `{"lr": 0.1}`.
+        """Write settings to every group that has them: `{"lr": 0.1}`.
 
         Raises:
             ConfigError: a setting that no group has.
@@ -365,8 +370,8 @@ class KeyedOptimizer(Optimizer):
             groups = [group for group in self.param_groups if setting in group and setting != "params"]
             if not groups:
                 raise ConfigError(
-                    f"{type(self).__name__}: no param group has a setting '{setting}'; they have "
-                    f"{sorted({key for group in self.param_groups for key in _settings(group)})}."
+                    f"{type(self).__name__}: got the setting '{setting}', which no param group has; expected some of "
+                    f"{sorted({key for group in self.param_groups for key in _settings(group)})}. Leave it out."
                 )
             for group in groups:
                 write_setting(group, setting, value)
@@ -374,13 +379,13 @@ class KeyedOptimizer(Optimizer):
     # --------------------------------------------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks, and the `step` that a scheduler wrapped, belong to this object and not to its copies.
+        # Do not copy hooks and a `step` that a scheduler wrapped: they belong to this object.
         own = {key: value for key, value in self.__dict__.items() if key not in (*_HOOKS, "step")}
-        return {**own, "_stateless": set()}  # ids are of this process
+        return {**own, "_stateless": set()}  # ids are valid in this process only
 
 
 def write_setting(group: MutableMapping[str, Any], setting: str, value: Any) -> None:
-    """Write a setting of a param group; a tensor is written in place (captured graphs hold on to it)."""
+    """Write a setting of a param group; a tensor is written in place, since captured graphs refer to it."""
     if isinstance(group.get(setting), Tensor) and not isinstance(value, Tensor):
         group[setting].fill_(value)
     else:
@@ -397,7 +402,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any, shown: Callable[[Any], Any] = lambda item: item) -> Any:
-    """The same tensors and numbers in new containers; `shown` may replace them."""
+    """Copy the containers, not the tensors and numbers; `shown` is applied to each of these."""
     if isinstance(value, Mapping):
         ordered = isinstance(value, OrderedDict)
         return (OrderedDict if ordered else dict)((key, _copied(item, shown)) for key, item in value.items())
@@ -411,7 +416,7 @@ def _shown_object(value: Any) -> Any:
 
 
 def _adopted(value: Any, parameter: Tensor) -> Any:
-    """Loaded state for a parameter that had none. A step count stays where it was (torch keeps it on the CPU)."""
+    """Clone loaded state for a parameter without state. A step count keeps its device (for torch the CPU)."""
     if isinstance(value, Mapping):
         return {
             key: item.detach().clone()
@@ -432,15 +437,17 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
             plan.append(lambda: _discard(current.fill_(loaded)))
             return
         if isinstance(loaded, Tensor) and current.dim() and loaded.shape == (*current.shape, 1):
-            loaded = loaded.squeeze(-1)  # state per row kept as a column, as TorchRec's row-wise Adagrad does
+            loaded = loaded.squeeze(-1)  # TorchRec's row-wise Adagrad stores state per row as a column
         if hasattr(loaded, "full_tensor"):
             raise ConfigError(
-                f"{where}: got a {type(loaded).__name__}, whose parts lie on several ranks; expected a whole tensor. "
+                f"{where}: got a {type(loaded).__name__}, whose parts are on several ranks; expected a whole tensor. "
                 "Gather it with .full_tensor() on all ranks, or shard this model first."
             )
         if not isinstance(loaded, Tensor) or loaded.shape != current.shape:
             got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
-            raise ConfigError(f"{where}: got {got}, wanted a tensor of shape {tuple(current.shape)}.")
+            raise ConfigError(
+                f"{where}: got {got}; expected a tensor of shape {tuple(current.shape)}. Load state of the same model."
+            )
         plan.append(lambda: _discard(current.detach().copy_(loaded)))
     elif is_stateful(current):
         if not isinstance(loaded, Mapping):
@@ -452,14 +459,17 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
     elif isinstance(current, Mapping):
         if not isinstance(loaded, Mapping):
             raise ConfigError(
-                f"{where}: got {type(loaded).__name__}, wanted a dict with {sorted(map(str, current))}."
+                f"{where}: got {type(loaded).__name__}; expected a dict with {sorted(map(str, current))}. Load state "
+                "of the same optimizer."
             )
         _same_keys(where, set(current), loaded)
         for name, value in loaded.items():
             _plan_value(current, name, value, f"{where} / '{name}'", plan)
     elif isinstance(current, list):
         if not isinstance(loaded, (list, tuple)) or len(loaded) != len(current):
-            raise ConfigError(f"{where}: got {loaded!r:.80}, wanted a list of {len(current)}.")
+            raise ConfigError(
+                f"{where}: got {loaded!r:.80}; expected a list of {len(current)}. Load state of the same optimizer."
+            )
         for index, value in enumerate(loaded):
             _plan_value(current, index, value, f"{where} / {index}", plan)
     else:
@@ -471,10 +481,11 @@ def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Calla
 def _plan_parts(
     table: TiledTable, parts: list[Any], loaded: Any, where: str, plan: list[Callable[[], None]]
 ) -> None:
-    """Plan to load `loaded`, of a whole table, into what lies beside its tiles."""
+    """Plan to load `loaded`, state of a whole table, into the state of its tiles."""
     if not isinstance(loaded, Mapping):
         raise ConfigError(
-            f"{where}: got {type(loaded).__name__}, wanted a dict with {sorted(map(str, parts[0]))}."
+            f"{where}: got {type(loaded).__name__}; expected a dict with {sorted(map(str, parts[0]))}. Load state of "
+            "the same optimizer."
         )
     _same_keys(where, set(parts[0]), loaded)
     for name in sorted(loaded, key=str):
@@ -488,10 +499,14 @@ def _plan_parts(
             scalar = isinstance(value, (int, float)) and not shape
             if not scalar and (not isinstance(value, Tensor) or tuple(value.shape) != shape):
                 got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-                raise ConfigError(f"{what}: got {got}, wanted a tensor of shape {shape}.")
+                raise ConfigError(
+                    f"{what}: got {got}; expected a tensor of shape {shape}. Load state of the same model."
+                )
             plan.append(functools.partial(fill_parts, table, beside, value))
         elif isinstance(value, Tensor) and value.dim():
-            raise ConfigError(f"{what}: got shape {tuple(value.shape)}, wanted {beside[0]!r:.80}.")
+            raise ConfigError(
+                f"{what}: got shape {tuple(value.shape)}; expected {beside[0]!r:.80}. Load state of the same optimizer."
+            )
         else:
             number = value.item() if isinstance(value, Tensor) else value
             plan.extend(_setter(part, name, _copied(number)) for part in parts)
@@ -520,7 +535,7 @@ def _same_keys(
                 for verb, names in (("lacks", missing), ("also has", extra))
                 if names
             )
-            + f"; wanted {sorted(map(str, here))}."
+            + f"; expected {sorted(map(str, here))}. Load state of the same optimizer and model."
         )
 
 

@@ -1,9 +1,9 @@
-"""A keyed optimizer as `torch.distributed.checkpoint.state_dict` wants one: parameters by position.
+"""Adapter of keyed optimizers for `torch.distributed.checkpoint.state_dict`, which identifies parameters by position.
 
-torch's `get_state_dict` and `set_state_dict` name parameters themselves, by the model's own names, and for that ask the
-optimizer for a state dict in which parameter p of the groups, counted through all of them, is the number p:
+torch's `get_state_dict` and `set_state_dict` add the model's parameter names themselves. They need a state dict in
+which each parameter is a number: its position in all groups together:
 
-    keyed       {"state": {"dense.over.weight": {...}, "dense.__warmup": {...}}, "param_groups": [...] if asked for}
+    keyed       {"state": {"dense.over.weight": {...}, "dense.__warmup": {...}}, "param_groups": [...] if saved}
     positional  {"state": {0: {...}}, "param_groups": [{"params": [0], "lr": ..., "beside": {"dense.__warmup": {...}}}]}
 """
 
@@ -21,18 +21,18 @@ from tilerec.optim.tiled import is_further_leaf
 from tilerec.optim.wrapper import OptimizerWrapper
 
 BESIDE = "beside"
-"""Setting of the first group that holds state of no parameter, such as the position of a warm-up."""
+"""Setting of the first group for state that belongs to no parameter, such as the position of a warm-up."""
 
 
 @final
 class PositionalOptimizer(OptimizerWrapper):
-    """The face of an optimizer for `get_state_dict` and `set_state_dict`; it saves and loads, and does not step.
+    """Adapter of an optimizer for `get_state_dict` and `set_state_dict`; it saves and loads, and does not step.
 
         model_state, optimizer_state = get_state_dict(model, PositionalOptimizer(optimizer))
         set_state_dict(model, PositionalOptimizer(optimizer), model_state_dict=..., optim_state_dict=...)
 
-    States and groups are those of the optimizer inside, not copies. Making the face makes state that the optimizer
-    would make at its first step (`init_state`), so that torch does not take that step to find out.
+    States and groups are those of the wrapped optimizer, not copies. The constructor creates the state of the first
+    step (`init_state`), because torch would otherwise run a step to create it.
 
     Args:
         optimizer: a `FusedOptimizer`, `KeyedOptimizerWrapper`, `CombinedOptimizer` or any other keyed one.
@@ -43,20 +43,20 @@ class PositionalOptimizer(OptimizerWrapper):
         optimizer.init_state()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, if any. torch calls this on an optimizer without state; nothing is to be made then."""
+        """Run the closure, if any, and return its loss. torch calls `step` on an optimizer without state."""
         return KeyedOptimizer.step(self, closure)
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
-        """The groups of the optimizer inside; the first also shows what it takes along (torch reads its keys)."""
-        groups: list[Any] = [_without_further(group) for group in self._optimizer.param_groups]
+        """Groups of the wrapped optimizer. The first also has the setting `BESIDE`, since torch reads its keys."""
+        groups: list[Any] = [_with_table_leaves(group) for group in self._optimizer.param_groups]
         beside = self._beside(super()._state_dict()["state"])
         if beside and groups:
             groups[0] = ChainMap({BESIDE: beside}, groups[0])
         return groups
 
     def _beside(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """State of no parameter."""
+        """Return the state that belongs to no parameter."""
         return {name: value for name, value in named.items() if name not in self.params}
 
     def _positions(self) -> dict[Tensor, int]:
@@ -75,22 +75,24 @@ class PositionalOptimizer(OptimizerWrapper):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load in place: groups and their parameters are taken in order, whatever they are called.
+        """Load in place: groups and their parameters are matched by order, not by name.
 
         Raises:
-            ConfigError: another number of groups or parameters, or what the optimizer inside refuses.
+            ConfigError: another number of groups or parameters, or an error of the wrapped optimizer.
         """
-        who, names = type(self).__name__, {p: name for name, p in self.params.items()}
+        class_name, names = type(self).__name__, {p: name for name, p in self.params.items()}
         for key in ("state", "param_groups"):
             if key not in state_dict:
-                raise ConfigError(f"{who}: the state dict has no '{key}' (it has {sorted(state_dict)}).")
+                raise ConfigError(
+                    f"{class_name}: got a state dict with {sorted(state_dict)}; expected '{key}'. Pass a state_dict()."
+                )
         here, given = self._optimizer.param_groups, state_dict["param_groups"]
-        members = [_without_further(group)["params"] for group in here]
+        members = [_with_table_leaves(group)["params"] for group in here]
         sizes, got = [len(params) for params in members], [len(group["params"]) for group in given]
         if sizes != got:
             raise ConfigError(
-                f"{who}: the loaded param groups have {got} parameters, the ones here {sizes}; make the optimizer with "
-                "the same groups before loading."
+                f"{class_name}: got param groups with {got} parameters; expected {sizes}. Make the optimizer with the "
+                "same groups before loading."
             )
         name_of: dict[Any, str] = {}
         state: dict[str, Any] = {}
@@ -103,7 +105,8 @@ class PositionalOptimizer(OptimizerWrapper):
         unknown = [key for key in state_dict["state"] if key not in name_of]
         if unknown:
             raise ConfigError(
-                f"{who}: the loaded state also has {unknown[:5]}, which is in none of its param groups."
+                f"{class_name}: got state of {unknown[:5]}; expected only parameters of its param groups. Pass a "
+                "state_dict()."
             )
         state.update((name_of[key], value) for key, value in state_dict["state"].items())
         self._optimizer.load_state_dict({"state": state, "param_groups": named_groups})
@@ -113,7 +116,7 @@ class PositionalOptimizer(OptimizerWrapper):
                     write_setting(group, setting, value)
 
 
-def _without_further(group: Any) -> Any:
-    """A group as the whole model has it: a table in tiles is one parameter, whatever this rank holds of it."""
+def _with_table_leaves(group: Any) -> Any:
+    """Return a group in which each sharded table is one parameter, for any number of tiles on this rank."""
     params = [p for p in group["params"] if not is_further_leaf(p)]
     return group if len(params) == len(group["params"]) else ChainMap({"params": params}, group)

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad as an ordinary torch optimizer, for parameters that the backward pass does not update.
+"""Row-wise Adagrad as a torch optimizer, for parameters that the backward pass does not update.
 
     sum += mean over the row of g^2;   row -= lr / (1 + (t-1)*lr_decay) * g / (sqrt(sum) + eps)
 
@@ -21,11 +21,11 @@ from tilerec.spec import optimizer as spec
 
 @final
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one accumulator per row. Steps dense and sparse (COO) gradients; attaching it
-    (`apply_optimizer_in_backward(RowWiseAdagrad, ...)`) gives the same rule inside the backward pass.
+    """Adagrad with one accumulator per row, for dense and sparse (COO) gradients.
 
-    With a sparse gradient only its rows move, weight decay included, as with attached updates. State per parameter:
-    `step` (float32, 0-d) and `sum`, in the parameter's dtype, at least float32.
+    `apply_optimizer_in_backward(RowWiseAdagrad, ...)` applies the same rule in the backward pass. A sparse gradient
+    updates and decays only its rows, as an attached optimizer does. State per parameter: `step` (float32, 0-d), and
+    `sum` in the parameter's dtype, at least float32.
 
     Args:
         params: parameters or param groups.
@@ -34,10 +34,10 @@ class RowWiseAdagrad(Optimizer):
 
     Raises:
         ConfigError: a setting out of range, or a parameter that is a tile of a table cut by columns: means over rows
-            need the other tiles, which only an attached optimizer hears of.
+            need the other tiles, and only an attached optimizer exchanges them.
     """
 
-    # What this optimizer becomes when it is attached; `spec.torch_optimizer.from_torch` reads it.
+    # The spec of this optimizer when it is attached; `spec.torch_optimizer.from_torch` reads it.
     optimizer_spec = spec.RowWiseAdagrad
 
     def __init__(
@@ -60,15 +60,20 @@ class RowWiseAdagrad(Optimizer):
         }
         for name, value in settings.items():
             if not value >= 0:
-                raise ConfigError(f"RowWiseAdagrad: {name} is {value}, wanted a number >= 0.")
+                raise ConfigError(
+                    f"RowWiseAdagrad: got {name}={value}; expected a number >= 0. Pass {name}=..."
+                )
         super().__init__(params, {**settings, "maximize": maximize})
 
     def _start(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        accum_dtype = torch.promote_types(parameter.dtype, torch.float32)
         self.state[parameter] = {
             "step": torch.tensor(0.0),
             "sum": torch.full(
-                parameter.shape[:-1], group["initial_accumulator_value"], dtype=wide, device=parameter.device
+                parameter.shape[:-1],
+                group["initial_accumulator_value"],
+                dtype=accum_dtype,
+                device=parameter.device,
             ),
         }
 
@@ -76,26 +81,26 @@ class RowWiseAdagrad(Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             table = tiled_table_of(parameter)
-            if table is not None:  # refuses tiles that hold parts of rows
+            if table is not None:  # `shape_of` raises for tiles with parts of rows
                 table.shape_of(
                     [leaf.new_zeros(len(leaf)) for leaf in table.leaves()], "RowWiseAdagrad: 'sum'"
                 )
             self._start(parameter, self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; `sum` may also come as [rows, 1], and keeps at least float32 where torch would narrow it."""
+        """Load like torch. `sum` may also have the shape [rows, 1]; its dtype stays at least float32."""
         super().load_state_dict(state_dict)
         ids = [number for group in state_dict["param_groups"] for number in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(ids, mine, strict=True):
             loaded = state_dict["state"].get(number)
             if loaded is not None:
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                total = loaded["sum"].to(device=parameter.device, dtype=wide, copy=True)
+                accum_dtype = torch.promote_types(parameter.dtype, torch.float32)
+                total = loaded["sum"].to(device=parameter.device, dtype=accum_dtype, copy=True)
                 self.state[parameter]["sum"] = total.reshape(parameter.shape[:-1])
 
     def share_memory(self) -> None:
-        """Move the state to shared memory, for training from several processes."""
+        """Move the state to shared memory, for training in several processes."""
         for state in self.state.values():
             state["step"].share_memory_()
             state["sum"].share_memory_()
@@ -122,8 +127,8 @@ class RowWiseAdagrad(Optimizer):
             grad = grad.coalesce()
             if grad.sparse_dim() != 1 or parameter.dim() < 2:
                 raise ConfigError(
-                    f"RowWiseAdagrad: got a sparse gradient of {grad.sparse_dim()} sparse dimensions for a parameter "
-                    f"of shape {tuple(parameter.shape)}, wanted whole rows; use a dense gradient."
+                    f"RowWiseAdagrad: got a sparse gradient with {grad.sparse_dim()} sparse dimensions for a parameter "
+                    f"of shape {tuple(parameter.shape)}; expected whole rows. Use a dense gradient."
                 )
             rows, grad = grad.indices()[0], grad.values()
         g = grad.to(total.dtype)
@@ -131,7 +136,7 @@ class RowWiseAdagrad(Optimizer):
         w = parameter[rows].to(total.dtype)
         if group["weight_decay"] != 0:
             g = g + group["weight_decay"] * w
-        # An empty row (dim 0) has no mean, and nothing to move.
+        # An empty row (dim 0) has no mean and no elements to update.
         new_total = total[rows] + (g * g).sum(-1) / max(parameter.shape[-1] if parameter.dim() else 1, 1)
         total[rows] = new_total
         parameter[rows] = (w - lr * g / (new_total.sqrt() + group["eps"]).unsqueeze(-1)).to(parameter.dtype)

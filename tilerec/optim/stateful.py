@@ -1,4 +1,4 @@
-"""Objects in an optimizer's state that save and load themselves, as quantised moments do."""
+"""Protocol of objects in an optimizer's state that save and load themselves, such as quantised moments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol, TypeGuard
 
 
 class Stateful(Protocol):
-    """An object that returns its state and takes it back."""
+    """An object that saves and loads its own state."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return tensors and numbers by name."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take them back."""
+        """Load a result of `state_dict`."""
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:

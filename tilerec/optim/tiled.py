@@ -1,12 +1,12 @@
-"""Tables of which a rank holds tiles, as optimizers meet them: parameters of their own here, one table in state dicts.
+"""Sharded tables in optimizers: each tile is one parameter of the optimizer, each table one entry of a state dict.
 
     parameters on rank 0    t.weight [7, 2]   t.weight.1 [7, 2]       on rank 1    t.weight [7, 2]
-    state beside them       [7, 2]            [7, 2]                               [7, 2]
+    their state             [7, 2]            [7, 2]                               [7, 2]
     in a state dict         t.weight [7, 6]                                        t.weight [7, 6]
 
 Nouns
-  leaf   the parameter of a tile; a rank that holds nothing of a table has one of no rows
-  part   a tensor beside a leaf: of its shape, a number per row (`[rows]` or `[rows, 1]`), or a single number
+  leaf   the parameter of a tile; a rank without tiles of a table has one leaf without rows
+  part   state of a leaf: of its shape, a number per row (`[rows]` or `[rows, 1]`), or a single number
 """
 
 from __future__ import annotations
@@ -27,49 +27,51 @@ from tilerec.storage.table_rows import rows_of
 
 
 class TiledTable(ABC):
-    """A table whose tiles lie on several ranks, seen from one of them."""
+    """Interface of one rank to a table whose tiles are on several ranks."""
 
     @abstractmethod
     def leaves(self) -> list[nn.Parameter]:
-        """This rank's leaves; the first has the table's own name."""
+        """Return this rank's leaves; the first has the table's own name."""
 
     @abstractmethod
     def shape_of(self, parts: Sequence[Tensor], what: str) -> tuple[int, ...]:
-        """The shape of the tensor of the whole table that the parts, one per leaf, are of.
+        """Return the shape, for the whole table, of state with these parts, one per leaf.
 
         Raises:
-            ConfigError: `what` is none that can be put together from tiles.
+            ConfigError: `what` cannot be combined from tiles.
         """
 
     @abstractmethod
     def show(self, parts: Sequence[Tensor]) -> Tensor:
-        """That tensor, over the parts' memory, as state dicts hold it."""
+        """Return the whole table's state for a state dict, in the memory of the parts."""
 
     @abstractmethod
     def take(self, parts: Sequence[Tensor], value: Tensor) -> None:
-        """Write such a tensor, whole or in tiles of any kind, into the parts. All ranks call it."""
+        """Write the whole table's state, plain or in tiles of any plan, to the parts. Collective."""
 
     @abstractmethod
     def counts(self, leaf: int) -> bool:
-        """Whether this rank is the one to count a leaf where each cell of the table counts once."""
+        """Return True if this rank counts the leaf, in a sum in which each cell of the table counts once."""
 
     @property
     @abstractmethod
     def ranks(self) -> Hashable:
-        """Which ranks; tables of one model have the same."""
+        """The ranks of the table; equal for all tables of one model."""
 
     @abstractmethod
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """`[n]` numbers of each rank as `[W, n]`, the same bits everywhere. All ranks call it."""
+        """Gather `[n]` numbers of each rank as `[W, n]`, the same bits on all ranks. Collective."""
 
     @abstractmethod
     def on_all_ranks(self, what: str, step: str) -> AbstractContextManager[None]:
-        """A block that all ranks go through: where it raises on one, it raises on all. `what`, `step`: for the others'
-        message."""
+        """Return a context manager that raises on all ranks if its block raises on one. Collective.
+
+        `what` and `step` are for the message on the other ranks.
+        """
 
 
 def tiled_table_of(parameter: Tensor) -> TiledTable | None:
-    """The table in tiles one of whose leaves `parameter` is, or None."""
+    """Return the sharded table that has `parameter` as a leaf, or None."""
     rows = rows_of(parameter)
     if rows is None:
         return None
@@ -78,9 +80,9 @@ def tiled_table_of(parameter: Tensor) -> TiledTable | None:
 
 @contextmanager
 def together(parameters: Iterable[Tensor], what: str, step: str) -> Iterator[None]:
-    """`TiledTable.on_all_ranks` for all ranks that these parameters' tables lie on; a plain block without tables.
+    """Enter `TiledTable.on_all_ranks` for the ranks of these parameters' tables; without tables do nothing.
 
-    All of these ranks go through it, with parameters of the same tables.
+    Collective: all of these ranks must enter it, with parameters of the same tables.
     """
     tables = {table.ranks: table for p in parameters if (table := tiled_table_of(p)) is not None}
     with ExitStack() as blocks:
@@ -90,24 +92,24 @@ def together(parameters: Iterable[Tensor], what: str, step: str) -> Iterator[Non
 
 
 def is_further_leaf(parameter: Tensor) -> bool:
-    """Whether it is a tile beside the one under whose name its table is shown."""
+    """Return True for a leaf of a sharded table that is not its first leaf."""
     table = tiled_table_of(parameter)
     return table is not None and table.leaves()[0] is not parameter
 
 
 def empty_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that stand for a table of which this rank holds nothing: no gradient ever comes to them."""
+    """Return the empty leaves of tables without a tile on this rank; they never get a gradient."""
     return [p for p in parameters if not p.numel() and tiled_table_of(p) is not None]
 
 
 def waits_for_step(parameter: Tensor) -> bool:
-    """Whether the leaf of a table is trained, and no optimizer attached to it."""
+    """Return True if the leaf is trained and has no attached optimizer."""
     rows = rows_of(parameter)
     return parameter.requires_grad and (rows is None or rows.spec is None)
 
 
 def gradient_layout(parameter: Tensor) -> torch.layout:
-    """Sparse for tables that were told so (`set_sparse_grad`), else strided."""
+    """Return `torch.sparse_coo` for tables after `set_sparse_grad`, else `torch.strided`."""
     rows = rows_of(parameter)
     return (
         torch.sparse_coo if rows is not None and rows.takes_gradients and rows.spec is None else torch.strided
@@ -115,7 +117,7 @@ def gradient_layout(parameter: Tensor) -> torch.layout:
 
 
 def tables_by_name(params: Mapping[str, Tensor]) -> dict[str, TiledTable]:
-    """The tables in tiles among named parameters, by the name of their first leaf.
+    """Return the sharded tables among named parameters, by the name of their first leaf.
 
     Raises:
         ConfigError: some leaves of a table are missing.
@@ -129,8 +131,8 @@ def tables_by_name(params: Mapping[str, Tensor]) -> dict[str, TiledTable]:
         leaves = table.leaves()
         if any(id(leaf) not in given for leaf in leaves):
             raise ConfigError(
-                f"'{name}' is one of {len(leaves)} tiles of its table on this rank, and others of them are not among "
-                "the optimizer's parameters; pass all parameters of the table (module.named_parameters())."
+                f"Parameter '{name}': got only some of the {len(leaves)} tiles that its table has on this rank; "
+                "expected all of them. Pass all parameters of the table (module.named_parameters())."
             )
         if leaves[0] is parameter:
             tables[name] = table
@@ -138,7 +140,7 @@ def tables_by_name(params: Mapping[str, Tensor]) -> dict[str, TiledTable]:
 
 
 def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object:
-    """What an optimizer holds beside the leaves of a table, one per leaf, as a state dict holds it."""
+    """Combine the optimizer's state of a table's leaves, one part per leaf, to the table's entry of a state dict."""
     first = parts[0]
     if isinstance(first, Tensor):
         tensors = _tensors(parts, what)
@@ -151,8 +153,8 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
         }
     if is_stateful(first):
         raise ConfigError(
-            f"{what}: got a {type(first).__name__} beside each tile of the table; expected tensors and numbers. Keep "
-            "the table in one piece on every rank and out of shard(), or use an optimizer whose state are tensors."
+            f"{what}: got a {type(first).__name__} as state of each tile; expected tensors and numbers. Keep the whole "
+            "table on every rank and out of shard(), or use an optimizer with tensors as state."
         )
     return first
 
@@ -160,13 +162,15 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
 def adopted_parts(
     table: TiledTable, loaded: Mapping[Any, Any], what: str, plan: list[Callable[[], None]]
 ) -> list[dict[Any, Any]]:
-    """New parts, one dict per leaf, for loaded state of the whole table; `plan` gets the writes that fill them.
+    """Make new parts, one dict per leaf, for loaded state of the whole table; append the writes to `plan`.
 
     Raises:
-        ConfigError: a tensor that is none of the table's shape, a number per row or a single number.
+        ConfigError: a tensor that does not have the table's shape, a number per row or a single number.
     """
     found: list[dict[Any, Any]] = [{} for _ in table.leaves()]
-    for key in sorted(loaded, key=str):  # in one order on every rank: tiles travel
+    for key in sorted(
+        loaded, key=str
+    ):  # in the same order on every rank, since loading tiles is a collective
         value, where = loaded[key], f"{what} / '{key}'"
         parts: Sequence[Any]
         if isinstance(value, Mapping):
@@ -187,19 +191,19 @@ def _parts_for(table: TiledTable, value: Tensor, what: str, on_cpu: bool) -> lis
     parts = []
     for leaf in leaves:
         own = tuple(leaf.shape) if shape == (rows, dim) else (len(leaf), *shape[1:])
-        # A step count stays where it was: torch keeps it on the CPU.
+        # A step count keeps its device: torch keeps it on the CPU.
         device = value.device if on_cpu else leaf.device
         if shape not in ((rows, dim), (rows,), (rows, 1)):
             own = shape
         parts.append(torch.zeros(own, dtype=value.dtype, device=device))
     wanted = table.shape_of(parts, what)
     if wanted != shape:
-        raise ConfigError(f"{what}: got shape {shape}, wanted {wanted}.")
+        raise ConfigError(f"{what}: got shape {shape}; expected {wanted}. Load state of the same table.")
     return parts
 
 
 def takes_any_shape(table: TiledTable) -> bool:
-    """Whether state beside its leaves may have shapes of its own: every rank holds all of the table."""
+    """Return True if state of the leaves may have any shape, because every rank holds the whole table."""
     try:
         table.shape_of([leaf.new_zeros(2, 2, 2) for leaf in table.leaves()], "any state")
     except ConfigError:
@@ -217,19 +221,19 @@ def _mappings(parts: Iterable[object], what: str) -> list[Mapping[object, object
 
 def _refuse(part: object, wanted: str, what: str) -> NoReturn:
     raise ConfigError(
-        f"{what}: {wanted} beside one tile of the table and a {type(part).__name__} beside another; call init_state() "
-        "before state_dict()."
+        f"{what}: got {wanted} for one tile of the table and a {type(part).__name__} for another; expected the same "
+        "for all. Call init_state() before state_dict()."
     )
 
 
 @torch.no_grad()
 def fill_parts(table: TiledTable, parts: Sequence[Tensor], value: Tensor | float) -> None:
-    """Write a loaded value of `shape_of(parts)` into the parts."""
+    """Write a loaded value of shape `shape_of(parts)` to the parts."""
     if not isinstance(value, Tensor):
         for part in parts:
             part.fill_(value)
     elif type(value) in (Tensor, nn.Parameter) and not value.dim():
-        for part in parts:  # also beside a leaf of no rows
+        for part in parts:  # also for a leaf without rows
             part.copy_(value)
     else:
         table.take(parts, value)

@@ -1,9 +1,9 @@
-"""A learning rate that follows a list of stages, written into the optimizer before each step.
+"""Learning-rate schedule of stages, written to the optimizer before each step.
 
 Glossary
-    i            steps taken so far, over all stages; checkpointed
-    stage        a policy that holds while `i <= max_iters`; the next stage takes over at `i = max_iters + 1`
-    multiplier   what the policy makes of `i`; learning rate = lr * lr_scale * multiplier
+    i            number of steps so far, over all stages; checkpointed
+    stage        a policy for `i <= max_iters`; the next stage starts at `i = max_iters + 1`
+    multiplier   the policy's function of `i`; learning rate = lr * lr_scale * multiplier
 
     NONE, and after the last stage    1   (after the last stage the learning rate is lr, without any lr_scale)
     CONSTANT      value
@@ -35,7 +35,7 @@ from tilerec.optim.wrapper import OptimizerWrapper
 
 @unique
 class WarmupPolicy(Enum):
-    """How a stage's multiplier depends on the number of steps; the formulas stand at the top of `optim/warmup.py`."""
+    """Formula of a stage's multiplier; the formulas are at the top of `optim/warmup.py`."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -50,14 +50,15 @@ class WarmupPolicy(Enum):
 @final
 @dataclass(frozen=True)
 class WarmupStage:
-    """One stage of a learning-rate plan.
+    """One stage of a learning-rate schedule.
 
     Args:
         policy: a `WarmupPolicy`, or its value as a string.
-        max_iters: the last step (counted from the beginning of training) of this stage; more than the stage before.
-        value: LINEAR's start, CONSTANT's level, POLY's power, STEP's factor, the cosine's lowest, INTERPOLATE's start.
-        lr_scale: multiplies the learning rate during this stage.
-        decay_iters: STEP's steps per factor, and where POLY reaches 0; from 0 down it stands for 1 and `max_iters`.
+        max_iters: the last step of this stage, counted from the beginning of training; above that of the stage before.
+        value: LINEAR's start, CONSTANT's level, POLY's power, STEP's factor, the cosine's minimum, INTERPOLATE's start.
+        lr_scale: factor of the learning rate during this stage.
+        decay_iters: STEP's steps per factor, or the step at which POLY is 0. Values below 1 mean 1 for STEP and
+            `max_iters` for POLY.
         sgdr_period: the cosine's period in steps.
         start_interpolating_iters, end_value: INTERPOLATE's first step and last value; both required there.
     """
@@ -76,31 +77,36 @@ class WarmupStage:
             object.__setattr__(self, "policy", WarmupPolicy(self.policy))
         except ValueError:
             raise ConfigError(
-                f"WarmupStage: policy is {self.policy!r}, wanted one of {[p.value for p in WarmupPolicy]}."
+                f"WarmupStage: got policy={self.policy!r}; expected one of {[p.value for p in WarmupPolicy]}. Pass one "
+                "of these."
             ) from None
         if self.max_iters < 1:
-            raise ConfigError(f"WarmupStage: max_iters is {self.max_iters}, wanted at least 1.")
+            raise ConfigError(
+                f"WarmupStage: got max_iters={self.max_iters}; expected at least 1. Pass the last step of the stage."
+            )
         if self.policy is WarmupPolicy.POLY and 0 < self.decay_iters < self.max_iters:
             raise ConfigError(
                 f"WarmupStage: got decay_iters={self.decay_iters} for POLY; expected at least max_iters, "
-                f"{self.max_iters}. A smaller one makes learning rates negative: end the stage earlier."
+                f"{self.max_iters}. End the stage earlier: a smaller one gives negative learning rates."
             )
         if self.sgdr_period < 1:
-            raise ConfigError(f"WarmupStage: sgdr_period is {self.sgdr_period}, wanted at least 1.")
+            raise ConfigError(
+                f"WarmupStage: got sgdr_period={self.sgdr_period}; expected at least 1. Pass the period in steps."
+            )
         if self.policy is WarmupPolicy.INTERPOLATE:
             if self.start_interpolating_iters is None or self.end_value is None:
                 raise ConfigError(
-                    "WarmupStage: INTERPOLATE needs start_interpolating_iters and end_value; got "
-                    f"{self.start_interpolating_iters} and {self.end_value}."
+                    f"WarmupStage: got start_interpolating_iters={self.start_interpolating_iters} and "
+                    f"end_value={self.end_value} for INTERPOLATE; expected numbers. Pass both."
                 )
             if self.start_interpolating_iters >= self.max_iters:
                 raise ConfigError(
-                    f"WarmupStage: start_interpolating_iters is {self.start_interpolating_iters}, wanted less than "
-                    f"max_iters, {self.max_iters}."
+                    f"WarmupStage: got start_interpolating_iters={self.start_interpolating_iters}; expected less than "
+                    f"max_iters, {self.max_iters}. Start earlier."
                 )
 
     def multiplier(self, i: int) -> float:
-        """The policy's factor after `i` steps, without `lr_scale`."""
+        """Return the policy's multiplier after `i` steps, without `lr_scale`."""
         value = self.value
         if self.policy is WarmupPolicy.CONSTANT:
             return value
@@ -126,16 +132,16 @@ class WarmupStage:
 
 @final
 class WarmupOptimizer(OptimizerWrapper):
-    """Writes the learning rate of the stages into the optimizer inside it: at once, and after every `step()`.
+    """Optimizer wrapper that writes the stages' learning rate: at construction, and after every `step()`.
 
-    All param groups get the same value. With fused updates the value holds for the next backward pass.
+    All param groups get the same value. With fused updates the value applies to the next backward pass.
 
     Args:
-        optimizer: what to warm up.
-        stages: in order of `max_iters`.
-        lr: the learning rate that the multipliers are of, and that holds after the last stage.
+        optimizer: the optimizer to warm up.
+        stages: stages in order of `max_iters`.
+        lr: the learning rate that is multiplied, and the learning rate after the last stage.
         lr_param: the setting to write.
-        param_name: under which name the state dict holds the position: {"warmup": int64 tensor [steps, stage]}.
+        param_name: name of the position in the state dict: {"warmup": int64 tensor [steps, stage]}.
     """
 
     def __init__(
@@ -151,8 +157,8 @@ class WarmupOptimizer(OptimizerWrapper):
         for stage in stages:
             if stage.max_iters <= last:
                 raise ConfigError(
-                    f"WarmupOptimizer: max_iters of {stage} is not more than that of the stage before, {last}; it "
-                    "counts from the beginning of training."
+                    f"WarmupOptimizer: got {stage}; expected max_iters above {last}, that of the stage before. Count "
+                    "max_iters from the beginning of training."
                 )
             last = stage.max_iters
         self._stages = tuple(stages)
@@ -163,7 +169,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._write()
 
     def _stage(self) -> int:
-        """The number of the stage that holds now; `len(stages)` after the last."""
+        """Return the number of the current stage; `len(stages)` after the last."""
         return next((n for n, s in enumerate(self._stages) if self._steps <= s.max_iters), len(self._stages))
 
     def _write(self) -> None:
@@ -186,7 +192,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._write()
 
     def set_optimizer_step(self, step: int) -> None:
-        """As the optimizer inside; the warm-up continues from `step`, too."""
+        """Set the step count of the wrapped optimizer, and continue the warm-up from `step`."""
         super().set_optimizer_step(step)
         self._steps = step
         self._write()
@@ -199,7 +205,8 @@ class WarmupOptimizer(OptimizerWrapper):
         out = super()._state_dict()
         if self._param_name in out["state"]:
             raise ConfigError(
-                f"WarmupOptimizer: the state already has a '{self._param_name}'; give this warm-up another param_name."
+                f"WarmupOptimizer: got the name '{self._param_name}' twice in the state; expected different names. "
+                "Pass another param_name."
             )
         out["state"][self._param_name] = {"warmup": torch.tensor([self._steps, self._stage()])}
         return out
@@ -213,8 +220,8 @@ class WarmupOptimizer(OptimizerWrapper):
         position = own.get("warmup") if isinstance(own, Mapping) else None
         if not isinstance(position, torch.Tensor) or position.shape != (2,):
             raise ConfigError(
-                f"WarmupOptimizer: the loaded state has {own!r} under '{self._param_name}', wanted "
-                "{'warmup': tensor([steps, stage])}; load it into the optimizer inside if it was saved without warm-up."
+                f"WarmupOptimizer: got {own!r} as state of '{self._param_name}'; expected "
+                "{'warmup': tensor([steps, stage])}. Load it to the wrapped optimizer if it was saved without warm-up."
             )
         steps = int(position[0])
         plan.append(lambda: self._set_steps(steps))

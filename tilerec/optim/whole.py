@@ -1,9 +1,9 @@
-"""Rules that look at a parameter as a whole, and what they make of tables in tiles.
+"""Optimizers that are not element-wise, and their results on sharded tables.
 
-Adam            element by element    tiles move as the table would
-Muon, LAMB      norms, products       each tile has its own: another plan, other weights
-Adafactor       numbers per column    likewise; and it divides by the number of elements, which may be none
-LBFGS           one direction for all parameters of a rank: ranks differ
+Adam            element-wise          updates tiles like the whole table
+Muon, LAMB      norms, products       computed per tile, so weights depend on the plan
+Adafactor       numbers per column    as Muon; also divides by the number of elements, which may be 0
+LBFGS           one direction for all parameters of a rank, so it differs between ranks
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from tilerec.optim.tiled import tiled_table_of, waits_for_step
 
-# By name, in lower case: those of torch, and what other libraries call theirs.
-_WHOLE = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"})
+# Class names in lower case: optimizers of torch, and usual names in other libraries.
+_NOT_ELEMENT_WISE = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"})
 
 
 def _named(optimizer: Optimizer, names: frozenset[str]) -> str | None:
@@ -25,22 +25,22 @@ def _named(optimizer: Optimizer, names: frozenset[str]) -> str | None:
 
 
 def needs_rows(optimizer: Optimizer) -> bool:
-    """Whether it cannot step a parameter of no elements."""
+    """Return True if the optimizer cannot step a parameter without elements."""
     return _named(optimizer, frozenset({"adafactor"})) is not None
 
 
 def warn_of_parts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
-    """Warn, once, if the rule looks at wholes and this rank's leaves are parts of their tables."""
-    rule = _named(optimizer, _WHOLE)
+    """Issue one warning if the optimizer is not element-wise and this rank's leaves are parts of their tables."""
+    rule = _named(optimizer, _NOT_ELEMENT_WISE)
     if rule is None:
         return
     parts = [name for name, p in params.items() if _is_part(name, p, everything=rule.lower() == "lbfgs")]
     if parts:
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         warnings.warn(
-            f"KeyedOptimizerWrapper: {rule} does not work element by element. It steps this rank's tiles of "
-            f"{', '.join(parts[:3])}{more}, not the tables, so that results depend on the plan; attach an optimizer to "
-            "these tables (apply_optimizer_in_backward), have them on one rank each, uncut, or use a rule like Adam.",
+            f"KeyedOptimizerWrapper: {rule} is not element-wise. It steps this rank's tiles of "
+            f"{', '.join(parts[:3])}{more}, not the tables, so results depend on the plan. Attach an optimizer to "
+            "these tables (apply_optimizer_in_backward), place each uncut on one rank, or use a rule like Adam.",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""Keyed optimizers around others: a torch optimizer under parameter names, and the base of those that add to one."""
+"""Wrappers of optimizers: a torch optimizer with named state, and the base of warm-up and clipping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilerec.optim.whole import needs_rows, warn_of_parts
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
-    """A torch optimizer whose state is saved under parameter names.
+    """Wrapper of a torch optimizer that saves its state by parameter name.
 
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
         optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=1e-3))
@@ -31,17 +31,17 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     Args:
         params: name -> parameter.
         optim_factory: makes the optimizer from the list of parameters.
-        pass_params_dict: hand the factory the name -> parameter dict in place of the list.
+        pass_params_dict: pass the name -> parameter dict to the factory instead of the list.
 
-    Of a sharded table without an attached optimizer it steps this rank's tiles. Rules that work element by element make
-    of them what they would make of the table; of others (Adafactor, Muon, LBFGS) a warning says that they do not.
+    It steps this rank's tiles of sharded tables without an attached optimizer. Element-wise rules update tiles like the
+    whole table. Other rules (Adafactor, Muon, LBFGS) do not, and issue a warning.
 
-    Where `params` holds tiles of sharded tables, all ranks make it, with all of the tables' parameters: what the
-    factory raises on one of them is raised on all.
+    If `params` contains tiles of sharded tables, the constructor is collective: call it on all ranks, with all
+    parameters of the tables. An error of the factory on one rank is raised on all.
 
     Raises:
-        ConfigError: the factory made an optimizer over a parameter that is not in `params`; it failed on another rank
-            (the message says on which, and why).
+        ConfigError: the factory made an optimizer with a parameter that is not in `params`, or it failed on another
+            rank (the message has the rank and the reason).
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             for tensor in group["params"]:
                 if tensor not in names:
                     raise ConfigError(
-                        f"KeyedOptimizerWrapper: {type(self._optimizer).__name__} has a parameter of shape "
-                        f"{tuple(tensor.shape)} that is not in params; name it there."
+                        f"KeyedOptimizerWrapper: got a parameter of shape {tuple(tensor.shape)} in "
+                        f"{type(self._optimizer).__name__}; expected parameters in params. Name it there."
                     )
 
     @property
@@ -80,7 +80,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self._bystanders:
             return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
-        # Tables of which this rank holds nothing step along: their counts are those of the other ranks.
+        # Also step the leaves of tables without a tile here, so their step counts equal those of the other ranks.
         before: dict[Tensor, Tensor | None] = {}
 
         def lend() -> None:
@@ -119,13 +119,13 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super()._init({name: p for name, p in new.items() if p not in absent}, sparse)
 
     def _make_tiles_state(self, tables: Mapping[str, TiledTable]) -> set[str]:
-        if needs_rows(self._optimizer):  # one answer on every rank, also on those without rows
+        if needs_rows(self._optimizer):  # the same result on every rank, also on those without rows
             for name, table in tables.items():
                 if waits_for_step(table.leaves()[0]) and not takes_any_shape(table):
                     raise ConfigError(
-                        f"{self._where(name)}: {type(self._optimizer).__name__} keeps numbers per column of each tile, "
-                        "and there is no saying what they are of the whole table; have every rank hold the table "
-                        "(data_parallel), or use an optimizer that works element by element."
+                        f"{self._where(name)}: got {type(self._optimizer).__name__}, which has state per column of "
+                        "each tile; expected state that can be combined to the whole table's. Place the table on every "
+                        "rank (data_parallel), or use an element-wise optimizer."
                     )
         return super()._make_tiles_state(tables)
 
@@ -159,7 +159,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
 
 class OptimizerWrapper(KeyedOptimizer):
-    """Passes everything on to the keyed optimizer inside; `WarmupOptimizer` and `GradientClippingOptimizer` add to it.
+    """Delegation to a keyed optimizer: the base class of `WarmupOptimizer` and `GradientClippingOptimizer`.
 
     Raises:
         ConfigError: `optimizer` is not a `KeyedOptimizer`.
@@ -169,7 +169,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self._start()
         if not isinstance(optimizer, KeyedOptimizer):
             raise ConfigError(
-                f"{type(self).__name__}: got a {type(optimizer).__name__}, wanted a KeyedOptimizer; wrap it: "
+                f"{type(self).__name__}: got a {type(optimizer).__name__}; expected a KeyedOptimizer. Wrap it: "
                 "KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: ...)."
             )
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Sparse tensors: what a batch of features is made of."""
+"""Sparse tensors: jagged, keyed jagged and keyed tensors, the inputs and outputs of embedding modules."""
 
 from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, kjt_is_equal

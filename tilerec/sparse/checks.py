@@ -1,6 +1,6 @@
-"""What a caller hands to `KeyedJaggedTensor` becomes parts that fit, or an `InputError`.
+"""Checks of the arguments of `KeyedJaggedTensor`: they become consistent `Parts`, or an `InputError` is raised.
 
-Types, shapes and host numbers are checked, which waits for no device; contents by `sparse/validate.py`.
+Types, shapes and host numbers are checked, without waiting for a device. `sparse/validate.py` checks contents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def checked_parts(
     stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None,
     inverse_indices: InverseIndices | None,
 ) -> Parts:
-    """The parts of a tensor made of these, see `KeyedJaggedTensor`."""
+    """Return the parts of a tensor with these arguments of `KeyedJaggedTensor`."""
     check_items("KeyedJaggedTensor", values, weights)
     check_ids("KeyedJaggedTensor", values)
     names = Keys.of(keys)
@@ -55,59 +55,61 @@ def checked_parts(
 
 
 def _check_stride(parts: Parts, stride: int | None) -> None:
-    """Lengths must be whole bags per key: a remainder would silently shift every later key."""
+    """Raise unless every key has a whole number of bags: a remainder would silently shift every later key."""
     bags, keys = parts.segments.count(), len(parts.keys)
     if parts.strides is not None:
         wanted = sum(parts.strides.per_key())
         if bags != wanted:
             raise InputError(
-                f"KeyedJaggedTensor: {bags} lengths, but stride_per_key_per_rank sums to {wanted} bags; wanted one "
-                f"length per bag."
+                f"KeyedJaggedTensor: got {bags} lengths; expected {wanted}, the sum of stride_per_key_per_rank. Pass "
+                f"one length per bag."
             )
         if stride is not None and not torch.compiler.is_compiling() and stride != parts.stride():
             warnings.warn(
-                f"KeyedJaggedTensor: stride {stride} has no effect, this variable batch has {parts.stride()}: the "
-                f"samples of its inverse indices, or without them at least the largest key's bags; leave stride out.",
+                f"KeyedJaggedTensor: got stride={stride}, which has no effect; expected {parts.stride()}: the samples "
+                f"of the inverse indices, or without them at least the bags of the largest key. Leave stride out.",
                 stacklevel=5,
             )
         return
     if keys == 0:
         if bags != 0:
-            raise InputError(f"KeyedJaggedTensor: no keys, but {bags} lengths; wanted none.")
+            raise InputError(
+                f"KeyedJaggedTensor: got {bags} lengths without keys; expected none. Pass the keys."
+            )
         return
     if bags % keys != 0:
         raise InputError(
-            f"KeyedJaggedTensor: {bags} lengths are not a multiple of the {keys} keys; wanted one length per key and "
-            f"sample. For batch sizes that vary by key pass stride_per_key_per_rank=."
+            f"KeyedJaggedTensor: got {bags} lengths; expected a multiple of {keys}, the number of keys. Pass one "
+            f"length per key and sample; for batch sizes that vary by key pass stride_per_key_per_rank=."
         )
     if stride is not None and stride * keys != bags:
         raise InputError(
-            f"KeyedJaggedTensor: stride {stride} with {keys} keys wants {stride * keys} lengths, got {bags}; leave "
-            f"stride out, it follows from the lengths."
+            f"KeyedJaggedTensor: got {bags} lengths with stride={stride} and {keys} keys; expected {stride * keys}. "
+            f"Leave stride out: it is derived from the lengths."
         )
 
 
 def check_key_offsets(parts: Parts, key_offsets: list[int]) -> None:
-    """`InputError` unless they begin at 0, do not descend, and end at the number of values, one more than keys."""
+    """Raise `InputError` unless the offsets start at 0, do not descend, end at N and number one more than the keys."""
     keys, values = len(parts.keys), parts.values.shape[0]
     if len(key_offsets) != keys + 1:
         raise InputError(
-            f"KeyedJaggedTensor: {len(key_offsets) - 1} lengths per key for {keys} keys; wanted one each."
+            f"KeyedJaggedTensor: got {len(key_offsets) - 1} lengths per key; expected {keys}. Pass one for each key."
         )
     if key_offsets[0] != 0:
         raise InputError(
-            f"KeyedJaggedTensor: the first offset is {key_offsets[0]}; wanted 0, since values that belong to no "
-            f"bag would shift the features; pass values[offsets[0]:] and offsets - offsets[0]."
+            f"KeyedJaggedTensor: got {key_offsets[0]} as the first offset; expected 0, since values outside all bags "
+            f"would shift the features. Pass values[offsets[0]:] and offsets - offsets[0]."
         )
     if sorted(key_offsets) != key_offsets:
         raise InputError(
-            "KeyedJaggedTensor: a feature has a negative number of ids; wanted lengths that are not negative; "
-            "validate_keyed_jagged_tensor() tells which bag is wrong."
+            "KeyedJaggedTensor: got a negative number of ids for a feature; expected lengths from 0. "
+            "validate_keyed_jagged_tensor() finds the bag."
         )
     if key_offsets[-1] != values:
         raise InputError(
-            f"KeyedJaggedTensor: the lengths sum to {key_offsets[-1]}, but there are {values} values; "
-            f"validate_keyed_jagged_tensor() tells which bag is wrong."
+            f"KeyedJaggedTensor: got lengths that sum to {key_offsets[-1]}; expected {values}, the number of values. "
+            f"validate_keyed_jagged_tensor() finds the bag."
         )
 
 
@@ -117,16 +119,17 @@ def check_derived(
     lengths_offset_per_key: Sequence[int] | None,
     index_per_key: dict[str, int] | None,
 ) -> None:
-    """`InputError` for what a caller need not say, and says wrong."""
+    """Raise `InputError` if an optional argument contradicts the value derived from the other arguments."""
     for name, given, derived in (
         ("stride_per_key", stride_per_key, parts.stride_per_key),
         ("lengths_offset_per_key", lengths_offset_per_key, parts.bag_offsets),
     ):
         if given and list(given) != derived():
             raise InputError(
-                f"KeyedJaggedTensor: {name} is {list(given)[:8]}, but the lengths say {derived()[:8]}."
+                f"KeyedJaggedTensor: got {name}={list(given)[:8]}; expected {derived()[:8]}, derived from the lengths. "
+                "Leave it out."
             )
     if index_per_key is not None and index_per_key != parts.keys.positions():
         raise InputError(
-            "KeyedJaggedTensor: index_per_key contradicts keys; leave it out, it follows from them."
+            "KeyedJaggedTensor: got an index_per_key that contradicts keys; expected their positions. Leave it out."
         )

@@ -1,8 +1,8 @@
-"""Which columns of a keyed tensor belong to which key: static, hashable, shared by every batch.
+"""Columns of each key of a keyed tensor: static, hashable, shared by all batches.
 
     columns of key f = [offsets[f], offsets[f + 1])          offsets = 0, then running sums of lengths
 
-Registered as a constant: `torch.compile` folds the numbers into the graph instead of guarding each of them.
+`Columns` is registered as a constant: `torch.compile` folds the numbers into the graph instead of guarding each one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilerec.torch_private import pytree
 
 @final
 class Columns:
-    """Keys with the width of each; immutable.
+    """Keys and their widths; immutable.
 
     Raises `InputError` unless there is one non-negative width per key.
     """
@@ -30,18 +30,21 @@ class Columns:
         self.lengths = tuple(lengths)
         if any(isinstance(length, float) for length in self.lengths):
             raise InputError(
-                f"KeyedTensor: widths {list(self.lengths)[:8]} hold a fraction; wanted whole numbers of columns (int)."
+                f"KeyedTensor: got widths {list(self.lengths)[:8]} with a float; expected numbers of columns (int). "
+                "Pass ints."
             )
         self.offsets = tuple(accumulate(self.lengths, initial=0))
         if len(self.lengths) != len(self.keys):
             raise InputError(
-                f"KeyedTensor: {len(self.lengths)} widths for {len(self.keys)} keys; wanted one width per key."
+                f"KeyedTensor: got {len(self.lengths)} widths; expected {len(self.keys)}. Pass one width per key."
             )
         if any(length < 0 for length in self.lengths):
-            raise InputError(f"KeyedTensor: widths {list(self.lengths)[:8]} hold a negative one.")
+            raise InputError(
+                f"KeyedTensor: got widths {list(self.lengths)[:8]}; expected none below 0. Pass the number of columns."
+            )
 
     def span(self, key: str) -> tuple[int, int]:
-        """First column of `key` and the one after its last."""
+        """Return the first column of `key`, and the column after its last."""
         position = self.keys.position(key)
         return self.offsets[position], self.offsets[position + 1]
 

@@ -1,4 +1,4 @@
-"""What lies in the segments: values and weights. Checked by type and shape, which waits for no device.
+"""Checks of values and weights, the items of segments: types and shapes, without waiting for a device.
 
 Shapes
     values_N  [N] or [N, ...]   ids, or vectors such as embeddings
@@ -15,11 +15,11 @@ from torch import Tensor
 from tilerec.errors import InputError
 
 SHOWN = 1000
-"""Above so many numbers `repr` tells shapes, as torch summarises; `str` shows all."""
+"""Most numbers that `repr` prints; above it prints shapes, as torch summarises. `str` prints all."""
 
 
 def shown_in_full(tensor: Tensor) -> bool:
-    """Whether `repr` may read the contents: a small tensor with memory, while no graph is traced."""
+    """Return True if `repr` may read the contents: a small tensor with memory, while no graph is traced."""
     plain = isinstance(tensor, torch.nn.Parameter) or type(tensor) is Tensor
     return plain and not tensor.is_meta and tensor.numel() <= SHOWN and not torch.compiler.is_compiling()
 
@@ -30,26 +30,26 @@ def allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_tensor(owner: str, name: str, given: Any) -> None:
-    """`InputError` unless `given` is a tensor; `owner` and `name` are the words for it."""
+    """Raise `InputError` unless `given` is a tensor; `owner` and `name` are for the message."""
     if not isinstance(given, Tensor):
         raise InputError(
-            f"{owner}: {name} are a {type(given).__name__}; wanted a torch.Tensor; write torch.as_tensor({name})."
+            f"{owner}: got a {type(given).__name__} as {name}; expected a torch.Tensor. Write torch.as_tensor({name})."
         )
 
 
 def check_items(owner: str, values: Any, weights: Any) -> None:
-    """`InputError` unless values are a tensor of items and weights, if any, a number for each item or each element."""
+    """Raise `InputError` unless values are a tensor of items; weights, if any, one number per item or per element."""
     check_tensor(owner, "values", values)
     if values.dim() == 0:
         raise InputError(
-            f"{owner}: values have no dimension; wanted one item after the other, [N]; write values.reshape(1)."
+            f"{owner}: got values without a dimension; expected [N], one item after the other. Write values.reshape(1)."
         )
     if weights is None:
         return
     check_tensor(owner, "weights", weights)
     if weights.is_complex():
         raise InputError(
-            f"{owner}: weights have dtype {weights.dtype}; expected real numbers, as rows are multiplied by them. Pass "
+            f"{owner}: got weights of {weights.dtype}; expected real numbers, as rows are multiplied by them. Pass "
             "weights.real or weights.abs()."
         )
     if weights.dim() != 1 and (weights.dim() != values.dim() or weights.shape[1:] != values.shape[1:]):
@@ -57,17 +57,17 @@ def check_items(owner: str, values: Any, weights: Any) -> None:
             f"{owner}: got weights of shape {list(weights.shape)}; expected one number per value, "
             f"[{values.shape[0]}], or the shape of the values, {list(values.shape)}. Flatten them."
         )
-    # A compiler would turn the comparison into a guard, and refuse it where sizes are read from data.
+    # A compiler would turn the comparison into a guard, and fail if sizes are read from data.
     if not torch.compiler.is_compiling() and weights.shape[0] != values.shape[0]:
         raise InputError(
-            f"{owner}: {weights.shape[0]} weights for {values.shape[0]} values; wanted one weight per value."
+            f"{owner}: got {weights.shape[0]} weights; expected {values.shape[0]}. Pass one weight per value."
         )
 
 
 def check_ids(owner: str, values: Tensor) -> None:
-    """`InputError` for whole numbers that lie in rows: a lookup would read the first N of them, row by row."""
+    """Raise `InputError` for ids of more than one dimension: a lookup would read only their first N, row by row."""
     if values.dim() > 1 and not values.is_floating_point():
         raise InputError(
-            f"{owner}: values have shape {list(values.shape)} and dtype {values.dtype}; wanted one id each, [N]; "
-            f"flatten them and count every id in the lengths (only floating-point items may be vectors)."
+            f"{owner}: got values of shape {list(values.shape)} and {values.dtype}; expected one id each, [N]. "
+            f"Flatten them and count every id in the lengths (only floating-point items may be vectors)."
         )

@@ -1,13 +1,13 @@
-"""`JaggedTensor`: bags of different lengths in one run of values.
+"""`JaggedTensor`: bags of different lengths in one tensor of values.
 
 Glossary
     bag       the items of one sample, possibly none
-    values_N  the items of all bags, one bag after the other; `values_N` may be [N] or [N, ...]
-    weights_N one number per item, or of the shape of the values, or none
+    values_N  the items of all bags, one bag after the other: [N] or [N, ...]
+    weights_N one number per item, or of the shape of the values; optional
     lengths_B, offsets_B1   see `sparse/segments.py`:  bag b = values[offsets[b] : offsets[b + 1]]
 
-Offsets may begin later than 0 and end before N: the bags are then part of a larger run of values. (A keyed tensor wants
-offsets that begin at 0 and end at N: `sync()` and `validate_keyed_jagged_tensor` say where they do not.)
+Offsets may start above 0 and end below N: the bags are then a part of the values. The offsets of a keyed jagged tensor
+must start at 0 and end at N; `sync()` and `validate_keyed_jagged_tensor` check that.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class JaggedTensor:
         values: [N] or [N, ...], any dtype.
         weights: one number per item, [N], or one per element, of the shape of the values; none by default.
         lengths: [B], int32 or int64: items per bag.
-        offsets: [B + 1], int32 or int64: where bags begin. One of the two is required, the other is derived when
-            asked for.
+        offsets: [B + 1], int32 or int64: start of each bag, and end of the last. Pass `lengths` or `offsets`; the other
+            is derived at its first use.
 
-    Raises `InputError` for values without a dimension, weights of another shape, lengths and offsets that
-    are both missing, not integers, or disagree in number, and for anything that is not a tensor. Types and shapes are
-    checked; what the lengths say is not, since reading it would wait for the device.
+    Raises `InputError` for values without a dimension, weights of another shape, and objects that are not tensors. Also
+    if lengths and offsets are both missing, are not integers, or differ in number. Types and shapes are checked;
+    contents are not, since reading them would wait for the device.
 
     Bags [10, 11], [] and [12]::
 
@@ -63,7 +63,7 @@ class JaggedTensor:
 
     @staticmethod
     def from_segments(values: Tensor, weights: Tensor | None, segments: Segments) -> JaggedTensor:
-        """A jagged tensor of parts that are known to fit; checks nothing."""
+        """Build a jagged tensor from consistent parts, without checks."""
         jagged = JaggedTensor.__new__(JaggedTensor)
         jagged._values = values
         jagged._weights = weights
@@ -78,16 +78,16 @@ class JaggedTensor:
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> JaggedTensor:
-        """No bags."""
+        """Return a tensor without bags."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         return JaggedTensor(torch.empty(0, dtype=values_dtype, device=device), weights, lengths)
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | None = None) -> JaggedTensor:
-        """Without `device`: no bags, with the dtypes of `jt`.
+        """Without `device`: return a tensor without bags, with the dtypes of `jt`.
 
-        With `device`: uninitialised memory there for all of `jt`, to be filled by `copy_(jt)`.
+        With `device`: return uninitialised memory there with the shapes of `jt`, for `copy_(jt)` to fill.
         """
         if device is not None:
             return jt._map(functools.partial(allocate_like, device=device))
@@ -103,25 +103,28 @@ class JaggedTensor:
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
-        """One bag per tensor of the list; lengths are int32.
+        """Make one bag per tensor of the list; lengths are int32.
 
         Raises `InputError` for an empty list (it has no dtype: use `JaggedTensor.empty`) and for weights that do not
         match the values.
         """
         if not values:
             raise InputError(
-                "JaggedTensor.from_dense: the list is empty; use JaggedTensor.empty(values_dtype=...)."
+                "JaggedTensor.from_dense: got an empty list; expected at least one tensor. Use "
+                "JaggedTensor.empty(values_dtype=...)."
             )
         for name, bags in (("values", values), ("weights", weights or [])):
             for bag in bags:
                 if not isinstance(bag, Tensor) or bag.dim() == 0:
                     raise InputError(
-                        f"JaggedTensor.from_dense: {name} hold {bag!r}; wanted a list of tensors, one [items] per bag."
+                        f"JaggedTensor.from_dense: got {bag!r} in {name}; expected a list of tensors. Pass one [items] "
+                        "per bag."
                     )
         sizes = [bag.shape[0] for bag in values]
         if weights is not None and [bag.shape[0] for bag in weights] != sizes:
             raise InputError(
-                "JaggedTensor.from_dense: weights and values differ in the number of bags or of their items."
+                "JaggedTensor.from_dense: got weights with another number of bags or items than the values; expected "
+                "the same. Pass one weight per item."
             )
         return JaggedTensor(
             torch.cat(values),
@@ -131,18 +134,18 @@ class JaggedTensor:
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """The first `lengths[b]` items of each row of `values` [B, L] (or [B, L, ...]); weights are padded alike.
+        """Make a bag of the first `lengths[b]` items of each row of `values` [B, L] (or [B, L, ...]).
 
         values [[1, 2, 3], [4, 5, 6]], lengths [1, 3] -> bags [1] and [4, 5, 6]
 
-        Waits for the device once, to learn how many items there are.
+        Weights are padded like the values. Waits for the device once, to read the number of items.
         """
         segments = checked_segments("JaggedTensor.from_dense_lengths", lengths, None)
         if values.dim() < 2 or values.shape[0] != segments.count():
             raise InputError(
-                f"JaggedTensor.from_dense_lengths: values have shape {list(values.shape)} with "
+                f"JaggedTensor.from_dense_lengths: got values of shape {list(values.shape)} with "
                 f"{segments.count()} lengths; "
-                f"wanted one row per length."
+                f"expected [lengths, items]. Pass one row per length."
             )
         shapes = (values.shape[:2], values.shape)
         if weights is not None and not torch.compiler.is_compiling() and weights.shape not in shapes:
@@ -155,12 +158,13 @@ class JaggedTensor:
             shortest, longest = (int(length) for length in torch.stack(lengths.aminmax()).tolist())
             if longest > values.shape[1]:
                 raise InputError(
-                    f"JaggedTensor.from_dense_lengths: a length of {longest} exceeds the row's {values.shape[1]} "
-                    f"items; cut the lengths or widen the rows."
+                    f"JaggedTensor.from_dense_lengths: got a length of {longest}; expected at most the "
+                    f"{values.shape[1]} items of a row. Cut the lengths or widen the rows."
                 )
             if shortest < 0:
                 raise InputError(
-                    f"JaggedTensor.from_dense_lengths: a length of {shortest} is negative; wanted 0 or more."
+                    f"JaggedTensor.from_dense_lengths: got a length of {shortest}; expected 0 or more. Clamp the "
+                    "lengths."
                 )
         total = int(offsets_B1[-1].item())
         jagged_weights = None if weights is None else padded_to_jagged(weights, offsets_B1, total)
@@ -169,14 +173,14 @@ class JaggedTensor:
         )
 
     def to_dense(self) -> list[Tensor]:
-        """One tensor per bag: views of the values. Waits for the device.
+        """Return one tensor per bag, as views of the values. Waits for the device.
 
-        Raises `InputError` for bags that reach outside of the values.
+        Raises `InputError` for bags that reach outside the values.
         """
         return self._bags(self._values)
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """The weights of each bag, or None without weights. Waits for the device."""
+        """Return the weights of each bag, or None without weights. Waits for the device."""
         return None if self._weights is None else self._bags(self._weights)
 
     def _bags(self, items_N: Tensor) -> list[Tensor]:
@@ -187,23 +191,23 @@ class JaggedTensor:
         sizes = list(map(sub, bounds[1:], bounds[:-1]))
         if first < 0 or last > items_N.shape[0] or min(sizes, default=0) < 0:
             raise InputError(
-                f"JaggedTensor: bags of {_few(sizes)} items from {first} on do not fit {items_N.shape[0]} values; "
-                f"wanted lengths that are not negative and sum to the number of values."
+                f"JaggedTensor: got bags of {_shortened(sizes)} items from {first} on; expected bags within the "
+                f"{items_N.shape[0]} values. Pass lengths from 0 that sum to the number of values."
             )
-        # The bags may be part of a larger run of values.
+        # The bags may be a part of the values.
         return list(items_N[first:last].split(sizes))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """[B, L, ...]: bags as rows of `desired_length` items, cut or padded at the end.
+        """Return the bags as rows of `desired_length` items, truncated or padded at the end: [B, L, ...].
 
-        Without `desired_length` the longest bag decides, which waits for the device.
+        By default `desired_length` is that of the longest bag; reading it waits for the device.
         """
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """The weights as `to_padded_dense` lays out the values, or None without weights."""
+        """Return the weights in the layout of `to_padded_dense`, or None without weights."""
         if self._weights is None:
             return None
         return self._padded(self._weights, desired_length, padding_value)
@@ -215,47 +219,48 @@ class JaggedTensor:
         return jagged_to_padded(items_N, self._segments.offsets(), desired_length, padding_value)
 
     def values(self) -> Tensor:
-        """All items, one bag after the other [N, ...]."""
+        """Return all items, one bag after the other [N, ...]."""
         return self._values
 
     def weights(self) -> Tensor:
-        """The weights [N] or [N, ...]; `InputError` if there are none."""
+        """Return the weights [N] or [N, ...]; raise `InputError` without weights."""
         if self._weights is None:
             raise InputError(
-                "JaggedTensor: it has no weights; pass weights= when it is made, or ask weights_or_none()."
+                "JaggedTensor: got no weights; expected a weighted tensor. Make it with weights=, or call "
+                "weights_or_none()."
             )
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """The weights [N] or [N, ...], or None."""
+        """Return the weights [N] or [N, ...], or None."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Items per bag [B]."""
+        """Return the number of items of each bag [B]."""
         return self._segments.lengths()
 
     def lengths_or_none(self) -> Tensor | None:
-        """Lengths if they were given or asked for before."""
+        """Return the lengths if they were given or already derived, else None."""
         return self._segments.lengths_or_none()
 
     def offsets(self) -> Tensor:
-        """Where bags begin [B + 1]."""
+        """Return the start of each bag, and the end of the last [B + 1]."""
         return self._segments.offsets()
 
     def offsets_or_none(self) -> Tensor | None:
-        """Offsets if they were given or asked for before."""
+        """Return the offsets if they were given or already derived, else None."""
         return self._segments.offsets_or_none()
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
-        """A copy on `device` (tensors already there are shared)."""
+        """Return a copy on `device`; tensors that are already there are shared."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> JaggedTensor:
-        """A copy in page-locked memory, for transfers that overlap."""
+        """Return a copy in pinned memory, for asynchronous transfers."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
@@ -268,9 +273,9 @@ class JaggedTensor:
         theirs = (jt._values.shape, None if jt._weights is None else jt._weights.shape, jt._segments.count())
         if ours != theirs:
             raise InputError(
-                f"JaggedTensor.copy_: this one has values {list(ours[0])}, weights {ours[1] and list(ours[1])} and "
-                f"{ours[2]} bags, the source values {list(theirs[0])}, weights {theirs[1] and list(theirs[1])} and "
-                f"{theirs[2]} bags; wanted the same; make a new one with to(device)."
+                f"JaggedTensor.copy_: got a source with values {list(theirs[0])}, weights "
+                f"{theirs[1] and list(theirs[1])} and {theirs[2]} bags; expected values {list(ours[0])}, weights "
+                f"{ours[1] and list(ours[1])} and {ours[2]} bags. Make a new tensor with to(device)."
             )
         self._values.copy_(jt._values, non_blocking=non_blocking)
         if self._weights is not None:
@@ -279,13 +284,13 @@ class JaggedTensor:
         return self
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory alive until work queued on `stream` is done. No effect for tensors on the host."""
+        """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
         for tensor in self._tensors():
             if tensor.device.type != "cpu":
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Memory of every tensor held."""
+        """Return the bytes of all tensors of this object."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -302,7 +307,7 @@ class JaggedTensor:
         return f"JaggedTensor({{\n    {describe_bags(self, indent=4)}\n}})\n"
 
     def __repr__(self) -> str:
-        """The bags of a small tensor that can be read, shapes otherwise: a debugger asks at any time."""
+        """Return the bags if the tensor is small and readable, else its shapes: debuggers call it at any time."""
         return str(self) if readable(self) else f"JaggedTensor({describe_parts(self)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -311,7 +316,7 @@ class JaggedTensor:
 
 
 def describe_bags(jt: JaggedTensor, indent: int) -> str:
-    """The bags as nested lists: bare without weights, under "values" and "weights" with them."""
+    """Format the bags as nested lists; with weights, under the names "values" and "weights"."""
     values = _nested(jt.to_dense())
     weighted = jt.to_dense_weights()
     if weighted is None:
@@ -326,7 +331,7 @@ def _nested(bags: list[Tensor]) -> str:
 
 
 def describe_parts(jt: JaggedTensor) -> str:
-    """Shapes, dtype and device, for a tensor whose contents cannot or should not be shown."""
+    """Format shapes, dtype and device, for a tensor whose contents are unreadable or large."""
     values, weighted = jt.values(), jt.weights_or_none() is not None
     if not _holds_tensors(jt):
         leaves = {name: part for name, part in zip(_FIELDS, _parts(jt), strict=True) if part is not None}
@@ -338,7 +343,7 @@ def describe_parts(jt: JaggedTensor) -> str:
 
 
 def readable(jt: JaggedTensor) -> bool:
-    """Whether the contents are small, sound and there to be read."""
+    """Return True if the contents are small, valid and available on a device with memory."""
     if not _holds_tensors(jt) or not shown_in_full(jt.values()) or jt._segments.count() > SHOWN:
         return False
     bounds = jt.offsets()
@@ -346,18 +351,18 @@ def readable(jt: JaggedTensor) -> bool:
 
 
 def _holds_tensors(jt: JaggedTensor) -> bool:
-    """False for a tree of shapes, say, that was mapped from a jagged tensor's leaves."""
+    """Return False for a tree mapped from a jagged tensor's leaves to other objects, such as shapes."""
     return all(part is None or isinstance(part, Tensor) for part in _parts(jt))
 
 
-def _few(numbers: list[int], limit: int = 8) -> str:
+def _shortened(numbers: list[int], limit: int = 8) -> str:
     return str(numbers) if len(numbers) <= limit else f"[{', '.join(map(str, numbers[:limit]))}, …]"
 
 
 def jt_is_equal(jt_1: object, jt_2: object) -> bool:
-    """Whether two jagged tensors hold the same: dtypes, values, weights and where bags begin (floats up to rounding).
+    """Return True if two jagged tensors have equal dtypes, values, weights and bags (floats up to rounding).
 
-    False for tensors on different devices, and for anything that is not a `JaggedTensor`.
+    Returns False for tensors on different devices, and for objects that are not a `JaggedTensor`.
     """
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
@@ -377,8 +382,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other) if one.is_floating_point() else torch.equal(one, other)
 
 
-# A pytree leaf for each tensor that was given; which ones they are is static. What was derived is not part of the
-# value, so it never changes the structure a compiler or exporter sees.
+# Each given tensor is a pytree leaf; the names of the leaves are static. Derived tensors are not part of the value, so
+# they never change the structure for compilers and exporters.
 
 _FIELDS = ("values", "weights", "lengths", "offsets")
 
@@ -415,9 +420,9 @@ pytree.register_pytree_node(
 
 
 def _rebuild(leaves: list[Any], present: list[str]) -> JaggedTensor:
-    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    """Rebuild from `__reduce__`, for copies and pickles."""
     return _unflatten(leaves, tuple(present))
 
 
-# Nothing but tensors and names goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+# The pickle contains only tensors and names, so `torch.load(weights_only=True)` and `torch.export.load` may read it.
 torch.serialization.add_safe_globals([_rebuild])

@@ -1,4 +1,4 @@
-"""Joining: the features of several keyed tensors of one batch as one tensor."""
+"""Concatenation of the features of several keyed jagged tensors of one batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tilerec.sparse.strides import Strides
 
 
 def join(tensors: Sequence[Parts]) -> Parts:
-    """The features of all `tensors`, one after the other; see `KeyedJaggedTensor.concat`."""
+    """Concatenate the features of all `tensors`; see `KeyedJaggedTensor.concat`."""
     first = tensors[0]
-    _check_alike("weights", tensors, lambda parts: parts.weights is not None)
-    _check_alike("variable batch sizes", tensors, lambda parts: parts.strides is not None)
-    _check_alike("inverse indices", tensors, lambda parts: parts.inverse_indices is not None)
+    _check_all_or_none("weights", tensors, lambda parts: parts.weights is not None)
+    _check_all_or_none("variable batch sizes", tensors, lambda parts: parts.strides is not None)
+    _check_all_or_none("inverse indices", tensors, lambda parts: parts.inverse_indices is not None)
     strides = _join_strides(tensors)
     weights = [parts.weights for parts in tensors if parts.weights is not None]
     inverse_pairs = [parts.inverse_indices for parts in tensors if parts.inverse_indices is not None]
@@ -35,13 +35,13 @@ def join(tensors: Sequence[Parts]) -> Parts:
     )
 
 
-def _check_alike(what: str, tensors: Sequence[Parts], has: Callable[[Parts], bool]) -> None:
+def _check_all_or_none(what: str, tensors: Sequence[Parts], has: Callable[[Parts], bool]) -> None:
     flags = [has(parts) for parts in tensors]
     if any(flags) and not all(flags):
         lacking = tensors[flags.index(False)]
         raise InputError(
-            f"KeyedJaggedTensor.concat: the part with keys {_some(lacking)} has no {what}, the others have; "
-            f"wanted all or none."
+            f"KeyedJaggedTensor.concat: got no {what} of keys {_some(lacking)}, but of other keys; expected all or "
+            f"none. Add or remove them."
         )
 
 
@@ -53,14 +53,14 @@ def _join_strides(tensors: Sequence[Parts]) -> Strides | None:
     for parts in tensors[1:]:
         if parts.stride() != first.stride():
             raise InputError(
-                f"KeyedJaggedTensor.concat: batch sizes {first.stride()} (keys {_some(first)}) and "
-                f"{parts.stride()} (keys {_some(parts)}) differ; wanted one batch size."
+                f"KeyedJaggedTensor.concat: got batch sizes {first.stride()} (keys {_some(first)}) and "
+                f"{parts.stride()} (keys {_some(parts)}); expected one batch size. Concatenate tensors of one batch."
             )
     return None
 
 
 def _join_key_offsets(tensors: Sequence[Parts]) -> list[int] | None:
-    """Counted on if all tensors know theirs."""
+    """Return the joined key offsets, or None unless all tensors have fetched theirs."""
     known = [parts.key_offsets for parts in tensors if parts.key_offsets is not None]
     if len(known) < len(tensors):
         return None

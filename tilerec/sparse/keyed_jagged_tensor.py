@@ -1,27 +1,27 @@
-"""`KeyedJaggedTensor`: the sparse features of a batch, several jagged tensors in one run of values.
+"""`KeyedJaggedTensor`: the sparse features of a batch, several jagged tensors in one tensor of values.
 
 Glossary
     key         a feature's name; F of them
-    stride      bags per key = batch size B; with a *variable batch* each key has its own, see `sparse/strides.py`
-    inverse     for a variable batch: which bag of each key every sample of the full batch uses
+    stride      bags per key = batch size B; in a *variable batch* each key has its own, see `sparse/strides.py`
+    inverse     for a variable batch: the bag of each key that each sample of the full batch uses
     bag         the ids of one sample for one key
     lengths     ids per bag, flat and key-major: bag b of key f is number f * B + b
-    key offsets where each key's ids begin in the values, on the host [F + 1]
+    key offsets start of each key's ids in the values, on the host [F + 1]
 
     values    = ids of key 0 | ids of key 1 | …         each key's ids = bag 0 | bag 1 | …
-    offsets_S1[f * B + b] = where bag b of key f begins,  S = F * B (or the sum of the strides)
+    offsets_S1[f * B + b] = start of bag b of key f,  S = F * B (or the sum of the strides)
 
-Everything but the key offsets lives on the batch's device. `sync()` (or anything that slices values by key: `kjt["f"]`,
-`to_dict`, `split`) fetches the key offsets: one wait for the device, once per batch.
+All tensors except the key offsets are on the batch's device. `sync()`, and every slice by key (`kjt["f"]`, `to_dict`,
+`split`), fetches the key offsets: one wait for the device, once per batch.
 
-In a compiled program a synced batch is sliced by numbers that are inputs of the graph: one graph for every batch,
-except that torch makes another for a feature with no id or just one. An unsynced batch is sliced in one graph always,
-but reads the numbers inside of it: that takes `torch._dynamo.config.capture_scalar_outputs = True`.
+In a compiled program the key offsets of a synced batch are inputs of the graph. One graph serves all batches, except
+that torch compiles another one for a feature with no id or exactly one. An unsynced batch always uses one graph, which
+reads the key offsets itself; this needs `torch._dynamo.config.capture_scalar_outputs = True`.
 
-An exporter wants the batch size to be the size of a dimension. Lengths given as a table [F, B] stay one, so export with
-a batch whose lengths are a table and whose dimension 1 is dynamic: the program then takes every batch size. Of flat
-lengths it only knows F * B, and torch guards that F * B // F is not 1; such a program takes batches of one sample when
-it is exported under `torch.fx.experimental._config.patch(backed_size_oblivious=True)`.
+For export the batch size must be the size of a dimension. Lengths given as a table [F, B] stay a table. So export with
+such a batch and a dynamic dimension 1: the program then accepts every batch size. With flat lengths the program has
+only F * B, and torch guards that F * B // F is not 1. Such a program accepts batches of one sample if it is exported
+under `torch.fx.experimental._config.patch(backed_size_oblivious=True)`.
 """
 
 from __future__ import annotations
@@ -62,22 +62,24 @@ class KeyedJaggedTensor:
     Args:
         keys: feature names, each once.
         values: [N] ids (or [N, ...] floating-point items), all bags of the first key, then of the second, and so on.
-        weights: one number per id, [N] (of vectors also one per element, [N, ...]); none by default.
+        weights: one number per id, [N] (for vectors also one per element, [N, ...]); none by default.
         lengths: ids per bag, [F * B] or [F, B]; int32 or int64.
-        offsets: where bags begin, [F * B + 1], from 0 to N. One of the two is required.
-        stride: batch size. It follows from the lengths; only a tensor without keys needs it. Of a variable batch it
-            follows from the inverse indices; without them it is the largest key's, or this one if that is larger.
-            A stride without effect warns.
-        stride_per_key_per_rank: [F][R] bags of each key from each rank: a batch whose size varies by key.
-        stride_per_key, lengths_offset_per_key, index_per_key: follow from the above and are checked against it.
-        length_per_key, offset_per_key: ids per key and where they begin, if known: spare `sync()`.
-        jt_dict: what `to_dict` shall return, if known.
-        inverse_indices: (keys, int [F, B]): which bag each sample of the full batch uses, for deduplicated batches.
+        offsets: start of each bag, and end of the last, [F * B + 1], from 0 to N. Pass `lengths` or `offsets`.
+        stride: batch size; needed only without keys, as it is derived from the lengths. For a variable batch it is
+            derived from the inverse indices; without them it is the maximum of the largest key's bags and this
+            argument. A stride without effect warns.
+        stride_per_key_per_rank: [F][R] bags of each key from each rank, for a batch whose size varies by key.
+        stride_per_key, lengths_offset_per_key, index_per_key: derived from the above; if given, they are checked.
+        length_per_key, offset_per_key: number and start of each key's ids, if known; `sync()` then need not wait.
+        jt_dict: the result of `to_dict`, if known.
+        inverse_indices: (keys, int [F, B]): the bag that each sample of the full batch uses, for deduplicated batches.
 
     Raises `InputError` for repeated keys, values that are neither [N] nor floating point, weights that are not one
     number each, lengths that are not integers or not a whole number of bags per key, a stride that contradicts them,
-    and anything that is not a tensor. Types and shapes are checked here, since that waits for no device; that lengths
-    sum to N and offsets begin at 0 when key offsets are fetched; the rest by `validate_keyed_jagged_tensor`.
+    and objects that are not tensors.
+
+    The constructor checks types and shapes, without waiting for a device. Fetching the key offsets checks that lengths
+    sum to N and offsets start at 0. `validate_keyed_jagged_tensor` checks all other contents.
 
     Two features, two samples; "a": [1, 2], []; "b": [3], [4, 5]::
 
@@ -114,7 +116,7 @@ class KeyedJaggedTensor:
         check_derived(parts, stride_per_key, lengths_offset_per_key, index_per_key)
         if jt_dict is not None and tuple(jt_dict) != parts.keys.names:
             raise InputError(
-                "KeyedJaggedTensor: jt_dict and keys differ; leave jt_dict out, it follows from the rest."
+                "KeyedJaggedTensor: got a jt_dict with other keys; expected those of `keys`. Leave jt_dict out."
             )
         self._parts = parts
         self._jt_dict: dict[str, JaggedTensor] | None = None if jt_dict is None else dict(jt_dict)
@@ -131,7 +133,7 @@ class KeyedJaggedTensor:
         stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """From offsets, with the key offsets fetched now."""
+        """Build from offsets, and fetch the key offsets."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -152,7 +154,7 @@ class KeyedJaggedTensor:
         stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """From lengths, with the key offsets fetched now."""
+        """Build from lengths, and fetch the key offsets."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -167,9 +169,9 @@ class KeyedJaggedTensor:
     def from_jt_dict(
         jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False
     ) -> KeyedJaggedTensor:
-        """The features of a dict in its order.
+        """Build from a dict of features, in its order.
 
-        Features of different batch sizes make a variable batch; `force_variable_stride` makes one in any case.
+        Features with different batch sizes make a variable batch; `force_variable_stride` always makes one.
         """
         if not jt_dict:
             return KeyedJaggedTensor.empty()
@@ -177,14 +179,15 @@ class KeyedJaggedTensor:
         for key, part in jt_dict.items():
             if not isinstance(part, JaggedTensor):
                 raise InputError(
-                    f"KeyedJaggedTensor.from_jt_dict: {key!r} is a {type(part).__name__}; wanted a JaggedTensor; "
-                    f"JaggedTensor.from_dense makes one of a list of tensors."
+                    f"KeyedJaggedTensor.from_jt_dict: got a {type(part).__name__} for {key!r}; expected a "
+                    f"JaggedTensor. JaggedTensor.from_dense makes one from a list of tensors."
                 )
         weighted = [part.weights_or_none() is not None for part in parts]
         if any(weighted) and not all(weighted):
             lacking = [key for key, has in zip(jt_dict, weighted, strict=True) if not has]
             raise InputError(
-                f"KeyedJaggedTensor.from_jt_dict: {lacking[:8]} have no weights, the others do; give all or none."
+                f"KeyedJaggedTensor.from_jt_dict: got no weights for {lacking[:8]}, but for others; expected all or "
+                "none. Add or remove weights."
             )
         strides = [part._segments.count() for part in parts]
         variable = force_variable_stride or any(stride != strides[0] for stride in strides)
@@ -198,18 +201,21 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """The features of all tensors, one tensor after the other; batch sizes must agree.
+        """Concatenate the features of all tensors, which must have one batch size.
 
-        Tensors without keys add nothing. Key offsets are joined if all parts know theirs. Inverse indices must
-        be on all parts or on none. Raises `InputError` for an empty list, repeated keys, or parts that do not
-        fit together.
+        Tensors without keys are skipped. Key offsets are joined if all tensors have fetched theirs. All tensors or
+        none must have inverse indices. Raises `InputError` for an empty list, repeated keys, or tensors that do not
+        match.
         """
         if not kjt_list:
-            raise InputError("KeyedJaggedTensor.concat: the list is empty; wanted at least one tensor.")
+            raise InputError(
+                "KeyedJaggedTensor.concat: got an empty list; expected at least one tensor. Pass the tensors."
+            )
         for kjt in kjt_list:
             if not isinstance(kjt, KeyedJaggedTensor):
                 raise InputError(
-                    f"KeyedJaggedTensor.concat: the list holds a {type(kjt).__name__}; wanted keyed jagged tensors."
+                    f"KeyedJaggedTensor.concat: got a {type(kjt).__name__} in the list; expected keyed jagged tensors. "
+                    "Build one with from_jt_dict."
                 )
         tensors = [kjt for kjt in kjt_list if len(kjt._parts.keys) > 0]
         if len(tensors) <= 1:
@@ -224,7 +230,7 @@ class KeyedJaggedTensor:
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        """No keys and no bags."""
+        """Return a tensor without keys and bags."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -232,9 +238,9 @@ class KeyedJaggedTensor:
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
-        """Without `device`: no keys and no bags, with the dtypes and the batch sizes of `kjt`.
+        """Without `device`: return a tensor without keys and bags, with the dtypes and the batch sizes of `kjt`.
 
-        With `device`: uninitialised memory there for all of `kjt`, to be filled by `copy_(kjt)`.
+        With `device`: return uninitialised memory there with the shapes of `kjt`, for `copy_(kjt)` to fill.
         """
         parts = kjt._parts
         if device is not None:
@@ -254,107 +260,111 @@ class KeyedJaggedTensor:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def keys(self) -> list[str]:
-        """Feature names in order; the caller's own list."""
+        """Return a new list of the feature names, in order."""
         return list(self._parts.keys.names)
 
     def values(self) -> Tensor:
-        """All ids, key by key [N, ...]."""
+        """Return all ids, key by key [N, ...]."""
         return self._parts.values
 
     def weights(self) -> Tensor:
-        """One number per id; `InputError` if there are none."""
+        """Return the weights, one number per id; raise `InputError` without weights."""
         if self._parts.weights is None:
             raise InputError(
-                "KeyedJaggedTensor: it has no weights; pass weights= when it is made, or ask weights_or_none()."
+                "KeyedJaggedTensor: got no weights; expected a weighted tensor. Make it with weights=, or call "
+                "weights_or_none()."
             )
         return self._parts.weights
 
     def weights_or_none(self) -> Tensor | None:
-        """One number per id, or None."""
+        """Return the weights, one number per id, or None."""
         return self._parts.weights
 
     def lengths(self) -> Tensor:
-        """Ids per bag, flat and key-major [F * B]."""
+        """Return the number of ids of each bag, flat and key-major [F * B]."""
         return self._parts.segments.lengths()
 
     def lengths_or_none(self) -> Tensor | None:
-        """Lengths if they were given or asked for before."""
+        """Return the lengths if they were given or already derived, else None."""
         return self._parts.segments.lengths_or_none()
 
     def offsets(self) -> Tensor:
-        """Where bags begin [F * B + 1]."""
+        """Return the start of each bag, and the end of the last [F * B + 1]."""
         return self._parts.segments.offsets()
 
     def offsets_or_none(self) -> Tensor | None:
-        """Offsets if they were given or asked for before."""
+        """Return the offsets if they were given or already derived, else None."""
         return self._parts.segments.offsets_or_none()
 
     def stride(self) -> int:
-        """Batch size. Of a variable batch: the samples of its inverse indices, else the largest key's bags; parts that
-        `split` and `permute` make keep it.
+        """Return the batch size; `split` and `permute` keep it.
+
+        For a variable batch: the number of samples of its inverse indices, else the largest key's bags.
         """
         return self._parts.stride()
 
     def stride_per_key(self) -> list[int]:
-        """Bags of each key [F]."""
+        """Return the number of bags of each key [F]."""
         return self._parts.stride_per_key()
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Bags of each key from each rank [F][R]; empty unless the batch is variable."""
+        """Return the number of bags of each key from each rank [F][R]; empty unless the batch is variable."""
         strides = self._parts.strides
         return [] if strides is None else [list(row) for row in strides.counts()]
 
     def variable_stride_per_key(self) -> bool:
-        """Whether the keys may differ in batch size."""
+        """Return True for a variable batch, whose keys may have different batch sizes."""
         return self._parts.strides is not None
 
     def inverse_indices(self) -> InverseIndices:
-        """Keys and int [F, B]: the bag every sample of the full batch uses; `InputError` if there are none."""
+        """Return (keys, int [F, B]): the bag that each sample of the full batch uses; raise `InputError` without."""
         inverse_indices = self._parts.inverse_indices
         if inverse_indices is None:
             raise InputError(
-                "KeyedJaggedTensor: it has no inverse indices; pass inverse_indices= when it is made, or ask "
-                "inverse_indices_or_none()."
+                "KeyedJaggedTensor: got no inverse indices; expected some. Make the tensor with inverse_indices=, or "
+                "call inverse_indices_or_none()."
             )
         return inverse_indices
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Inverse indices, or None."""
+        """Return the inverse indices, or None."""
         return self._parts.inverse_indices
 
     def sync(self) -> KeyedJaggedTensor:
-        """Fetch the key offsets: one wait for the device, now rather than at the first slice. Of a single key they are
-        known. On the meta device every key gets an equal number of ids, the first one also the remainder.
+        """Fetch the key offsets: one wait for the device, now instead of at the first slice.
 
-        Raises `InputError` if the lengths do not sum to the number of values (of a single key on a device, whoever
-        reads it does).
+        For a single key on a device they are 0 and N, without a wait. On the meta device every key gets an equal number
+        of ids, and the first one also the remainder.
+
+        Raises `InputError` if the lengths do not sum to the number of values. For a single key on a device, the code
+        that later reads the lengths raises instead.
         """
         self._synced()
         return self
 
     def unsync(self) -> KeyedJaggedTensor:
-        """Forget the key offsets and what was sliced with them."""
+        """Drop the key offsets, and the slices made with them."""
         if self._parts.key_offsets is not None:
             self._parts = self._parts._replace(key_offsets=None)
         self._jt_dict = None
         return self
 
     def length_per_key(self) -> list[int]:
-        """Ids of each key [F]."""
+        """Return the number of ids of each key [F]."""
         return key_lengths(self._synced())
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Ids of each key if the key offsets are at hand."""
+        """Return the number of ids of each key if the key offsets are fetched, else None."""
         return None if self._parts.key_offsets is None else self.length_per_key()
 
     def offset_per_key(self) -> list[int]:
-        """Where each key's ids begin [F + 1]; the caller's own list."""
+        """Return a new list with the start of each key's ids, and the end of the last [F + 1]."""
         key_offsets = self._synced().key_offsets
-        assert key_offsets is not None, "a synced tensor knows its key offsets"
+        assert key_offsets is not None, "a synced tensor has key offsets"
         return list(key_offsets)
 
     def _synced(self) -> Parts:
-        """Its parts with the key offsets, fetched once; a graph that is traced remembers nothing."""
+        """Return the parts with key offsets, fetched once. Nothing is stored while a graph is traced."""
         parts = self._parts
         if parts.key_offsets is not None:
             return parts
@@ -370,44 +380,44 @@ class KeyedJaggedTensor:
         return synced
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Where each key's ids begin if that is at hand."""
+        """Return the start of each key's ids if the key offsets are fetched, else None."""
         key_offsets = self._parts.key_offsets
         return None if key_offsets is None else list(key_offsets)
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Where each key's bags begin in the lengths [F + 1]."""
+        """Return the start of each key's bags in the lengths [F + 1]."""
         return self._parts.bag_offsets()
 
     def index_per_key(self) -> dict[str, int]:
-        """Feature name -> position; the caller's own dict."""
+        """Return a new dict: feature name -> position."""
         return self._parts.keys.positions()
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._parts.values.device
 
     def size_in_bytes(self) -> int:
-        """Memory of every tensor held."""
+        """Return the bytes of all tensors of this object."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._parts.tensors())
 
     # -- slicing by key ----------------------------------------------------------------------------------------
 
-    # `kjt[0]` asks for a feature named 0, so Python's iteration by position must not be tried.
+    # `kjt[0]` looks up a feature named 0, so disable Python's iteration by position.
     __iter__ = None
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a feature of that name."""
+        """Return True if there is a feature of that name."""
         return key in self._parts.keys
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one feature, as views; `UnknownKeyError` (a `KeyError` too) if it is not there."""
+        """Return the bags of one feature, as views; raise `UnknownKeyError` (also a `KeyError`) if it is missing."""
         position = self._parts.keys.position(key)
         if not torch.compiler.is_compiling() and self._jt_dict is not None:
             return self._jt_dict[key]
         return slice_one(self._synced(), position)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Every feature's bags, as views; remembered until `unsync`, so do not edit the dict.
+        """Return the bags of all features, as views. The dict is cached until `unsync`, so do not edit it.
 
         With `compute_offsets` the offsets of all features are computed together.
         """
@@ -421,26 +431,26 @@ class KeyedJaggedTensor:
         return slice_all(self._synced(), compute_offsets) if len(self._parts.keys) else {}
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Neighbouring features, `segments[i]` of them in part i, as views; the sizes must sum to the number of keys.
+        """Split into parts of `segments[i]` neighbouring features, as views; the sizes must sum to the number of keys.
 
         split([1, 2]) of keys a, b, c -> keys a | keys b, c
         """
         return [_made(parts) for parts in split(self._synced(), segments)]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """The features at `indices`, in that order; features may be left out, or repeated.
+        """Return the features at `indices`, in that order; features may be omitted or repeated.
 
-        A feature named twice is there twice, and asked for by name it is any of its equal copies. Such a tensor can be
-        sliced, permuted and looked up; making another of its `keys()` or joining it with others is refused.
+        A repeated feature has several equal copies, and a lookup by name returns one of them. Such a tensor can be
+        sliced, permuted and looked up. The constructor and `concat` raise for its repeated keys.
 
-        `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that
-        leaves features out or repeats some needs the key offsets (and so may wait for the device).
+        `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that omits or
+        repeats features needs the key offsets, and so may wait for the device.
         """
         parts = self._synced() if permute_waits(self._parts, indices) else self._parts
         return _made(permute(parts, indices, indices_tensor))
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
-        """The same tensor: lengths are always flat. Kept for code that calls it."""
+        """Return an equal tensor: lengths are always flat. For compatibility with TorchRec."""
         return _made(self._parts)
 
     # -- moving ------------------------------------------------------------------------------------------------
@@ -448,7 +458,7 @@ class KeyedJaggedTensor:
     def to(
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> KeyedJaggedTensor:
-        """A copy on `device` (tensors already there are shared); `dtype` converts the weights, never the ids."""
+        """Return a copy on `device`; tensors already there are shared. `dtype` converts the weights, never the ids."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
@@ -459,7 +469,7 @@ class KeyedJaggedTensor:
         return _made(self._parts.map(move, move_weights))
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """A copy in page-locked memory, for transfers that overlap."""
+        """Return a copy in pinned memory, for asynchronous transfers."""
 
         return _made(self._parts.map(lambda tensor: tensor.pin_memory()))
 
@@ -468,15 +478,18 @@ class KeyedJaggedTensor:
         ours, theirs = self._parts, kjt._parts
         if ours.keys != theirs.keys:
             raise InputError(
-                f"KeyedJaggedTensor.copy_: keys {self.keys()[:8]} and {kjt.keys()[:8]} differ; wanted the same."
+                f"KeyedJaggedTensor.copy_: got a source with keys {kjt.keys()[:8]}; expected {self.keys()[:8]}. Make a "
+                "new tensor with to(device)."
             )
         if ours.strides != theirs.strides:
             raise InputError(
-                "KeyedJaggedTensor.copy_: the batch sizes by key and rank differ; wanted the same."
+                "KeyedJaggedTensor.copy_: got a source with other batch sizes by key and rank; expected the same. Make "
+                "a new tensor with to(device)."
             )
         if (ours.inverse_indices is None) != (theirs.inverse_indices is None):
             raise InputError(
-                "KeyedJaggedTensor.copy_: only one of the two has inverse indices; wanted both or none."
+                "KeyedJaggedTensor.copy_: got inverse indices in only one of the tensors; expected both or none. Make "
+                "a new tensor with to(device)."
             )
         self._as_jagged().copy_(kjt._as_jagged(), non_blocking)
         inverse_indices = ours.inverse_indices
@@ -488,13 +501,13 @@ class KeyedJaggedTensor:
         return self
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory alive until work queued on `stream` is done. No effect for tensors on the host."""
+        """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
         for tensor in self._parts.tensors():
             if tensor.device.type != "cpu":
                 tensor.record_stream(stream)
 
     def clear_storage(self) -> int:
-        """Free the memory under every tensor held and return its bytes; nothing can be read afterwards."""
+        """Free the storage of all tensors and return its bytes. The contents cannot be read afterwards."""
         freed = 0
         for tensor in self._parts.tensors():
             storage = tensor.untyped_storage()
@@ -516,7 +529,7 @@ class KeyedJaggedTensor:
         return "KeyedJaggedTensor({\n" + ",\n".join(rows) + "\n})\n"
 
     def __repr__(self) -> str:
-        """The bags of a small tensor that can be read, shapes otherwise: a debugger asks at any time."""
+        """Return the bags if the tensor is small and readable, else its shapes: debuggers call it at any time."""
         flat = self._as_jagged()
         sound = readable(flat) and (
             int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == self._parts.values.shape[0]
@@ -529,7 +542,7 @@ class KeyedJaggedTensor:
         )
 
     def _as_jagged(self) -> JaggedTensor:
-        """All bags of all keys, one after the other."""
+        """Return the bags of all keys as one jagged tensor."""
         return JaggedTensor.from_segments(self._parts.values, self._parts.weights, self._parts.segments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -538,7 +551,7 @@ class KeyedJaggedTensor:
 
 
 def _made(parts: Parts) -> KeyedJaggedTensor:
-    """A tensor of parts that are known to fit; checks nothing."""
+    """Build a tensor from consistent parts, without checks."""
     kjt = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
     kjt._parts = parts
     kjt._jt_dict = None
@@ -546,9 +559,9 @@ def _made(parts: Parts) -> KeyedJaggedTensor:
 
 
 def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
-    """Whether two tensors hold the same features: keys in order, batch sizes, ids, weights and inverse indices.
+    """Return True if two tensors have equal keys in order, batch sizes, ids, weights and inverse indices.
 
-    False for tensors on different devices, and for anything that is not a `KeyedJaggedTensor`.
+    Returns False for tensors on different devices, and for objects that are not a `KeyedJaggedTensor`.
     """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
@@ -595,9 +608,10 @@ pytree.register_pytree_node(
 def _rebuild(
     leaves: list[Any], dumped_context: list[Any], key_offsets: list[int] | None
 ) -> KeyedJaggedTensor:
-    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    """Rebuild from `__reduce__`, for copies and pickles."""
     return _made(unflatten(leaves, load_context(dumped_context))._replace(key_offsets=key_offsets))
 
 
-# Nothing but tensors, names and numbers goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+# The pickle contains only tensors, names and numbers, so `torch.load(weights_only=True)` and `torch.export.load` may
+# read it.
 torch.serialization.add_safe_globals([_rebuild])

@@ -1,8 +1,8 @@
-"""`KeyedTensor`: named blocks of columns of one dense tensor; what pooled embeddings come as.
+"""`KeyedTensor`: named blocks of columns of one dense tensor; the type of pooled embeddings.
 
 Glossary
-    key dim  the dimension along which keys lie side by side; 1 for embeddings [B, sum of widths]
-    columns  which of its positions belong to which key, see `sparse/columns.py`
+    key dim  the dimension along which the blocks are concatenated; 1 for embeddings [B, sum of widths]
+    columns  the positions of each key along the key dim, see `sparse/columns.py`
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class KeyedTensor:
 
     Args:
         keys: names, each once.
-        length_per_key: the width of each.
-        values: dense, `sum(length_per_key)` wide along `key_dim`.
-        key_dim: the dimension the blocks lie along.
-        offset_per_key, index_per_key: follow from the above and are checked against it.
+        length_per_key: width of each block.
+        values: dense, of size `sum(length_per_key)` along `key_dim`.
+        key_dim: the dimension along which the blocks are concatenated.
+        offset_per_key, index_per_key: derived from the other arguments; if given, they are checked.
 
     Raises `InputError` for repeated keys or widths that do not sum to the width of the values.
 
@@ -55,22 +55,22 @@ class KeyedTensor:
         nothing = not columns.lengths and not values.numel()
         if not nothing and not -values.dim() <= key_dim < values.dim():
             raise InputError(
-                f"KeyedTensor: values have shape {list(values.shape)} and no dimension {key_dim} for keys to lie "
-                f"along; pass key_dim=, or values of more dimensions."
+                f"KeyedTensor: got values of shape {list(values.shape)}; expected a dimension key_dim={key_dim}. Pass "
+                f"another key_dim=, or values of more dimensions."
             )
         if not nothing and values.shape[key_dim] != columns.offsets[-1]:
             raise InputError(
-                f"KeyedTensor: values have shape {list(values.shape)}, but the widths sum to "
-                f"{columns.offsets[-1]} along "
-                f"dimension {key_dim}."
+                f"KeyedTensor: got values of shape {list(values.shape)}; expected {columns.offsets[-1]} along "
+                f"dimension {key_dim}, the sum of length_per_key. Correct length_per_key."
             )
         if offset_per_key is not None and tuple(offset_per_key) != columns.offsets:
             raise InputError(
-                "KeyedTensor: offset_per_key contradicts length_per_key; leave it out, it follows from it."
+                "KeyedTensor: got an offset_per_key that contradicts length_per_key; expected its running sums. Leave "
+                "it out."
             )
         if index_per_key is not None and index_per_key != columns.keys.positions():
             raise InputError(
-                "KeyedTensor: index_per_key contradicts keys; leave it out, it follows from them."
+                "KeyedTensor: got an index_per_key that contradicts keys; expected their positions. Leave it out."
             )
         self._columns = columns
         self._values = values
@@ -78,7 +78,7 @@ class KeyedTensor:
 
     @staticmethod
     def from_columns(columns: Columns, values: Tensor, key_dim: int = 1) -> KeyedTensor:
-        """A keyed tensor of parts that are known to fit; checks nothing: for modules that make it each step."""
+        """Build a keyed tensor from consistent parts, without checks, for modules that build one in each step."""
         keyed = KeyedTensor.__new__(KeyedTensor)
         keyed._columns = columns
         keyed._values = values
@@ -89,24 +89,26 @@ class KeyedTensor:
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int | None = None
     ) -> KeyedTensor:
-        """One key per tensor, concatenated along the key dimension; `cat_dim` is the same number, if given."""
+        """Concatenate one tensor per key along `key_dim`; `cat_dim`, if given, must equal it."""
         if cat_dim not in (None, key_dim):
             raise InputError(
                 f"KeyedTensor.from_tensor_list: got cat_dim={cat_dim} with key_dim={key_dim}; expected the same "
-                "number. Leave cat_dim out: the blocks of the keys lie side by side along key_dim."
+                "number. Leave cat_dim out: blocks are concatenated along key_dim."
             )
         if not tensors:
-            raise InputError("KeyedTensor.from_tensor_list: the list is empty; wanted at least one tensor.")
+            raise InputError(
+                "KeyedTensor.from_tensor_list: got an empty list; expected at least one tensor. Pass one per key."
+            )
         widths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, widths, torch.cat(list(tensors), dim=key_dim), key_dim)
 
     @staticmethod
     def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """For each group, the columns of its keys side by side.
+        """Return one tensor per group: the columns of its keys side by side.
 
-        A key may be in several groups. A group that is a run of neighbours in one input is returned as a view of it.
-        Raises `InputError` for a key that no input has, or that two inputs have. In a model, `KTRegroupAsDict`
-        works the copies out once.
+        A key may be in several groups. A group of neighbouring blocks of one input is returned as a view of it. Raises
+        `InputError` for a key that no input has, or that two inputs have. In a model use `KTRegroupAsDict`, which
+        plans the copies once.
         """
         dim = common_key_dim(keyed_tensors)
         plan = RegroupPlan.make([keyed._columns for keyed in keyed_tensors], groups)
@@ -119,67 +121,67 @@ class KeyedTensor:
         """`regroup`, with a name for each group."""
         if len(groups) != len(keys):
             raise InputError(
-                f"KeyedTensor.regroup_as_dict: {len(groups)} groups and {len(keys)} names; wanted as many."
+                f"KeyedTensor.regroup_as_dict: got {len(keys)} names; expected {len(groups)}. Pass one name per group."
             )
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def keys(self) -> list[str]:
-        """Names in order; the caller's own list."""
+        """Return a new list of the names, in order."""
         return list(self._columns.keys.names)
 
     def columns(self) -> Columns:
-        """Names and widths as one static value."""
+        """Return names and widths as one static value."""
         return self._columns
 
     def values(self) -> Tensor:
-        """All blocks side by side."""
+        """Return all blocks side by side."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension the blocks lie along."""
+        """Return the dimension along which the blocks are concatenated."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Return the device of the values."""
         return self._values.device
 
     def offset_per_key(self) -> list[int]:
-        """Where each block begins, with the end of the last [F + 1]."""
+        """Return the start of each block, and the end of the last [F + 1]."""
         return list(self._columns.offsets)
 
     def length_per_key(self) -> list[int]:
-        """Width of each block [F]."""
+        """Return the width of each block [F]."""
         return list(self._columns.lengths)
 
-    # `keyed[0]` asks for a block named 0, so Python's iteration by position must not be tried.
+    # `keyed[0]` looks up a block named 0, so disable Python's iteration by position.
     __iter__ = None
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is a block of that name."""
+        """Return True if there is a block of that name."""
         return key in self._columns.keys
 
     def __getitem__(self, key: str) -> Tensor:
-        """One block, as a view. `UnknownKeyError` (an `InputError` and a `KeyError`) if it is not there."""
+        """Return one block, as a view; raise `UnknownKeyError` (an `InputError` and a `KeyError`) if it is missing."""
         start, stop = self._columns.span(key)
         return self._values.narrow(self._key_dim, start, stop - start)
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Every block, as views."""
+        """Return all blocks by name, as views."""
         blocks = self._values.split(self._columns.lengths, dim=self._key_dim) if self._columns.lengths else ()
         return dict(zip(self._columns.keys.names, blocks, strict=True))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
-        """A copy on `device` (a tensor already there is shared)."""
+        """Return a copy on `device`; a tensor that is already there is shared."""
         moved = self._values.to(device, non_blocking=non_blocking)
         return KeyedTensor.from_columns(self._columns, moved, self._key_dim)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory alive until work queued on `stream` is done. No effect for tensors on the host."""
+        """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
         if self._values.device.type != "cpu":
             self._values.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Memory of the values."""
+        """Return the bytes of the values."""
         return self._values.numel() * self._values.element_size()
 
     def __str__(self) -> str:
@@ -191,14 +193,14 @@ class KeyedTensor:
         return "KeyedTensor({\n" + ",\n".join(rows) + "\n})\n"
 
     def __repr__(self) -> str:
-        """The blocks of a small tensor that can be read, the shape otherwise: a debugger asks at any time."""
+        """Return the blocks if the tensor is small and readable, else its shape: debuggers call it at any time."""
         if shown_in_full(self._values):
             return str(self)
         return self._describe()
 
     def _describe(self) -> str:
         held: object = self._values
-        if not isinstance(held, Tensor):  # a tree of shapes, say, mapped from this one's leaves
+        if not isinstance(held, Tensor):  # a tree mapped from the leaves to other objects, such as shapes
             return f"KeyedTensor(keys {shorten(self._columns.keys.names)}, values {held!r})"
         return (
             f"KeyedTensor(keys {shorten(self._columns.keys.names)}, widths {shorten(self._columns.lengths)}, values "
@@ -211,16 +213,17 @@ class KeyedTensor:
 
 
 def common_key_dim(keyed_tensors: Sequence[KeyedTensor]) -> int:
-    """The key dimension all share; `InputError` if there is no tensor or they differ."""
+    """Return the key dimension of all tensors; raise `InputError` if they differ, or if there is no tensor."""
     dims = {keyed._key_dim for keyed in keyed_tensors}
     if len(dims) != 1:
         raise InputError(
-            f"regroup: key dimensions {sorted(dims)} of {len(keyed_tensors)} tensors; wanted one, the same for all."
+            f"regroup: got key dimensions {sorted(dims)} of {len(keyed_tensors)} tensors; expected one, the same for "
+            "all. Pass tensors with one key_dim."
         )
     return dims.pop()
 
 
-# The context is plain names and numbers: a program that builds keys of its own can be exported then.
+# The context contains only names and numbers, so programs that build new keys can be exported.
 
 _Context = tuple[tuple[str, ...], tuple[int, ...], int]
 
@@ -263,9 +266,10 @@ pytree.register_pytree_node(
 
 
 def _rebuild(leaves: list[Any], dumped_context: list[Any]) -> KeyedTensor:
-    """Undo `__reduce__`: a copy, or what comes out of a pickle."""
+    """Rebuild from `__reduce__`, for copies and pickles."""
     return _unflatten(leaves, _load_context(dumped_context))
 
 
-# Nothing but tensors, names and numbers goes in: `torch.load(weights_only=True)` and `torch.export.load` may read it.
+# The pickle contains only tensors, names and numbers, so `torch.load(weights_only=True)` and `torch.export.load` may
+# read it.
 torch.serialization.add_safe_globals([_rebuild])

@@ -1,13 +1,13 @@
-"""The names of a keyed tensor's features, checked and indexed once and shared by every batch that has them.
+"""Feature names of a keyed tensor, checked and indexed once and shared by all batches with these names.
 
 Glossary
-    key     the name of a feature; a batch is made with each at most once
-    Keys    an ordered, hashable list of them with a name -> position map
-    copies  what a permutation that names a key twice makes: positions with one name and the same bags
+    key     the name of a feature; the constructor accepts each at most once
+    Keys    an ordered, hashable list of keys with a name -> position map
+    copies  positions with one name and the same bags, from a permutation that repeats a key
 
-A batch arrives thousands of times with the same keys, so everything that depends on names alone (the map, the check for
-repeats, the names of a permutation or of a split's parts) is worked out once per tuple of names. `Keys` is
-registered as a constant: `torch.compile` guards on its equality and folds positions into the graph.
+Thousands of batches have the same keys. So all results that depend on names alone are computed once per tuple of names:
+the map, the check for repeats, the names of a permutation or of a split's parts. `Keys` is registered as a constant:
+`torch.compile` guards on its equality and folds positions into the graph.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ import torch
 from tilerec.errors import InputError
 from tilerec.torch_private import pytree
 
-_REMEMBERED = 64
-"""How many permutations and splits one `Keys` remembers before it starts afresh."""
+_CACHE_SIZE = 64
+"""Most permutations, and most splits, that one `Keys` caches; the cache is cleared when it is full."""
 
 
 class UnknownKeyError(InputError, KeyError):
-    """A key that is not there. Also a `KeyError`, as a mapping's reader expects."""
+    """Lookup of a missing key. Also a `KeyError`, as for mappings."""
 
     __str__ = ValueError.__str__
 
 
 @final
 class Keys(Sequence[str]):
-    """Ordered feature names, distinct but for `copies`.
+    """Ordered feature names; repeated names only with `copies`.
 
-    Raises `InputError` for a repeated name (unless `copies` says that its bags are copies) or one that is not a string.
+    Raises `InputError` for a name that is not a string, and for a repeated name. With `copies=True` names may repeat:
+    their bags are copies.
     """
 
     __slots__ = ("_hash", "_index", "_selections", "_splits", "names")
@@ -44,7 +45,7 @@ class Keys(Sequence[str]):
     def __init__(self, names: Sequence[str], copies: bool = False) -> None:
         if isinstance(names, str):
             raise InputError(
-                f"keys: got the string {names!r}; wanted a list of feature names; write [{names!r}]."
+                f"keys: got the string {names!r}; expected a list of feature names. Write [{names!r}]."
             )
         self.names = tuple(names)
         self._index = {name: position for position, name in enumerate(self.names)}
@@ -52,14 +53,16 @@ class Keys(Sequence[str]):
             raise InputError(_describe_repeats(self.names))
         for name in self.names:
             if not isinstance(name, str):
-                raise InputError(f"keys: {name!r} is a {type(name).__name__}; wanted feature names (str).")
+                raise InputError(
+                    f"keys: got {name!r}, a {type(name).__name__}; expected feature names (str). Pass strings."
+                )
         self._hash = hash(self.names)
         self._selections: dict[tuple[int, ...], Keys] = {}
         self._splits: dict[tuple[int, ...], tuple[Keys, ...]] = {}
 
     @staticmethod
     def of(names: Sequence[str]) -> Keys:
-        """The `Keys` with these names: the one made before, where there is one."""
+        """Return the `Keys` with these names, from a cache if possible."""
         if isinstance(names, Keys):
             return names
         if isinstance(names, str) or torch.compiler.is_compiling():
@@ -68,42 +71,42 @@ class Keys(Sequence[str]):
 
     @staticmethod
     def known(names: Sequence[str]) -> Keys:
-        """The `Keys` with names that came out of another `Keys`: repeated ones are copies."""
+        """Return the `Keys` with names taken from another `Keys`: repeated names are copies."""
         if isinstance(names, Keys):
             return names
         return Keys(names, copies=True) if torch.compiler.is_compiling() else _intern(tuple(names), True)
 
     def position(self, name: str) -> int:
-        """Where `name` stands (of copies the last); `UnknownKeyError` names the closest keys there are."""
+        """Return the position of `name` (of copies the last); `UnknownKeyError` suggests the most similar keys."""
         position = self._index.get(name)
         if position is None:
             raise UnknownKeyError(_describe_missing(name, self.names))
         return position
 
     def positions(self) -> dict[str, int]:
-        """A name -> position map; the caller's own copy."""
+        """Return a new dict: name -> position."""
         return dict(self._index)
 
     def select(self, indices: Sequence[int]) -> Keys:
-        """The keys at `indices`, in that order; an index given twice makes copies."""
+        """Return the keys at `indices`, in that order; repeated indices make copies."""
         if torch.compiler.is_compiling():
             return self._select(indices)
         chosen = tuple(indices)
         selected = self._selections.get(chosen)
         if selected is None:
-            if len(self._selections) >= _REMEMBERED:
+            if len(self._selections) >= _CACHE_SIZE:
                 self._selections.clear()
             selected = self._selections[chosen] = self._select(chosen)
         return selected
 
     def split(self, segments: Sequence[int]) -> tuple[Keys, ...]:
-        """Neighbouring keys, `segments[i]` of them in part i; all keys must be dealt."""
+        """Split into parts of `segments[i]` neighbouring keys; the sizes must sum to the number of keys."""
         if torch.compiler.is_compiling():
             return self._split(segments)
         sizes = tuple(segments)
         parts = self._splits.get(sizes)
         if parts is None:
-            if len(self._splits) >= _REMEMBERED:
+            if len(self._splits) >= _CACHE_SIZE:
                 self._splits.clear()
             parts = self._splits[sizes] = self._split(sizes)
         return parts
@@ -112,16 +115,17 @@ class Keys(Sequence[str]):
         for index in indices:
             if not 0 <= index < len(self.names):
                 raise InputError(
-                    f"permute: index {index} is outside [0, {len(self.names)}), the positions of the keys."
+                    f"permute: got index {index}; expected one in [0, {len(self.names)}), the positions of the keys. "
+                    "Correct indices."
                 )
         return Keys.known([self.names[index] for index in indices])
 
     def _split(self, segments: Sequence[int]) -> tuple[Keys, ...]:
         if any(size < 0 for size in segments) or sum(segments) != len(self.names):
             raise InputError(
-                f"split: segments {shorten(segments)} sum to {sum(segments)}; wanted non-negative sizes "
+                f"split: got segments {shorten(segments)} with the sum {sum(segments)}; expected non-negative sizes "
                 f"that sum to the "
-                f"number of keys, {len(self.names)}."
+                f"number of keys, {len(self.names)}. Correct segments."
             )
         parts = []
         start = 0
@@ -156,7 +160,7 @@ class Keys(Sequence[str]):
         return f"Keys({list(self.names)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # String hashes differ between processes, and what is remembered is not part of the value.
+        # Omit the hash, since string hashes differ between processes, and the caches, which are not part of the value.
         return Keys.known, (self.names,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keys:
@@ -174,7 +178,7 @@ def _intern(names: tuple[str, ...], copies: bool) -> Keys:
 def _describe_repeats(names: tuple[str, ...]) -> str:
     repeated = max(names, key=names.count)
     where = [position for position, name in enumerate(names) if name == repeated]
-    return f"keys: {repeated!r} appears at positions {shorten(where)}; wanted each feature once; rename or merge them."
+    return f"keys: got {repeated!r} at positions {shorten(where)}; expected each feature once. Rename or merge them."
 
 
 def _describe_missing(name: object, names: tuple[str, ...]) -> str:
@@ -184,7 +188,7 @@ def _describe_missing(name: object, names: tuple[str, ...]) -> str:
 
 
 def shorten(items: Sequence[object], limit: int = 8) -> str:
-    """A list for a message: the first `limit` items."""
+    """Format a list for a message: the first `limit` items, and the number of all."""
     if len(items) <= limit:
         return str(list(items))
     return f"[{', '.join(map(repr, items[:limit]))}, … {len(items)} in all]"

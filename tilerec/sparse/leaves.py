@@ -1,8 +1,8 @@
-"""The leaves of a keyed jagged tensor: one per tensor that was given, for pytrees, compilers, exporters and pickles.
+"""Pytree leaves of a keyed jagged tensor: one per given tensor, for compilers, exporters and pickles.
 
-Keys, and which leaves there are, are static: the *context*. Batch sizes follow from shapes, those of a variable batch
-are a leaf; a batch size that neither shows is static, too. What was fetched or derived is not part of the value: it
-changes neither the structure nor the number of graphs.
+The *context* is static: the keys, the names of the leaves, and a batch size that no leaf has. Other batch sizes are
+derived from shapes; those of a variable batch are a leaf. Fetched and derived tensors are not part of the value, so
+they change neither the structure nor the number of graphs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from tilerec.sparse.segments import Segments
 from tilerec.sparse.strides import Strides
 
 Context = tuple[tuple[str, ...], tuple[str, ...], int, tuple[str, ...]]
-"""Keys, the names of the leaves, `Parts.known_stride` where the batch size depends on it, the keys of the inverse
-indices."""
+"""(keys, names of the leaves, `Parts.known_stride` if the batch size depends on it, keys of the inverse indices)."""
 
 
 def flatten(parts: Parts) -> tuple[list[Any], Context]:
-    """Leaves and context. "a": [1, 2], [] by lengths -> [values, lengths], (("a",), ("values", "lengths"), 0, ())."""
+    """Return leaves and context: "a": [1, 2], [] -> [values, lengths], (("a",), ("values", "lengths"), 0, ())."""
     inverse = parts.inverse_indices
     leaves = {
         "values": parts.values,
@@ -37,7 +36,7 @@ def flatten(parts: Parts) -> tuple[list[Any], Context]:
 
 
 def unflatten(leaves: Any, context: Context) -> Parts:
-    """The parts that `flatten` took apart; leaves may be anything a tree is mapped to."""
+    """Rebuild the parts from the results of `flatten`; leaves may be any objects that a tree is mapped to."""
     keys, present, stride, inverse_keys = context
     found = dict(zip(present, leaves, strict=True))
     strides = found.get("stride_per_key_per_rank")
@@ -54,12 +53,12 @@ def unflatten(leaves: Any, context: Context) -> Parts:
 
 
 def dump_context(context: Context) -> list[Any]:
-    """The context as lists, names and numbers, which JSON and `torch.load(weights_only=True)` take."""
+    """Convert the context to lists, names and numbers, for JSON and `torch.load(weights_only=True)`."""
     keys, present, stride, inverse_keys = context
     return [list(keys), list(present), stride, list(inverse_keys)]
 
 
 def load_context(dumped: list[Any]) -> Context:
-    """Undo `dump_context`."""
+    """Rebuild the context from the result of `dump_context`."""
     keys, present, stride, inverse_keys = dumped
     return tuple(keys), tuple(present), stride, tuple(inverse_keys)

@@ -1,12 +1,12 @@
-"""`Parts`: what a keyed jagged tensor is made of, and what follows from shapes and host numbers alone.
+"""`Parts`: the fields of a keyed jagged tensor, and values derived from shapes and host numbers alone.
 
 Glossary
-    segments    the bags of all keys as one run: their lengths, their offsets, or both
-    strides     bags by key and rank, for a batch whose size varies by key; None for one batch size
-    key offsets where each key's ids begin in the values, host numbers [F + 1], once they are fetched; else None
+    segments    the bags of all keys as one sequence: their lengths, their offsets, or both
+    strides     bags by key and rank, for a batch whose size varies by key; None for a single batch size
+    key offsets start of each key's ids in the values, host numbers [F + 1]; None until they are fetched
 
-`KeyedJaggedTensor` is the face; the work on it (`checks.py`, `join.py`, `select.py`, `slices.py`,
-`leaves.py`) takes parts and makes parts, so that none of it needs the class.
+`KeyedJaggedTensor` is the public class. The code behind it (`checks.py`, `join.py`, `select.py`, `slices.py`,
+`leaves.py`) takes and returns `Parts`, so it does not depend on the class.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tilerec.sparse.strides import Strides
 
 
 class Parts(NamedTuple):
-    """Parts that fit: nothing is checked here.
+    """Consistent fields of a keyed jagged tensor, without checks.
 
-    `known_stride` is the batch size that the lengths do not show: of a tensor without keys, and of a variable batch
-    whose largest key was left out by a `split` or a `permute`. A batch of one size ignores it.
+    `known_stride` is the batch size if the lengths do not contain it: for a tensor without keys, and for a variable
+    batch whose largest key a `split` or a `permute` removed. A batch with a single batch size ignores it.
     """
 
     keys: Keys
@@ -41,8 +41,10 @@ class Parts(NamedTuple):
     key_offsets: list[int] | None = None
 
     def stride(self) -> int:
-        """Batch size. Of a variable batch: the samples of its inverse indices, else the largest key's bags, also if
-        `split` or `permute` left that key out.
+        """Return the batch size.
+
+        For a variable batch: the number of samples of its inverse indices, else the largest key's bags, also if `split`
+        or `permute` removed that key.
         """
         if len(self.keys) == 0:
             return self.known_stride
@@ -53,21 +55,21 @@ class Parts(NamedTuple):
         return max(self.known_stride, *self.strides.per_key())
 
     def stride_per_key(self) -> list[int]:
-        """Bags of each key [F]."""
+        """Return the number of bags of each key [F]."""
         if self.strides is not None:
             return self.strides.per_key()
         bags, keys = self.segments.count(), len(self.keys)
         return [bags // keys] * keys if keys else []
 
     def bag_offsets(self) -> list[int]:
-        """Where each key's bags begin in the lengths [F + 1]."""
+        """Return the start of each key's bags in the lengths [F + 1]."""
         if self.strides is not None:
             return self.strides.bag_offsets()
         stride = self.stride()
         return [stride * position for position in range(len(self.keys) + 1)]
 
     def key_offsets_F1(self) -> Tensor:
-        """Where each key's ids begin, on the device: every B-th bag's offset."""
+        """Return the start of each key's ids as a device tensor [F + 1]: the offset of every B-th bag."""
         offsets_S1 = self.segments.offsets()
         if self.strides is not None and len(self.keys):
             return offsets_S1.index_select(0, upload(self.strides.bag_offsets(), offsets_S1.device))
@@ -81,9 +83,9 @@ class Parts(NamedTuple):
         return offsets_S1[::stride]
 
     def even_key_offsets(self) -> list[int]:
-        """Placeholders on the meta device, where lengths have no values: every key gets an equal number of ids.
+        """Return placeholder key offsets for the meta device, where lengths have no values.
 
-        The first key also gets the remainder. 5 ids of 2 keys -> [0, 3, 5]
+        Every key gets an equal number of ids; the first key also gets the remainder. 5 ids of 2 keys -> [0, 3, 5]
         """
         items, keys = self.values.shape[0], len(self.keys)
         if not keys:
@@ -94,7 +96,7 @@ class Parts(NamedTuple):
     def map(
         self, move: Callable[[Tensor], Tensor], move_weights: Callable[[Tensor], Tensor] | None = None
     ) -> Parts:
-        """Every tensor that was given, moved or copied; weights by `move_weights`, if given."""
+        """Apply `move` to every given tensor, and `move_weights`, if any, to the weights."""
         weights, inverse_indices = self.weights, self.inverse_indices
         if weights is not None:
             weights = (move_weights or move)(weights)
@@ -112,7 +114,7 @@ class Parts(NamedTuple):
         )
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held."""
+        """Return all tensors of these parts."""
         held = [self.values, *self.segments.tensors()]
         if self.weights is not None:
             held.append(self.weights)

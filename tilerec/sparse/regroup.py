@@ -1,13 +1,13 @@
-"""Regrouping: concatenate chosen keys of several keyed tensors into new tensors.
+"""Regrouping: concatenate chosen keys of several keyed tensors to new tensors.
 
 Glossary
-    group   the keys whose columns make one output, in that order
-    run     neighbouring columns of one input that stay neighbours in an output: copied as one block
-    plan    the runs of every group; depends on keys and widths alone, so it is made once per model
+    group   the keys whose columns form one output, in that order
+    run     neighbouring columns of one input that stay neighbours in an output; copied as one block
+    plan    the runs of every group; depends on keys and widths alone, so it is computed once per model
 
-A group is one `torch.cat`: on a GPU one launch for up to 64 runs, that reads and writes each number once. So is an
-input's gradient, because its runs are cut out by one split: cut out one by one, each would bring a gradient of the
-whole input, zero but for its columns, to be added to the others'.
+A group is one `torch.cat`: on a GPU one launch for up to 64 runs, which reads and writes each number once. The gradient
+of an input is one launch, too, because one split cuts out all runs of the input. If each run were sliced separately,
+the backward would add up one gradient per run, each of the size of the whole input and mostly zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilerec.sparse.keys import UnknownKeyError
 
 @dataclass(frozen=True)
 class Run:
-    """Columns [start, stop) of input `source`."""
+    """Columns [start, stop) of input number `source`."""
 
     source: int
     start: int
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RegroupPlan:
-    """For each group the runs it consists of.
+    """Runs of each group.
 
     Inputs x (2 columns), y (3) and z (1, another tensor), groups [z, x], [x, y]
     -> runs [z, x columns 0-2], [columns 0-5 of the first tensor]
@@ -45,7 +45,7 @@ class RegroupPlan:
 
     @staticmethod
     def make(inputs: Sequence[Columns], groups: Sequence[Sequence[str]]) -> RegroupPlan:
-        """Raises `InputError` for a key that no input has, or that two inputs have and a group wants."""
+        """Plan the runs; raise `InputError` for a group's key that no input has, or that two inputs have."""
         home: dict[str, int] = {}
         twice: set[str] = set()
         for source, columns in enumerate(inputs):
@@ -56,18 +56,19 @@ class RegroupPlan:
         for group in groups:
             if isinstance(group, str):
                 raise InputError(
-                    f"regroup: group {group!r} is a string; wanted a list of keys; write [{group!r}]."
+                    f"regroup: got the string {group!r} as a group; expected a list of keys. Write [{group!r}]."
                 )
             runs: list[Run] = []
             for key in group:
                 if key not in home:
                     have = list(home)
                     raise UnknownKeyError(
-                        f"regroup: unknown key {key!r}; the inputs have {have[:8]}{' …' * (len(have) > 8)}."
+                        f"regroup: got the unknown key {key!r}; expected some of {have[:8]}{' …' * (len(have) > 8)}. "
+                        "Correct groups."
                     )
                 if key in twice:
                     raise InputError(
-                        f"regroup: key {key!r} is in more than one input; rename it in one of them."
+                        f"regroup: got key {key!r} in more than one input; expected it in one. Rename it in the others."
                     )
                 start, stop = inputs[home[key]].span(key)
                 if runs and runs[-1].source == home[key] and runs[-1].stop == start:
@@ -78,7 +79,7 @@ class RegroupPlan:
         return RegroupPlan(tuple(planned))
 
     def apply(self, values: Sequence[Tensor], dim: int) -> list[Tensor]:
-        """One tensor per group, concatenated along `dim`. A group of a single run is a view of its input."""
+        """Return one tensor per group, concatenated along `dim`. A group with a single run is a view of its input."""
         pieces = self._pieces(values, dim)
         outputs = []
         for runs in self.groups:
@@ -96,7 +97,7 @@ class RegroupPlan:
         return outputs
 
     def _pieces(self, values: Sequence[Tensor], dim: int) -> list[dict[int, tuple[Tensor, int]]]:
-        """Each input, split where a run of a group of several begins or ends: by first column, a piece and its end."""
+        """Split each input at the edges of runs (of groups with several): first column -> (piece, end column)."""
         cuts: list[set[int]] = [set() for _ in values]
         for runs in self.groups:
             if len(runs) > 1:

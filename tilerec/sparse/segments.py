@@ -1,8 +1,8 @@
-"""How a run of values falls into segments: given as lengths, as offsets, or both; the other is derived when asked for.
+"""Segments of a tensor of values, given as lengths, offsets, or both; the missing one is derived at its first use.
 
 Shapes
     lengths_S  int32 or int64   items per segment
-    offsets_S1 int32 or int64   where segments begin, with the end of the last:
+    offsets_S1 int32 or int64   start of each segment, and end of the last:
                                 offsets[s + 1] = offsets[s] + lengths[s]
     lengths_FB int32 or int64   lengths as a table of F rows of B segments, S = F * B
 
@@ -26,10 +26,10 @@ _INTEGER = (torch.int64, torch.int32)
 
 @final
 class Segments:
-    """What was given never changes; what was derived is remembered, but not while a graph is being traced.
+    """Lengths and offsets of segments. Given tensors never change; derived tensors are cached, except during tracing.
 
-    A compiled graph reads only what was given: if it read what an earlier call happened to derive, two batches of the
-    same kind would look different to the compiler and each state would cost a compilation.
+    A compiled graph reads only the given tensors. If it also read tensors that an earlier call derived, batches of one
+    kind would have different structures, and each structure would be compiled separately.
     """
 
     __slots__ = ("_derived_lengths", "_derived_offsets", "_row", "given_lengths", "given_offsets")
@@ -40,13 +40,13 @@ class Segments:
         given_offsets: Tensor | None,
         row: tuple[Tensor, int] | None = None,
     ) -> None:
-        """`given_lengths`: [S], or a table [F, B] in one piece of memory.
+        """Store the given tensors.
 
-        A table stays one: its second size is the batch size, which an exporter cannot tell from S = F * B.
+        `given_lengths`: [S], or a contiguous table [F, B]. A table is kept: its second size is the batch size, which an
+        exporter cannot derive from S = F * B.
 
-        `row`: offsets that stand in row number `row[1]` of a table, computed with those of the other keys.
-
-        It is sliced when asked for: a thousand keys are a thousand views that most readers never look at.
+        `row`: (table, number): the offsets are this row of a table that was computed for all keys together. The row is
+        sliced at its first use: slices of a thousand keys are a thousand views, and most are never read.
         """
         self.given_lengths = given_lengths
         self.given_offsets = given_offsets
@@ -55,7 +55,7 @@ class Segments:
         self._row = row
 
     def lengths(self) -> Tensor:
-        """Items per segment [S]."""
+        """Return the number of items of each segment [S]."""
         lengths_S = self.given_lengths
         if lengths_S is not None and lengths_S.dim() == 1:
             return lengths_S
@@ -72,7 +72,7 @@ class Segments:
         return self.given_offsets.diff()
 
     def offsets(self) -> Tensor:
-        """Where segments begin [S + 1]."""
+        """Return the start of each segment, and the end of the last [S + 1]."""
         offsets_S1 = self.given_offsets
         if offsets_S1 is not None:
             return offsets_S1
@@ -87,30 +87,30 @@ class Segments:
         return self._derived_offsets
 
     def lengths_or_none(self) -> Tensor | None:
-        """Lengths if they are at hand without work."""
+        """Return the lengths if they are given or derived, else None."""
         if self.given_lengths is not None:
             return self.lengths()
         return None if torch.compiler.is_compiling() else self._derived_lengths
 
     def offsets_or_none(self) -> Tensor | None:
-        """Offsets if they are at hand without work."""
+        """Return the offsets if they are given or derived, else None."""
         if self.given_offsets is not None or torch.compiler.is_compiling():
             return self.given_offsets
         return self._derived_offsets if self._row is None else self.offsets()
 
     def begin(self) -> int:
-        """Where the first segment begins: 0, unless offsets say otherwise, which waits for the device."""
+        """Return the start of the first segment: 0 with lengths; with offsets the first one, after a device wait."""
         return 0 if self.given_offsets is None else int(self.given_offsets[0].item())
 
     def count(self) -> int:
-        """How many segments; read from a shape, so it costs no wait and stays symbolic in a graph."""
+        """Return the number of segments, from a shape: no wait for the device, and symbolic in a graph."""
         if self.given_lengths is not None:
             return self.given_lengths.numel()
         assert self.given_offsets is not None, "segments hold lengths or offsets"
         return self.given_offsets.shape[0] - 1
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segments:
-        """The given tensors moved or copied; derived ones are cheaper derived again than moved."""
+        """Apply `function` to the given tensors. Derived tensors are dropped: deriving is cheaper than copying."""
         lengths_S, offsets_S1 = self.given_lengths, self.given_offsets
         return Segments(
             None if lengths_S is None else function(lengths_S),
@@ -118,7 +118,7 @@ class Segments:
         )
 
     def copy_(self, source: Segments, non_blocking: bool = False) -> None:
-        """Overwrite the given tensors with `source`'s and forget what was derived from the old ones."""
+        """Overwrite the given tensors with `source`'s, and drop the derived tensors."""
         if self.given_lengths is not None:
             self.given_lengths.view(-1).copy_(source.lengths(), non_blocking=non_blocking)
         if self.given_offsets is not None:
@@ -128,8 +128,8 @@ class Segments:
         self._row = None
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor held, given or derived."""
-        # Lengths derived from a table are the table's own memory.
+        """Return all tensors, given or derived."""
+        # Lengths derived from a table share its memory.
         derived_lengths = self._derived_lengths if self.given_lengths is None else None
         held = (self.given_lengths, self.given_offsets, derived_lengths, self._derived_offsets)
         return [tensor for tensor in held if tensor is not None]
@@ -138,13 +138,13 @@ class Segments:
 def checked_segments(
     owner: str, lengths: Tensor | None, offsets: Tensor | None, rows: int | None = None
 ) -> Segments:
-    """Segments from a caller's tensors; `owner` is the word for the errors.
+    """Check a caller's tensors and return them as segments; error messages begin with `owner`.
 
-    Lengths of more dimensions are flattened, but a table of `rows` rows stays one. Shapes and dtypes are checked here,
-    contents in `sparse/validate.py`, because reading contents waits for the device.
+    Lengths with more dimensions are flattened, but a table of `rows` rows is kept. This checks shapes and dtypes;
+    `sparse/validate.py` checks contents, because reading them waits for the device.
     """
     if lengths is None and offsets is None:
-        raise InputError(f"{owner}: got neither lengths nor offsets; give one of them.")
+        raise InputError(f"{owner}: got neither lengths nor offsets; expected one of them. Pass one.")
     for name, tensor in (("lengths", lengths), ("offsets", offsets)):
         if tensor is None:
             continue
@@ -153,27 +153,26 @@ def checked_segments(
             continue
         if name == "offsets" or tensor.numel() > 0:
             raise InputError(
-                f"{owner}: {name} have dtype {tensor.dtype}; wanted torch.int32 or torch.int64; "
-                f"write {name}.to(torch.int64)."
+                f"{owner}: got {name} of {tensor.dtype}; expected torch.int32 or torch.int64. "
+                f"Write {name}.to(torch.int64)."
             )
         lengths = tensor.long()  # torch.tensor([]) is a float tensor
     if lengths is not None and lengths.dim() != 1:
         if lengths.dim() == 0:
             raise InputError(
-                f"{owner}: lengths have no dimension; wanted one length per bag; write lengths.reshape(1)."
+                f"{owner}: got lengths without a dimension; expected one length per bag. Write lengths.reshape(1)."
             )
         is_table = offsets is None and lengths.dim() == 2 and lengths.shape[0] == rows
         lengths = lengths.contiguous() if is_table else lengths.reshape(-1)
     if offsets is not None:
         if offsets.dim() != 1 or offsets.shape[0] == 0:
             raise InputError(
-                f"{owner}: offsets have shape {list(offsets.shape)}; wanted one dimension with one entry "
-                f"more than there "
-                f"are bags, [0] for none."
+                f"{owner}: got offsets of shape {list(offsets.shape)}; expected [bags + 1]. Pass one offset more than "
+                f"bags, [0] for no bags."
             )
         if lengths is not None and lengths.shape[0] + 1 != offsets.shape[0]:
             raise InputError(
-                f"{owner}: {lengths.shape[0]} lengths and {offsets.shape[0]} offsets disagree; wanted one offset more "
-                f"than lengths; give only one of them."
+                f"{owner}: got {lengths.shape[0]} lengths and {offsets.shape[0]} offsets; expected one offset more "
+                f"than lengths. Pass only one of them."
             )
     return Segments(lengths, offsets)

@@ -1,4 +1,4 @@
-"""Selecting features of a keyed tensor: neighbours as views (`split`), or any in any order (`permute`).
+"""Selection of features of a keyed jagged tensor: neighbours as views (`split`), or any in any order (`permute`).
 
 keys a, b, c:   split [1, 2] -> a | b, c        permute [2, 0] -> c, a
 """
@@ -20,7 +20,7 @@ from tilerec.sparse.strides import Strides
 
 
 def split(parts: Parts, segments: Sequence[int]) -> list[Parts]:
-    """Neighbouring features, `segments[i]` of them in part i. Takes the key offsets."""
+    """Split into parts of `segments[i]` neighbouring features. Needs the key offsets."""
     key_offsets = parts.key_offsets
     assert key_offsets is not None, "the key offsets are fetched before a tensor is split"
     splits = parts.keys.split(segments)
@@ -52,13 +52,13 @@ def split(parts: Parts, segments: Sequence[int]) -> list[Parts]:
 
 
 def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None) -> Parts:
-    """The features at `indices`, in that order. Takes the key offsets where `permute_waits` says so."""
+    """Return the features at `indices`, in that order. Needs the key offsets if `permute_waits` returns True."""
     keys = parts.keys.select(indices)
     order_P = upload(indices, parts.values.device) if indices_tensor is None else indices_tensor
     if order_P.shape != (len(keys),):
         raise InputError(
-            f"permute: indices_tensor has shape {list(order_P.shape)} for {len(keys)} indices; wanted the same "
-            f"list; leave it out, it follows from them."
+            f"permute: got indices_tensor of shape {list(order_P.shape)}; expected [{len(keys)}], the list of indices. "
+            f"Leave it out."
         )
     lengths, strides = _permute_lengths(parts, indices, order_P)
     source_F1 = parts.key_offsets_F1().long()
@@ -84,15 +84,15 @@ def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None)
 
 
 def permute_waits(parts: Parts, indices: Sequence[int]) -> bool:
-    """Whether a permutation takes key offsets that have to be fetched: its number of ids is not the batch's.
+    """Return True if a permutation must fetch key offsets, because it changes the number of ids.
 
-    They are checked then, too: ids that lie in no bag would be left out.
+    Fetching also checks them: ids outside all bags would be dropped.
     """
     return parts.key_offsets is None and not _is_bijective(parts, indices)
 
 
 def _is_bijective(parts: Parts, indices: Sequence[int]) -> bool:
-    """Every feature once."""
+    """Return True if `indices` contains every feature exactly once."""
     return sorted(indices) == list(range(len(parts.keys)))
 
 

@@ -1,8 +1,8 @@
-"""Slices by key: the features of a keyed tensor as jagged tensors that are views of its memory.
+"""Slices by key: the features of a keyed jagged tensor as jagged tensors that share its memory.
 
     values [1, 2, 3, 4, 5], lengths a: [2, 0], b: [1, 2]   ->   "a": [1, 2], [] | "b": [3], [4, 5]
 
-All take the key offsets.
+All functions need the key offsets.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tilerec.sparse.segments import Segments
 
 
 def key_lengths(parts: Parts) -> list[int]:
-    """Ids of each key [F]."""
+    """Return the number of ids of each key [F]."""
     key_offsets = parts.key_offsets
     assert key_offsets is not None, "the key offsets are fetched before a tensor is sliced"
     return list(map(sub, key_offsets[1:], key_offsets[:-1]))
 
 
 def slice_one(parts: Parts, position: int) -> JaggedTensor:
-    """The bags of the feature at `position`."""
+    """Return the bags of the feature at `position`."""
     key_offsets = parts.key_offsets
     assert key_offsets is not None, "the key offsets are fetched before a tensor is sliced"
     start, end = key_offsets[position], key_offsets[position + 1]
@@ -45,7 +45,7 @@ def slice_one(parts: Parts, position: int) -> JaggedTensor:
 
 
 def slice_all(parts: Parts, compute_offsets: bool) -> dict[str, JaggedTensor]:
-    """The bags of every feature by its name; with `compute_offsets` their offsets too, all in one go."""
+    """Return the bags of every feature by name; `compute_offsets` also computes their offsets, all together."""
     sizes = key_lengths(parts)
     strides = parts.stride_per_key()
     values = parts.values.split(sizes)
@@ -64,10 +64,10 @@ def slice_all(parts: Parts, compute_offsets: bool) -> dict[str, JaggedTensor]:
 
 
 def _offset_rows(parts: Parts, strides: list[int]) -> Iterable[tuple[Tensor, int] | None]:
-    """Each key's bag offsets counted from its own first id: one subtraction gives those of all keys."""
+    """Return each key's bag offsets relative to its first id, computed for all keys with one subtraction."""
     offsets_S1 = parts.segments.offsets()
     if parts.strides is not None:
-        # Rows of different lengths make no table; each key derives its own.
+        # Rows of different lengths form no table; each key derives its own offsets.
         return repeat(None)
     stride = strides[0]
     # Row f holds the B + 1 offsets of key f; neighbouring rows overlap in one entry.

@@ -1,10 +1,9 @@
-"""Checking what is inside a keyed jagged tensor: for loaders, tests, and the hour something went wrong.
+"""Validation of the contents of a keyed jagged tensor, for data loaders, tests and debugging.
 
-Constructors check shapes and types. Contents live on the device, so reading them costs a wait: it is done here, when
-asked for. Every message names the feature, the bag and the value.
+Constructors check only shapes and types. Contents are on the device, and reading them waits for it, so only an explicit
+call checks them. Every message names the feature, the bag and the value.
 
-An id outside of its table is a warning and not an error: what a lookup makes of it depends on the collection's
-`on_bad_id`.
+An id outside its table is a warning, not an error: the collection's `on_bad_id` decides how a lookup handles it.
 """
 
 from __future__ import annotations
@@ -28,15 +27,20 @@ if TYPE_CHECKING:
 def validate_keyed_jagged_tensor(
     kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig] | None = None
 ) -> bool:
-    """Return False if an id is outside of its table, with a warning that names feature, bag and id; else True.
+    """Return False if an id is outside its table, with a warning that names feature, bag and id; else True.
 
-    Checks that offsets start at 0 and do not descend, that no length is negative, that lengths and offsets agree, that
-    they add up to the number of values and weights, that inverse indices name bags there are, and, given table
-    `configs`, that ids are whole numbers in the tables' rows. Features that no config names are not checked for range;
-    of a feature with several tables the smallest decides. Waits for the device.
+    Checks that
+    - offsets start at 0 and do not descend,
+    - no length is negative, and lengths and offsets agree,
+    - the lengths sum to the number of values and weights,
+    - inverse indices are numbers of existing bags,
+    - with table `configs`: ids are whole numbers below the number of rows. Features without a config are not checked;
+      for a feature with several tables the smallest table counts.
+
+    Waits for the device.
 
     Raises:
-        InputError: anything but an id out of range, with feature, bag and value.
+        InputError: any fault except an id out of range; the message has feature, bag and value.
     """
     _check_offsets(kjt)
     _check_lengths(kjt)
@@ -55,23 +59,24 @@ def _check_offsets(kjt: KeyedJaggedTensor) -> None:
     first = int(offsets_S1[0].item())
     if first != 0:
         raise InputError(
-            f"KeyedJaggedTensor: the first offset is {first}; wanted 0, since values that belong to no bag would "
-            f"shift the features; pass values[offsets[0]:] and offsets - offsets[0]."
+            f"KeyedJaggedTensor: got {first} as the first offset; expected 0, since values outside all bags would "
+            f"shift the features. Pass values[offsets[0]:] and offsets - offsets[0]."
         )
     bag = _first(offsets_S1.diff() < 0)
     if bag is not None:
         raise InputError(
-            f"{_place(kjt, bag)}: offsets descend from {int(offsets_S1[bag])} to "
-            f"{int(offsets_S1[bag + 1])}; wanted each "
-            f"at least as large as the one before."
+            f"{_bag_name(kjt, bag)}: got offsets that descend from {int(offsets_S1[bag])} to "
+            f"{int(offsets_S1[bag + 1])}; expected each "
+            f"at least as large as the one before. Correct the offsets."
         )
     lengths_S = kjt._parts.segments.given_lengths
     if lengths_S is not None:
         bag = _first(lengths_S.long() != offsets_S1.long().diff())
         if bag is not None:
             raise InputError(
-                f"{_place(kjt, bag)}: its length is {int(lengths_S[bag])}, but its offsets hold "
-                f"{int(offsets_S1[bag + 1] - offsets_S1[bag])} ids; give only one of lengths and offsets."
+                f"{_bag_name(kjt, bag)}: got length {int(lengths_S[bag])} and offsets of "
+                f"{int(offsets_S1[bag + 1] - offsets_S1[bag])} ids; expected equal numbers. Pass only lengths or "
+                "offsets."
             )
 
 
@@ -79,7 +84,9 @@ def _check_lengths(kjt: KeyedJaggedTensor) -> None:
     lengths_S = kjt.lengths()
     bag = _first(lengths_S < 0)
     if bag is not None:
-        raise InputError(f"{_place(kjt, bag)}: its length is {int(lengths_S[bag])}; wanted 0 or more.")
+        raise InputError(
+            f"{_bag_name(kjt, bag)}: got length {int(lengths_S[bag])}; expected 0 or more. Correct the lengths."
+        )
 
 
 def _check_sizes(kjt: KeyedJaggedTensor) -> None:
@@ -89,20 +96,20 @@ def _check_sizes(kjt: KeyedJaggedTensor) -> None:
         bag = _first(offsets_S1[1:] > items)
         assert bag is not None, "the last offset exceeds the number of values"
         raise InputError(
-            f"{_place(kjt, bag)}: it ends at id {int(offsets_S1[bag + 1])}, but there are only {items} "
-            f"values; the lengths "
+            f"{_bag_name(kjt, bag)}: got the end {int(offsets_S1[bag + 1])}; expected at most {items}, the number of "
+            f"values. Correct the lengths, which "
             f"sum to {total}."
         )
     if total < items:
         raise InputError(
-            f"KeyedJaggedTensor: the lengths sum to {total}, but there are {items} values; the first that "
-            f"belongs to no bag "
+            f"KeyedJaggedTensor: got lengths that sum to {total}; expected {items}, the number of values. The first "
+            f"value outside all bags "
             f"is {kjt.values()[total].tolist()} at position {total}."
         )
     weights = kjt.weights_or_none()
     if weights is not None and weights.shape[0] != items:
         raise InputError(
-            f"KeyedJaggedTensor: {weights.shape[0]} weights for {items} values; wanted one each."
+            f"KeyedJaggedTensor: got {weights.shape[0]} weights; expected {items}. Pass one weight per value."
         )
 
 
@@ -116,8 +123,8 @@ def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
     unknown = [key for key in keys if key not in own_keys]
     if lacking or unknown:
         raise InputError(
-            f"KeyedJaggedTensor: inverse indices lack the keys {shorten(lacking)} and have {shorten(unknown)} that "
-            f"the tensor lacks; wanted the same keys; give one row of inverse indices for each."
+            f"KeyedJaggedTensor: got inverse indices without the keys {shorten(lacking)} and with the unknown keys "
+            f"{shorten(unknown)}; expected those of the tensor. Pass one row of inverse indices for each."
         )
     stride = dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True))
     bags_F1 = torch.tensor([stride[key] for key in keys], device=index_FB.device).view(-1, 1)
@@ -125,25 +132,25 @@ def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
     if wrong is not None:
         row, sample = divmod(wrong, index_FB.shape[1])
         raise InputError(
-            f"Feature '{keys[row]}': sample {sample} uses bag {int(index_FB[row, sample])}; wanted one of its "
-            f"{stride[keys[row]]} bags."
+            f"Feature '{keys[row]}': got bag {int(index_FB[row, sample])} for sample {sample}; expected one of its "
+            f"{stride[keys[row]]} bags. Correct inverse_indices."
         )
 
 
 def _id_out_of_range(
     kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]
 ) -> str | None:
-    """Return the message about the first id outside of its table, or None."""
+    """Return the message about the first id outside its table, or None."""
     ids_N = kjt.values()
     if ids_N.is_floating_point() or ids_N.is_complex() or ids_N.dtype == torch.bool:
         raise InputError(
-            f"KeyedJaggedTensor: values have dtype {ids_N.dtype}; ids of tables are whole numbers, use torch.int64."
+            f"KeyedJaggedTensor: got values of {ids_N.dtype}; expected whole numbers as ids. Use torch.int64."
         )
     if ids_N.dim() != 1:
         raise InputError(
-            f"KeyedJaggedTensor: values have shape {list(ids_N.shape)}; wanted one id each, [N]."
+            f"KeyedJaggedTensor: got values of shape {list(ids_N.shape)}; expected one id each, [N]. Flatten them."
         )
-    # The smallest table decides where tables share a feature.
+    # The smallest table is the limit if several tables have one feature.
     table: dict[str, tuple[int, str]] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -166,24 +173,24 @@ def _id_out_of_range(
     )
     rows, name = table[_feature(kjt, bag)[0]]
     return (
-        f"{_place(kjt, bag)}: id {int(ids_N[position])} (value {position}) is outside [0, {rows}), the rows of table "
-        f"'{name}'; map it into the table or enlarge num_embeddings."
+        f"{_bag_name(kjt, bag)}: got id {int(ids_N[position])} (value {position}); expected one in [0, {rows}), the "
+        f"rows of table '{name}'. Map it into the table or increase num_embeddings."
     )
 
 
 def _first(wrong: Tensor) -> int | None:
-    """The first true position."""
+    """Return the first True position, or None."""
     positions = wrong.nonzero()
     return int(positions[0].item()) if positions.shape[0] > 0 else None
 
 
 def _feature(kjt: KeyedJaggedTensor, bag: int) -> tuple[str, int]:
-    """The feature of a flat bag number, and the bag's number in it."""
+    """Return the feature of a flat bag number, and the number of the bag in the feature."""
     bag_offsets = kjt.lengths_offset_per_key()
     position = max(f for f in range(len(bag_offsets) - 1) if bag_offsets[f] <= bag)
     return kjt.keys()[position], bag - bag_offsets[position]
 
 
-def _place(kjt: KeyedJaggedTensor, bag: int) -> str:
+def _bag_name(kjt: KeyedJaggedTensor, bag: int) -> str:
     feature, own_bag = _feature(kjt, bag)
     return f"Feature '{feature}', bag {own_bag}"

@@ -1,1 +1,1 @@
-"""What a user says and what a plan says: frozen records, no tensors."""
+"""Specifications of tables, optimizers, machines and plans: frozen records, no tensors."""

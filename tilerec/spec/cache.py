@@ -1,4 +1,4 @@
-"""What a plan says of a table's cache: how many of its rows have a line in device memory, and who goes first."""
+"""Cache settings of a table in a plan: cache lines in device memory per row, and the eviction policy."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ DEFAULT_LOAD_FACTOR = 0.2
 
 @unique
 class CacheAlgorithm(Enum):
-    """Which row leaves a full set."""
+    """Policy that picks the row to evict from a full cache set."""
 
-    LRU = "lru"  # the one that no batch has named for the longest time
-    LFU = "lfu"  # the one that the fewest batches have named; a row that fewer still have named does not come in
+    LRU = "lru"  # evict the row that batches have not used for the longest time
+    LFU = "lfu"  # evict the row that the fewest batches have used; a row used by still fewer is not admitted
 
 
 _WITHOUT_EFFECT = {
-    "precision": "lines have the table's own data type, so that no bit depends on the cache",
-    "prefetch_pipeline": "module.prefetch() may be called, or not, with every cache",
+    "precision": "cache lines have the table's data type, so results do not depend on the cache",
+    "prefetch_pipeline": "module.prefetch() is optional with every cache",
     "stats": "the planner does not place tables in host memory by itself",
-    "multipass_prefetch_config": "rows move in one pass",
+    "multipass_prefetch_config": "rows are prefetched in one pass",
 }
 
 
 @dataclass(frozen=True, init=False)
 class CacheParams:
-    """A table's cache.
+    """Cache settings of one table.
 
     Args:
         algorithm: a `CacheAlgorithm`, or its value. None: LRU.
-        load_factor: lines in device memory per row of the table, in (0, 1]. None: 0.2.
-        reserved_memory: bytes of device memory to leave free: where the cache would not, it gets fewer lines. No
-            effect where the cache lies in host memory.
-        precision, prefetch_pipeline, stats, multipass_prefetch_config: TorchRec's; not kept, with a warning that says
-            why.
+        load_factor: cache lines in device memory per row of the table, in (0, 1]. None: 0.2.
+        reserved_memory: bytes of device memory to keep free; the cache gets fewer lines if it would use them. No
+            effect if the cache is in host memory.
+        precision, prefetch_pipeline, stats, multipass_prefetch_config: TorchRec's; dropped, with a warning that gives
+            the reason.
 
     Raises:
         ConfigError: a number outside its range, or an unknown algorithm.
@@ -64,18 +64,21 @@ class CacheParams:
         factor = DEFAULT_LOAD_FACTOR if load_factor is None else load_factor
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
             raise ConfigError(
-                f"CacheParams: load_factor is {load_factor!r}, wanted lines per row of the table, more than 0 and at "
-                "most 1. For host rows without a cache say compute_kernel 'fused_uvm'."
+                f"CacheParams: got load_factor={load_factor!r}; expected cache lines per row of the table, above 0 and "
+                "at most 1. For host rows without a cache pass compute_kernel='fused_uvm'."
             )
         reserved = 0.0 if reserved_memory is None else reserved_memory
         if isinstance(reserved, bool) or not isinstance(reserved, (int, float)) or not reserved >= 0:
-            raise ConfigError(f"CacheParams: reserved_memory is {reserved!r}, wanted bytes, from 0 up.")
+            raise ConfigError(
+                f"CacheParams: got reserved_memory={reserved!r}; expected a number of bytes from 0. Leave it out to "
+                "reserve nothing."
+            )
         object.__setattr__(self, "algorithm", _algorithm(algorithm))
         object.__setattr__(self, "load_factor", float(factor))
         object.__setattr__(self, "reserved_memory", float(reserved))
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values; what is by default is left out."""
+        """Return a dict of JSON values; a `reserved_memory` of 0 is omitted."""
         out: dict[str, Any] = {"algorithm": self.algorithm.value, "load_factor": self.load_factor}
         if self.reserved_memory:
             out["reserved_memory"] = self.reserved_memory
@@ -83,11 +86,11 @@ class CacheParams:
 
     @staticmethod
     def from_json(data: Any) -> CacheParams:
-        """The inverse of `to_json`."""
+        """Build from a dict that `to_json` returned."""
         known = {"algorithm", "load_factor", "reserved_memory"}
         if not isinstance(data, Mapping) or set(data) - known:
             raise ConfigError(
-                f"cache_params is {data!r:.200}; wanted an object with some of {sorted(known)}."
+                f"cache_params: got {data!r:.200}; expected an object with some of {sorted(known)}. Remove other keys."
             )
         return CacheParams(**data)
 
@@ -95,8 +98,10 @@ class CacheParams:
 def _algorithm(given: Any) -> CacheAlgorithm:
     if given is None:
         return CacheAlgorithm.LRU
-    # Another library's enum of these names is understood; its values may be numbers.
+    # Accept another library's enum with these names; its values may be numbers.
     for word in (given, getattr(given, "name", None), getattr(given, "value", None)):
         if isinstance(word, str) and word.lower() in ("lru", "lfu"):
             return CacheAlgorithm(word.lower())
-    raise ConfigError(f"CacheParams: algorithm is {given!r}; use CacheAlgorithm.LRU or CacheAlgorithm.LFU.")
+    raise ConfigError(
+        f"CacheParams: got algorithm={given!r}; expected CacheAlgorithm.LRU or CacheAlgorithm.LFU. Pass one of them."
+    )

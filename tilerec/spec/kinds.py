@@ -1,10 +1,14 @@
-"""The words of a plan: how a table is cut, how it is updated and where it is kept.
+"""Enums of a plan: the sharding type and the compute kernel of a table.
 
 Nouns
-  kind        `ShardingType`: the word for how a table is cut; a description, the tiling is what counts
-  kernel      `EmbeddingComputeKernel`: `fused` where the table's optimizer is attached and updates in the backward
-              pass, `fused_uvm_caching` where it does and the rows lie in host memory behind a cache, `dense` where none
-              is, whatever sharders say, and gradients go to `.grad`; unsaid: as it comes
+  kind    `ShardingType`: describes how a table is cut. Placement depends on the tiling alone
+  kernel  `EmbeddingComputeKernel`: where the rows are kept, and which code updates them
+
+    kernel             rows in                               updated by
+    fused              device memory                         the attached optimizer, in the backward pass
+    fused_uvm_caching  host memory, with a device cache      the attached optimizer, in the backward pass
+    dense              device memory                         your own optimizer, from `.grad`; a sharder's is ignored
+    None               sharding fills it in: `fused` if an optimizer is attached or a sharder gives one, else `dense`
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from tilerec.errors import ConfigError
 
 @unique
 class ShardingType(str, Enum):
-    """How a table is cut."""
+    """Pattern by which a table is cut into tiles."""
 
     DATA_PARALLEL = "data_parallel"  # a copy on every rank
     TABLE_WISE = "table_wise"  # whole, on one rank
@@ -31,13 +35,14 @@ class ShardingType(str, Enum):
 
 @unique
 class EmbeddingComputeKernel(str, Enum):
-    """How a table is updated, and where it is kept.
+    """Memory of a table's rows, and the code that updates them.
 
-    `DENSE` tables get no optimizer from a sharder: gradients go to `.grad`. All others are updated in the backward pass
-    by the optimizer that is attached or that a sharder gives. `FUSED` tables lie in the memory of their rank's device;
-    `FUSED_UVM_CACHING` ones in host memory, and the rows that batches name in a cache on the device; `FUSED_UVM` ones
-    in host memory, and rows are on the device only while a batch is in flight (on CPU: as `FUSED`). The others are as
-    `FUSED` here, and warned about.
+    `DENSE` tables get no optimizer from a sharder: gradients are written to `.grad`. The backward pass updates all
+    other tables, with the optimizer that is attached or that a sharder gives.
+
+    `FUSED` tables are in the memory of their rank's device. `FUSED_UVM_CACHING` tables are in host memory, with a cache
+    on the device for the rows that batches look up. `FUSED_UVM` tables are in host memory; rows are on the device only
+    while a batch is in flight (on CPU: as `FUSED`). All other kernels act as `FUSED`, with a warning.
     """
 
     DENSE = "dense"
@@ -56,18 +61,20 @@ class EmbeddingComputeKernel(str, Enum):
 
 
 HOST_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
-"""Those that keep rows in host memory."""
+"""Kernels that keep rows in host memory."""
 KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, *HOST_KERNELS)
 _E = TypeVar("_E", bound=Enum)
 
 
 def to_enum(kind: type[_E], value: object, what: str) -> _E:
-    """A member of a string-valued enum, given it or its value (`"row_wise"`, `"ROW_WISE"`)."""
+    """Return a member of a string-valued enum, given the member or its value (`"row_wise"`, `"ROW_WISE"`)."""
     if isinstance(value, kind):
         return value
     words = {member.value: member for member in kind}
-    # Another library's enum of the same values is understood: its members are (or hold) the same strings.
+    # Accept another library's enum with the same values: its members are (or hold) the same strings.
     word = getattr(value, "value", value)
     if isinstance(word, str) and word.lower() in words:
         return words[word.lower()]
-    raise ConfigError(f"{what} got {value!r}, wanted {kind.__name__} or one of {list(words)}.")
+    raise ConfigError(
+        f"{what}: got {value!r}; expected a {kind.__name__} or one of {list(words)}. Use one of these."
+    )

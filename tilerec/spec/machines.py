@@ -1,6 +1,6 @@
-"""GPUs that a topology can be made of by name: memory, and links of one GPU, one way.
+"""GPU presets of `Topology.preset`: memory and one-way link bandwidth of one GPU.
 
-From the makers' data sheets, not measured; what kernels reach of it is in `planner/cost/default_speeds.py`.
+The figures are from data sheets, not measured. `planner/cost/default_speeds.py` has the fractions that kernels reach.
 
     a100   NVIDIA A100 80 GB SXM data sheet (2,039 GB/s; NVLink 600 GB/s both ways); DGX A100: 8 cards of 200 Gb/s
     h100   NVIDIA H100 SXM data sheet (3.35 TB/s; NVLink 900 GB/s both ways); DGX H100: 8 cards of 400 Gb/s
@@ -17,12 +17,14 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU: bytes, and bytes per second.
+    """Data-sheet figures of one GPU.
 
     Args:
-        memory: of the GPU. memory_bw: reads and writes of it.
-        link_bw: to other GPUs of its host, one way. network_bw: of its own network card, one way.
-        host_bw: to and from host memory (PCIe, one way).
+        memory: bytes of GPU memory.
+        memory_bw: bytes per second of reads and writes of GPU memory.
+        link_bw: bytes per second to other GPUs of the host, one way.
+        network_bw: bytes per second of the GPU's own network card, one way.
+        host_bw: bytes per second to and from host memory (PCIe), one way.
     """
 
     memory: int

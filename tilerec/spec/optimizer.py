@@ -1,21 +1,22 @@
-"""What a user says about the optimizer of a table: a frozen record, no tensors, JSON round trip.
+"""Optimizer specs of tables: frozen records of hyper-parameters, no tensors, JSON round trip.
 
 Glossary
-    rule    the name of a *row rule*: how one table row `w` moves given its summed gradient `g`
-            (`ops/update/definition.py`).
-    slot    one named piece of optimizer state. `per="row"`: one number per table row, shape [rows];
+    rule    the name of a *row rule*: the formula that updates one table row `w` from its summed gradient `g`
+            (`ops/update.py`).
+    slot    one named tensor of optimizer state. `per="row"`: one number per table row, shape [rows];
             `per="element"`: one per weight, shape [rows, dim]. float32 (float64 for float64 tables).
-    hyper   the rule's numbers as a flat list of floats, in the order that `_tail` of each class states. Every
-            list starts with [lr, grad_scale, weight_decay, stochastic_rounding].
-    phase   one sum over a whole row that the rule needs before it can move the row (row-wise Adagrad: the sum
+    hyper   the hyper-parameters as a flat list of floats: [lr, grad_scale, weight_decay, stochastic_rounding],
+            followed by the rule's own in the order that `_tail` of each class states.
+    phase   one sum over a whole row that the rule needs before it can update the row (row-wise Adagrad: the sum
             of g^2). On a column-split table each phase is one small reduction over the column owners.
-    t       how many updates the table has had, this one included; with `row_step=True`, how many the row had.
+    t       number of updates of the table, this one included; with `row_step=True`, number of updates of the row.
 
-Only rows that the batch looked up move: moments, momentum and decay of the other rows stay as they are.
+Only rows that the batch looked up are updated. Weights, moments and momentum of all other rows stay unchanged, and
+these rows do not decay.
 
-Defaults follow `torch.optim` where torch has the optimizer. Where it has not, `lr`, `eps`, `betas`, `momentum`,
-and `trust_coefficient` are those of FBGEMM's fused embeddings, which TorchRec users get when they leave them
-out; the one exception is `RowWiseAdagrad.eps`, which follows the signature of TorchRec's `RowWiseAdagrad`.
+Defaults are those of `torch.optim` where torch has the optimizer. Otherwise `lr`, `eps`, `betas`, `momentum` and
+`trust_coefficient` are the defaults of FBGEMM's fused embeddings, which are also the defaults for TorchRec users. The
+one exception is `RowWiseAdagrad.eps`: it has the default of TorchRec's `RowWiseAdagrad`.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ _DECAY_MODES: tuple[str, ...] = ("none", "l2", "decoupled")
 @final
 @dataclass(frozen=True)
 class Slot:
-    """One named piece of optimizer state and the value it starts from."""
+    """One named tensor of optimizer state, and its initial value."""
 
     name: str
     per: Literal["row", "element"]
     init: float = 0.0
 
     def shape(self, rows: int, dim: int) -> tuple[int, ...]:
-        """The slot's shape for a table of `rows` x `dim`: `(rows,)` or `(rows, dim)`."""
+        """Return the slot's shape for a table of `rows` x `dim`: `(rows,)` or `(rows, dim)`."""
         return (rows,) if self.per == "row" else (rows, dim)
 
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """The optimizer of a table. Use one of the final classes below.
+    """Optimizer of a table. Use one of the final classes below.
 
-    Fields every optimizer has:
+    Fields of every optimizer:
         lr: learning rate, >= 0. A scheduler's value replaces it per step: `hyper(lr=...)`.
-        weight_decay: strength of the decay, >= 0; each class says how it enters.
-        stochastic_rounding: fp16/bf16 tables are rounded up or down at random, so that small steps are not
-            lost on average. No effect on fp32 tables.
-        grad_scale: the loss scale; summed gradients are divided by it before the rule, > 0.
-        non_finite: a row whose summed gradient is not finite is an error, or is skipped (its weights and
-            state stay).
-        capturable: updates read learning rate and update count from tensors on the table's device, so a CUDA graph of
-            a step goes on with every replay. Changes no number.
+        weight_decay: strength of the decay, >= 0; the formula of each class shows how it is applied.
+        stochastic_rounding: round fp16/bf16 tables up or down at random, so small steps are not lost on average. No
+            effect on fp32 tables.
+        grad_scale: the loss scale, > 0; summed gradients are divided by it before the rule.
+        non_finite: for a row whose summed gradient is not finite: "error" raises, "skip" leaves its weights and state
+            unchanged.
+        capturable: updates read learning rate and update count from tensors on the table's device, so each replay of a
+            captured CUDA graph advances them. Results do not change.
     """
 
     lr: float
@@ -85,41 +86,41 @@ class OptimizerSpec(ABC):
     @property
     @abstractmethod
     def rule(self) -> str:
-        """The row rule's name, as `torch.ops.tilerec.update_rows_` takes it."""
+        """Name of the row rule, an argument of `torch.ops.tilerec.update_rows_`."""
 
     @property
     @abstractmethod
     def slots(self) -> tuple[Slot, ...]:
-        """The optimizer state, in the order the update op takes it."""
+        """Slots of the optimizer state, in the order of the update op's arguments."""
 
     @property
     def partials(self) -> tuple[int, ...]:
-        """How many scalars per row each phase reduces; empty for rules that look at one element at a time."""
+        """Number of scalars per row that each phase reduces; empty for element-wise rules."""
         return ()
 
     @property
     def phases(self) -> int:
-        """How many row reductions the rule needs: `len(partials)`."""
+        """Number of row reductions that the rule needs: `len(partials)`."""
         return len(self.partials)
 
     @abstractmethod
     def _tail(self) -> list[float]:
-        """The rule's own numbers, after the four that all rules share."""
+        """Return the rule's own hyper-parameters, which follow the four shared ones."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Raise `ConfigError` for a field of this class that is wrong."""
+        """Raise `ConfigError` for an invalid field of this class."""
 
     def hyper(self, lr: float | None = None) -> list[float]:
-        """The rule's numbers: [lr, grad_scale, weight_decay, stochastic_rounding, ...the rule's own].
+        """Return the hyper-parameters: [lr, grad_scale, weight_decay, stochastic_rounding, ...the rule's own].
 
-        `lr`: the learning rate of this step (a scheduler's); None takes the field.
+        `lr`: the learning rate of this step, from a scheduler; None: the field `lr`.
         """
         rate = self.lr if lr is None else float(lr)
         return [rate, self.grad_scale, self.weight_decay, float(self.stochastic_rounding), *self._tail()]
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values: `{"optimizer": "SGD", "lr": 0.1, ...}`, every field written out."""
+        """Return a dict of JSON values with all fields: `{"optimizer": "SGD", "lr": 0.1, ...}`."""
         out: dict[str, Any] = {"optimizer": type(self).__name__}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -128,13 +129,15 @@ class OptimizerSpec(ABC):
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> OptimizerSpec:
-        """The inverse of `to_json`. Fields left out take their defaults; unknown ones are a `ConfigError`."""
+        """Build from a dict that `to_json` returned. Missing fields get defaults; unknown ones raise `ConfigError`."""
         value = JsonValue.of(data, "Optimizer JSON")
         found = value.members('an object such as {"optimizer": "SGD"}')
         kwargs = {key: each.value for key, each in found.items() if key != "optimizer"}
         name = found["optimizer"].value if "optimizer" in found else None
         if not isinstance(name, str) or name not in SPECS:
-            raise ConfigError(f"{value.where}: got optimizer={shown(name)}; use one of {sorted(SPECS)}.")
+            raise ConfigError(
+                f"{value.where}: got optimizer={shown(name)}; expected one of {sorted(SPECS)}. Use one of these."
+            )
         cls = SPECS[name]
         refuse_unknown(name, cls, kwargs, f"{value.where} of {name}")
         try:
@@ -142,7 +145,7 @@ class OptimizerSpec(ABC):
         except (ConfigError, TypeError) as error:
             raise value.refused(error) from error
 
-    # Checks shared by the classes. Numbers are stored as float: a spec written with ints is the same spec.
+    # Checks shared by the classes. Numbers are stored as float, so a spec with ints equals the same spec with floats.
 
     def _number(
         self,
@@ -165,23 +168,23 @@ class OptimizerSpec(ABC):
             if high != math.inf:
                 span += f" and {'<' if open_high else '<='} {high:g}"
             raise ConfigError(
-                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, wanted {span}; pass {name}=..."
+                f"{type(self).__name__}: got {name}={getattr(self, name)!r}; expected {span}. Pass {name}=..."
             )
         object.__setattr__(self, name, value)
 
     def _flag(self, name: str) -> None:
         if not isinstance(getattr(self, name), bool):
             raise ConfigError(
-                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, wanted True or False; "
-                f"pass {name}=..."
+                f"{type(self).__name__}: got {name}={getattr(self, name)!r}; expected True or False. "
+                f"Pass {name}=..."
             )
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
             raise ConfigError(
-                f"{type(self).__name__}: {name} is {getattr(self, name)!r}, "
-                f"wanted one of {', '.join(allowed)}; "
-                f"pass {name}={allowed[0]!r} or another of them."
+                f"{type(self).__name__}: got {name}={getattr(self, name)!r}; "
+                f"expected one of {', '.join(allowed)}. "
+                f"Pass {name}={allowed[0]!r} or another of them."
             )
 
     def _betas(self, name: str = "betas") -> None:
@@ -193,8 +196,8 @@ class OptimizerSpec(ABC):
         )
         if not pair or any(beta is None or not 0.0 <= beta < 1.0 for beta in pair):
             raise ConfigError(
-                f"{type(self).__name__}: {name} is {value!r}, wanted two numbers in [0, 1); "
-                f"pass e.g. {name}=(0.9, 0.999)."
+                f"{type(self).__name__}: got {name}={value!r}; expected two numbers in [0, 1). "
+                f"Pass e.g. {name}=(0.9, 0.999)."
             )
         object.__setattr__(self, name, pair)
 
@@ -202,7 +205,7 @@ class OptimizerSpec(ABC):
 @final
 @dataclass(frozen=True)
 class SGD(OptimizerSpec):
-    """Stochastic gradient descent with optional (Nesterov) momentum; `torch.optim.SGD` on the touched rows.
+    """Stochastic gradient descent with optional (Nesterov) momentum: `torch.optim.SGD` on the looked-up rows.
 
     `g += weight_decay*w; m = momentum*m + g; d = g + momentum*m if nesterov else m; w -= lr*d`.
     """
@@ -226,13 +229,15 @@ class SGD(OptimizerSpec):
         self._number("momentum", low=0.0)
         self._flag("nesterov")
         if self.nesterov and self.momentum == 0:
-            raise ConfigError("SGD: nesterov=True with momentum=0; pass a momentum > 0 or nesterov=False.")
+            raise ConfigError(
+                "SGD: got nesterov=True with momentum=0; expected a momentum > 0. Pass one, or nesterov=False."
+            )
 
 
 @final
 @dataclass(frozen=True)
 class Adagrad(OptimizerSpec):
-    """Adagrad (Duchi et al., 2011); `torch.optim.Adagrad` on the touched rows.
+    """Adagrad (Duchi et al., 2011): `torch.optim.Adagrad` on the looked-up rows.
 
     `g += weight_decay*w; sum += g^2; w -= lr/(1 + (t-1)*lr_decay) * g/(sqrt(sum) + eps)`.
     """
@@ -264,11 +269,11 @@ class RowWiseAdagrad(OptimizerSpec):
     """Adagrad with one accumulator per row: the usual optimizer of large tables, 4 bytes of state per row.
 
     `sum += mean(g'^2); k = lr/(sqrt(sum) + eps); w = c*w - k*g`, where weight_decay_mode
-    - "l2" (torch's meaning of decay) has `g' = g + weight_decay*w` and `c = 1 - k*weight_decay`,
-    - "decoupled" has `g' = g` and `c = 1 - lr*weight_decay`.
-    Then, if max_norm > 0, a row longer than max_norm is scaled down to it.
+    - "l2" (the decay of torch) means `g' = g + weight_decay*w` and `c = 1 - k*weight_decay`,
+    - "decoupled" means `g' = g` and `c = 1 - lr*weight_decay`.
+    If max_norm > 0, a row with a larger norm is then scaled down to max_norm.
 
-    `weight_decay_mode="none"` together with a weight_decay is refused (FBGEMM ignores the decay there).
+    `weight_decay_mode="none"` with a weight_decay above 0 raises `ConfigError` (FBGEMM ignores the decay there).
     """
 
     lr: float = 1e-2
@@ -299,20 +304,20 @@ class RowWiseAdagrad(OptimizerSpec):
         self._choice("weight_decay_mode", _DECAY_MODES)
         if self.weight_decay > 0 and self.weight_decay_mode == "none":
             raise ConfigError(
-                f"RowWiseAdagrad: weight_decay={self.weight_decay:g} with weight_decay_mode='none' would do "
-                "nothing; pass weight_decay_mode='l2' or 'decoupled', or weight_decay=0."
+                f"RowWiseAdagrad: got weight_decay={self.weight_decay:g} with weight_decay_mode='none'; expected a "
+                "mode that applies the decay. Pass weight_decay_mode='l2' or 'decoupled', or weight_decay=0."
             )
 
 
 @final
 @dataclass(frozen=True)
 class Adam(OptimizerSpec):
-    """Adam (Kingma & Ba, 2015) with L2 decay; `torch.optim.Adam` on the touched rows.
+    """Adam (Kingma & Ba, 2015) with L2 decay: `torch.optim.Adam` on the looked-up rows.
 
     `g += weight_decay*w; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2;
     w -= lr/(1-b1^t) * m/(sqrt(v)/sqrt(1-b2^t) + eps)`.
 
-    row_step: count t per row (its own number of updates, state slot `step`) in place of per table.
+    row_step: count t per row (in state slot `step`) instead of per table.
     """
 
     lr: float = 1e-3
@@ -340,9 +345,9 @@ class Adam(OptimizerSpec):
 @final
 @dataclass(frozen=True)
 class AdamW(OptimizerSpec):
-    """Adam with decoupled decay (Loshchilov & Hutter, 2019); `torch.optim.AdamW` on the touched rows.
+    """Adam with decoupled decay (Loshchilov & Hutter, 2019): `torch.optim.AdamW` on the looked-up rows.
 
-    As `Adam`, but the gradient is left alone and `w *= 1 - lr*weight_decay` before the step. FBGEMM's fused
+    As `Adam`, but the decay does not enter the gradient: `w *= 1 - lr*weight_decay` before the step. FBGEMM's fused
     "Adam" with a weight_decay is this optimizer.
     """
 
@@ -375,7 +380,7 @@ class PartialRowWiseAdam(OptimizerSpec):
     """Adam whose second moment is one number per row: `v = b2*v + (1-b2)*mean(g^2)`.
 
     `u = m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) + weight_decay*w; w -= lr*u` (the decay is decoupled).
-    State per row of dim D: 4*(D + 1) bytes in place of Adam's 8*D.
+    State per row of dim D: 4*(D + 1) bytes instead of Adam's 8*D.
     """
 
     lr: float = 1e-2
@@ -509,7 +514,7 @@ def _adam_slots(second_moment: Literal["row", "element"], row_step: bool) -> tup
 
 
 def _as_float(value: Any) -> float | None:
-    """Numbers, and one-element tensors (torch takes them as lr and betas), as float; else None."""
+    """Convert a number or a one-element tensor (torch accepts them as lr and betas) to float; else return None."""
     if isinstance(value, (bool, str, bytes)):
         return None
     try:
@@ -519,13 +524,13 @@ def _as_float(value: Any) -> float | None:
 
 
 def refuse_unknown(name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str) -> None:
-    """`ConfigError` for a setting that `cls` has not."""
+    """Raise `ConfigError` for a setting that `cls` does not have."""
     known = {field.name for field in fields(cls)}
     for key in kwargs:
         if key not in known:
             raise ConfigError(
-                f"{where}: {name} has no setting {key!r} (got {key}={kwargs[key]!r}); "
-                f"it takes {', '.join(sorted(known))}."
+                f"{where}: got {key}={kwargs[key]!r}, but {name} has no setting {key!r}; "
+                f"expected some of {', '.join(sorted(known))}. Leave it out."
             )
 
 
@@ -543,4 +548,4 @@ SPECS: dict[str, type[OptimizerSpec]] = {
         LarsSGD,
     )
 }
-"""By name."""
+"""Name -> spec class."""

@@ -1,8 +1,8 @@
-"""One table's part of a plan: its kind and kernel, its ranks, its tiling, and what travels.
+"""Sharding of one table in a plan: its kind, kernel, ranks, tiling and wire format.
 
 Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
-  wire        the number format in which rows and gradients travel; unsaid: a sharder's, else fp32
+  wire        the number formats of rows and gradients on the network; None: a sharder's, else fp32
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tilerec.spec.without_effect import warn_without_effect
 
 CODECS = ("fp32", "fp16", "bf16", "int8", "fp8")
 _WITHOUT_EFFECT = {
-    "stochastic_rounding": "it is the optimizer's: fused_params['stochastic_rounding'], or the attached optimizer's",
-    "bounds_check_mode": "ids are checked as the collection's on_bad_id= says",
-    "output_dtype": "it is the collection's: EmbeddingBagCollection(output_dtype=...)",
-    "key_value_params": "tables lie in the memory of their rank's device, not in a key-value store",
+    "stochastic_rounding": "set it on the optimizer: fused_params['stochastic_rounding'], or the attached optimizer",
+    "bounds_check_mode": "the collection's on_bad_id= decides how ids are checked",
+    "output_dtype": "set it on the collection: EmbeddingBagCollection(output_dtype=...)",
+    "key_value_params": "tables are in the memory of their rank's device, not in a key-value store",
 }
-"""Arguments of TorchRec's ParameterSharding, and why they say nothing here."""
+"""Arguments of TorchRec's ParameterSharding that have no effect here -> the reason."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Number formats on the wire: `forward` for rows, `backward` for their gradients.
+    """Number formats on the network: `forward` for rows, `backward` for their gradients.
 
-    One of "fp32" (as the sums are: exact), "fp16", "bf16", "int8", "fp8" (these two with one scale per row).
+    Each is "fp32" (the dtype of the sums: exact), "fp16", "bf16", "int8" or "fp8" (the last two with a scale per row).
     """
 
     forward: str = "fp32"
@@ -44,35 +44,37 @@ class Wire:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             if getattr(self, name) not in CODECS:
-                raise ConfigError(f"Wire: {name} is {getattr(self, name)!r}; use one of {list(CODECS)}.")
+                raise ConfigError(
+                    f"Wire: got {name}={getattr(self, name)!r}; expected one of {list(CODECS)}. Use one of these."
+                )
 
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """One table's part of a plan.
+    """Sharding of one table in a plan.
 
     Args:
         sharding_type: a `ShardingType` or its value.
-        compute_kernel: an `EmbeddingComputeKernel` or its value. None: fused where an optimizer is attached or given by
-            a sharder, else dense; sharding fills it in.
-        ranks: those that take part, in the order of their pieces; read off the tiling unless given.
-        sharding_spec: of `torch.distributed`, with `shards` that have offsets, sizes and placements; read into
-            the tiling and not kept up to date.
-        tiling: where every cell lives. None until a strategy fills it in from kind and ranks. Sharding refuses one
-            that kind and ranks do not give, with pieces of any size.
+        compute_kernel: an `EmbeddingComputeKernel` or its value. None: fused if an optimizer is attached or a sharder
+            gives one, else dense; sharding fills it in.
+        ranks: ranks that hold the table, in the order of their tiles; taken from the tiling unless given.
+        sharding_spec: a spec of `torch.distributed`, with `shards` that have offsets, sizes and placements; converted
+            to the tiling and not updated later.
+        tiling: placement of every cell. None until a strategy fills it in from kind and ranks. Tiles may have any
+            size, but sharding raises for a tiling that kind and ranks cannot give.
         cache_params: a `CacheParams`, or a dict of its fields: the cache of kernel `fused_uvm_caching`. None: a
             sharder's, else `CacheParams()`; sharding fills it in.
-        stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: of TorchRec's; not kept, with a warning
-            that says why.
-        enforce_hbm: taken and not kept: the kernel says where the table lies.
-        wire: number formats in which its rows travel. None: those of the collection's sharder, else fp32; sharding
-            fills it in. `Wire()` is fp32 whatever the sharder says.
-        data_type: of the table, for counting bytes; unknown if None.
-        ids_per_bag: how many ids a bag of its features has, about; unknown if None. Of one id or less, nothing is
-            gained by adding up rows inside a host before they travel.
+        stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: TorchRec's; dropped, with a warning
+            that gives the reason.
+        enforce_hbm: accepted and ignored: the kernel decides the memory of the table.
+        wire: number formats of its rows and gradients on the network. None: those of the collection's sharder, else
+            fp32; sharding fills it in. `Wire()` is fp32 even if the sharder has another format.
+        data_type: data type of the table, to count bytes; None: unknown.
+        ids_per_bag: average number of ids per bag of its features; None: unknown. With at most one id per bag, adding
+            up rows within a host before they are sent saves nothing.
 
     Raises:
-        ConfigError: an unknown word, or a tiling on ranks that `ranks` does not name.
+        ConfigError: an unknown enum value, or a tiling with ranks that `ranks` does not list.
     """
 
     sharding_type: ShardingType | str
@@ -110,7 +112,8 @@ class ParameterSharding:
         warn_without_effect("ParameterSharding", given, _WITHOUT_EFFECT, 3)
         if self.wire is not None and not isinstance(self.wire, Wire):
             raise ConfigError(
-                f"ParameterSharding: wire is {self.wire!r:.200}; wanted a Wire such as Wire('bf16', 'bf16'), or None."
+                f"ParameterSharding: got wire={self.wire!r:.200}; expected a Wire or None. Pass one such as "
+                "Wire('bf16', 'bf16')."
             )
         fill("sharding_type", to_enum(ShardingType, self.sharding_type, "ParameterSharding: sharding_type"))
         if self.compute_kernel is not None:
@@ -118,17 +121,17 @@ class ParameterSharding:
             fill("compute_kernel", kernel)
             if kernel not in KERNELS_IN_USE:
                 warnings.warn(
-                    f"ParameterSharding: compute_kernel {kernel.value!r} is kept in the plan and has the effect of "
-                    "'fused': the table lies in the memory of its rank's device and is updated as its optimizer says.",
+                    f"ParameterSharding: got compute_kernel {kernel.value!r}, which acts as 'fused' here: the table is "
+                    "in the memory of its rank's device, and its optimizer updates it. The plan keeps the name.",
                     stacklevel=3,
                 )
         if self.cache_params is not None:
             fill("cache_params", _cache_params(self.cache_params))
             if self.kernel is not EmbeddingComputeKernel.FUSED_UVM_CACHING:
-                said = "not said" if self.kernel is None else repr(self.kernel.value)
+                kernel_text = "None" if self.kernel is None else repr(self.kernel.value)
                 warnings.warn(
-                    f"ParameterSharding: cache_params have no effect, as compute_kernel is {said}; say "
-                    "'fused_uvm_caching'.",
+                    f"ParameterSharding: cache_params have no effect with compute_kernel={kernel_text}; expected "
+                    "'fused_uvm_caching'. Pass it, or leave out cache_params.",
                     stacklevel=3,
                 )
                 fill("cache_params", None)
@@ -136,26 +139,27 @@ class ParameterSharding:
             isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0
         ):
             raise ConfigError(
-                f"ParameterSharding: ids_per_bag is {self.ids_per_bag!r}; give a number from 0, or leave it out."
+                f"ParameterSharding: got ids_per_bag={self.ids_per_bag!r}; expected a number from 0. Leave it out if "
+                "it is unknown."
             )
         if self.tiling is None and self.sharding_spec is not None:
             fill("tiling", _read_spec(self.sharding_spec))
         if self.ranks is not None:
             fill("ranks", text_to_ranks(list(self.ranks), "ParameterSharding: ranks"))
         elif self.tiling is not None:
-            fill("ranks", _in_order(self.kind, self.tiling))
-        if self.tiling is not None and not _cut_as(self.kind, self.tiling):
+            fill("ranks", _ranks_in_order(self.kind, self.tiling))
+        if self.tiling is not None and not _matches_type(self.kind, self.tiling):
             raise ConfigError(
-                f"ParameterSharding: sharding_type is {self.kind.value!r}, but the tiling is cut otherwise, and that "
-                "is what counts; leave the tiling out to have it made from sharding_type and ranks, or say 'explicit'."
+                f"ParameterSharding: got sharding_type={self.kind.value!r} with a tiling of another type; expected "
+                "both to match. Leave the tiling out to make it from sharding_type and ranks, or pass 'explicit'."
             )
         if self.tiling is not None and self.ranks is not None:
             stray = sorted(set(self.tiling.ranks()) - set(self.ranks))
             if stray:
                 raise ConfigError(
-                    f"ParameterSharding: the tiling lies on ranks {ranks_to_text(stray)}, which ranks="
-                    f"{ranks_to_text(self.ranks)!r} does not name; correct one of them, or leave out the tiling to "
-                    "have it made from sharding_type and ranks."
+                    f"ParameterSharding: got a tiling on ranks {ranks_to_text(stray)}; expected only ranks="
+                    f"{ranks_to_text(self.ranks)!r}. Correct one of them, or leave out the tiling to make it from "
+                    "sharding_type and ranks."
                 )
 
     @staticmethod
@@ -167,9 +171,9 @@ class ParameterSharding:
         data_type: DataType,
         ids_per_bag: float | None,
     ) -> ParameterSharding:
-        """What a sharding strategy made of `kind` and `ranks`: right by construction, so that nothing is checked.
+        """Build the sharding that a strategy made from `kind` and `ranks`, without checks.
 
-        A planner makes a hundred thousand of them, each of thousands of ranks.
+        A planner builds a hundred thousand of them, each with thousands of ranks, so the checks would be slow.
         """
         made = ParameterSharding.__new__(ParameterSharding)
         vars(made).update(
@@ -180,29 +184,29 @@ class ParameterSharding:
 
     @property
     def kind(self) -> ShardingType:
-        """`sharding_type`, as it is stored."""
+        """`sharding_type` with the type in which it is stored."""
         assert isinstance(self.sharding_type, ShardingType)
         return self.sharding_type
 
     @property
     def kernel(self) -> EmbeddingComputeKernel | None:
-        """`compute_kernel`, as it is stored."""
+        """`compute_kernel` with the type in which it is stored."""
         assert self.compute_kernel is None or isinstance(self.compute_kernel, EmbeddingComputeKernel)
         return self.compute_kernel
 
     @property
     def cache(self) -> CacheParams | None:
-        """`cache_params`, as they are stored."""
+        """`cache_params` with the type in which they are stored."""
         assert self.cache_params is None or isinstance(self.cache_params, CacheParams)
         return self.cache_params
 
     @property
     def element_bytes(self) -> int | None:
-        """Bytes per cell, if the data type is known."""
+        """Bytes per cell; None if the data type is unknown."""
         return None if self.data_type is None else data_type_to_dtype(self.data_type).itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values; what is unknown or by default is left out."""
+        """Return a dict of JSON values, without fields that are unknown or have their default."""
         out: dict[str, Any] = {"sharding_type": self.kind._value_}
         if self.kernel is not None:
             out["compute_kernel"] = self.kernel._value_
@@ -224,10 +228,10 @@ class ParameterSharding:
 
     @staticmethod
     def from_json(name: str, data: Mapping[str, Any] | JsonValue) -> ParameterSharding:
-        """The inverse of `to_json`; only `sharding_type` must be there (`rows` and `dim` with `tiling`).
+        """Build from a dict that `to_json` returned. `sharding_type` is required, and `rows` and `dim` with `tiling`.
 
         Args:
-            name: of the table, for messages.
+            name: the table's name, for messages.
         """
         value = JsonValue.of(data, f"Table '{name}' in the plan")
         found = value.record(_FIELDS, ("sharding_type",))
@@ -264,7 +268,7 @@ _FIELDS = (
 
 
 def read_wire(value: JsonValue) -> Wire:
-    """A wire from `{"forward": "bf16", "backward": "bf16"}`; one that is left out is fp32."""
+    """Read a `Wire` from `{"forward": "bf16", "backward": "bf16"}`; a missing direction is fp32."""
     for each in value.record(("forward", "backward")).values():
         if each.value not in CODECS:
             raise each.error(f"one of {list(CODECS)}")
@@ -276,11 +280,12 @@ def _cache_params(given: Any) -> CacheParams:
         return given
     if isinstance(given, Mapping):
         return CacheParams.from_json(given)
-    # Another library's record of the same fields.
+    # Accept another library's record with the same fields.
     names = ("algorithm", "load_factor", "reserved_memory")
     if not all(hasattr(given, name) for name in names):
         raise ConfigError(
-            f"ParameterSharding: cache_params is {given!r:.200}; wanted a CacheParams, or a dict of its fields."
+            f"ParameterSharding: got cache_params={given!r:.200}; expected a CacheParams, or a dict of its fields. "
+            "Pass one of them."
         )
     return CacheParams(*(getattr(given, name) for name in names))
 
@@ -294,12 +299,12 @@ def _data_type(value: JsonValue) -> DataType:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether it is a whole number from `least`."""
+    """Return True for an int of at least `least` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
-    """Whether a tiling has the cuts that a sharding type speaks of (replicas aside, which any type may have)."""
+def _matches_type(kind: ShardingType, tiling: Tiling) -> bool:
+    """Return True if a tiling has only cuts that the sharding type allows. Any type may have replicas."""
     one_block = len(tiling.blocks) == 1
     no_rows = all(len(block.owners) == 1 for block in tiling.blocks)
     if kind in (ShardingType.DATA_PARALLEL, ShardingType.TABLE_WISE):
@@ -311,8 +316,8 @@ def _cut_as(kind: ShardingType, tiling: Tiling) -> bool:
     return True
 
 
-def _in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
-    """The ranks of a tiling, in the order of their pieces where they have one."""
+def _ranks_in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
+    """Return a tiling's ranks: ascending if it is explicit or has replicas, else in the order of the tiles."""
     owners = [own for block in tiling.blocks for own in block.owners]
     if kind is ShardingType.EXPLICIT or any(len(own) > 1 for own in owners):
         return tiling.ranks()
@@ -320,7 +325,7 @@ def _in_order(kind: ShardingType, tiling: Tiling) -> tuple[int, ...]:
 
 
 def _read_spec(spec: Any) -> Tiling:
-    """A tiling from an enumerable sharding spec of `torch.distributed`: shards with offsets, sizes, placements."""
+    """Convert an enumerable sharding spec of `torch.distributed` (shards: offsets, sizes, placements) to a tiling."""
     tiles: list[tuple[int, int, int, int, int]] = []
     for shard in spec.shards:
         (r0, c0), (rows, width) = shard.shard_offsets, shard.shard_sizes
@@ -328,6 +333,9 @@ def _read_spec(spec: Any) -> Tiling:
         rank = placement.rank() if hasattr(placement, "rank") else placement_to_rank(str(placement))
         tiles.append((r0, r0 + rows, c0, c0 + width, rank))
     if not tiles:
-        raise ConfigError("ParameterSharding: sharding_spec has no shards; leave it out, or give tiling=.")
+        raise ConfigError(
+            "ParameterSharding: got a sharding_spec without shards; expected at least one. Leave it out, or pass "
+            "tiling=."
+        )
     rows, dim = max(tile[1] for tile in tiles), max(tile[3] for tile in tiles)
     return Tiling.of("of a sharding_spec", rows, dim, tiles)

@@ -1,12 +1,12 @@
-"""Who holds what of which table: a plan, its file and its print.
+"""Sharding plans: the placement of every table on ranks, the JSON file of a plan, and its text table.
 
 Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire (`spec/parameter_sharding.py`)
-  plan        path of a module -> table -> sharding, for a world of some ranks on some hosts
+  plan        path of a module -> table -> sharding, for `world_size` ranks on `hosts`
 
-The words that a plan is written in (`spec/kinds.py`, `Wire`) are names of this file, too: most readers want both.
+This file re-exports the enums of a plan (`spec/kinds.py`) and `Wire`, since most users import them together.
 
-A plan written by hand names kind and ranks only; `tilerec.sharding.strategies.complete` fills in tilings.
+A plan written by hand has kinds and ranks only; `tilerec.sharding.strategies.complete` fills in the tilings.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ VERSION = 1
 
 
 class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
-    """Table -> sharding, for one embedding module.
+    """Shardings of one embedding module: table -> sharding.
 
     Args:
-        tables: what `dict` takes.
-        world_size, hosts: the world it is for, as of `ShardingPlan`; None if whoever made it did not say.
+        tables: a mapping or pairs, as for `dict`.
+        world_size, hosts: number of ranks and ranks of each host, as in `ShardingPlan`; None: unknown.
     """
 
     world_size: int | None = None
@@ -65,7 +65,7 @@ class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
 
 
 class Held(NamedTuple):
-    """What a rank holds of one table; `bytes` is None where the data type is unknown."""
+    """Rectangles of one table that a rank holds; `bytes` is None if the data type is unknown."""
 
     module: str
     table: str
@@ -75,17 +75,17 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Path of an embedding module -> its tables' shardings.
+    """Shardings of a model: path of an embedding module -> its tables' shardings.
 
     Args:
-        plan: by the module's path in the model (`""` for the model itself), as `named_modules` gives it.
-        world_size: the world it is for; None: the one its parts say, if they do.
-        hosts: each host's ranks, likewise; `Topology.hosts`.
-        report: what a planner says of it (`PlanReport`), or None. No part of the plan: it is not
-            compared, and not written to its file.
+        plan: keyed by the module's path in the model (`""` for the model itself), as in `named_modules`.
+        world_size: number of ranks; None: that of the module plans, if they have one.
+        hosts: ranks of each host (`Topology.hosts`); None: those of the module plans, if they have them.
+        report: the planner's `tilerec.planner.report.PlanReport`, or None. It is not part of the plan: it is neither
+            compared nor written to the plan's file.
 
     Raises:
-        ConfigError: another version; something that is no plan of a module; parts for different worlds.
+        ConfigError: another version, a value that is not a module plan, or module plans for different worlds.
     """
 
     plan: Mapping[str, EmbeddingModuleShardingPlan]
@@ -97,16 +97,16 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         if self.version != VERSION:
             raise ConfigError(
-                f"ShardingPlan: version {self.version!r} is not {VERSION}, the one this release reads; plan again."
+                f"ShardingPlan: got version {self.version!r}; expected {VERSION}, which this release reads. Plan again."
             )
         if self.world_size is not None and not (
             is_whole(self.world_size, 1) and self.world_size <= MOST_RANKS
         ):
             raise ConfigError(
-                f"ShardingPlan: world_size is {self.world_size!r:.80}; it must be a whole number from 1 to "
-                f"{MOST_RANKS:,}."
+                f"ShardingPlan: got world_size={self.world_size!r:.80}; expected a whole number from 1 to "
+                f"{MOST_RANKS:,}. Pass the number of ranks."
             )
-        modules = {path: _part(path, tables) for path, tables in self.plan.items()}
+        modules = {path: _module_plan(path, tables) for path, tables in self.plan.items()}
         if self.hosts is not None:
             object.__setattr__(self, "hosts", _read_hosts(self.hosts))
         for path, tables in self.plan.items():
@@ -115,30 +115,30 @@ class ShardingPlan:
             self._adopt(path, "hosts", None if hosts is None else _read_hosts(hosts))
         object.__setattr__(self, "plan", modules)
 
-    def _adopt(self, path: str, field: str, said: object) -> None:
-        """What a part says of the world, if the others say the same or nothing."""
+    def _adopt(self, path: str, field: str, value: object) -> None:
+        """Set `field` from a module plan; raise if the plan or another module plan has a different value."""
         known = getattr(self, field)
         if known is None:
-            object.__setattr__(self, field, said)
-        elif said not in (None, known):
+            object.__setattr__(self, field, value)
+        elif value not in (None, known):
             raise ConfigError(
-                f"ShardingPlan: the part of module '{path}' was made for {field} {said}, the plan or another part for "
-                f"{known}; make all of them for the same ranks."
+                f"ShardingPlan: got {field} {value} from the plan of module '{path}'; expected {known}, that of the "
+                "whole plan or of another module. Plan all modules for the same ranks."
             )
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """The part of a module, which knows the world of the whole; or None."""
+        """Return the plan of a module, with `world_size` and `hosts` of this plan; None if there is none."""
         part = self.plan.get(module_path)
         return part and EmbeddingModuleShardingPlan(part, world_size=self.world_size, hosts=self.hosts)
 
     def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
-        """(module path, table, sharding) of every table, in the plan's order."""
+        """Iterate over (module path, table, sharding) of every table, in the plan's order."""
         return (
             (path, table, sharding) for path, part in self.plan.items() for table, sharding in part.items()
         )
 
     def held_by(self, rank: int) -> tuple[Held, ...]:
-        """What a rank holds, in the plan's order; tables that it holds nothing of are left out."""
+        """Return the rectangles that a rank holds, table by table in the plan's order; omit tables without any."""
         held: list[Held] = []
         for path, table, sharding in self.tables():
             rectangles = _tiling(path, table, sharding).tiles_of(rank)
@@ -149,51 +149,51 @@ class ShardingPlan:
         return tuple(held)
 
     def check(self, tables: Mapping[str, Mapping[str, tuple[int, int]]], world_size: int) -> None:
-        """Refuse a plan that is not for this model in this world.
+        """Raise unless the plan fits this model and this number of ranks.
 
         Args:
-            tables: the model's: path of a module -> table -> (rows, dim).
+            tables: tables of the model: path of a module -> table -> (rows, dim).
             world_size: number of ranks.
 
         Raises:
-            ConfigError: it is for another world size; it forgets a module or a table; it names one that the model
-                lacks; a table has other sizes; a tiling is missing or names a rank that the world does not have.
+            ConfigError: the plan is for another world size; it lacks a module or a table of the model, or has one
+                that the model lacks; a table has other sizes; a tiling is missing, or has a rank from `world_size` up.
         """
         if self.world_size is not None and self.world_size != world_size:
             raise ConfigError(
-                f"ShardingPlan: it was made for {self.world_size} ranks, this world has {world_size}; plan again "
-                f"with Topology(world_size={world_size}), or start {self.world_size} ranks."
+                f"ShardingPlan: got a plan for {self.world_size} ranks; expected one for the {world_size} ranks here. "
+                f"Plan again with Topology(world_size={world_size}), or start {self.world_size} ranks."
             )
         for path, sizes in tables.items():
             part = self.plan.get(path)
             if part is None and sizes:
                 raise ConfigError(
-                    f"ShardingPlan: module '{path}' of the model is not in it; it has {_some(self.plan)}. "
+                    f"ShardingPlan: got modules {_shortened(self.plan)}; expected module '{path}' of the model, too. "
                     + _next_move(self.plan, tables)
                 )
             for table in sizes:
                 if part is not None and table not in part:
                     raise ConfigError(
-                        f"ShardingPlan: table '{table}' of module '{path}' is not in it; it has {_some(part)}. Plan "
-                        "again, or add the table."
+                        f"ShardingPlan: got tables {_shortened(part)}; expected table '{table}' of module '{path}', "
+                        "too. Plan again, or add the table."
                     )
         for path, table, sharding in self.tables():
             if path not in tables:
                 raise ConfigError(
-                    f"ShardingPlan: module '{path}' is not in the model, whose embedding modules are "
-                    f"{_some(tables)}; this plan is for another model, or the module has moved."
+                    f"ShardingPlan: got module '{path}', which the model lacks; expected its embedding modules, "
+                    f"{_shortened(tables)}. Plan again: the plan is for another model, or the module was moved."
                 )
             size = tables[path].get(table)
             if size is None:
                 raise ConfigError(
-                    f"ShardingPlan: table '{table}' is not in module '{path}', which has {_some(tables[path])}; this "
-                    "plan is for another model, or the table has another name now."
+                    f"ShardingPlan: got table '{table}', which module '{path}' lacks; expected its tables, "
+                    f"{_shortened(tables[path])}. Plan again: the plan is for another model, or the table was renamed."
                 )
             tiling = _tiling(path, table, sharding)
             if (tiling.rows, tiling.dim) != tuple(size):
                 raise ConfigError(
-                    f"ShardingPlan: table '{table}' of module '{path}' is planned with {tiling.rows} x {tiling.dim} "
-                    f"cells and has {size[0]} x {size[1]}; plan again."
+                    f"ShardingPlan: got {tiling.rows} x {tiling.dim} cells for table '{table}' of module '{path}'; "
+                    f"expected {size[0]} x {size[1]}, as in the model. Plan again."
                 )
             tiling.check(table, world_size)
 
@@ -201,7 +201,7 @@ class ShardingPlan:
         return plan_table(self)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+        """Return a dict of JSON values."""
         out: dict[str, Any] = {"version": self.version}
         if self.world_size is not None:
             out["world_size"] = self.world_size
@@ -212,10 +212,10 @@ class ShardingPlan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> ShardingPlan:
-        """The inverse of `to_json`.
+        """Build from a dict that `to_json` returned.
 
         Raises:
-            ConfigError: it is no plan, or one of another version.
+            ConfigError: the data is not a plan, or a plan of another version.
         """
         value = JsonValue.of(data, "ShardingPlan JSON")
         found = value.record(("version", "world_size", "hosts", "plan"), ("plan",))
@@ -234,7 +234,7 @@ class ShardingPlan:
         )
 
     def dumps(self) -> str:
-        """The plan as JSON text, one line per table: made to be read, edited and compared line by line."""
+        """Return the plan as JSON text with one line per table, for people to read, edit and diff."""
         data = replace(self, plan={}).to_json()
         lines = [f" {json.dumps(key)}: {json.dumps(data[key])}," for key in data if key != "plan"]
         text = json.JSONEncoder().encode
@@ -247,28 +247,28 @@ class ShardingPlan:
         return "\n".join(["{", *lines, ' "plan": {', ",\n".join(modules), " }", "}", ""])
 
     def save(self, path: str | Path) -> None:
-        """Write `dumps()` to a file; an earlier one is replaced whole or not at all.
+        """Write `dumps()` to a file; an existing file is replaced atomically.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         write_file(path, self.dumps(), "ShardingPlan")
 
     @staticmethod
     def load(path: str | Path) -> ShardingPlan:
-        """Read a file that `save` or a person wrote.
+        """Read a file that `save` wrote, or that you wrote by hand.
 
         Raises:
-            FileError: it cannot be read. ConfigError: it is no plan.
+            FileError: the file cannot be read. ConfigError: it is not a plan.
         """
         return ShardingPlan.from_json(read_json(path, "ShardingPlan"))
 
     def fingerprint(self) -> int:
-        """63 bits that are the same on every rank exactly when the plans are (up to chance)."""
+        """Return a 63-bit hash of the plan: equal on two ranks exactly if their plans are (barring collisions)."""
         return int.from_bytes(hashlib.sha256(self.dumps().encode()).digest()[:8], "big") >> 1
 
     def replaced(self, module_path: str, table: str, sharding: ParameterSharding) -> ShardingPlan:
-        """This plan with another sharding of one table."""
+        """Return a copy of this plan with another sharding of one table, without the report."""
         part = EmbeddingModuleShardingPlan({**self.plan[module_path], table: sharding})
         return replace(self, plan={**self.plan, module_path: part}, report=None)
 
@@ -277,20 +277,20 @@ def _read_hosts(hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(text_to_ranks(list(host), "ShardingPlan: hosts") for host in hosts)
 
 
-def _part(path: str, tables: object) -> EmbeddingModuleShardingPlan:
+def _module_plan(path: str, tables: object) -> EmbeddingModuleShardingPlan:
     odd = list(tables.values()) if isinstance(tables, Mapping) else [tables]
     odd = [item for item in odd if not (isinstance(tables, Mapping) and isinstance(item, ParameterSharding))]
     if odd:
         raise ConfigError(
-            f"ShardingPlan: plan[{path!r}] {'holds' if isinstance(tables, Mapping) else 'is'} a "
-            f"{type(odd[0]).__name__}; wanted paths of modules with a ParameterSharding for each table, as "
-            "{'ebc': {'user': ParameterSharding('row_wise')}}. The path of the model itself is ''."
+            f"ShardingPlan: got a {type(odd[0]).__name__} {'in' if isinstance(tables, Mapping) else 'as'} "
+            f"plan[{path!r}]; expected paths of modules with a ParameterSharding for each table. Write "
+            "{'ebc': {'user': ParameterSharding('row_wise')}}; the path of the model itself is ''."
         )
     return EmbeddingModuleShardingPlan(cast(Mapping[str, ParameterSharding], tables))
 
 
 def _next_move(plan: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
-    """Of a plan that lacks a module of the model."""
+    """Return the next move for a plan that lacks a module of the model."""
     wanted = [path for path, sizes in tables.items() if sizes]
     if len(plan) == 1 and len(wanted) == 1:
         (mine,), (theirs,) = plan, wanted
@@ -298,21 +298,21 @@ def _next_move(plan: Mapping[str, Any], tables: Mapping[str, Any]) -> str:
         if theirs == "":
             why = "The model is the embedding module itself, whose path is ''. "
         elif mine == "":
-            why = "The plan is of an embedding module by itself ('') and the model holds it deeper. "
-        return f"{why}If it is the same module, put the part under its path: {{{theirs!r}: plan[{mine!r}]}}."
+            why = "The plan is for an embedding module by itself (''), which is a submodule of the model. "
+        return f"{why}If it is the same module, put its plan under its path: {{{theirs!r}: plan[{mine!r}]}}."
     return "Plan again, or add the module."
 
 
 def _tiling(path: str, table: str, sharding: ParameterSharding) -> Tiling:
     if sharding.tiling is None:
         raise ConfigError(
-            f"ShardingPlan: table '{table}' of module '{path}' says {sharding.kind.value} but not yet where its cells "
-            "live; complete the plan (tilerec.sharding.strategies.complete), or give a tiling."
+            f"ShardingPlan: got {sharding.kind.value} without a tiling for table '{table}' of module '{path}'; "
+            "expected a tiling. Complete the plan (tilerec.sharding.strategies.complete), or give a tiling."
         )
     return sharding.tiling
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _shortened(names: Iterable[str], most: int = 8) -> str:
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return f"{listed[:most]}{more}"

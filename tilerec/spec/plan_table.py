@@ -1,6 +1,6 @@
-"""A plan as an aligned text table: how each table is cut, and what each rank holds.
+"""Text table of a plan: the cuts of each table, and the memory of each rank.
 
-Lines of one table are its shares: ranks that hold as many rows and columns, and how many bytes each of them holds.
+Each line of a table is a group of ranks that hold rectangles of the same sizes, with the bytes that each rank holds.
 
     module  table  rows x dim  type      kernel  ranks  hosts  each holds  bytes each
     ebc     user   7 x 4       row_wise  fused   0-2    0      2 x 4       32
@@ -20,15 +20,25 @@ if TYPE_CHECKING:
     from tilerec.spec.parameter_sharding import ParameterSharding
     from tilerec.spec.plan import ShardingPlan
 
-_SHARES = ("module", "table", "rows x dim", "type", "kernel", "ranks", "hosts", "each holds", "bytes each")
-_TOTALS = ("ranks", "hosts", "tables", "bytes each")
-_NUMBERS = ("rows x dim", "each holds", "bytes each", "tables")
+_TABLE_COLUMNS = (
+    "module",
+    "table",
+    "rows x dim",
+    "type",
+    "kernel",
+    "ranks",
+    "hosts",
+    "each holds",
+    "bytes each",
+)
+_TOTAL_COLUMNS = ("ranks", "hosts", "tables", "bytes each")
+_NUMBER_COLUMNS = ("rows x dim", "each holds", "bytes each", "tables")
 _MOST_RUNS = 32
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def plan_table(plan: ShardingPlan) -> str:
-    """The text of `str(plan)`; ends without a newline."""
+    """Return the text of `str(plan)`, without a final newline."""
     host_of = {rank: h for h, host in enumerate(plan.hosts or ()) for rank in host}
     lines: list[tuple[str, ...]] = []
     tables: dict[int, int] = {}
@@ -41,11 +51,11 @@ def plan_table(plan: ShardingPlan) -> str:
             lines.append((*first, ranks_to_text(ranks), _hosts(ranks, host_of), "not yet cut", ""))
             continue
         size = sharding.element_bytes
-        for ranks, shapes in _shares(sharding.tiling):
+        for ranks, shapes in _rank_groups(sharding.tiling):
             cells = sum(rows * width for rows, width in shapes)
             held = None if size is None else cells * size
             shape = " + ".join(f"{rows:,} x {width:,}" for rows, width in shapes)
-            lines.append((*first, _few(ranks), _hosts(ranks, host_of), shape, bytes_text(held)))
+            lines.append((*first, _short_ranks(ranks), _hosts(ranks, host_of), shape, bytes_text(held)))
             first = ("",) * 5
             for rank in ranks:
                 tables[rank] = tables.get(rank, 0) + 1
@@ -53,25 +63,25 @@ def plan_table(plan: ShardingPlan) -> str:
                 total[rank] = None if before is None or held is None else before + held
     if not lines:
         return f"{_head(plan)}: no tables"
-    parts = [_head(plan), _aligned(_SHARES, lines)]
+    parts = [_head(plan), _aligned(_TABLE_COLUMNS, lines)]
     everyone = sorted(set(tables) | set(range(plan.world_size or 0)))
     if everyone:
-        runs = _alike({r: (tables.get(r, 0), total.get(r, 0)) for r in everyone})
+        runs = _equal_runs({r: (tables.get(r, 0), total.get(r, 0)) for r in everyone})
         title = "in all"
         if len(runs) > _MOST_RUNS:
             by_bytes = sorted(runs, key=lambda run: (run[0][1] or 0, run[0][0]))
             runs = [by_bytes[0], by_bytes[len(runs) // 2], by_bytes[-1]]
-            title = f"in all {len(everyone)} ranks: the emptiest, the middle one, the fullest"
+            title = f"in all {len(everyone)} ranks: the emptiest, the median, the fullest"
         rows = [
-            (_few(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
+            (_short_ranks(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
             for (count, held), ranks in runs
         ]
-        parts.append(f"{title}\n" + _aligned(_TOTALS, rows))
+        parts.append(f"{title}\n" + _aligned(_TOTAL_COLUMNS, rows))
     return "\n\n".join(parts)
 
 
 def bytes_text(count: int | None) -> str:
-    """`1536` -> `"1.5 KiB"`; `"?"` for None."""
+    """Format a number of bytes: `1536` -> `"1.5 KiB"`; None -> `"?"`."""
     if count is None:
         return "?"
     value, unit = float(count), 0
@@ -94,8 +104,8 @@ def _size(sharding: ParameterSharding) -> str:
     return "?" if tiling is None else f"{tiling.rows:,} x {tiling.dim:,}"
 
 
-def _shares(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
-    """Ranks that hold rectangles of the same sizes, with these sizes."""
+def _rank_groups(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
+    """Group the ranks by the sizes of their rectangles: [(ranks, ((rows, width), ...)), ...]."""
     shapes: dict[int, list[tuple[int, int]]] = {}
     for tile in rectangles(tiling):
         for rank in tile.owners:
@@ -106,31 +116,31 @@ def _shares(tiling: Tiling) -> list[tuple[tuple[int, ...], tuple[tuple[int, int]
     return [(tuple(ranks), own) for own, ranks in alike.items()]
 
 
-def _alike(
+def _equal_runs(
     held: Mapping[int, tuple[int, int | None]],
 ) -> list[tuple[tuple[int, int | None], tuple[int, ...]]]:
-    """Runs of ranks that hold equally much."""
+    """Group successive ranks that have the same number of tables and bytes."""
     return [(key, tuple(rank for rank, _ in run)) for key, run in groupby(held.items(), lambda item: item[1])]
 
 
-def _few(ranks: Sequence[int], most: int = 8) -> str:
+def _short_ranks(ranks: Sequence[int], most: int = 8) -> str:
     text = ranks_to_text(ranks)
     parts = text.split(",")
     return text if len(parts) <= most else f"{','.join(parts[:most])},… ({len(ranks)} ranks)"
 
 
 def _hosts(ranks: Iterable[int], host_of: Mapping[int, int]) -> str:
-    return _few(sorted({host_of[rank] for rank in ranks if rank in host_of}))
+    return _short_ranks(sorted({host_of[rank] for rank in ranks if rank in host_of}))
 
 
 def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest entry; those of numbers to the right, empty ones left out."""
+    """Align columns to their widest entry: numbers to the right, empty columns omitted."""
     kept = [i for i, name in enumerate(names) if name in ("table", "ranks") or any(row[i] for row in rows)]
     widths = [max([len(names[i]), *(len(row[i]) for row in rows)]) for i in kept]
     lines = []
     for row in (names, *rows):
         cells = [
-            f"{row[i]:>{width}}" if names[i] in _NUMBERS else f"{row[i]:<{width}}"
+            f"{row[i]:>{width}}" if names[i] in _NUMBER_COLUMNS else f"{row[i]:<{width}}"
             for i, width in zip(kept, widths, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())

@@ -1,14 +1,14 @@
-"""How fast a machine's ranks do what a step of sharded tables is made of: seconds, as measured or by default.
+"""Speeds of a machine: seconds per operation of a training step with sharded tables.
 
 Nouns
-  width    columns of fp32: rows of another type count as the fp32 columns of as many bytes
-  far      a row that comes from memory;  near: one that is still in a cache
-  home     the rank whose batch it is;  owner: the rank that holds rows
-  link     between ranks of one host;  network: between hosts, a rank's share of its host's network card
-  call     a collective, whatever it carries
+  width    number of fp32 columns; rows of another data type count as fp32 columns of the same number of bytes
+  far      a row that is read from memory;  near: a row that is in a CPU or GPU cache
+  home     the rank that has the batch;  owner: a rank that holds rows
+  link     connection of ranks on one host;  network: between hosts, a rank's share of its host's network card
+  call     one collective, without the time of its bytes
 
-What each number multiplies stands in docs/planner-cost.md. `tilerec calibrate` measures them; without, the planner
-takes defaults made from a `Topology`'s bandwidths.
+docs/planner-cost.md lists the factor of each number. `tilerec calibrate` measures them; by default the planner derives
+them from the bandwidths of a `Topology`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ WIDTHS = (16, 32, 64, 128, 256)
 @final
 @dataclass(frozen=True)
 class Speeds:
-    """Constants of a machine, while all its ranks work at once.
+    """Speeds of a machine while all its ranks work at once.
 
     Args:
-        widths: columns at which the rates per row were taken, ascending.
+        widths: numbers of columns at which the rates per row were measured, ascending.
         lookup_far, lookup_near: seconds to read and add one row, at each width.
-        lookup_bag: seconds to write one pooled row.
+        lookup_bag: seconds to write one pooled row, at each width.
         update_far, update_near: seconds to read, change and write one row of a table without optimizer state.
         update_id: seconds to sort one id and to add its gradient.
         update_bag: seconds to read the gradient of one bag.
-        place, pick: seconds to put one row into the output, and to read its gradient out of the output's.
+        place, pick: seconds to write one row to the output, and to read its gradient from the output's gradient.
         route: seconds per id to sort a batch by owner.
-        copy: seconds per byte that is copied.
+        copy: seconds per copied byte.
         link_in, link_out: seconds per byte that a rank receives from, and sends to, ranks of its host.
-        network_in, network_out: likewise for other hosts.
-        duplex: a link sends and receives at once, so an exchange takes the longer of the two; else their sum, as where
-            the same processor copies at both ends.
-        call: seconds of a collective that carries nothing, between two ranks; call_peer: more for each further rank.
-        step: seconds of a step that no table causes, for each collection.
-        part: seconds for each part of a table (a range of rows on one rank) that a home addresses, and again for each
+        network_in, network_out: seconds per byte that a rank receives from, and sends to, ranks of other hosts.
+        duplex: True: a link sends and receives at once, so an exchange takes the longer of the two. False: it takes
+            their sum, as where the same processor copies at both ends.
+        call: seconds of an empty collective between two ranks. call_peer: additional seconds per further rank.
+        step: seconds per step and collection that do not depend on the tables.
+        part: seconds per part of a table (a range of rows on one rank) to which a home sends ids, and again per part
             that an owner reads for a home.
-        replica: seconds for each table that lies on every rank, to agree on its gradients, beside its ids and rows.
-        row_sum: seconds for each column block of a table whose optimizer needs sums over whole rows.
-        cache: bytes of a rank's cache that rows may stay in.
-        origin: where the numbers are from.
-        fresh: seconds per byte of memory that a process gets beyond what it has had, the first time it is written. On
-            virtual machines it is many times a copy; None: as a copy.
+        replica: seconds per table that is on every rank, to reduce its gradients, in addition to its ids and rows.
+        row_sum: seconds per column block of a table whose optimizer needs sums over whole rows.
+        cache: bytes of a rank's CPU or GPU cache that can hold rows.
+        origin: source of the numbers.
+        fresh: seconds per byte of newly allocated memory at its first write. On virtual machines it is many times
+            `copy`. None: equal to `copy`.
 
     Raises:
-        ConfigError: a number is negative or no number, or rates do not fit the widths.
+        ConfigError: a value is negative or not a number, or the rates do not match the widths.
     """
 
     lookup_far: Sequence[float]
@@ -89,20 +89,20 @@ class Speeds:
         for name in ("widths", *PER_WIDTH):
             if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Sequence):
                 raise ConfigError(
-                    f"Speeds: {name} is {getattr(self, name)!r}; give a list of numbers, one for each width."
+                    f"Speeds: got {name}={getattr(self, name)!r}; expected a list of numbers. Pass one for each width."
                 )
         widths = tuple(self.widths)
         whole = all(isinstance(w, int) and not isinstance(w, bool) for w in widths)
         if not whole or len(widths) < 2 or widths[0] < 1 or list(widths) != sorted(set(widths)):
             raise ConfigError(
-                f"Speeds: widths are {self.widths!r}; give two or more whole numbers, ascending from 1."
+                f"Speeds: got widths={self.widths!r}; expected two or more whole numbers. Pass them ascending from 1."
             )
         object.__setattr__(self, "widths", widths)
         for name in PER_WIDTH:
             rates = tuple(getattr(self, name))
             if len(rates) != len(widths):
                 raise ConfigError(
-                    f"Speeds: {name} has {len(rates)} numbers for {len(widths)} widths; give one for each."
+                    f"Speeds: got {len(rates)} numbers in {name}; expected {len(widths)}. Pass one for each width."
                 )
             object.__setattr__(self, name, tuple(_number(name, rate) for rate in rates))
         for name in SINGLE:
@@ -110,12 +110,17 @@ class Speeds:
         if self.fresh is not None:
             object.__setattr__(self, "fresh", _number("fresh", self.fresh))
         if not isinstance(self.duplex, bool):
-            raise ConfigError(f"Speeds: duplex is {self.duplex!r}; it must be True or False.")
+            raise ConfigError(
+                f"Speeds: got duplex={self.duplex!r}; expected True or False. Pass one of them."
+            )
         if isinstance(self.cache, bool) or not isinstance(self.cache, int) or self.cache < 0:
-            raise ConfigError(f"Speeds: cache is {self.cache!r}; it must be a whole number of bytes from 0.")
+            raise ConfigError(
+                f"Speeds: got cache={self.cache!r}; expected a whole number of bytes from 0. Pass the bytes of one "
+                "rank."
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+        """Return a dict of JSON values."""
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -124,7 +129,7 @@ class Speeds:
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> Speeds:
-        """The inverse of `to_json`."""
+        """Build from a dict that `to_json` returned."""
         value = JsonValue.of(data, "Speeds JSON")
         known = [f.name for f in fields(Speeds)]
         required = (*PER_WIDTH, *SINGLE, "cache")
@@ -155,5 +160,7 @@ SINGLE = (
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"Speeds: {name} has {value!r}; it must be a number of seconds from 0.")
+        raise ConfigError(
+            f"Speeds: got {value!r} in {name}; expected a number of seconds from 0. Measure again (tilerec calibrate)."
+        )
     return float(value)

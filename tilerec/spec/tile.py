@@ -1,4 +1,4 @@
-"""Where the cells of a table live.
+"""Tilings: the placement of a table's cells on ranks.
 
 Nouns
   rectangle  rows [r0, r1) x columns [c0, c1) of a table of `rows` x `dim` cells
@@ -9,8 +9,9 @@ Nouns
 
     tile (b, i)  =  rows [blocks[b].cuts[i], blocks[b].cuts[i + 1])  x  columns [blocks[b].c0, blocks[b].c1)
 
-A tiling is canonical: row ranges are non-empty, neighbours within a block differ in their owners, neighbouring blocks
-differ in their cuts or owners. So two tilings place every cell alike exactly when they are equal.
+A tiling is canonical: row ranges are not empty, neighbouring row ranges of a block have different owners, and
+neighbouring blocks have different cuts or owners. So two tilings are equal exactly if they place every cell on the same
+ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rectangle(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A rectangle and the ranks that hold it, ascending; more than one rank means replicas."""
+    """A rectangle and the ranks that hold it, ascending; several ranks are replicas."""
 
     r0: int
     r1: int
@@ -69,7 +70,7 @@ class Tile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]) and lies on owners[i] (replicas, ascending)."""
+    """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]), on the ranks owners[i] (replicas, ascending)."""
 
     c0: int
     c1: int
@@ -78,9 +79,10 @@ class Block(NamedTuple):
 
 
 def ceil_chunks(rows: int, parts: int) -> tuple[int, ...]:
-    """Cuts of `rows` in at most `parts` ranges of ceil(rows / parts) rows, the last one shorter; none is empty.
+    """Return the cuts of `rows` into at most `parts` ranges of ceil(rows / parts) rows; the last may be shorter.
 
-    As `torch.chunk` cuts: 7 rows in 4 parts are 2, 2, 2, 1 -> (0, 2, 4, 6, 7); 5 in 4 are 2, 2, 1 -> (0, 2, 4, 5).
+    The cuts of `torch.chunk`; no range is empty. 7 rows in 4 parts: 2, 2, 2, 1 -> (0, 2, 4, 6, 7). 5 rows in 4 parts:
+    2, 2, 1 -> (0, 2, 4, 5).
     """
     size = -(-rows // parts)
     return (*range(0, rows, size), rows)
@@ -88,14 +90,15 @@ def ceil_chunks(rows: int, parts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Tiling:
-    """A cover of a `rows` x `dim` table. Make one from any cover with `Tiling.of`, or with a sharding strategy."""
+    """Canonical cover of a `rows` x `dim` table. `Tiling.of` makes one from any cover; sharding strategies make "
+    "them."""
 
     rows: int
     dim: int
     blocks: tuple[Block, ...]
 
     def __post_init__(self) -> None:
-        # Callers' covers come through `of`, which explains what is wrong; this guards our own strategies.
+        # `of` checks covers of callers and raises errors for users; these assertions check sharding strategies.
         assert self.rows > 0
         assert self.dim > 0
         edge = 0
@@ -112,22 +115,24 @@ class Tiling:
 
     @staticmethod
     def of(name: str, rows: int, dim: int, tiles: Iterable[Sequence[Any]]) -> Tiling:
-        """The canonical tiling of any cover: refined at the union of its column cuts, same-owner neighbours merged.
+        """Return the canonical tiling of any cover: cut at all column edges, then merge neighbours with equal owners.
 
         Args:
-            name: of the table, for messages.
-            tiles: `Tile`s or `(r0, r1, c0, c1, owners)`, in any order; `owners` is a rank or several. Empty row
+            name: the table's name, for messages.
+            tiles: `Tile`s or `(r0, r1, c0, c1, owners)`, in any order; `owners` is one rank or several. Empty row
                 ranges (r0 == r1) are dropped.
 
         Raises:
-            ConfigError: a cell has no owner or two tiles hold it, a tile leaves the table, has no columns or no
+            ConfigError: a cell is in no tile or in two; a tile reaches outside the table, or has no columns or no
                 owners.
 
         A table of 4 rows and 8 columns: `[(0, 4, 0, 2, 0), (0, 4, 2, 4, 0), (0, 3, 4, 8, 1), (3, 4, 4, 8, 0)]` has
         blocks `(0, 4, (0, 4), ((0,),))` and `(4, 8, (0, 3, 4), ((1,), (0,)))`.
         """
         if rows < 1 or dim < 1:
-            raise ConfigError(f"Table '{name}': {rows} x {dim} has no cells; rows and dim are at least 1.")
+            raise ConfigError(
+                f"Table '{name}': got {rows} x {dim} cells; expected at least 1 x 1. Give it a cell."
+            )
         cover = [tile for tile in (_read_tile(name, rows, dim, item) for item in tiles) if tile.r0 < tile.r1]
         edges = sorted({0, dim, *(t.c0 for t in cover), *(t.c1 for t in cover)})
         columns: list[list[Tile]] = [[] for _ in edges[1:]]
@@ -135,8 +140,8 @@ class Tiling:
         pieces = sum(map(len, spans))
         if pieces > MOST_PIECES:
             raise ConfigError(
-                f"Table '{name}': got {len(cover):,} tiles that are {pieces:,} pieces once cut at all column edges; "
-                f"expected at most {MOST_PIECES:,}. Give tiles whose edges are in line."
+                f"Table '{name}': got {len(cover):,} tiles, which all column edges cut into {pieces:,} pieces; "
+                f"expected at most {MOST_PIECES:,}. Align the column edges of the tiles."
             )
         for tile, span in zip(cover, spans, strict=True):
             for b in span:
@@ -151,7 +156,7 @@ class Tiling:
         return Tiling(rows, dim, tuple(blocks))
 
     def tiles(self) -> tuple[Tile, ...]:
-        """Every tile, in column-then-row order."""
+        """Return all tiles, in column-then-row order."""
         return tuple(
             Tile(r0, r1, block.c0, block.c1, owners)
             for block in self.blocks
@@ -159,14 +164,14 @@ class Tiling:
         )
 
     def tiles_of(self, rank: int) -> tuple[Rectangle, ...]:
-        """What a rank holds, in column-then-row order: the rectangles of `<table>.weight`, `<table>.weight.1`, ….
+        """Return a rank's rectangles in column-then-row order: those of `<table>.weight`, `<table>.weight.1`, ….
 
-        They are the rank's part of `rectangles(tiling)`. Empty for a rank that holds nothing.
+        They are the rank's part of `rectangles(tiling)`; empty for a rank without a tile.
         """
         return self._held.get(rank, ())
 
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold something, ascending."""
+        """Return the ranks that hold a tile, ascending."""
         return self._ranks
 
     @cached_property
@@ -180,7 +185,7 @@ class Tiling:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether any tile lies on several ranks."""
+        """True if any tile is on several ranks."""
         return any(len(owners) > 1 for block in self.blocks for owners in block.owners)
 
     @cached_property
@@ -188,7 +193,7 @@ class Tiling:
         if len(self.blocks) == 1:
             return self.tiles()
         merged: list[Tile] = []
-        # Rectangles that end at the current block's left edge: what may grow to the right.
+        # Rectangles that end at the current block's left edge: the block may extend them to the right.
         growing: dict[tuple[int, int, tuple[int, ...]], int] = {}
         for block in self.blocks:
             grown: dict[tuple[int, int, tuple[int, ...]], int] = {}
@@ -201,7 +206,7 @@ class Tiling:
                     merged[at] = merged[at]._replace(c1=block.c1)
                 grown[(r0, r1, owners)] = at
             growing = grown
-        # A rectangle is appended at its left edge, in row order: the list is in column-then-row order already.
+        # A rectangle is appended at its left edge, in row order, so the list is in column-then-row order.
         return tuple(merged)
 
     @cached_property
@@ -213,21 +218,21 @@ class Tiling:
         return {rank: tuple(own) for rank, own in held.items()}
 
     def check(self, name: str, world_size: int) -> None:
-        """Refuse ranks that a world of `world_size` does not have.
+        """Raise if a tile is on a rank from `world_size` up.
 
         Raises:
-            ConfigError: names the first such tile.
+            ConfigError: the message names the first such tile.
         """
         if self.ranks()[-1] < world_size:
             return
         tile = next(t for t in self.tiles() if t.owners[-1] >= world_size)
         raise ConfigError(
-            f"Table '{name}': {tile.rectangle} lies on rank {tile.owners[-1]}, but the world has ranks 0 to "
-            f"{world_size - 1}; start {tile.owners[-1] + 1} or more ranks, or plan for {world_size}."
+            f"Table '{name}': got {tile.rectangle} on rank {tile.owners[-1]}; expected ranks 0 to "
+            f"{world_size - 1}. Start {tile.owners[-1] + 1} or more ranks, or plan for {world_size}."
         )
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Blocks as JSON values; what goes without saying is left out (see `from_json`)."""
+        """Return the blocks as JSON values, without values that have their default (see `from_json`)."""
         return [
             {
                 **({} if (block.c0, block.c1) == (0, self.dim) else {"columns": [block.c0, block.c1]}),
@@ -243,20 +248,20 @@ class Tiling:
 
     @staticmethod
     def from_json(name: str, rows: int, dim: int, blocks: Sequence[dict[str, Any]] | JsonValue) -> Tiling:
-        """A tiling from its blocks: `{"columns": [c0, c1], "rows": [0, …, rows], "ranks": "0-3,{4,5}"}`.
+        """Build a tiling from its blocks: `{"columns": [c0, c1], "rows": [0, …, rows], "ranks": "0-3,{4,5}"}`.
 
-        `ranks` names the owner of each row range, replicas in braces; a list does too. Without `columns` the block
-        is the whole width; without `rows` they are cut evenly (`ceil_chunks`).
+        `ranks` lists the owner of each row range, with replicas in braces; a JSON list also works. Without `columns`
+        the block has all columns. Without `rows` they are cut evenly (`ceil_chunks`).
 
         Raises:
-            ConfigError: a block cannot be read, or the blocks are no cover.
+            ConfigError: a block cannot be read, or the blocks do not cover the table exactly once.
         """
         value = JsonValue.of(blocks, f"Table '{name}'")
         tiles: list[tuple[int, int, int, int, tuple[int, ...]]] = []
         for block in value.items('a list of blocks such as [{"ranks": "0-3"}]'):
             found = block.record(("columns", "rows", "ranks"), ("ranks",))
             owners = read_owners(found["ranks"])
-            block.spend(len(owners))  # a row cut for each
+            block.spend(len(owners))  # one row cut per owner
             edges = {
                 key: [x.whole() for x in found[key].items()] for key in ("columns", "rows") if key in found
             }
@@ -265,11 +270,11 @@ class Tiling:
             if len(columns) != 2 or len(cuts) != len(owners) + 1:
                 raise ConfigError(
                     f"{block.where}: got {len(owners):,} owners for {len(cuts) - 1:,} row ranges and {len(columns):,} "
-                    "column edges; expected 2 column edges and one more row cut than owners. Give as many."
+                    "column edges; expected 2 column edges and one owner per row range. Correct the block."
                 )
             tiles += [
-                (r0, r1, columns[0], columns[1], who)
-                for (r0, r1), who in zip(pairwise(cuts), owners, strict=True)
+                (r0, r1, columns[0], columns[1], replicas)
+                for (r0, r1), replicas in zip(pairwise(cuts), owners, strict=True)
             ]
         try:
             return Tiling.of(name, rows, dim, tiles)
@@ -278,14 +283,14 @@ class Tiling:
 
 
 def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
-    """The tiles of a tiling, those of neighbouring blocks merged that have equal rows and owners.
+    """Return the tiles of a tiling, with tiles of neighbouring blocks merged if their rows and owners are equal.
 
-    In column-then-row order. Neighbours with other owners stay apart even where one rank holds both: ids travel by
-    (rows, owners), and a rectangle is what one set of ids reads.
+    They are in column-then-row order. Neighbours with different owners are not merged even if one rank holds both: ids
+    are sent by (rows, owners), and one set of ids reads one rectangle.
 
-    Columns [0, 4) on rank 0 and [4, 8) in rows [0, 5) on rank 0 and [5, 9) on rank 1 are three rectangles; columns
-    [0, 4) and [4, 8), each cut at row 5 with rows [0, 5) on rank 0 and the rest on ranks 1 and 2, are three as well:
-    rows [0, 5) x columns [0, 8), and two of rows [5, 9).
+    Example 1, three rectangles: columns [0, 4) on rank 0; columns [4, 8) with rows [0, 5) on rank 0, [5, 9) on rank 1.
+    Example 2, also three: columns [0, 4) and [4, 8), both cut at row 5, with rows [0, 5) on rank 0 and the other rows
+    on ranks 1 and 2. They are rows [0, 5) x columns [0, 8), and two rectangles of rows [5, 9).
     """
     return tiling._merged
 
@@ -299,17 +304,18 @@ def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:
     except (TypeError, ValueError, IndexError):
         whole = False
     if not whole:
-        raise ConfigError(f"Table '{name}': {item!r} is no tile; wanted (r0, r1, c0, c1, owners).")
+        raise ConfigError(f"Table '{name}': got {item!r}; expected a tile. Write (r0, r1, c0, c1, owners).")
     rectangle = Rectangle(r0, r1, c0, c1)
     if not (0 <= r0 <= r1 <= rows and 0 <= c0 <= c1 <= dim):
         raise ConfigError(
-            f"Table '{name}': {rectangle} is not inside the table's {rows} rows x {dim} columns."
+            f"Table '{name}': got {rectangle}; expected a part of the table's {rows} rows x {dim} columns. Shrink it."
         )
     if c0 == c1:
-        raise ConfigError(f"Table '{name}': {rectangle} has no columns; leave it out.")
+        raise ConfigError(f"Table '{name}': got {rectangle}; expected at least one column. Leave it out.")
     if not owners or min(owners) < 0 or len(set(owners)) < len(owners):
         raise ConfigError(
-            f"Table '{name}': {rectangle} has owners {list(owners)}; name one or more ranks from 0 up, each once."
+            f"Table '{name}': got owners {list(owners)} of {rectangle}; expected one or more ranks from 0. List each "
+            "once."
         )
     return Tile(r0, r1, c0, c1, tuple(sorted(owners)))
 
@@ -317,7 +323,7 @@ def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:
 def _stack(
     name: str, rows: int, c0: int, c1: int, tiles: list[Tile]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Cuts and owners of one column block whose tiles all span it; refuses holes and overlaps."""
+    """Return the cuts and owners of one column block that all `tiles` span; raise for gaps and overlaps."""
     cuts: list[int] = [0]
     owners: list[tuple[int, ...]] = []
     before: Tile | None = None
@@ -328,8 +334,8 @@ def _stack(
             assert before is not None
             both = Rectangle(tile.r0, min(tile.r1, before.r1), c0, c1)
             raise ConfigError(
-                f"Table '{name}': {both} belongs to two tiles, {before} and {tile}; cut one of them, or give one "
-                "tile both owners if they are replicas."
+                f"Table '{name}': got {both} in two tiles, {before} and {tile}; expected it in one. Shrink one of "
+                "them, or give one tile both owners if they are replicas."
             )
         if owners and owners[-1] == tile.owners:
             cuts[-1] = tile.r1
@@ -341,6 +347,7 @@ def _stack(
         end = min((t.r0 for t in tiles if t.r0 > cuts[-1]), default=rows)
         hole = Rectangle(cuts[-1], end, c0, c1)
         raise ConfigError(
-            f"Table '{name}': {hole} belong to no rank; extend a tile over them, or add one with its owner."
+            f"Table '{name}': got no tile with {hole}; expected every cell in one. Extend a tile over them, or add one "
+            "with its owner."
         )
     return tuple(cuts), tuple(owners)

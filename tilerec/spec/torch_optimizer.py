@@ -1,4 +1,4 @@
-"""Others' optimizers as specs: torch's classes, TorchRec's, and FBGEMM's names, with their settings.
+"""Conversion of other libraries' optimizers to specs: classes of torch and TorchRec, names of FBGEMM.
 
 torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}   ->   SGD(lr=0.1, momentum=0.9)
 "EXACT_ROWWISE_ADAGRAD", {"learning_rate": 1}   ->   RowWiseAdagrad(lr=1.0)
@@ -45,37 +45,41 @@ _FBGEMM: dict[str, str] = {
     "LARS_SGD": "LarsSGD",
 }
 
-# Another spelling of a field, as fused-embedding configurations write it.
+# Spelling in fused-embedding configurations -> field of a spec.
 _ALIASES = {"learning_rate": "lr", "eta": "trust_coefficient"}
 
-# Settings that choose how torch runs its own loop. They change no number, so they are taken and dropped.
-_TORCH_EXECUTION = ("foreach", "fused")
+# Settings that select the implementation of torch's own loop. Results do not depend on them, so they are ignored.
+_TORCH_IGNORED = ("foreach", "fused")
 
-# torch settings that do change numbers and that no row rule has: fine at the value that does nothing.
-_TORCH_OFF: dict[str, Any] = {"amsgrad": False, "maximize": False, "differentiable": False, "dampening": 0}
+# torch settings that change results and that no row rule supports -> the value without effect, which is accepted.
+_TORCH_UNSUPPORTED: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "dampening": 0,
+}
 
-_WHY_OFF = {
+_WHY_UNSUPPORTED = {
     "amsgrad": "the row rules keep no running maximum of the second moment",
     "maximize": "the row rules minimise; negate the loss instead",
-    "differentiable": "the update runs inside the backward pass and is not itself differentiated",
+    "differentiable": "the update runs in the backward pass and cannot be differentiated",
     "dampening": "the row rules have no dampening; scale momentum or lr instead",
 }
 
 
 def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSpec:
-    """The spec that an optimizer class and its keyword arguments stand for.
+    """Convert an optimizer class and its keyword arguments to a spec.
 
     Args:
         cls: `torch.optim.SGD`, `Adagrad`, `Adam` or `AdamW` (exactly these, not subclasses, whose `step` may
-            differ); a spec class or a spec; a `torch.optim.Optimizer` subclass with its own
-            `optimizer_spec` attribute naming a spec class; one of TorchRec's optimizer classes; or a name,
-            such as "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
-        kwargs: its settings. What is left out takes the spec's default. Besides the fields of the spec,
-            `learning_rate`, `eta`, `beta1`, `beta2` are understood; `foreach`, `fused` are dropped (they choose
-            how torch runs, not what it computes); `amsgrad`, `maximize`, `differentiable`, `dampening` are
-            refused unless off.
+            differ); a spec class or a spec; a `torch.optim.Optimizer` subclass whose own attribute
+            `optimizer_spec` is a spec class; one of TorchRec's optimizer classes; or a name, such as
+            "RowWiseAdagrad" or, as a string or an enum member, FBGEMM's "EXACT_ROWWISE_ADAGRAD".
+        kwargs: its settings. Missing settings get the spec's defaults. `learning_rate`, `eta`, `beta1` and `beta2` are
+            accepted besides the fields of the spec. `foreach` and `fused` are ignored (they select torch's
+            implementation, not its results). `amsgrad`, `maximize`, `differentiable` and `dampening` raise unless off.
 
-    TorchRec's and FBGEMM's fused "Adam" decays decoupled, so those names with a weight_decay give `AdamW`.
+    TorchRec's and FBGEMM's fused "Adam" has decoupled decay, so these names with a weight_decay give `AdamW`.
 
     Raises:
         ConfigError: no spec for `cls`, an unknown or unsupported setting, or a value out of range.
@@ -84,23 +88,23 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
     spec, shown = _spec_class(cls, settings)
     for old, new in _ALIASES.items():
         if old in settings:
-            _once(shown, settings, old, new)
+            _refuse_both(shown, settings, old, new)
             settings[new] = settings.pop(old)
     if "beta1" in settings or "beta2" in settings:
-        _once(shown, settings, "beta1/beta2", "betas")
+        _refuse_both(shown, settings, "beta1/beta2", "betas")
         default = getattr(cls if isinstance(cls, OptimizerSpec) else spec, "betas", (0.9, 0.999))
         settings["betas"] = (settings.pop("beta1", default[0]), settings.pop("beta2", default[1]))
     if "weight_decay_mode" in settings:
         settings["weight_decay_mode"] = _decay_mode(settings["weight_decay_mode"])
-    for key in _TORCH_EXECUTION:
+    for key in _TORCH_IGNORED:
         settings.pop(key, None)
-    for key, off in _TORCH_OFF.items():
+    for key, off in _TORCH_UNSUPPORTED.items():
         if key in settings and settings.pop(key) != off:
             raise ConfigError(
-                f"{shown}: {key}={(kwargs or {})[key]!r} is not supported ({_WHY_OFF[key]}); leave it out, "
-                "or do not attach the optimizer and call its step() on the parameter's .grad."
+                f"{shown}: got {key}={(kwargs or {})[key]!r}; expected {key}={off!r} ({_WHY_UNSUPPORTED[key]}). Leave "
+                "it out, or do not attach the optimizer and call its step() on the parameter's .grad."
             )
-    # torch's own switch between its two classes, which its param groups spell out.
+    # torch's param groups contain this switch between its two classes.
     if spec is Adam and settings.get("decoupled_weight_decay") is True:
         spec = AdamW
         settings.setdefault("weight_decay", 0.0)
@@ -113,7 +117,7 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
 
 
 def _spec_class(cls: Any, settings: Mapping[str, Any]) -> tuple[type[OptimizerSpec], str]:
-    """The spec class that `cls` names, and how to call `cls` in a message."""
+    """Return the spec class for `cls`, and the text for `cls` in a message."""
     if isinstance(cls, OptimizerSpec):
         return type(cls), repr(cls)
     if isinstance(cls, type):
@@ -136,23 +140,25 @@ def _spec_class(cls: Any, settings: Mapping[str, Any]) -> tuple[type[OptimizerSp
                 return _decoupled(SPECS[_FBGEMM[name.upper()]], settings), shown
         shown = repr(cls)
     raise ConfigError(
-        f"Optimizer {shown}: no row rule does this; use one of torch.optim.SGD, Adagrad, Adam, AdamW, or of "
-        f"tilerec's {', '.join(SPECS)}; or do not attach it and call its step() on the parameter's .grad."
+        f"Optimizer: got {shown}, which has no row rule; expected one of torch.optim.SGD, Adagrad, Adam, AdamW, or of "
+        f"tilerec's {', '.join(SPECS)}. Use one, or do not attach it and call its step() on the parameter's .grad."
     )
 
 
 def _decoupled(spec: type[OptimizerSpec], settings: Mapping[str, Any]) -> type[OptimizerSpec]:
-    """FBGEMM's Adam decays decoupled; without a weight_decay the two are one."""
+    """Return `AdamW` for FBGEMM's Adam with a weight_decay, which is decoupled; other specs unchanged."""
     return AdamW if spec is Adam and settings.get("weight_decay", 0) else spec
 
 
-def _once(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
+def _refuse_both(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
     if new in settings:
-        raise ConfigError(f"{shown}: got both {old} and {new}, which are one setting; pass {new} only.")
+        raise ConfigError(
+            f"{shown}: got both {old} and {new}; expected one, as they are the same. Pass {new} only."
+        )
 
 
 def _decay_mode(mode: Any) -> Any:
-    """One of "none", "l2", "decoupled" from those words, "decouple", or an enum member of such a name."""
+    """Convert "none", "l2", "decoupled", "decouple" or an enum member with such a name to a decay mode."""
     word = mode.name if isinstance(mode, Enum) else mode
     word = word.lower() if isinstance(word, str) else word
     return "decoupled" if word == "decouple" else word

@@ -1,4 +1,4 @@
-"""Settings that other libraries have and that mean nothing here: taken, so that a script runs, and named."""
+"""Warnings about settings of other libraries that have no effect here. They are accepted, so that scripts run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 
 
 def warn_without_effect(what: str, given: Mapping[str, object], why: Mapping[str, str], depth: int) -> None:
-    """One warning that names the settings which were given, each with the reason and what to say in its place.
+    """Issue one warning that lists the given settings, each with the reason and the alternative.
 
     Args:
-        what: has the settings: "Table 'user'".
-        given: setting -> value. None and False are not given.
+        what: the object that has the settings: "Table 'user'".
+        given: setting -> value. None and False count as not given.
         why: setting -> the reason.
-        depth: calls between the caller of this and the user's line, as of `warnings.warn`'s `stacklevel`.
+        depth: calls from the caller of this function to the user's line, as `stacklevel` of `warnings.warn`.
     """
-    said = [name for name, value in given.items() if value is not None and value is not False]
-    if said:
-        reasons = "; ".join(f"{name} ({why[name]})" for name in said)
+    passed = [name for name, value in given.items() if value is not None and value is not False]
+    if passed:
+        reasons = "; ".join(f"{name} ({why[name]})" for name in passed)
         warnings.warn(
-            f"{what}: without effect here: {reasons}. Leave {'them' if len(said) > 1 else 'it'} out.",
+            f"{what}: got settings without effect: {reasons}. Leave {'them' if len(passed) > 1 else 'it'} out.",
             stacklevel=depth + 1,
         )
