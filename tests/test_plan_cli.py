@@ -250,7 +250,7 @@ def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
         (("nothing.json", *WORLD), "nothing.json cannot be read"),
         (("half.json", *WORLD), "half.json is not JSON"),
         (("object.json", *WORLD), 'got an object without "tables"'),
-        (("syntetic", *WORLD), "There is no recipe 'syntetic'; did you mean 'synthetic'?"),
+        (("syntetic", *WORLD), "There is no recipe 'syntetic'. Did you mean 'synthetic'?"),
         (
             ("synthetic", *WORLD, "--optimizer", "SGD"),
             "--optimizer: got SGD with a recipe; expected it only with a list of tables",
