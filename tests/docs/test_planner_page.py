@@ -55,7 +55,7 @@ def test_every_word_for_a_constraint_is_there() -> None:
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # One what-if for each report: tests/planner/test_report.py has them all.
+    # One what-if for each report: tests/planner/report/test_report.py has them all.
     monkeypatch.setattr("tilerec.planner.report.what_if.LARGE", 0)
     monkeypatch.setattr("tilerec.planner.report.what_if.FEW", 1)
     text = PAGE.read_text()

@@ -530,7 +530,7 @@ def test_tables_of_one_column_and_of_257_move(spec: Any) -> None:
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "resharding.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "resharding.md"
     if not page.exists():
         pytest.skip("the pages are part of the repository, not of the wheel")
     source = page.read_text().split("```python\n")[1].split("```")[0]
