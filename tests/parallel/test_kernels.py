@@ -162,7 +162,7 @@ def test_an_optimizer_that_dense_took_off_is_back_if_sharding_is_refused() -> No
             shard(model, said, group)
         return list(model.ebc.fused_optimizer.params)
 
-    with pytest.warns(UserWarning, match="is taken off"):
+    with pytest.warns(UserWarning, match="is detached"):
         results = run_virtual_ranks(2, run)
     assert results == [[f"embedding_bags.{n}.weight" for n in NAMES]] * 2
 
@@ -231,7 +231,7 @@ def test_the_file_of_a_sharded_models_plan_shards_it_again_as_it_was(tmp_path: P
     assert kernels_of(again) == {"a": "dense", "b": "fused"}
     model = Model()
     apply_optimizer_in_backward(SGD(lr=0.1), list(model.parameters()))
-    with pytest.warns(UserWarning, match="the optimizer attached there is taken off"):
+    with pytest.warns(UserWarning, match="its attached optimizer is detached"):
         attached = alone(model, plan=tmp_path / "plan.json")
     assert kernels_of(attached) == {"a": "dense", "b": "fused"}
 
@@ -267,7 +267,7 @@ def test_what_are_no_sharders_is_refused_before_anything_changes(wrong: Any, mes
         (sgd(), "its fused_params have no effect: every table .* has an optimizer attached"),
         (
             EmbeddingBagCollectionSharder(qcomm_codecs_registry=Wire("bf16", "bf16")),
-            "its qcomm_codecs_registry has no effect: the plan names others for every table",
+            "its qcomm_codecs_registry has no effect: the plan has others for every table",
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_a_wire_that_the_plan_names_wins_over_a_sharders_and_fp32_is_a_name() ->
     dmp = alone(plan=said, sharders=[sharder])
     assert {name: s.wire for _, name, s in dmp.plan.tables()} == {"a": Wire(), "b": Wire("bf16", "bf16")}
     assert {s.wire for _, _, s in alone(plan=plan(None, None)).plan.tables()} == {Wire()}
-    with pytest.warns(UserWarning, match="the plan names others for every table"):
+    with pytest.warns(UserWarning, match="the plan has others for every table"):
         alone(plan={"ebc": dict.fromkeys(NAMES, said["ebc"]["a"])}, sharders=[sharder])
 
 

@@ -1,4 +1,4 @@
-"""Plans in the words of the helpers: `shard(ebc, row_wise())`, `shard(ebc, {"user": table_wise(rank=1)})`."""
+"""Plans made with helpers: `shard(ebc, row_wise())`, `shard(ebc, {"user": table_wise(rank=1)})`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def without_cuts(
     collections: Mapping[str, TableCollection],
     world: Callable[[Sequence[Sequence[int]] | None], Topology],
 ) -> Any:
-    """The plan with a `ParameterSharding` for each `Cut` in it; as it came where it has none.
+    """Return the plan with a `ParameterSharding` in place of each `Cut`; return a plan without `Cut`s unchanged.
 
     Args:
-        plan: anything; one `Cut` is for all tables of the model, one for a module's path for all tables there.
-        world: the topology of this world, given the hosts that a part of the plan says.
+        plan: any form. A single `Cut` applies to all tables of the model, a `Cut` for a module path to all tables of
+            that module.
+        world: returns the topology of this world, given the hosts in the plan or None.
 
     Raises:
-        ConfigError: a cut does not fit its table or the world, or is of a table that the model lacks.
+        ConfigError: a `Cut` does not fit its table or the world, or is for a table that the model lacks.
     """
     if isinstance(plan, Cut):
         plan = dict.fromkeys(collections, plan)
@@ -51,8 +52,7 @@ def _part(path: str, part: Any, collections: Mapping[str, TableCollection], topo
     if collection is None:
         deeper = [where for where, inside in collections.items() if path in inside._tables]
         raise ConfigError(
-            f"shard: the plan says how to cut '{path}', which is no path of a collection in the model; it has "
-            f"{list(collections)[:8]}."
+            f"shard: plan: got '{path}'; expected paths of the model's collections, {list(collections)[:8]}."
             + (f" There is a table of this name: plan={{'{deeper[0]}': {{'{path}': …}}}}." if deeper else "")
         )
     tables = collection._tables
@@ -67,8 +67,8 @@ def _part(path: str, part: Any, collections: Mapping[str, TableCollection], topo
             continue
         if name not in tables:
             raise ConfigError(
-                f"shard: the plan says how to cut table '{name}' of module '{path}', which has {list(tables)[:8]}; "
-                "name each of its tables once."
+                f"shard: plan['{path}']: got table '{name}'; expected the tables of the module, {list(tables)[:8]}. "
+                "Name each of them once."
             )
         config = tables[name].config
         made[name] = item.sharding(name, config.num_embeddings, config.embedding_dim, topology)
