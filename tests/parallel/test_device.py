@@ -49,7 +49,7 @@ def test_a_gpu_beyond_those_that_are_there_is_refused_with_their_number(gpus: An
 
 def test_what_is_no_device_is_refused() -> None:
     for device in ("gpu", "cpu:x", 1.5):
-        with pytest.raises(ConfigError, match="device: got .*, which torch rejects"):
+        with pytest.raises(ConfigError, match=r"device: got .*, which torch rejects"):
             device_of(device, "who")  # type: ignore[arg-type]
 
 

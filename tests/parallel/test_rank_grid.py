@@ -39,14 +39,14 @@ def test_a_group_size_that_does_not_divide_the_world_is_refused_with_those_that_
 ) -> None:
     fitting = ", ".join(str(k) for k in range(1, world + 1) if world % k == 0)
     with pytest.raises(
-        ConfigError, match=f"groups of {size} ranks do not divide a world of {world}; use {fitting}"
+        ConfigError, match=f"got {size}; expected a divisor of the world size {world}: {fitting}"
     ):
         RankGrid(world, size)
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.0, True, None, "2"])
 def test_a_group_size_that_is_no_number_from_1_is_refused(size: object) -> None:
-    with pytest.raises(ConfigError, match=r"group_size is .* from 1"):
+    with pytest.raises(ConfigError, match=r"group_size: got .*; expected an integer from 1"):
         RankGrid(4, size)  # type: ignore[arg-type]
 
 

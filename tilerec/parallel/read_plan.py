@@ -62,7 +62,8 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     for path, tables in plan.items():
         if not isinstance(tables, Mapping):
             raise ConfigError(
-                f"shard: plan['{path}']: got a {type(tables).__name__}; expected {{table: ParameterSharding or Tiling}}."
+                f"shard: plan['{path}']: got a {type(tables).__name__}; "
+                "expected {table: ParameterSharding or Tiling}."
                 + (_deeper(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
             )
         parts[path] = EmbeddingModuleShardingPlan(

@@ -1,11 +1,12 @@
-"""`ReplicaSync`: replicas that train apart become one again: weights and optimizer state are averaged.
+"""`ReplicaSync`: averages weights and optimizer state of replicas that train independently.
 
-    union     which rows has any replica touched since the last time: numbers travel
-    average   w[row] = sum over replicas of w[row] / R, and so every slot of the optimizer: only those rows travel
-    counts    of updates (Adam's t, of a table or of a row): the largest of the replicas'
+    union     replicas exchange the numbers of the rows that any of them touched since the last sync
+    average   w[row] = sum over replicas of w[row] / R, and the same for every optimizer slot; only the rows of the
+              union are sent
+    counts    update counts (Adam's t, per table or per row) become the largest of the replicas
 
-A row that only some replicas touched is averaged over all: the others still have what it was. Both sums are taken in
-fp32 (fp64 for fp64 tables) and rounded once; the result has the same bits on every replica.
+A row that only some replicas touched is averaged over all; the other replicas contribute its old value. Sums are
+computed in fp32 (fp64 for fp64 tables) and rounded once, so the result has the same bits on every replica.
 
 Legend: R replicas, U rows that any of them touched.
 """
@@ -28,7 +29,7 @@ from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26
-"""Bytes of one message where the caller waits; two are in memory at a time."""
+"""Bytes per message of a blocking sync; two messages are in memory at a time."""
 
 AverageHook = Callable[[list[Tensor]], None]
 """Averages tensors over the replica group, in place."""
@@ -44,22 +45,22 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Pieces of one type on their way."""
+    """Pieces of one dtype in one message."""
 
     pieces: list[_Piece]
     flat: Tensor
-    handle: Handle | None  # None: averaged by the user's hook
+    handle: Handle | None  # None: the user's hook has averaged `flat`
 
 
 @final
 class ReplicaSync:
-    """Keeps the attached tables below some modules equal on the ranks of a replica group.
+    """Synchronization of the attached tables of some modules over the ranks of a replica group.
 
     Args:
         axis: the replica group, R ranks that hold the same tiles.
-        modules: those whose tables it looks after; tables without an attached optimizer need nothing.
-        hook: averages in place of an all-reduce.
-        ranks: what the group's ranks are called in errors; None: by their numbers in it.
+        modules: the modules with the tables; tables without an attached optimizer are skipped.
+        hook: averages tensors over the replica group in place of an all-reduce; None: all-reduce.
+        ranks: numbers of the group's ranks in errors; None: their numbers in the group.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class ReplicaSync:
         self._waiting: list[TileRows] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaSync:
-        raise AssertionError("a copied model makes its own")
+        raise AssertionError("a copied model has its own ReplicaSync")
 
     def rows(self) -> list[TileRows]:
-        """The tiles it looks after, in one order on all replicas."""
+        """Return the tiles to synchronize, in one order on all replicas."""
         found: dict[int, TileRows] = {}
         for module in self.modules:
             for table in module.modules():
@@ -86,25 +87,25 @@ class ReplicaSync:
 
     @property
     def steps(self) -> int:
-        """Updates since weights were agreed on; the largest of the tables. Replicas in step have the same."""
+        """Updates since weights were last averaged, the maximum over the tables; equal on replicas in step."""
         return max([_touched(rows).updates for rows in self.rows()], default=0)
 
     @property
     def unsynced_steps(self) -> int:
-        """Updates since weights and optimizer state were agreed on."""
+        """Updates since weights and optimizer state were last averaged, the maximum over the tables."""
         return max([_touched(rows).state_updates for rows in self.rows()], default=0)
 
     def __call__(self, *, state: bool = True, wait: bool = True) -> None:
-        """Average what was touched. All replicas call it.
+        """Average the touched rows. Collective over the replica group.
 
         Args:
-            state: optimizer state as well; what is left out now comes along the next time.
-            wait: else it ends when the rows are next read or written (or by `settle`): until then they may not be
-                written by anybody else.
+            state: average optimizer state, too; state that is left out is averaged in the next call with `state`.
+            wait: False: return early; the average ends when the rows are next read or written, or in `settle`. Until
+                then no other code may write the rows.
 
         Raises:
-            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers' numbers: on all
-                of them, and no row has been written.
+            ConfigError: replicas differ in `state`, in whether they have a hook, or in their optimizers. All
+                replicas raise, before any row is written.
         """
         self.settle()
         rows = self.rows()
@@ -120,7 +121,7 @@ class ReplicaSync:
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
-        # Marks go when rows have gone: a hook that fails leaves them for the next time.
+        # Marks are cleared after the rows are sent: if a hook fails, the next sync includes these rows.
         if wait:
             running: deque[_Chunk] = deque()
             for chunk in chunks:
@@ -138,7 +139,7 @@ class ReplicaSync:
             _touched(own).pending = self.settle
 
     def settle(self) -> None:
-        """Write the rows that are on their way. No collective: ranks call it when they like."""
+        """Wait for the running messages and write their rows. Not a collective."""
         sent, self._sent = self._sent, []
         waiting, self._waiting = self._waiting, []
         for own in waiting:
@@ -149,7 +150,7 @@ class ReplicaSync:
     # ------------------------------------------------------------------------------------------------ which rows
 
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
-        """Per tile, the rows that any replica has touched, ascending; update counts become the largest."""
+        """Return per tile the rows that any replica has touched, ascending; set update counts to the largest."""
         touched = [_touched(tile) for tile in rows]
         own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
         said = {
@@ -189,7 +190,7 @@ class ReplicaSync:
         return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
 
     def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Every replica's numbers, given how many there are."""
+        """Return the tensors of all replicas, given their sizes. Collective."""
         peers = [rank for rank in range(self.axis.size) if rank != self.axis.rank]
         heard = {rank: mine.new_empty(sizes[rank]) for rank in peers}
         self.axis.swap(name, heard, dict.fromkeys(peers, mine)).wait()
@@ -197,7 +198,7 @@ class ReplicaSync:
         return [heard[rank] for rank in range(self.axis.size)]
 
     def _take_largest_steps(self, rows: Sequence[TileRows], touched: Sequence[Tensor]) -> None:
-        """Counts per row, of rules that have them: the largest."""
+        """Set per-row update counts, for optimizers that have them, to the largest of the replicas."""
         counted = [
             (tile.state["step"], u)
             for tile, u in zip(rows, touched, strict=True)
@@ -216,7 +217,7 @@ class ReplicaSync:
     def _chunks(
         self, rows: Sequence[TileRows], touched: Sequence[Tensor], state: bool, most: int | None
     ) -> Iterator[list[_Piece]]:
-        """Weights and slots of the rows, in messages of one type of at most `most` bytes each (None: one per type)."""
+        """Yield messages of the rows' weights and slots, one dtype each, at most `most` bytes (None: no limit)."""
         open_: dict[torch.dtype, tuple[list[_Piece], int]] = {}
         for tile, rows_U in zip(rows, touched, strict=True):
             memories = [tile.leaf.detach()]
