@@ -403,7 +403,7 @@ def test_a_cached_module_that_is_sharded_keeps_its_caches() -> None:
 
 def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut() -> None:
     with pytest.raises(
-        ConfigError, match=r"'a' of module 'ebc' is to lie in host memory .* has no optimizer"
+        ConfigError, match=r"'a' of module 'ebc' is planned for host memory .* has no optimizer"
     ):
         alone(plan=cached_plan("row_wise"))
     frozen = Model()

@@ -65,7 +65,7 @@ def test_hosts_of_a_group_are_those_of_its_ranks() -> None:
     own = near.topology_of(1, topology)
     assert (own.world_size, own.host_ranks, own.ddr_caps) == (4, ((0, 1), (2, 3)), (2, 4, 6, 8))
     assert near.topology_of(1, topology, blocks_of(4, 3)).host_ranks == ((0, 1, 2), (3,))
-    with pytest.raises(ConfigError, match="8 ranks and the world 4"):
+    with pytest.raises(ConfigError, match="topology: got 8 ranks; expected 4"):
         RankGrid(4, 2).check_topology(topology)
 
 

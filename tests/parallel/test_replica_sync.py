@@ -472,7 +472,7 @@ def test_a_hook_that_fails_leaves_the_average_for_the_next_time() -> None:
 
 
 def test_a_hook_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 is no function"):
+    with pytest.raises(ConfigError, match="got 3; expected a function"):
         ReplicaSettings("average", hook=3).check("DMPCollection")  # type: ignore[arg-type]
 
 

@@ -154,7 +154,7 @@ def face() -> list[str]:
     dmp.sync()
     dmp.ensure_reduce_scatter_complete()
     assert dmp.unsynced_steps == 0
-    with pytest.raises(ConfigError, match="world_size is 2 and global_pg has 4 ranks"):
+    with pytest.raises(ConfigError, match="world_size: got 2; expected 4, the number of ranks"):
         DMPCollection(model(), "cpu", None, 2, 2, dist.group.WORLD)
     with pytest.raises(ConfigError, match="got 'striped'"):
         wrapped(2, sharding_strategy="striped")

@@ -343,7 +343,7 @@ def test_what_a_plan_knows_of_bags_reaches_the_layout() -> None:
 
 @pytest.mark.parametrize("wrong", [3, {"ebc": 1}, {"ebc": {"items": "row_wise"}}])
 def test_what_is_no_plan_is_named(wrong: Any) -> None:
-    assert "wanted" in raised(1, lambda group: shard(Model(), plan=wrong, mesh=group))
+    assert "; expected " in raised(1, lambda group: shard(Model(), plan=wrong, mesh=group))
 
 
 def test_ranks_with_different_plans_are_named() -> None:
@@ -558,11 +558,11 @@ def test_an_environment_a_process_group_or_nothing_says_the_ranks(pool: Pool) ->
     assert tilings_of(shard(bags(), None, env))["a"].ranks() == (0,)
     with pytest.raises(ConfigError, match="got both env and mesh, two names of one argument"):
         shard(bags(), None, env, mesh=env)
-    with pytest.raises(ConfigError, match="shard: env is a str; wanted a ShardingEnv"):
+    with pytest.raises(ConfigError, match="shard: env: got a str; expected a ShardingEnv"):
         shard(bags(), None, "world")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="shard: mesh is a int; wanted a ShardingEnv"):
+    with pytest.raises(ConfigError, match="shard: mesh: got a int; expected a ShardingEnv"):
         shard(bags(), mesh=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="shard: plan is a ShardingEnv; wanted a ShardingPlan"):
+    with pytest.raises(ConfigError, match="shard: plan: got a ShardingEnv; expected a ShardingPlan"):
         shard(bags(), env, env)  # type: ignore[arg-type]
 
 
@@ -601,10 +601,10 @@ def test_helpers_of_hosts_cut_by_the_hosts_of_this_world() -> None:
 
 def test_a_cut_of_what_the_model_lacks_is_refused_with_its_place() -> None:
     message = raised(2, lambda group: shard(Model(), {"items": row_wise()}, group))
-    assert "'items', which is no path of a collection" in message
+    assert "plan: got 'items'; expected paths of the model's collections, ['ebc', 'ec']" in message
     assert "plan={'ebc': {'items': …}}" in message
     message = raised(2, lambda group: shard(Model(), {"ebc": {"shop": row_wise()}}, group))
-    assert "table 'shop' of module 'ebc', which has ['items', 'users']" in message
+    assert "plan['ebc']: got table 'shop'; expected the tables of the module, ['items', 'users']" in message
     message = raised(2, lambda group: shard(bags(), {"a": table_wise(5), "b": row_wise()}, group))
     assert "names rank 5; the world has ranks 0 to 1" in message
     message = raised(2, lambda group: shard(bags(), {"a": row_wise()}, group))

@@ -243,7 +243,7 @@ def test_a_node_group_size_that_does_not_divide_the_group_is_warned_of() -> None
             .plan.group_plan.hosts
         )
 
-    with pytest.warns(UserWarning, match="node_group_size 3 does not divide the sharding group's 4 ranks"):
+    with pytest.warns(UserWarning, match="node_group_size=3 does not divide the sharding group's 4 ranks"):
         assert run_virtual_ranks(4, run) == [((0, 1, 2), (3,))] * 4
 
 
