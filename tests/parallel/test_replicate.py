@@ -158,10 +158,13 @@ def face() -> list[str]:
         DMPCollection(model(), "cpu", None, 2, 2, dist.group.WORLD)
     with pytest.raises(ConfigError, match="got 'striped'"):
         wrapped(2, sharding_strategy="striped")
-    with pytest.raises(ConfigError, match="divide a world of 4"):
+    with pytest.raises(ConfigError, match="got 3; expected a divisor of the world size 4"):
         wrapped(3)
     # Some ranks fail before others: all hear of it, nobody waits.
-    with pytest.raises(ConfigError, match="divide a world of 4" if rank == 1 else "differs between ranks"):
+    with pytest.raises(
+        ConfigError,
+        match="got 3; expected a divisor of the world size 4" if rank == 1 else "differs between ranks",
+    ):
         wrapped(3 if rank == 1 else 2)
     with pytest.raises(ConfigError, match="sync_interval: got 0" if rank == 1 else "differs between ranks"):
         wrapped(2, sync="average", sync_interval=0 if rank == 1 else 1)

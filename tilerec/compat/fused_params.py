@@ -41,7 +41,7 @@ class EmbOptimType(Enum):
     NONE = "none"
 
 
-_NUMBERS = {
+_DEFAULTS = {
     "learning_rate": 0.01,
     "eps": 1e-8,
     "momentum": 0.9,
@@ -54,7 +54,7 @@ _NUMBERS = {
 }
 """Keys that hold numbers, with FBGEMM's defaults."""
 
-_READS: dict[EmbOptimType, tuple[str, ...]] = {
+_KEYS_USED: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.SGD: ("learning_rate",),
     EmbOptimType.EXACT_SGD: ("learning_rate",),
     EmbOptimType.EXACT_ADAGRAD: ("learning_rate", "eps", "weight_decay", "initial_accumulator_value"),
@@ -73,7 +73,7 @@ _READS: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.LARS_SGD: ("learning_rate", "weight_decay", "momentum", "eta"),
     EmbOptimType.NONE: (),
 }
-_READS[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _READS[EmbOptimType.ROWWISE_ADAGRAD]
+_KEYS_USED[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _KEYS_USED[EmbOptimType.ROWWISE_ADAGRAD]
 
 _WITHOUT_EFFECT = {
     "bounds_check_mode": "ids are checked by the collection (on_bad_id=)",
@@ -130,7 +130,7 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> Optim
     for key in [key for key in given if key in _WITHOUT_EFFECT]:
         del given[key]
         warnings.warn(f"{who}: fused_params['{key}'] has no effect: {_WITHOUT_EFFECT[key]}.", stacklevel=4)
-    known = {"optimizer", "weight_decay_mode", "stochastic_rounding", *_NUMBERS}
+    known = {"optimizer", "weight_decay_mode", "stochastic_rounding", *_DEFAULTS}
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(
@@ -143,11 +143,11 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> Optim
         EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']"
     )
     rounding = given.pop("stochastic_rounding", True)
-    for key in sorted(set(given) - set(_READS[kind])):
+    for key in sorted(set(given) - set(_KEYS_USED[kind])):
         warnings.warn(f"{who}: fused_params['{key}'] has no effect with {kind.name}.", stacklevel=4)
     mode = _decay_mode(given.get("weight_decay_mode"), who)
     make = _MAKERS[kind]
-    return make({**_NUMBERS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
+    return make({**_DEFAULTS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
 
 
 def _decay_mode(mode: Any, who: str) -> str:

@@ -92,8 +92,8 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisi
     ) -> None:
         who, kind = type(self).__name__, EmbeddingBagCollectionSharder
         _check(who, "ebc_sharder", ebc_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
-        said = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
-        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+        tables_sharder = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
     @property
     def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
@@ -127,8 +127,8 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionE
     ) -> None:
         who, kind = type(self).__name__, EmbeddingCollectionSharder
         _check(who, "ec_sharder", ec_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
-        said = ec_sharder or kind(fused_params, qcomm_codecs_registry)
-        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+        tables_sharder = ec_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
     @property
     def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
@@ -145,13 +145,13 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionE
 def _check(
     who: str, name: str, inner: Any, kind: type[ModuleSharder], ids: Any, fused_params: Any, registry: Any
 ) -> None:
-    for what, given, wanted in (
+    for parameter, given, wanted in (
         (name, inner, kind),
         ("mc_sharder", ids, ManagedCollisionCollectionSharder),
     ):
         if given is not None and not isinstance(given, wanted):
             words = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-            raise ConfigError(f"{who}: {what}: got {words}; expected {wanted.__name__}(...), or None.")
+            raise ConfigError(f"{who}: {parameter}: got {words}; expected {wanted.__name__}(...), or None.")
     if inner is not None and (fused_params is not None or registry is not None):
         raise ConfigError(
             f"{who}: got fused_params or qcomm_codecs_registry beside {name}; give them to the {kind.__name__} only."

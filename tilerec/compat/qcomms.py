@@ -11,7 +11,7 @@ from tilerec.errors import ConfigError
 from tilerec.spec.plan import CODECS, Wire, to_enum
 from tilerec.spec.without_effect import warn_without_effect
 
-_INSTEAD = (
+_SUPPORTED = (
     f"the formats of tilerec are {', '.join(CODECS)}; int8 and fp8 take one byte per number and one scale per row, "
     "bf16 has fp32's range"
 )
@@ -26,7 +26,7 @@ class _Formats(EnumMeta):
         if name in members:
             return members[name]
         raise AttributeError(
-            f"{cls.__name__}.{name} is not supported: {_INSTEAD}."
+            f"{cls.__name__}.{name} is not supported: {_SUPPORTED}."
             if name.isupper()
             else f"{cls.__name__} has no {name}."
         )
@@ -44,7 +44,7 @@ class CommType(Enum, metaclass=_Formats):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ConfigError(f"CommType({value!r}) is not supported: {_INSTEAD}.")
+        raise ConfigError(f"CommType({value!r}) is not supported: {_SUPPORTED}.")
 
 
 @unique
@@ -118,7 +118,7 @@ class QCommsConfig:
             try:
                 format = to_enum(CommType, given, name)
             except ConfigError:
-                raise ConfigError(f"QCommsConfig: {name}: got {given!r}; {_INSTEAD}.") from None
+                raise ConfigError(f"QCommsConfig: {name}: got {given!r}; {_SUPPORTED}.") from None
             object.__setattr__(self, name, format)
         settings = {
             "forward_loss_scale": None if forward_loss_scale == 1 else forward_loss_scale,

@@ -72,18 +72,19 @@ def _digest(tensor: Tensor) -> list[int]:
     return sums.tolist()
 
 
-def _compare(everyone: list[dict[_Tile, list[int]]]) -> None:
+def _compare(digests_by_rank: list[dict[_Tile, list[int]]]) -> None:
     by_tile: dict[_Tile, dict[tuple[int, ...], list[int]]] = {}
-    for rank, own in enumerate(everyone):
+    for rank, own in enumerate(digests_by_rank):
         for tile, digest in own.items():
             by_tile.setdefault(tile, {}).setdefault(tuple(digest), []).append(rank)
-    for (table, row, column, tensor), camps in by_tile.items():
-        if len(camps) > 1:
-            told = " and ".join(
-                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in camps.values()
+    for (table, row, column, tensor), ranks_by_digest in by_tile.items():
+        if len(ranks_by_digest) > 1:
+            holders = " and ".join(
+                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
+                for ranks in ranks_by_digest.values()
             )
             raise ConfigError(
-                f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {told}; expected "
-                "the same bits. One rank has changed its copy alone. Load a checkpoint on all ranks, and look for code "
-                "that writes tables or steps their optimizer on some ranks only."
+                f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {holders}; "
+                "expected the same bits. One rank has changed its copy alone. Load a checkpoint on all ranks, and look "
+                "for code that writes tables or steps their optimizer on some ranks only."
             )

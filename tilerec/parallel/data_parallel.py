@@ -82,7 +82,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             "gradient_as_bucket_view": True,
             **(ddp_kwargs or {}),
         }
-        self._keeps_buffers = not any("buffers" in key for key in ddp_kwargs or ())
+        self._ignore_buffers = not any("buffers" in key for key in ddp_kwargs or ())
         self._precision = allreduce_comm_precision
         self._ignored = set(params_to_ignore or ())
 
@@ -119,7 +119,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 if name not in ignored:
                     send_from_rank_0(group, parameter)
             return
-        if self._keeps_buffers:
+        if self._ignore_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         ignore_in_ddp(module, sorted(ignored))
         wrapped = DistributedDataParallel(
@@ -129,14 +129,14 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             **self._options,
         )
         if self._precision is not None:
-            wrapped.register_comm_hook(env.pg, _narrow(_FORMATS[self._precision], env.world_size))
+            wrapped.register_comm_hook(env.pg, _low_precision_hook(_FORMATS[self._precision], env.world_size))
         dmp._dmp_wrapped_module = wrapped
 
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _narrow(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
+def _low_precision_hook(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
     """Return a hook that averages gradients in another format; torch's own hook for bfloat16 needs NCCL."""
 
     # No annotations: torch compares them with its classes, and in this file annotations are strings.

@@ -20,7 +20,7 @@ def device_of(device: torch.device | str | int, who: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     others = torch.accelerator.is_available() and count == 0  # torch checks indices of other accelerators
     if isinstance(device, int) and not others and not 0 <= device < count:
-        raise ConfigError(f"{who}: device={device} is the index of an accelerator, and {_here(count)}")
+        raise ConfigError(f"{who}: device={device} is the index of an accelerator, and {_gpus_found(count)}")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -28,11 +28,11 @@ def device_of(device: torch.device | str | int, who: str) -> torch.device:
             f"{who}: device: got {device!r}, which torch rejects ({error}); pass 'cpu' or 'cuda:0'."
         ) from error
     if found.type == "cuda" and (found.index or 0) >= count:
-        raise ConfigError(f"{who}: device='{found}' is a GPU, and {_here(count)}")
+        raise ConfigError(f"{who}: device='{found}' is a GPU, and {_gpus_found(count)}")
     return found
 
 
-def _here(count: int) -> str:
+def _gpus_found(count: int) -> str:
     if not count:
         return "torch finds none here; pass device='cpu', or install a torch build for your GPU."
     return (

@@ -39,10 +39,10 @@ def topology_of(
             f"shard: hosts of the plan: got {[list(host) for host in hosts]}; expected the ranks 0 to "
             f"{group.size - 1}. Plan again, or leave out hosts."
         )
-    return Topology(group.size, compute_device, hosts=hosts or _launched(group))
+    return Topology(group.size, compute_device, hosts=hosts or _launcher_hosts(group))
 
 
-def _launched(group: Group) -> list[list[int]] | None:
+def _launcher_hosts(group: Group) -> list[list[int]] | None:
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not isinstance(group, ProcessGroupComms) or not text.isdecimal() or int(text) < 1:
         return None  # ranks that are threads of one process share a host

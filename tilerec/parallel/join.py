@@ -90,28 +90,28 @@ def _turns(
     batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]
 ) -> Iterator[Turn[_B]]:
     try:
-        reader = _Reader(batches, channel, empty, count)
+        lookahead = _Lookahead(batches, channel, empty, count)
         while True:
-            batch, own, handle = reader.batch, reader.own, reader.handle
-            told = handle.wait().tolist()
-            if reader.error is not None:
-                raise reader.error
-            failed = [rank for rank, number in enumerate(told) if number == _FAILED]
+            batch, own, handle = lookahead.batch, lookahead.own, lookahead.handle
+            rank_samples = handle.wait().tolist()
+            if lookahead.error is not None:
+                raise lookahead.error
+            failed = [rank for rank, number in enumerate(rank_samples) if number == _FAILED]
             if failed:
                 raise CommsError(
                     f"even_batches on rank {channel.rank} of {channel.size}: rank {failed[0]} could not read its next "
                     "batch; see the error on that rank."
                 )
-            if all(number == _END for number in told):
+            if all(number == _END for number in rank_samples):
                 return
             # The exchange for the next turn overlaps with training on this turn's batch.
-            reader.read()
-            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in told), channel.size)
+            lookahead.read()
+            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in rank_samples), channel.size)
     finally:
         channel.close()
 
 
-class _Reader(Generic[_B]):
+class _Lookahead(Generic[_B]):
     """The next batch of this rank, and the running exchange of its number of samples."""
 
     handle: Handle
@@ -132,9 +132,9 @@ class _Reader(Generic[_B]):
             except Exception as error:
                 self.error, self.own = error, _FAILED
         size = self._channel.size
-        told_W = torch.full((size,), self.own, dtype=torch.int64, device=self._channel.device)
+        samples_W = torch.full((size,), self.own, dtype=torch.int64, device=self._channel.device)
         ones = [1] * size
-        self.handle = self._channel.all_to_all("samples", torch.zeros_like(told_W), told_W, ones, ones)
+        self.handle = self._channel.all_to_all("samples", torch.zeros_like(samples_W), samples_W, ones, ones)
 
 
 def _samples(batch: Any) -> int:

@@ -82,13 +82,15 @@ class DistributedModelParallel(nn.Module):
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
 
-        def cut(group: Group, home: torch.device | str | int) -> None:
+        def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             who = "DistributedModelParallel"
             with heard_by_all(group, "the model to shard"):
                 also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
-            shard_tables(module, plan, group, None, home, False, sharders, who, also)
+            shard_tables(module, plan, group, None, tables_device, False, sharders, who, also)
 
-        self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
+        self._build(
+            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
+        )
 
     def _build(
         self,
@@ -98,12 +100,12 @@ class DistributedModelParallel(nn.Module):
         init_data_parallel: bool,
         init_parameters: bool,
         wrapper: DataParallelWrapper | None,
-        cut: Callable[[Group, torch.device | str | int], None],
+        shard_onto: Callable[[Group, torch.device | str | int], None],
     ) -> None:
         """Build the wrapper.
 
         Args:
-            cut: shards the tables over a group; raises on every rank if one of them lacks the device.
+            shard_onto: shards the tables over a group; raises on every rank if one of them lacks the device.
         """
         self.register_load_state_dict_pre_hook(_with_wrappers)
         who = type(self).__name__
@@ -113,7 +115,7 @@ class DistributedModelParallel(nn.Module):
         self._wrapper = wrapper or DefaultDataParallelWrapper()
         self._wrapped_once = False
         _warn_of_no_tables(module, who)
-        cut(group, device)
+        shard_onto(group, device)
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
@@ -261,14 +263,14 @@ def dense_settings(
         ConfigError: an option has a value that ranks cannot compare.
     """
     wrapper = wrapper or DefaultDataParallelWrapper()
-    said: dict[str, object] = {
+    compared: dict[str, object] = {
         "init_data_parallel": bool(init_data_parallel),
         "init_parameters": bool(init_parameters),
         "data_parallel_wrapper": type(wrapper).__qualname__,
         "wrapper_options": wrapper.options(),
     }
-    digest("the dense part", said)
-    return said
+    digest("the dense part", compared)
+    return compared
 
 
 def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

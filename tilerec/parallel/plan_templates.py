@@ -35,9 +35,9 @@ def without_cuts(
         isinstance(part, Mapping) or path == "" for path, part in plan.items()
     ):
         plan = {"": plan}
-    said = (getattr(part, "hosts", None) for part in plan.values())
-    topology = world(next((hosts for hosts in said if hosts is not None), None))
-    return {path: _part(path, part, collections, topology) for path, part in plan.items()}
+    hosts_per_part = (getattr(part, "hosts", None) for part in plan.values())
+    topology = world(next((hosts for hosts in hosts_per_part if hosts is not None), None))
+    return {path: _resolved(path, part, collections, topology) for path, part in plan.items()}
 
 
 def _has_cuts(part: object) -> bool:
@@ -45,7 +45,7 @@ def _has_cuts(part: object) -> bool:
     return any(isinstance(item, Cut) for item in items)
 
 
-def _part(path: str, part: Any, collections: Mapping[str, TableCollection], topology: Topology) -> Any:
+def _resolved(path: str, part: Any, collections: Mapping[str, TableCollection], topology: Topology) -> Any:
     if not _has_cuts(part):
         return part
     collection = collections.get(path)

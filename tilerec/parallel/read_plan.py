@@ -64,7 +64,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
             raise ConfigError(
                 f"shard: plan['{path}']: got a {type(tables).__name__}; "
                 "expected {table: ParameterSharding or Tiling}."
-                + (_deeper(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
+                + (_path_advice(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
             )
         parts[path] = EmbeddingModuleShardingPlan(
             {table: _sharding(path, table, item) for table, item in tables.items()},
@@ -74,7 +74,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     return ShardingPlan(parts)
 
 
-def _deeper(table: str, collections: Mapping[str, TableCollection]) -> str:
+def _path_advice(table: str, collections: Mapping[str, TableCollection]) -> str:
     """Return advice for a plan `{table: …}` of a model that is not a collection itself."""
     paths = [path for path, part in collections.items() if table in part._tables]
     if not paths:
@@ -103,7 +103,7 @@ def completed(
             `data_parallel` table is on some of the ranks only.
     """
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
-    other: list[tuple[str, str, DataType | None, DataType]] = []
+    type_conflicts: list[tuple[str, str, DataType | None, DataType]] = []
     for path, tables in plan.plan.items():
         part = collections.get(path)
         done: dict[str, ParameterSharding] = {}
@@ -113,24 +113,24 @@ def completed(
                 config = table.config
                 _check_copies(path, name, sharding, topology)
                 if sharding.tiling is not None:
-                    _check_cut(path, name, sharding, topology)
+                    _check_tiling(path, name, sharding, topology)
                 else:
                     sharding = strategies.complete(
                         sharding, name, config.num_embeddings, config.embedding_dim, topology
                     )
                 data_type = dtype_to_data_type(table.weight.dtype)
                 if sharding.data_type not in (None, data_type):
-                    other.append((path, name, sharding.data_type, data_type))
+                    type_conflicts.append((path, name, sharding.data_type, data_type))
                 if sharding.data_type is not data_type:
                     sharding = replace(sharding, data_type=data_type)
             done[name] = sharding
         parts[path] = EmbeddingModuleShardingPlan(done)
-    if other:
-        path, name, said, data_type = other[0]
-        more = f" and {len(other) - 1} other tables" if len(other) > 1 else ""
+    if type_conflicts:
+        path, name, plan_type, data_type = type_conflicts[0]
+        more = f" and {len(type_conflicts) - 1} other tables" if len(type_conflicts) > 1 else ""
         warnings.warn(
-            f"Table '{name}' of module '{path}'{more}: data_type {getattr(said, 'value', said)} in the plan has no "
-            f"effect; the table's data type is {data_type.value}, from its config or .to().",
+            f"Table '{name}' of module '{path}'{more}: data_type {getattr(plan_type, 'value', plan_type)} in the plan "
+            f"has no effect; the table's data type is {data_type.value}, from its config or .to().",
             stacklevel=6,
         )
     world_size = topology.world_size if plan.world_size is None else plan.world_size
@@ -149,7 +149,7 @@ def _check_copies(path: str, name: str, sharding: ParameterSharding, topology: T
         )
 
 
-def _check_cut(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
+def _check_tiling(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
     """Raise if the tiling does not follow from sharding type and ranks, e.g. after an edit of the file."""
     tiling, ranks = sharding.tiling, sharding.ranks
     assert tiling is not None

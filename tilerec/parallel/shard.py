@@ -304,19 +304,19 @@ def prepare(
     if given is None:
         planner = EmbeddingShardingPlanner(topology=topology)
         made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
-        given = replace(keep_caches(_tied_alike(made, ties), collections), report=made.report)
-    cut = completed(given, collections, topology)
-    cut.check(sizes_of(collections), group.size)
-    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}
+        given = replace(keep_caches(_with_ties_aligned(made, ties), collections), report=made.report)
+    complete_plan = completed(given, collections, topology)
+    complete_plan.check(sizes_of(collections), group.size)
+    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in complete_plan.tables()}
     _check_ties(ties, tilings)
-    detach_dense(cut, ties)
-    gifts = gifts_of(cut, collections, ties, given_sharders)
+    detach_dense(complete_plan, ties)
+    gifts = gifts_of(complete_plan, collections, ties, given_sharders)
     attach(gifts)
-    warn_of_idle(gifts, cut, collections, given_sharders)
+    warn_of_idle(gifts, complete_plan, collections, given_sharders)
     for names in ties:
         for name, table in names.items():
             check_rule(table, tilings[name])
-    whole = with_kernels(with_wires(cut, collections, given_sharders), collections, given_sharders)
+    whole = with_kernels(with_wires(complete_plan, collections, given_sharders), collections, given_sharders)
     whole = replace(whole, report=given.report)
     ids = ids_below(module)
     if only is not None:
@@ -330,7 +330,7 @@ def _device_type(collections: Mapping[str, TableCollection]) -> str:
     return next((kind for kind in types if kind != "meta"), "cpu")
 
 
-def _tied_alike(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
+def _with_ties_aligned(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
     """Return the planner's plan with tied tables placed as the first of each tie."""
     for names in ties:
         (path, table), *others = names

@@ -63,29 +63,29 @@ def gifts_of(
     members: dict[int, list[nn.Parameter]] = {}
     for names in ties:
         kernels = {name: plan.plan[name[0]][name[1]].kernel for name in names}
-        said = {name: kernel is DENSE for name, kernel in kernels.items() if kernel is not None}
-        if len(set(said.values())) > 1:
+        dense_by_name = {name: kernel is DENSE for name, kernel in kernels.items() if kernel is not None}
+        if len(set(dense_by_name.values())) > 1:
             raise ConfigError(
                 f"shard: one table has the names {_listed(names)}: got compute_kernel 'dense' for one of them and "
                 "another for the other; expected one kernel. Use the same compute_kernel for all of them."
             )
-        hosted = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
-        if len(hosted) > 1 and any(kernel in HOST_KERNELS for kernel, _ in hosted):
+        placements = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
+        if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _ in placements):
             raise ConfigError(
                 f"shard: one table has the names {_listed(names)}: the plan has it in host memory, or behind a cache, "
                 "under one of them and not under the other. Use the same compute_kernel and cache_params for all."
             )
-        dense, table = any(said.values()), next(iter(names.values()))
+        dense, table = any(dense_by_name.values()), next(iter(names.values()))
         if table.rows.spec is not None:
             continue
-        givers: dict[int, ModuleSharder] = {}
+        candidates: dict[int, ModuleSharder] = {}
         for path, _ in names:
             sharder = sharder_of(collections[path], sharders)
             if sharder is not None and sharder.optimizer is not None:
-                givers[id(sharder)] = sharder
-        if dense or not givers or not table.weight.requires_grad:
+                candidates[id(sharder)] = sharder
+        if dense or not candidates or not table.weight.requires_grad:
             continue
-        first, *others = givers.values()
+        first, *others = candidates.values()
         for other in others:
             if other.optimizer != first.optimizer:
                 raise ConfigError(
@@ -154,7 +154,7 @@ def with_kernels(
         ConfigError: a trained table without an optimizer would be in host memory, with a dense gradient of the whole
             table.
     """
-    bare: list[Name] = []
+    unattached: list[Name] = []
 
     def cache_of(path: str, sharding: ParameterSharding, rows: TableRows) -> CacheParams:
         if sharding.cache is not None:
@@ -181,16 +181,16 @@ def with_kernels(
         if sharding.kernel is CACHED:
             return replace(sharding, cache_params=cache_of(path, sharding, rows))
         if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
-            bare.append((path, name))
+            unattached.append((path, name))
         return sharding
 
     whole = _mapped(plan, filled)
-    if bare:
-        path, name = bare[0]
+    if unattached:
+        path, name = unattached[0]
         kernel = plan.plan[path][name].kernel
         assert kernel is not None
         warnings.warn(
-            f"shard: the plan has compute_kernel '{kernel.value}' for table {_listed(bare)}, but no optimizer is "
+            f"shard: the plan has compute_kernel '{kernel.value}' for table {_listed(unattached)}, but no optimizer is "
             "attached and no sharder has one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
             "give a sharder fused_params, or use 'dense'.",
             stacklevel=6,
@@ -319,7 +319,7 @@ def warn_of_idle(
     for sharder in sharders:
         who, kind = type(sharder).__name__, sharder.module_type.__name__
         own = [path for path, part in collections.items() if sharder_of(part, sharders) is sharder]
-        says = [
+        used_settings = [
             word
             for word, value in (
                 ("fused_params", sharder.optimizer),
@@ -328,9 +328,9 @@ def warn_of_idle(
             )
             if value is not None
         ]
-        if says and not own:
+        if used_settings and not own:
             warnings.warn(
-                f"{who}: its {' and '.join(says)} have no effect: the model has no {kind}; it has "
+                f"{who}: its {' and '.join(used_settings)} have no effect: the model has no {kind}; it has "
                 f"{sorted({type(part).__name__ for part in collections.values()})}.",
                 stacklevel=6,
             )
@@ -352,7 +352,7 @@ def warn_of_idle(
                 stacklevel=6,
             )
         # A planner with this sharder has written its format into the plan.
-        if "qcomm_codecs_registry" in says and all(
+        if "qcomm_codecs_registry" in used_settings and all(
             sharding.wire not in (None, sharder.wire)
             for path in own
             for sharding in given.plan[path].values()

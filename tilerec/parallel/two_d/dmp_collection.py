@@ -148,7 +148,7 @@ class DMPCollection(DistributedModelParallel):
             _default_env("DMPCollection") if global_pg is None else ShardingEnv.from_process_group(global_pg)
         )
 
-        def cut(group: Group, home: torch.device | str | int) -> None:
+        def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             with heard_by_all(group, "the model to shard in 2D"):
                 if world_size != group.size:
                     raise ConfigError(
@@ -162,7 +162,7 @@ class DMPCollection(DistributedModelParallel):
                 warn_without_effect(
                     "DMPCollection",
                     {
-                        "sharding_strategy": _kept_whole(sharding_strategy, submodule_configs),
+                        "sharding_strategy": _fully_sharded(sharding_strategy, submodule_configs),
                         "rs_awaitable_hook_module": rs_awaitable_hook_module,
                         "use_sharded_relay": use_sharded_relay,
                         "custom_all_reduce": None if averages else custom_all_reduce,
@@ -182,11 +182,13 @@ class DMPCollection(DistributedModelParallel):
                 sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
             )
             self._two_d = shard_2d(
-                module, configs, group, settings, topology, home, sharders, "DMPCollection", also
+                module, configs, group, settings, topology, tables_device, sharders, "DMPCollection", also
             )
 
-        self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
-        _equal_before_saved(self.module, self._two_d)
+        self._build(
+            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
+        )
+        _sync_before_state_dict(self.module, self._two_d)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model; with gradients and after `sync_interval` updates, begin with a `sync()`.
@@ -266,11 +268,11 @@ class DMPCollection(DistributedModelParallel):
         twin = super().copy(device)
         assert isinstance(twin, DMPCollection)
         twin._two_d = self._two_d.of_copy(twin.module)
-        _equal_before_saved(twin.module, twin._two_d)
+        _sync_before_state_dict(twin.module, twin._two_d)
         return twin
 
 
-class _EqualFirst:
+class _SyncBeforeStateDict:
     """Hook that averages replicas before every `state_dict` of a module."""
 
     def __init__(self, two_d: TwoD) -> None:
@@ -279,15 +281,15 @@ class _EqualFirst:
     def __call__(self, *_: object) -> None:
         self.two_d.sync_all()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _EqualFirst:
-        return self  # `_equal_before_saved` replaces it on a copied model
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBeforeStateDict:
+        return self  # `_sync_before_state_dict` replaces it on a copied model
 
 
-def _equal_before_saved(module: nn.Module, two_d: TwoD) -> None:
+def _sync_before_state_dict(module: nn.Module, two_d: TwoD) -> None:
     hooks = state_dict_pre_hooks(module)
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _EqualFirst)]:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _SyncBeforeStateDict)]:
         del hooks[key]
-    module.register_state_dict_pre_hook(_EqualFirst(two_d))
+    module.register_state_dict_pre_hook(_SyncBeforeStateDict(two_d))
 
 
 def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
@@ -305,13 +307,13 @@ def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
             )
 
 
-def _kept_whole(
+def _fully_sharded(
     strategy: ShardingStrategy | str, configs: Sequence[DMPCollectionConfig] | None
 ) -> str | None:
     """Return "fully_sharded" if a config requests it, else None; only this strategy would change memory use."""
-    asked = [strategy, *(config.sharding_strategy for config in configs or ())]
-    read = [to_enum(ShardingStrategy, one, "DMPCollection: sharding_strategy") for one in asked]
-    return "fully_sharded" if ShardingStrategy.FULLY_SHARDED in read else None
+    strategies = [strategy, *(config.sharding_strategy for config in configs or ())]
+    parsed = [to_enum(ShardingStrategy, one, "DMPCollection: sharding_strategy") for one in strategies]
+    return "fully_sharded" if ShardingStrategy.FULLY_SHARDED in parsed else None
 
 
 def _of_submodules(module: nn.Module, configs: Sequence[DMPCollectionConfig]) -> list[GroupConfig]:

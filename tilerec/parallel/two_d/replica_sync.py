@@ -113,7 +113,7 @@ class ReplicaSync:
             own.settle()
         done = WEIGHTS | SLOTS if state else WEIGHTS
         if self.axis.size == 1 or not rows:
-            _agreed(rows, done)
+            _clear_marks(rows, done)
             return
         touched = self._union(rows, done)
         for own in rows:
@@ -130,10 +130,10 @@ class ReplicaSync:
                     self._write(running.popleft())
             while running:
                 self._write(running.popleft())
-            _agreed(rows, done)
+            _clear_marks(rows, done)
             return
         self._sent = [self._send(chunk) for chunk in chunks]
-        _agreed(rows, done)
+        _clear_marks(rows, done)
         self._waiting = rows
         for own in rows:
             _touched(own).pending = self.settle
@@ -153,49 +153,55 @@ class ReplicaSync:
         """Return per tile the rows that any replica has touched, ascending; set update counts to the largest."""
         touched = [_touched(tile) for tile in rows]
         own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
-        said = {
+        settings = {
             "include_optimizer_state": bool(wanted & SLOTS),
             "a hook averages": self.hook is not None,
             "tables": {
-                f"{i}: {t.name}": [type(t.spec).__name__, [slot.name for slot in _slots(t)], _numbers(t)]
+                f"{i}: {t.name}": [
+                    type(t.spec).__name__,
+                    [slot.name for slot in _slots(t)],
+                    _hyper_parameters(t),
+                ]
                 for i, t in enumerate(rows)
             },
         }
-        word = int.from_bytes(digest("what sync() averages", said)[:8], "little", signed=True)
+        settings_word = int.from_bytes(digest("what sync() averages", settings)[:8], "little", signed=True)
         facts = [
-            word,
+            settings_word,
             len(rows),
             *(n for t, u in zip(updates, own, strict=True) for n in (t, u.numel())),
         ]
-        counts = self._tell_all(
+        counts = self._exchange_all(
             "replica counts",
             upload(facts, self.axis.device),
             [2 + 2 * len(rows)] * self.axis.size,
         )
-        told = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
-        if any(pairs[0] != told[0][0] for pairs in told):
-            agree(self.axis, "what sync() averages", said, self.ranks)
-        told = [pairs[1:] for pairs in told]
+        peer_counts = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
+        if any(pairs[0] != peer_counts[0][0] for pairs in peer_counts):
+            agree(self.axis, "what sync() averages", settings, self.ranks)
+        peer_counts = [pairs[1:] for pairs in peer_counts]
         for t, tile in enumerate(rows):
-            most = max(pairs[t][0] for pairs in told)
+            most = max(pairs[t][0] for pairs in peer_counts)
             if most > updates[t]:
                 tile.state[tile._counter].fill_(most)
         numbers = torch.cat([u.to(self.axis.device) for u in own])
-        heard = self._tell_all("replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in told])
-        for peer, (pairs, theirs) in enumerate(zip(told, heard, strict=True)):
+        received = self._exchange_all(
+            "replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in peer_counts]
+        )
+        for peer, (pairs, theirs) in enumerate(zip(peer_counts, received, strict=True)):
             if peer != self.axis.rank:
                 for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
                     _touched(tile).mark(part.to(tile.leaf.device))
         union, _ = rows_of_all(touched, wanted)
         return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
 
-    def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def _exchange_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the tensors of all replicas, given their sizes. Collective."""
         peers = [rank for rank in range(self.axis.size) if rank != self.axis.rank]
-        heard = {rank: mine.new_empty(sizes[rank]) for rank in peers}
-        self.axis.swap(name, heard, dict.fromkeys(peers, mine)).wait()
-        heard[self.axis.rank] = mine
-        return [heard[rank] for rank in range(self.axis.size)]
+        received = {rank: mine.new_empty(sizes[rank]) for rank in peers}
+        self.axis.swap(name, received, dict.fromkeys(peers, mine)).wait()
+        received[self.axis.rank] = mine
+        return [received[rank] for rank in range(self.axis.size)]
 
     def _take_largest_steps(self, rows: Sequence[TileRows], touched: Sequence[Tensor]) -> None:
         """Set per-row update counts, for optimizers that have them, to the largest of the replicas."""
@@ -207,7 +213,9 @@ class ReplicaSync:
         if not counted:
             return
         mine = torch.cat([steps[u].to(self.axis.device) for steps, u in counted])
-        largest = torch.stack(self._tell_all("replica steps", mine, [mine.numel()] * self.axis.size)).amax(0)
+        largest = torch.stack(
+            self._exchange_all("replica steps", mine, [mine.numel()] * self.axis.size)
+        ).amax(0)
         for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
             steps.index_copy_(0, u, part.to(steps))
 
@@ -224,21 +232,21 @@ class ReplicaSync:
             if state:
                 memories += [tile.state[slot.name] for slot in _slots(tile) if slot.name != "step"]
             for memory in memories:
-                wide = _wide(memory)
-                width = wide.itemsize * (memory.shape[1] if memory.dim() == 2 else 1)
+                accum_dtype = _accum_dtype(memory)
+                width = accum_dtype.itemsize * (memory.shape[1] if memory.dim() == 2 else 1)
                 for part_U in rows_U.split(max(1, (most or 1 << 62) // width)) if rows_U.numel() else ():
-                    pieces, size = open_.get(wide, ([], 0))
+                    pieces, size = open_.get(accum_dtype, ([], 0))
                     if pieces and most is not None and size + part_U.numel() * width > most:
                         yield pieces
                         pieces, size = [], 0
-                    open_[wide] = ([*pieces, _Piece(memory, part_U)], size + part_U.numel() * width)
+                    open_[accum_dtype] = ([*pieces, _Piece(memory, part_U)], size + part_U.numel() * width)
         for pieces, _ in open_.values():
             yield pieces
 
     @torch.no_grad()
     def _send(self, pieces: list[_Piece]) -> _Chunk:
-        wide = _wide(pieces[0].memory)
-        flat = torch.cat([piece.memory[piece.rows_U].to(wide).view(-1) for piece in pieces])
+        accum_dtype = _accum_dtype(pieces[0].memory)
+        flat = torch.cat([piece.memory[piece.rows_U].to(accum_dtype).view(-1) for piece in pieces])
         if self.hook is not None:
             self.hook([flat])
             return _Chunk(pieces, flat, None)
@@ -259,12 +267,12 @@ def _touched(rows: TileRows) -> Any:
     return rows.touched
 
 
-def _agreed(rows: Sequence[TileRows], marks: int) -> None:
+def _clear_marks(rows: Sequence[TileRows], marks: int) -> None:
     for own in rows:
         _touched(own).agreed(marks)
 
 
-def _numbers(tile: TileRows) -> dict[str, str]:
+def _hyper_parameters(tile: TileRows) -> dict[str, str]:
     return {} if tile.group is None else {name: repr(n) for name, n in tile.group.numbers().items()}
 
 
@@ -272,5 +280,5 @@ def _slots(tile: TileRows) -> Sequence[Any]:
     return tile.spec.slots if tile.spec is not None else ()
 
 
-def _wide(memory: Tensor) -> torch.dtype:
+def _accum_dtype(memory: Tensor) -> torch.dtype:
     return torch.float64 if memory.dtype == torch.float64 else torch.float32

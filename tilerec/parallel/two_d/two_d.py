@@ -247,7 +247,7 @@ class TwoD:
     def of_copy(self, module: nn.Module) -> TwoD:
         """Return the 2D parallelism of a copy of the model, over the same ranks."""
         parts = [
-            Part(part.paths, part.plan, part.shard, part.axis, _average(module, part.paths, part.axis, part.average))
+            Part(part.paths, part.plan, part.shard, part.axis, _sync_like(module, part.paths, part.axis, part.average))
             for part in self.parts
         ]  # fmt: skip
         return TwoD(self.world, parts, self.settings)
@@ -277,7 +277,7 @@ class TwoD:
         )
 
 
-def _average(
+def _sync_like(
     module: nn.Module, paths: Sequence[str], axis: Group, like: ReplicaSync | None
 ) -> ReplicaSync | None:
     if like is None:
@@ -326,9 +326,11 @@ def shard_2d(
     """
     with heard_by_all(world, "the model to shard in 2D"):
         settings.check(who)
-        home = None if device is None else device_of(device, who)
-        planned, topology, given = _planned(module, configs, world, settings, topology, home, sharders, who)
-    said = {
+        tables_device = None if device is None else device_of(device, who)
+        planned, topology, given = _planned(
+            module, configs, world, settings, topology, tables_device, sharders, who
+        )
+    compared = {
         "checks": "passed",
         "sync": settings.sync,
         "sync_interval": settings.interval,
@@ -347,13 +349,13 @@ def shard_2d(
         "model": described(collections_of(module)),
         **dict(also or {}),
     }
-    agree(world, "the model to shard in 2D", said)
+    agree(world, "the model to shard in 2D", compared)
     # Open all groups and run all checks before any table changes, so that ranks fail together.
     channels = [_Channels.of(part, world, settings) for part in planned]
     with unattached_on_error(module.parameters()):
         with heard_by_all(world, "the model to shard in 2D"):
             jobs = [
-                _job(module, part, own, world, settings, topology, home, sharders_, first=k == 0)
+                _job(module, part, own, world, settings, topology, tables_device, sharders_, first=k == 0)
                 for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
             ]
         agree(
@@ -379,11 +381,11 @@ def shard_2d(
                 rows.touched.agreed(WEIGHTS | SLOTS)
         plan = part.plan.as_run(job.ready.plan)
         parts.append(Part(tuple(part.collections), plan, own.shard, own.axis, average))
-    keep_plan(module, _together([job.ready.plan for job in jobs]))
+    keep_plan(module, _merged([job.ready.plan for job in jobs]))
     return TwoD(world, parts, settings)
 
 
-def _together(plans: Sequence[ShardingPlan]) -> ShardingPlan:
+def _merged(plans: Sequence[ShardingPlan]) -> ShardingPlan:
     """Merge the plans of all parts; the world size is None if their sharding groups have different sizes."""
     plans = [plan for plan in plans if plan.plan] or plans[:1]
     first = plans[0]
@@ -449,7 +451,7 @@ def _job(
 
 def _planned(
     module: nn.Module, configs: Sequence[GroupConfig], world: Group, settings: ReplicaSettings,
-    topology: Topology | None, home: torch.device | None, sharders: Sequence[ModuleSharder] | None,
+    topology: Topology | None, tables_device: torch.device | None, sharders: Sequence[ModuleSharder] | None,
     who: str,
 ) -> tuple[list[_Planned], Topology, list[list[ModuleSharder]]]:  # fmt: skip
     """Plan all parts on this rank alone; return parts, topology of the world, and sharders per part."""
@@ -459,7 +461,7 @@ def _planned(
     assert len(rest) == 1, "exactly one config has no paths"
     taken = [path for config in configs for path in config.paths or ()]
     kinds = [part.device.type for part in everything.values() if part.device.type != "meta"]
-    kind = home.type if home is not None else (kinds or ["cpu"])[0]
+    kind = tables_device.type if tables_device is not None else (kinds or ["cpu"])[0]
     for config in configs:
         check_bool(config.across_hosts, who, "use_inter_host_allreduce")
     grids = [RankGrid(world.size, config.group_size, config.across_hosts) for config in configs]
@@ -472,10 +474,10 @@ def _planned(
         paths = [p for p in everything if (p in mine if mine is not None else p not in taken)]
         collections = {path: everything[path] for path in paths}
         others = [path for path in everything if path not in collections]
-        spoken = [s for s in own if any(sharder_of(part, [s]) is not None for part in collections.values())]
+        matching = [s for s in own if any(sharder_of(part, [s]) is not None for part in collections.values())]
         idle = [s for s in own if not any(sharder_of(part, [s]) is not None for part in everything.values())]
-        given.append([*spoken, *(idle if mine is None else [])])
-        plan = _group_plan(module, config, grid, collections, others, topology, spoken)
+        given.append([*matching, *(idle if mine is None else [])])
+        plan = _group_plan(module, config, grid, collections, others, topology, matching)
         planned.append(
             _Planned(
                 collections,
@@ -507,11 +509,11 @@ def _group_plan(
     source = "the machines" if node is None else "node_group_size"
     topology = grid.topology_of(0, world, hosts)
     plan = config.plan.group_plan if isinstance(config.plan, ReplicatedPlan) else config.plan
-    plan = _without(with_table_paths(plan, module), collections, others)
+    plan = _without_others(with_table_paths(plan, module), collections, others)
     try:
-        said = getattr(plan, "world_size", None)
-        if said not in (None, size):
-            raise ConfigError(f"ShardingPlan: made for {said} ranks, this sharding group has {size}.")
+        plan_size = getattr(plan, "world_size", None)
+        if plan_size not in (None, size):
+            raise ConfigError(f"ShardingPlan: made for {plan_size} ranks, this sharding group has {size}.")
         plan = without_cuts(plan, collections, lambda _: topology)
         given = None if plan is None else read_plan(plan, collections)
         if given is None:
@@ -520,7 +522,7 @@ def _group_plan(
             given = (
                 ShardingPlan({})
                 if made is None
-                else keep_caches(_named_alike(made, collections), collections)
+                else keep_caches(_with_shared_tables_aligned(made, collections), collections)
             )
         elif given.world_size not in (None, size):
             raise ConfigError(
@@ -528,9 +530,9 @@ def _group_plan(
             )
         elif node is None and _other_hosts(given.hosts, topology):
             source, topology = "the plan", grid.topology_of(0, world, given.hosts)
-        cut = completed(given, collections, topology)
-        cut.check(sizes_of(collections), size)
-        for path, name, sharding in cut.tables():
+        complete_plan = completed(given, collections, topology)
+        complete_plan.check(sizes_of(collections), size)
+        for path, name, sharding in complete_plan.tables():
             assert sharding.tiling is not None, "completed"
             check_rule(collections[path]._tables[name], sharding.tiling)
     except ConfigError as error:
@@ -540,7 +542,7 @@ def _group_plan(
             f"{error} In 2D parallelism a plan is for one sharding group: {size} ranks, numbered from 0, of the "
             f"{grid.world_size} ranks of the world."
         ) from error
-    return replace(cut, report=given.report), source
+    return replace(complete_plan, report=given.report), source
 
 
 def _other_hosts(hosts: Sequence[Sequence[int]] | None, topology: Topology) -> bool:
@@ -550,7 +552,7 @@ def _other_hosts(hosts: Sequence[Sequence[int]] | None, topology: Topology) -> b
     return sorted(map(sorted, hosts)) != sorted(map(sorted, topology.host_ranks))
 
 
-def _named_alike(plan: ShardingPlan, collections: dict[str, TableCollection]) -> ShardingPlan:
+def _with_shared_tables_aligned(plan: ShardingPlan, collections: dict[str, TableCollection]) -> ShardingPlan:
     """Return the planner's plan with one placement for all names of a table that several collections share."""
     made = plan
     for names in ties_of(collections):
@@ -560,7 +562,7 @@ def _named_alike(plan: ShardingPlan, collections: dict[str, TableCollection]) ->
     return replace(made, report=plan.report)
 
 
-def _without(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
+def _without_others(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
     """Return the plan without the collections of other parts."""
     if others and isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
