@@ -168,7 +168,9 @@ def face() -> list[str]:
         wrapped(3 if rank == 1 else 2)
     with pytest.raises(ConfigError, match="sync_interval: got 0" if rank == 1 else "differs between ranks"):
         wrapped(2, sync="average", sync_interval=0 if rank == 1 else 1)
-    with pytest.raises(ConfigError, match="world_size is 8" if rank == 3 else "differs between ranks"):
+    with pytest.raises(
+        ConfigError, match="world_size: got 8; expected 4" if rank == 3 else "differs between ranks"
+    ):
         DMPCollection(model(), "cpu", PLAN, 8 if rank == 3 else 4, 2)
     # What concerns the dense part only must be alike, too: some ranks would wait in its first all-reduce.
     with pytest.raises(

@@ -143,7 +143,7 @@ class QCommsConfig:
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:
-    """Return the formats of a config; without a config, those of `Wire()`."""
+    """Return the formats of a config; without a config, fp32 both ways (`Wire()`)."""
     return Wire() if qcomms_config is None else qcomms_config.wire()
 
 

@@ -1,7 +1,7 @@
 """Broadcast of initial values from rank 0, as in torch's `DistributedDataParallel`.
 
 Ranks may seed their generators differently, and only rank 0 may have read a pretrained table. All ranks take the keys
-of rank 0's random initial values, so tables on meta need no further bytes. Values are sent only for tables whose bits
+of rank 0's random initial values, so tables on meta need no further data. Values are sent only for tables whose bits
 differ between ranks.
 """
 

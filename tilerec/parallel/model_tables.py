@@ -59,7 +59,7 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
     """Return the distinct tables, each under all its names, ordered by their first names.
 
     Raises:
-        ConfigError: a table also belongs to a collection outside `collections`.
+        ConfigError: a table belongs to a collection outside `collections`, too.
     """
     ties: dict[int, dict[Name, Table]] = {}
     for path, part in collections.items():

@@ -37,7 +37,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     """Return the plan as a `ShardingPlan`; tilings may still be missing.
 
     Args:
-        plan: a plan without `Cut`s (see `without_cuts`). If the model is a collection, `{table: …}` is also accepted.
+        plan: a plan without `Cut`s (see `without_cuts`). If the model is a collection, `{table: …}` is accepted, too.
 
     Raises:
         ConfigError: the plan has none of these forms.

@@ -67,7 +67,7 @@ def gifts_of(
         if len(set(dense_by_name.values())) > 1:
             raise ConfigError(
                 f"shard: one table has the names {_listed(names)}: got compute_kernel 'dense' for one of them and "
-                "another for the other; expected one kernel. Use the same compute_kernel for all of them."
+                "another kernel for the other. Use the same compute_kernel for all of them."
             )
         placements = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
         if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _ in placements):
@@ -146,7 +146,10 @@ def attach(gifts: Gifts) -> None:
 def with_kernels(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] = ()
 ) -> ShardingPlan:
-    """Return the plan with the kernel and the cache of every table; missing ones follow the table's present storage.
+    """Return the plan with the kernel and the cache of every table.
+
+    A missing kernel follows from the table's present storage and optimizer. A missing cache is the table's present one,
+    else the sharder's, else `CacheParams()`.
 
     Warns of tables that the plan updates in the backward pass and that have no attached optimizer.
 

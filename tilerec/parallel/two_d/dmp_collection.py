@@ -250,7 +250,7 @@ class DMPCollection(DistributedModelParallel):
         """Return the bytes sent for the tables, to sharding group and replicas, by ranks of the world."""
         return self._group.traffic
 
-    # ------------------------------------------------------------------------------------------------ the model's own
+    # ------------------------------------------------------------------------------------------------ state and copies
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load state as `DistributedModelParallel` does, from any layout into any other. Collective."""

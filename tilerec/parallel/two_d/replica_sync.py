@@ -109,15 +109,15 @@ class ReplicaSync:
         """
         self.settle()
         rows = self.rows()
-        for own in rows:
-            own.settle()
+        for tile in rows:
+            tile.settle()
         done = WEIGHTS | SLOTS if state else WEIGHTS
         if self.axis.size == 1 or not rows:
             _clear_marks(rows, done)
             return
         touched = self._union(rows, done)
-        for own in rows:
-            own.about_to_write()
+        for tile in rows:
+            tile.about_to_write()
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
@@ -135,19 +135,19 @@ class ReplicaSync:
         self._sent = [self._send(chunk) for chunk in chunks]
         _clear_marks(rows, done)
         self._waiting = rows
-        for own in rows:
-            _touched(own).pending = self.settle
+        for tile in rows:
+            _touched(tile).pending = self.settle
 
     def settle(self) -> None:
         """Wait for the running messages and write their rows. Not a collective."""
         sent, self._sent = self._sent, []
         waiting, self._waiting = self._waiting, []
-        for own in waiting:
-            _touched(own).pending = None
+        for tile in waiting:
+            _touched(tile).pending = None
         for chunk in sent:
             self._write(chunk)
 
-    # ------------------------------------------------------------------------------------------------ which rows
+    # ------------------------------------------------------------------------------------------------ row numbers
 
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
         """Return per tile the rows that any replica has touched, ascending; set update counts to the largest."""
@@ -219,7 +219,7 @@ class ReplicaSync:
         for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
             steps.index_copy_(0, u, part.to(steps))
 
-    # ------------------------------------------------------------------------------------------------ their values
+    # ------------------------------------------------------------------------------------------------ row values
 
     @torch.no_grad()
     def _chunks(
@@ -268,8 +268,8 @@ def _touched(rows: TileRows) -> Any:
 
 
 def _clear_marks(rows: Sequence[TileRows], marks: int) -> None:
-    for own in rows:
-        _touched(own).agreed(marks)
+    for tile in rows:
+        _touched(tile).agreed(marks)
 
 
 def _hyper_parameters(tile: TileRows) -> dict[str, str]:
