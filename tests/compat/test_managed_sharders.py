@@ -90,22 +90,22 @@ def test_it_names_the_parameters_of_its_modules_only() -> None:
     assert sharder_of(module.embedding_module, [Sequences(), Bags()]).module_type is type(module)
     assert list(Bags().shardable_parameters(module)) == ["user", "item", "plain"]
     for sharder, wrong in ((Bags(), module.embedding_module), (Sequences(), module)):
-        with pytest.raises(ConfigError, match="wanted a ManagedCollisionEmbedding"):
+        with pytest.raises(ConfigError, match="expected a ManagedCollisionEmbedding"):
             sharder.shardable_parameters(wrong)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"ebc_sharder": EmbeddingCollectionSharder()}, "ebc_sharder is a EmbeddingCollectionSharder"),
+        ({"ebc_sharder": EmbeddingCollectionSharder()}, "ebc_sharder: got a EmbeddingCollectionSharder"),
         (
             {"ebc_sharder": EmbeddingBagCollectionSharder},
-            "ebc_sharder is the class EmbeddingBagCollectionSharder",
+            "ebc_sharder: got the class EmbeddingBagCollectionSharder",
         ),
-        ({"mc_sharder": EmbeddingBagCollectionSharder()}, "mc_sharder is a EmbeddingBagCollectionSharder"),
+        ({"mc_sharder": EmbeddingBagCollectionSharder()}, "mc_sharder: got a EmbeddingBagCollectionSharder"),
         (
             {"ebc_sharder": EmbeddingBagCollectionSharder(), "fused_params": {"learning_rate": 1.0}},
-            "fused_params or qcomm_codecs_registry beside ebc_sharder",
+            "got fused_params or qcomm_codecs_registry beside ebc_sharder",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_sharder_of_ids_is_a_module_sharder_without_parameters() -> None:
     assert isinstance(ids, sharder.module_type)
     assert issubclass(sharder.sharded_module_type, sharder.module_type)
     assert (sharder.shardable_parameters(ids), sharder.optimizer) == ({}, None)
-    with pytest.raises(ConfigError, match="wanted a ManagedCollisionCollection"):
+    with pytest.raises(ConfigError, match="expected a ManagedCollisionCollection"):
         sharder.shardable_parameters(Both())
     given = optimizers([sharder, Bags(fused_params={"optimizer": "sgd", "learning_rate": 0.5})])
     assert given["other"][0] is None

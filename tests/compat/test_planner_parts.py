@@ -93,9 +93,9 @@ def test_topologies_are_set_up_as_for_torchrec() -> None:
     assert len(caught) == 1
     assert (topology.hbm_caps, topology.ddr_caps, topology.ddr_cap) == ((10, 20), None, 5)
     assert (topology.inter_host_bw, topology.intra_host_bw) == (3.0, 4.0)
-    with pytest.raises(ConfigError, match="CustomTopologyData: 'disk' is none of"):
+    with pytest.raises(ConfigError, match="CustomTopologyData: data: got key 'disk'; expected one of"):
         CustomTopologyData({"disk": [1, 2]}, 2)
-    with pytest.raises(ConfigError, match="hbm_cap has 1 numbers for 2 ranks"):
+    with pytest.raises(ConfigError, match="hbm_cap: got 1 numbers; expected 2"):
         CustomTopologyData({"hbm_cap": [1]}, 2)
-    with pytest.raises(ConfigError, match="it has no 'ddr_cap'"):
+    with pytest.raises(ConfigError, match="got key 'ddr_cap'; expected"):
         CustomTopologyData({"hbm_cap": [1]}, 1).get_data("ddr_cap")

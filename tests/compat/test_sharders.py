@@ -42,7 +42,7 @@ def test_a_sharder_speaks_of_one_kind_of_collection() -> None:
     assert sharder_of(sequences, None) is None
     own = bags()
     assert defaults[0].shardable_parameters(own) == {"t": own.embedding_bags["t"].weight}
-    with pytest.raises(ConfigError, match="wanted a EmbeddingBagCollection"):
+    with pytest.raises(ConfigError, match="expected a EmbeddingBagCollection"):
         defaults[0].shardable_parameters(sequences)
 
 
@@ -86,7 +86,7 @@ def test_formats_in_torchrecs_words_are_a_plans_wire() -> None:
 
 @pytest.mark.parametrize("wrong", [3, {"POOLED_EMBEDDINGS_ALL_TO_ALL": "bf16"}])
 def test_a_registry_that_cannot_be_read_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="wanted a Wire"):
+    with pytest.raises(ConfigError, match="expected a Wire"):
         EmbeddingBagCollectionSharder(qcomm_codecs_registry=wrong)
 
 
@@ -95,14 +95,14 @@ def test_a_format_that_is_not_here_is_named_with_those_that_are(name: str) -> No
     class Theirs(Enum):
         FORMAT = name
 
-    here = "the formats here are fp32, fp16, bf16, int8, fp8"
-    with pytest.raises(ConfigError, match=rf"CommType\('{name}'\) is not here: {here}"):
+    here = "the formats of tilerec are fp32, fp16, bf16, int8, fp8"
+    with pytest.raises(ConfigError, match=rf"CommType\('{name}'\) is not supported: {here}"):
         CommType(name)
-    with pytest.raises(AttributeError, match=rf"CommType.{name.upper()} is not here: {here}"):
+    with pytest.raises(AttributeError, match=rf"CommType.{name.upper()} is not supported: {here}"):
         getattr(CommType, name.upper())
     assert not hasattr(CommType, name.upper())
     for given in (name, Theirs.FORMAT):
-        with pytest.raises(ConfigError, match=rf"backward_precision is .*{name}.*{here}"):
+        with pytest.raises(ConfigError, match=rf"backward_precision: got .*{name}.*{here}"):
             QCommsConfig(backward_precision=given)  # type: ignore[arg-type]
 
 
@@ -115,12 +115,12 @@ def test_formats_are_plain_members_of_an_enum() -> None:
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"forward_loss_scale": 2.0}, "forward_loss_scale .*travel unscaled.*use bf16"),
-        ({"backward_loss_scale": 128.0}, "backward_loss_scale .*travel unscaled.*use bf16"),
+        ({"forward_loss_scale": 2.0}, "forward_loss_scale .*sent unscaled.*use bf16"),
+        ({"backward_loss_scale": 128.0}, "backward_loss_scale .*sent unscaled.*use bf16"),
         ({"fp8_quantize_dim": 16}, "fp8_quantize_dim .*one scale per row"),
         ({"fp8_quantize_dim_bwd": 16}, "fp8_quantize_dim_bwd .*one scale per row"),
         ({"fp8_bwd_uses_143": True}, "fp8_bwd_uses_143 .*e4m3"),
-        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*type of the sums"),
+        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*dtype of the sums"),
         (
             {"mx4_quantize_dim": 32, "mx4_quantize_dim_bwd": 32},
             "mx4_quantize_dim .*mx4_quantize_dim_bwd .*them",
@@ -154,7 +154,7 @@ def test_a_registry_is_the_same_on_every_device_and_for_anybodys_words() -> None
     pooled = get_qcomm_codecs_registry(config, [Theirs.POOLED])  # type: ignore[list-item]
     assert pooled == {"POOLED_EMBEDDINGS_ALL_TO_ALL": Wire("bf16", "bf16")}
     for wrong in (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL, "all", 3):
-        with pytest.raises(ConfigError, match="wanted a list of CommOps"):
+        with pytest.raises(ConfigError, match="expected a list of CommOps"):
             get_qcomm_codecs_registry(config, wrong)  # type: ignore[arg-type]
 
 

@@ -253,7 +253,7 @@ def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
             assert all(r.cache is not None for t in other.ebc._sharded_tables for r in t.tile_rows)
             assert_same(train(plain, group, range(2, 4)), train(other, group, range(2, 4)))
         assert_same(everything(plain), everything(other))
-        with pytest.raises(ConfigError, match="leave compute_kernel and cache_params out"):
+        with pytest.raises(ConfigError, match="Leave compute_kernel and cache_params out"):
             reshard(other, plan("column_wise"))
 
     run_virtual_ranks(WORLD, run)
@@ -403,7 +403,7 @@ def test_a_cached_module_that_is_sharded_keeps_its_caches() -> None:
 
 def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut() -> None:
     with pytest.raises(
-        ConfigError, match=r"'a' of module 'ebc' is to lie in host memory .* has no optimizer"
+        ConfigError, match=r"'a' of module 'ebc' is planned for host memory .* has no optimizer"
     ):
         alone(plan=cached_plan("row_wise"))
     frozen = Model()

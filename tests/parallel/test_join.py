@@ -188,10 +188,10 @@ def test_a_rank_that_cannot_read_is_named_and_all_stop_at_the_same_turn() -> Non
 
 
 def test_an_empty_batch_with_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`empty` has 2 samples"):
+    with pytest.raises(ConfigError, match="empty: got a batch of 2 samples"):
         run_virtual_ranks(1, lambda group: even_batches([], group, [1, 2], len))
 
 
 def test_a_batch_that_nobody_can_count_asks_for_a_function() -> None:
-    with pytest.raises(ConfigError, match="a list has neither batch_size nor stride"):
+    with pytest.raises(ConfigError, match="got a list without batch_size and stride"):
         run_virtual_ranks(1, lambda group: even_batches([], group, [1, 2]))

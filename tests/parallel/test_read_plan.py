@@ -108,10 +108,10 @@ def test_a_file_whose_type_or_ranks_were_edited_beside_a_tiling_that_stays_is_re
     item.update(edit)
     kind = item["sharding_type"]
     with pytest.raises(
-        ConfigError, match=rf"Table 't' of module 'ebc': the plan says {kind} over ranks .*tiling"
+        ConfigError, match=rf"Table 't' of module 'ebc': {kind} over ranks .* does not produce .*tiling"
     ):
         reread(data)
-    item.update(sharding_type="explicit")  # as the message says
+    item.update(sharding_type="explicit")  # the advice in the message
     item.pop("ranks")
     assert reread(data).plan["ebc"]["t"].tiling == planned(cut).plan["ebc"]["t"].tiling
 
@@ -128,7 +128,7 @@ def test_ranks_edited_in_a_file_count_once_the_tiling_is_taken_out() -> None:
 def test_ranks_beside_an_explicit_tiling_are_those_it_lies_on() -> None:
     data = planned(CUTS["any"]).to_json()
     data["plan"]["ebc"]["t"]["ranks"] = "0-3"
-    with pytest.raises(ConfigError, match=r"says ranks '0-3', and the tiling .* on ranks '0-1,3'"):
+    with pytest.raises(ConfigError, match=r"ranks: got '0-3'; expected the ranks of the tiling, '0-1,3'"):
         reread(data)
 
 
@@ -154,7 +154,7 @@ def test_copies_on_some_ranks_only_are_no_data_parallel() -> None:
     ):
         plan = ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": sharding})})
         with pytest.raises(
-            ConfigError, match=r"Table 't' of module 'ebc': data_parallel .* ranks '0,2' of 4; leave"
+            ConfigError, match=r"Table 't' of module 'ebc': data_parallel .* ranks '0,2' of 4\. Leave"
         ):
             completed(plan, collections_of(model()), FOUR)
     data = planned(data_parallel()).to_json()

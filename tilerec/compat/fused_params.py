@@ -1,4 +1,4 @@
-"""`fused_params`: an optimizer in the words of FBGEMM's table batches, as TorchRec's sharders take it."""
+"""`fused_params`: optimizer settings of TorchRec's sharders, with FBGEMM's keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilerec.spec.plan import to_enum
 
 @unique
 class EmbOptimType(Enum):
-    """Optimizers by FBGEMM's names."""
+    """FBGEMM's names of optimizers."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -41,7 +41,7 @@ class EmbOptimType(Enum):
     NONE = "none"
 
 
-_NUMBERS = {
+_DEFAULTS = {
     "learning_rate": 0.01,
     "eps": 1e-8,
     "momentum": 0.9,
@@ -54,7 +54,7 @@ _NUMBERS = {
 }
 """Keys that hold numbers, with FBGEMM's defaults."""
 
-_READS: dict[EmbOptimType, tuple[str, ...]] = {
+_KEYS_USED: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.SGD: ("learning_rate",),
     EmbOptimType.EXACT_SGD: ("learning_rate",),
     EmbOptimType.EXACT_ADAGRAD: ("learning_rate", "eps", "weight_decay", "initial_accumulator_value"),
@@ -73,30 +73,33 @@ _READS: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.LARS_SGD: ("learning_rate", "weight_decay", "momentum", "eta"),
     EmbOptimType.NONE: (),
 }
-_READS[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _READS[EmbOptimType.ROWWISE_ADAGRAD]
+_KEYS_USED[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _KEYS_USED[EmbOptimType.ROWWISE_ADAGRAD]
 
 _WITHOUT_EFFECT = {
     "bounds_check_mode": "ids are checked by the collection (on_bad_id=)",
     "cache_precision": "lines of a cache have their table's data type",
-    "cache_sets": "load_factor says how many lines a cache has",
-    "enforce_hbm": "the plan's compute_kernel says where a table lies",
-    "gather_uvm_cache_stats": "caches always count: module.cache_stats()",
-    "prefetch_pipeline": "module.prefetch() may be called, or not, with every cache",
-    "record_cache_metrics": "caches always count: module.cache_stats()",
+    "cache_sets": "cache_load_factor sets the number of cache lines",
+    "enforce_hbm": "the plan's compute_kernel places a table in device or host memory",
+    "gather_uvm_cache_stats": "caches always keep statistics: module.cache_stats()",
+    "prefetch_pipeline": "module.prefetch() is optional with every cache",
+    "record_cache_metrics": "caches always keep statistics: module.cache_stats()",
     "uvm_host_mapped": "host memory of tables is pinned where it is",
-    "use_experimental_tbe": "there is one implementation",
+    "use_experimental_tbe": "tilerec has one implementation",
 }
-"""Keys about how FBGEMM works inside, and why they say nothing here."""
+"""Keys for FBGEMM's internals, each with the reason why it has no effect."""
 
 
 def read_cache_params(
     fused_params: Mapping[str, Any] | None, who: str
 ) -> tuple[CacheParams | None, dict[str, Any]]:
-    """The cache that `fused_params` describe, or None; and what they say besides.
+    """Return the cache that `fused_params` describe, or None, and the remaining keys.
 
     Args:
-        fused_params: of it `cache_algorithm`, `cache_load_factor` and `cache_reserved_memory` (bytes).
-        who: the sharder, for messages.
+        fused_params: cache keys are `cache_algorithm`, `cache_load_factor` and `cache_reserved_memory` (bytes).
+        who: name of the sharder, for errors.
+
+    Raises:
+        ConfigError: a cache key has a bad value.
     """
     rest = dict(fused_params or {})
     given = {key: rest.pop(f"cache_{key}", None) for key in ("algorithm", "load_factor", "reserved_memory")}
@@ -109,30 +112,30 @@ def read_cache_params(
 
 
 def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> OptimizerSpec | None:
-    """The optimizer that `fused_params` describe, or None if they describe none.
+    """Return the optimizer that `fused_params` describe, or None if they describe none.
 
     Args:
-        fused_params: `optimizer` (an `EmbOptimType`, FBGEMM's own member, or its value; `exact_sgd` if only numbers are
-            given), `learning_rate`, `eps`, `beta1`, `beta2`, `weight_decay`, `weight_decay_mode`, `momentum`, `eta`,
-            `max_norm`, `initial_accumulator_value`, `stochastic_rounding`. Defaults are FBGEMM's. ADAM's decay is
-            decoupled (AdamW), as FBGEMM's is.
-        who: the sharder, for messages.
+        fused_params: keys are `optimizer` (an `EmbOptimType`, FBGEMM's own member, or its value; default `exact_sgd`),
+            `learning_rate`, `eps`, `beta1`, `beta2`, `weight_decay`, `weight_decay_mode`, `momentum`, `eta`,
+            `max_norm`, `initial_accumulator_value` and `stochastic_rounding`. Defaults are FBGEMM's. ADAM's decay is
+            decoupled (AdamW), as in FBGEMM. Without any of these keys there is no optimizer.
+        who: name of the sharder, for errors.
 
     Raises:
-        ConfigError: an optimizer that does not exist here, or a key that is not known.
+        ConfigError: tilerec lacks the optimizer, or a key is unknown.
 
-    Warns of keys that have no effect, or none with this optimizer.
+    Warns of keys without effect, in general or with this optimizer.
     """
     given = dict(fused_params or {})
     for key in [key for key in given if key in _WITHOUT_EFFECT]:
         del given[key]
         warnings.warn(f"{who}: fused_params['{key}'] has no effect: {_WITHOUT_EFFECT[key]}.", stacklevel=4)
-    known = {"optimizer", "weight_decay_mode", "stochastic_rounding", *_NUMBERS}
+    known = {"optimizer", "weight_decay_mode", "stochastic_rounding", *_DEFAULTS}
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(
-            f"{who}: fused_params has {unknown}, which say nothing here; the keys are {sorted(known)}. The dtype of "
-            "outputs is the collection's (output_dtype=), that of tables their config's (data_type=)."
+            f"{who}: fused_params: got {unknown}; expected keys from {sorted(known)}. For the dtype of outputs use the "
+            "collection's output_dtype=, for that of tables their config's data_type=."
         )
     if not given:
         return None
@@ -140,11 +143,11 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> Optim
         EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']"
     )
     rounding = given.pop("stochastic_rounding", True)
-    for key in sorted(set(given) - set(_READS[kind])):
+    for key in sorted(set(given) - set(_KEYS_USED[kind])):
         warnings.warn(f"{who}: fused_params['{key}'] has no effect with {kind.name}.", stacklevel=4)
     mode = _decay_mode(given.get("weight_decay_mode"), who)
     make = _MAKERS[kind]
-    return make({**_NUMBERS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
+    return make({**_DEFAULTS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
 
 
 def _decay_mode(mode: Any, who: str) -> str:
@@ -156,7 +159,9 @@ def _decay_mode(mode: Any, who: str) -> str:
         "decoupled": "decoupled",
     }
     if word not in modes:
-        raise ConfigError(f"{who}: fused_params['weight_decay_mode'] is {mode!r}; use 'l2' or 'decoupled'.")
+        raise ConfigError(
+            f"{who}: fused_params['weight_decay_mode']: got {mode!r}; expected 'l2' or 'decoupled'."
+        )
     return modes[word]
 
 

@@ -1,8 +1,8 @@
-"""Sharders of modules with managed collision, by TorchRec's names: they speak of the tables inside of them.
+"""TorchRec's sharders of managed-collision modules: optimizers and wire formats of the tables in such modules.
 
-A sharder of `ManagedCollisionEmbeddingBagCollection` goes before one of `EmbeddingBagCollection` where a table is in
-such a module; where there is none, the latter speaks of those tables as of all others. Ids have nothing to say: their
-place depends on their bucket only, and numbers of rows travel as they are.
+For tables in such a module, a sharder of `ManagedCollisionEmbeddingBagCollection` takes precedence over one of
+`EmbeddingBagCollection`; without it, the latter applies to these tables, too. Ids have no settings: their rank depends
+only on their bucket, and row numbers are sent as integers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tilerec.spec.without_effect import warn_without_effect
 
 @final
 class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection]):
-    """Of `ManagedCollisionCollection`s, inside of the two below. It gives neither an optimizer nor a number format.
+    """Sharder of `ManagedCollisionCollection`s, without optimizer and wire formats; an argument of the two below.
 
     Args:
-        qcomm_codecs_registry: taken, with a warning that it has no effect.
+        qcomm_codecs_registry: accepted with a warning; no effect.
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
@@ -47,7 +47,7 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
     def __init__(self, qcomm_codecs_registry: Registry | None = None) -> None:
         name, reason = (
             "qcomm_codecs_registry",
-            "ids and row numbers are whole numbers, which travel as they are",
+            "ids and row numbers are integers, which are sent unchanged",
         )
         warn_without_effect(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
         super().__init__()
@@ -62,7 +62,7 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
         return ShardedManagedCollisionCollection
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """None: ids are buffers, and their buckets lie where the rows of their table do."""
+        """Return no parameters: ids are buffers, placed with the rows of their table."""
         if not isinstance(module, ManagedCollisionCollection):
             raise _wrong_kind(self, module)
         return {}
@@ -70,15 +70,15 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
 
 @final
 class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingBagCollection]):
-    """Of `ManagedCollisionEmbeddingBagCollection`s.
+    """Sharder of `ManagedCollisionEmbeddingBagCollection`s.
 
     Args:
-        ebc_sharder: what is said of their tables.
-        mc_sharder: nothing depends on it.
-        fused_params, qcomm_codecs_registry: see `ModuleSharder`; in place of an ebc_sharder.
+        ebc_sharder: sharder with the settings of the tables.
+        mc_sharder: accepted without effect.
+        fused_params, qcomm_codecs_registry: see `ModuleSharder`; alternatives to `ebc_sharder`.
 
     Raises:
-        ConfigError: both are given, or sharders of other kinds.
+        ConfigError: both `ebc_sharder` and one of the alternatives are given, or a sharder is of another class.
     """
 
     _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
@@ -92,8 +92,8 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisi
     ) -> None:
         who, kind = type(self).__name__, EmbeddingBagCollectionSharder
         _check(who, "ebc_sharder", ebc_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
-        said = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
-        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+        tables_sharder = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
     @property
     def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
@@ -109,10 +109,10 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisi
 
 @final
 class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionEmbeddingCollection]):
-    """Of `ManagedCollisionEmbeddingCollection`s.
+    """Sharder of `ManagedCollisionEmbeddingCollection`s.
 
     Args:
-        ec_sharder: what is said of their tables.
+        ec_sharder: sharder with the settings of the tables.
         mc_sharder, fused_params, qcomm_codecs_registry: see `ManagedCollisionEmbeddingBagCollectionSharder`.
     """
 
@@ -127,8 +127,8 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionE
     ) -> None:
         who, kind = type(self).__name__, EmbeddingCollectionSharder
         _check(who, "ec_sharder", ec_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
-        said = ec_sharder or kind(fused_params, qcomm_codecs_registry)
-        super().__init__(said.fused_params, said.qcomm_codecs_registry)
+        tables_sharder = ec_sharder or kind(fused_params, qcomm_codecs_registry)
+        super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
     @property
     def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
@@ -145,16 +145,16 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionE
 def _check(
     who: str, name: str, inner: Any, kind: type[ModuleSharder], ids: Any, fused_params: Any, registry: Any
 ) -> None:
-    for what, given, wanted in (
+    for parameter, given, wanted in (
         (name, inner, kind),
         ("mc_sharder", ids, ManagedCollisionCollectionSharder),
     ):
         if given is not None and not isinstance(given, wanted):
             words = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
-            raise ConfigError(f"{who}: {what} is {words}; wanted {wanted.__name__}(...), or None.")
+            raise ConfigError(f"{who}: {parameter}: got {words}; expected {wanted.__name__}(...), or None.")
     if inner is not None and (fused_params is not None or registry is not None):
         raise ConfigError(
-            f"{who}: fused_params or qcomm_codecs_registry beside {name}; give them to the {kind.__name__} only."
+            f"{who}: got fused_params or qcomm_codecs_registry beside {name}; give them to the {kind.__name__} only."
         )
 
 
@@ -166,5 +166,5 @@ def _parameters(sharder: ModuleSharder, module: nn.Module) -> dict[str, nn.Param
 
 def _wrong_kind(sharder: ModuleSharder, module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{type(sharder).__name__}: got a {type(module).__name__}, wanted a {sharder.module_type.__name__}."
+        f"{type(sharder).__name__}: got a {type(module).__name__}; expected a {sharder.module_type.__name__}."
     )

@@ -1,8 +1,8 @@
-"""Parts of TorchRec's planner, by their public names and arguments, so that a script that sets them up runs.
+"""Parts of TorchRec's planner, with their names and arguments, so that scripts that construct them run unchanged.
 
-Its planner lists options, proposes and partitions with exchangeable parts. The search here has none of these steps
-(docs/planner.md): the parts keep their arguments, `EmbeddingShardingPlanner` takes them, and warns that they change
-nothing. What describes machines (the last two) is read by `Topology`.
+TorchRec's planner enumerates, proposes and partitions with exchangeable parts. tilerec's search has none of these steps
+(docs/planner.md): the parts store their arguments, and `EmbeddingShardingPlanner` accepts them with a warning that they
+have no effect. `Topology` reads the last two classes, which describe machines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from tilerec.spec.topology import gigabytes_per_second
 
 
 class SortBy(Enum):
-    """What a greedy partitioner of TorchRec orders tables by."""
+    """Sort keys of TorchRec's greedy partitioner."""
 
     STORAGE = "storage"
     PERF = "perf"
 
 
 class PlannerErrorType(Enum):
-    """Reasons of TorchRec's planner to fail. `PlannerError.error_type` is INSUFFICIENT_STORAGE or STRICT_CONSTRAINTS;
-    the others are plain `ConfigError`s here.
+    """Error types of TorchRec's planner.
+
+    `PlannerError.error_type` is INSUFFICIENT_STORAGE or STRICT_CONSTRAINTS; the others are plain `ConfigError`s in
+    tilerec.
     """
 
     INSUFFICIENT_STORAGE = "insufficient_storage"
@@ -40,7 +42,11 @@ class PlannerErrorType(Enum):
 
 
 class Part:
-    """A part that the search does not use; `arguments` are those it was made with."""
+    """Base of the parts; the search does not use them.
+
+    Attributes:
+        arguments: the arguments of the constructor, by name.
+    """
 
     arguments: dict[str, Any]
 
@@ -50,7 +56,7 @@ class Part:
 
 @final
 class EmbeddingEnumerator(Part):
-    """Lists the options of tables; see `tilerec plan explain` for those considered here."""
+    """Enumerator of sharding options; `tilerec plan explain` lists the options that tilerec considers."""
 
     def __init__(
         self, topology: Any, batch_size: int | None = None, constraints: Any = None, estimator: Any = None,
@@ -61,7 +67,7 @@ class EmbeddingEnumerator(Part):
 
 @final
 class GreedyProposer(Part):
-    """Proposes options by their cost."""
+    """Proposer of options in the order of their cost."""
 
     def __init__(self, use_depth: bool = True, threshold: int | None = None) -> None:
         self._keep(locals())
@@ -69,7 +75,7 @@ class GreedyProposer(Part):
 
 @final
 class UniformProposer(Part):
-    """Proposes one sharding type for all tables."""
+    """Proposer of one sharding type for all tables."""
 
     def __init__(self, use_depth: bool = True) -> None:
         self._keep(locals())
@@ -77,7 +83,7 @@ class UniformProposer(Part):
 
 @final
 class GridSearchProposer(Part):
-    """Proposes all combinations."""
+    """Proposer of all combinations of options."""
 
     def __init__(self, max_proposals: int = 10000) -> None:
         self._keep(locals())
@@ -85,7 +91,7 @@ class GridSearchProposer(Part):
 
 @final
 class DynamicProgrammingProposer(Part):
-    """Proposes by a knapsack over memory."""
+    """Proposer that solves a knapsack over memory."""
 
     def __init__(self, hbm_bins_per_device: int = 100) -> None:
         self._keep(locals())
@@ -93,7 +99,7 @@ class DynamicProgrammingProposer(Part):
 
 @final
 class EmbeddingOffloadScaleupProposer(Part):
-    """Proposes cache sizes."""
+    """Proposer of cache sizes."""
 
     def __init__(self, use_depth: bool = True) -> None:
         self._keep(locals())
@@ -101,7 +107,7 @@ class EmbeddingOffloadScaleupProposer(Part):
 
 @final
 class GreedyPerfPartitioner(Part):
-    """Places shards by cost."""
+    """Partitioner that places shards by cost."""
 
     def __init__(self, sort_by: Any = SortBy.STORAGE, balance_modules: bool = False) -> None:
         self._keep(locals())
@@ -109,7 +115,7 @@ class GreedyPerfPartitioner(Part):
 
 @final
 class MemoryBalancedPartitioner(Part):
-    """Places shards by cost, then evens out memory."""
+    """Partitioner that places shards by cost, then balances memory."""
 
     def __init__(
         self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False
@@ -119,7 +125,7 @@ class MemoryBalancedPartitioner(Part):
 
 @final
 class EmbeddingPerfEstimator(Part):
-    """Estimates the cost of shards; docs/planner-cost.md has the model used here."""
+    """Estimator of the cost of shards; docs/planner-cost.md describes tilerec's cost model."""
 
     def __init__(self, topology: Any, constraints: Any = None, is_inference: bool = False) -> None:
         self._keep(locals())
@@ -127,7 +133,7 @@ class EmbeddingPerfEstimator(Part):
 
 @final
 class EmbeddingStorageEstimator(Part):
-    """Estimates the memory of shards."""
+    """Estimator of the memory of shards."""
 
     def __init__(
         self, topology: Any, constraints: Any = None, pipeline_type: Any = None,
@@ -138,7 +144,7 @@ class EmbeddingStorageEstimator(Part):
 
 @final
 class NoopPerfModel(Part):
-    """Rates plans by their slowest rank."""
+    """Rating of plans by their slowest rank."""
 
     def __init__(self, topology: Any) -> None:
         self._keep(locals())
@@ -146,7 +152,7 @@ class NoopPerfModel(Part):
 
 @final
 class NoopStorageModel(Part):
-    """Rates plans by their memory."""
+    """Rating of plans by their memory."""
 
     def __init__(self, topology: Any) -> None:
         self._keep(locals())
@@ -154,7 +160,7 @@ class NoopStorageModel(Part):
 
 @final
 class EmbeddingStats(Part):
-    """Prints a plan; `print(plan.report)` does here."""
+    """Printer of plans; in tilerec, use `print(plan.report)`."""
 
     def __init__(self) -> None:
         self._keep(locals())
@@ -162,7 +168,7 @@ class EmbeddingStats(Part):
 
 @final
 class NoopEmbeddingStats(Part):
-    """Prints nothing."""
+    """Printer without output."""
 
     def __init__(self) -> None:
         self._keep(locals())
@@ -170,14 +176,14 @@ class NoopEmbeddingStats(Part):
 
 @final
 class CustomTopologyData:
-    """How much memory each rank has, for `Topology(custom_topology_data=...)`; `hbm_caps` and `ddr_caps` say the same.
+    """Memory sizes per rank for `Topology(custom_topology_data=...)`, equivalent to its `hbm_caps` and `ddr_caps`.
 
     Args:
         data: "hbm_cap" or "ddr_cap" -> bytes of each rank.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: another key, or another number of numbers.
+        ConfigError: `data` has another key, or a list whose length is not `world_size`.
     """
 
     supported_fields = ("ddr_cap", "hbm_cap")
@@ -186,28 +192,29 @@ class CustomTopologyData:
         for key, values in data.items():
             if key not in self.supported_fields:
                 raise ConfigError(
-                    f"CustomTopologyData: {key!r} is none of {list(self.supported_fields)}; say it to the Topology."
+                    f"CustomTopologyData: data: got key {key!r}; expected one of "
+                    f"{list(self.supported_fields)}. Pass other settings to Topology."
                 )
             if len(values) != world_size:
                 raise ConfigError(
-                    f"CustomTopologyData: {key} has {len(values)} numbers for {world_size} ranks; give one for each."
+                    f"CustomTopologyData: {key}: got {len(values)} numbers; expected {world_size}, one per rank."
                 )
         self._data = {key: list(values) for key, values in data.items()}
 
     def has_data(self, key: str) -> bool:
-        """Whether it says something of `key`."""
+        """Return True if `data` has the key."""
         return key in self._data
 
     def get_data(self, key: str) -> list[int]:
-        """Bytes of each rank."""
+        """Return the bytes of each rank."""
         if key not in self._data:
-            raise ConfigError(f"CustomTopologyData: it has no {key!r}; it has {list(self._data)}.")
+            raise ConfigError(f"CustomTopologyData: got key {key!r}; expected {list(self._data)}.")
         return list(self._data[key])
 
 
 @final
 class BasicCommsBandwidths:
-    """Links, bytes per millisecond, for `Topology(generalized_comms_bandwidths=...)`."""
+    """Link bandwidths in bytes per millisecond, for `Topology(generalized_comms_bandwidths=...)`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Number formats on the wire in TorchRec's words; a plan says the same with `Wire`, table by table."""
+"""TorchRec's configuration of wire formats; plans have a `Wire` per table instead."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tilerec.errors import ConfigError
 from tilerec.spec.plan import CODECS, Wire, to_enum
 from tilerec.spec.without_effect import warn_without_effect
 
-_INSTEAD = (
-    f"the formats here are {', '.join(CODECS)}; int8 and fp8 take a byte a number and one scale per row, bf16 has "
-    "fp32's range"
+_SUPPORTED = (
+    f"the formats of tilerec are {', '.join(CODECS)}; int8 and fp8 take one byte per number and one scale per row, "
+    "bf16 has fp32's range"
 )
 
 
 class _Formats(EnumMeta):
-    """Says what there is where a script names a format that there is not."""
+    """Metaclass whose `AttributeError` for a missing format lists the supported formats."""
 
-    # Members are found here up to Python 3.11, and before this is asked from 3.12 on.
+    # Up to Python 3.11 members are found by this method; from 3.12 on, before it is called.
     def __getattr__(cls, name: str) -> Any:
         members: dict[str, Any] = vars(cls).get("_member_map_", {})
         if name in members:
             return members[name]
         raise AttributeError(
-            f"{cls.__name__}.{name} is not here: {_INSTEAD}."
+            f"{cls.__name__}.{name} is not supported: {_SUPPORTED}."
             if name.isupper()
             else f"{cls.__name__} has no {name}."
         )
@@ -34,7 +34,7 @@ class _Formats(EnumMeta):
 
 @unique
 class CommType(Enum, metaclass=_Formats):
-    """Number formats that rows and gradients can travel in. TorchRec's MX4 is not here; FP8 is e4m3 both ways."""
+    """Wire formats of rows and gradients. There is no MX4 as in TorchRec; FP8 is e4m3, forward and backward."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -44,12 +44,12 @@ class CommType(Enum, metaclass=_Formats):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ConfigError(f"CommType({value!r}) is not here: {_INSTEAD}.")
+        raise ConfigError(f"CommType({value!r}) is not supported: {_SUPPORTED}.")
 
 
 @unique
 class CommOp(Enum):
-    """What travels; all three are one exchange here."""
+    """TorchRec's kinds of exchange; in tilerec all three are the same exchange."""
 
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
@@ -57,7 +57,7 @@ class CommOp(Enum):
 
 
 _UNSCALED = (
-    "rows and gradients travel unscaled; where fp16 is too narrow (below 6e-8, from 65,520 on), use bf16"
+    "rows and gradients are sent unscaled; if fp16 is too narrow (below 6e-8, from 65,520 on), use bf16"
 )
 _WITHOUT_EFFECT = {
     "forward_loss_scale": _UNSCALED,
@@ -65,26 +65,26 @@ _WITHOUT_EFFECT = {
     "fp8_quantize_dim": "fp8 has one scale per row",
     "fp8_quantize_dim_bwd": "fp8 has one scale per row",
     "fp8_bwd_uses_143": "fp8 is e4m3 with a scale per row, forward and backward",
-    "fp8_output_dtype": "rows arrive in the type of the sums",
+    "fp8_output_dtype": "received rows have the dtype of the sums",
     "mx4_quantize_dim": "there is no mx4",
     "mx4_quantize_dim_bwd": "there is no mx4",
     "mx4_rounding_mode": "there is no mx4",
-    "output_dtype": "it is the collection's: EmbeddingBagCollection(output_dtype=...)",
+    "output_dtype": "use the collection's: EmbeddingBagCollection(output_dtype=...)",
 }
 
 
 @dataclass(frozen=True)
 class QCommsConfig:
-    """Number formats of rows (`forward_precision`) and of their gradients (`backward_precision`).
+    """Wire formats of rows (`forward_precision`) and of their gradients (`backward_precision`).
 
     Args:
         forward_precision, backward_precision: a `CommType`, another library's member of the same value, or the value.
-        forward_loss_scale, backward_loss_scale: not kept: nothing is scaled on its way. Other values than None and 1
-            are warned about.
-        fp8_…, mx4_…, output_dtype: not kept, with a warning.
+        forward_loss_scale, backward_loss_scale: ignored, because rows and gradients are sent unscaled. Values other
+            than None and 1 cause a warning.
+        fp8_…, mx4_…, output_dtype: ignored, with a warning.
 
     Raises:
-        ConfigError: a format that is not here.
+        ConfigError: tilerec lacks the format.
     """
 
     forward_precision: CommType | str = CommType.FP32
@@ -118,7 +118,7 @@ class QCommsConfig:
             try:
                 format = to_enum(CommType, given, name)
             except ConfigError:
-                raise ConfigError(f"QCommsConfig: {name} is {given!r}: {_INSTEAD}.") from None
+                raise ConfigError(f"QCommsConfig: {name}: got {given!r}; {_SUPPORTED}.") from None
             object.__setattr__(self, name, format)
         settings = {
             "forward_loss_scale": None if forward_loss_scale == 1 else forward_loss_scale,
@@ -135,7 +135,7 @@ class QCommsConfig:
         warn_without_effect("QCommsConfig", settings, _WITHOUT_EFFECT, 3)
 
     def wire(self) -> Wire:
-        """The same as a plan's `Wire`."""
+        """Return the formats as a `Wire` for plans."""
         forward, backward = self.forward_precision, self.backward_precision
         assert isinstance(forward, CommType)
         assert isinstance(backward, CommType)
@@ -143,7 +143,7 @@ class QCommsConfig:
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:
-    """The formats of a config; as they are summed without one."""
+    """Return the formats of a config; without a config, fp32 both ways (`Wire()`)."""
     return Wire() if qcomms_config is None else qcomms_config.wire()
 
 
@@ -152,19 +152,19 @@ def get_qcomm_codecs_registry(
     comm_ops: Iterable[CommOp] | None = None,
     device: Any = None,
 ) -> dict[str, Wire]:
-    """A sharder's `qcomm_codecs_registry`: the same formats for every kind of exchange, or for those named.
+    """Return a sharder's `qcomm_codecs_registry`: the formats of `qcomms_config` for each kind of exchange.
 
     Args:
-        comm_ops: a list of `CommOp`s, or of another library's members of the same values.
-        device: taken for TorchRec's scripts; formats are the same on every device.
+        comm_ops: a list of `CommOp`s, or of another library's members of the same values; None: all kinds.
+        device: accepted for TorchRec scripts; formats are the same on every device.
 
     Raises:
-        ConfigError: `comm_ops` are none.
+        ConfigError: `comm_ops` is not a list of `CommOp`s.
     """
     if isinstance(comm_ops, (str, Enum)) or not isinstance(comm_ops, (Iterable, type(None))):
         raise ConfigError(
-            f"get_qcomm_codecs_registry: comm_ops is {comm_ops!r}; wanted a list of CommOps, or None for all kinds of "
-            "exchange."
+            f"get_qcomm_codecs_registry: comm_ops: got {comm_ops!r}; expected a list of CommOps, or None for all kinds "
+            "of exchange."
         )
     ops = [to_enum(CommOp, op, "get_qcomm_codecs_registry: comm_ops") for op in comm_ops or CommOp]
     return {op.name: get_qcomm_codecs(qcomms_config) for op in ops}

@@ -1,6 +1,6 @@
-"""Sharders: what TorchRec's users say about all collections of one kind: an optimizer, number formats on the wire.
+"""TorchRec's sharders: the optimizer and wire formats of all collections of one kind.
 
-They decide nothing about where tables lie (the plan does), so every kind of collection is sharded with or without one.
+The plan alone places tables, so every kind of collection is sharded with or without a sharder.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ModuleSharder(ABC, Generic[M]):
     """Base of the sharders; `M` is the kind of collection.
 
     Args:
-        fused_params: see `read_fused_params`; the optimizer of all tables of this kind that have none attached yet.
-        qcomm_codecs_registry: a `Wire`, or what `get_qcomm_codecs_registry` gives; the formats of all tables of this
+        fused_params: the optimizer of all tables of this kind without an attached one; see `read_fused_params`.
+        qcomm_codecs_registry: a `Wire`, or the result of `get_qcomm_codecs_registry`: the formats of all tables of this
             kind whose plan names none.
 
     Raises:
-        ConfigError: either cannot be read.
+        ConfigError: one of them is invalid.
     """
 
     _op: CommOp
@@ -58,21 +58,21 @@ class ModuleSharder(ABC, Generic[M]):
     @property
     @abstractmethod
     def module_type(self) -> type[M]:
-        """The kind of collection it speaks of."""
+        """The kind of collection to which the sharder applies."""
 
     @property
     @abstractmethod
     def sharded_module_type(self) -> type[nn.Module]:
-        """What `shard` makes of such a collection."""
+        """The class of such a collection after `shard`."""
 
     @property
     def fused_params(self) -> dict[str, Any]:
-        """As given."""
+        """The argument of the constructor."""
         return self._fused_params
 
     @property
     def qcomm_codecs_registry(self) -> Registry | None:
-        """As given."""
+        """The argument of the constructor."""
         return self._registry
 
     @property
@@ -82,7 +82,7 @@ class ModuleSharder(ABC, Generic[M]):
 
     @property
     def cache(self) -> CacheParams | None:
-        """The cache that `fused_params` describe, of tables whose plan says `fused_uvm_caching` and no more."""
+        """The cache that `fused_params` describe, for `fused_uvm_caching` tables without `cache_params` in the plan."""
         return self._cache
 
     @property
@@ -91,30 +91,30 @@ class ModuleSharder(ABC, Generic[M]):
         return self._wire
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Tables of a collection, by name."""
+        """Return the weights of a collection's tables, by name."""
         if not isinstance(module, self.module_type) or not isinstance(module, TableCollection):
             raise ConfigError(
-                f"{type(self).__name__}: got a {type(module).__name__}, wanted a {self.module_type.__name__}."
+                f"{type(self).__name__}: got a {type(module).__name__}; expected a {self.module_type.__name__}."
             )
         return {name: table.weight for name, table in module._tables.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Every sharding type, on every device."""
+        """Return all sharding types; every device supports them."""
         return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """The kernels in use, under every sharding type; on CPU, where a cache saves nothing, those without one."""
+        """Return the supported kernels; on CPU, without those in host memory, as a cache saves nothing there."""
         on_cpu = compute_device_type == "cpu"
         return [kernel.value for kernel in KERNELS_IN_USE if not (on_cpu and kernel in HOST_KERNELS)]
 
 
 @final
 class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
-    """Of `EmbeddingBagCollection`s.
+    """Sharder of `EmbeddingBagCollection`s.
 
     Args:
         fused_params, qcomm_codecs_registry: see `ModuleSharder`.
-        sharded_module_order_overwrite: taken, with a warning that it has no effect.
+        sharded_module_order_overwrite: accepted with a warning; no effect.
     """
 
     _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
@@ -127,7 +127,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
         name = "sharded_module_order_overwrite"
-        reason = "tables and outputs keep the collection's order, whatever the plan"
+        reason = "tables and outputs keep the collection's order under every plan"
         warn_without_effect(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
 
     @property
@@ -141,11 +141,11 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
 
 @final
 class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
-    """Of `EmbeddingCollection`s.
+    """Sharder of `EmbeddingCollection`s.
 
     Args:
         fused_params, qcomm_codecs_registry: see `ModuleSharder`.
-        use_index_dedup: taken, with a warning that it has no effect.
+        use_index_dedup: accepted with a warning; no effect.
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
@@ -157,7 +157,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-        reason = "an id that a batch repeats travels as often as it comes; results are the same"
+        reason = "ids that a batch repeats are sent each time; results are the same"
         name = "use_index_dedup"
         warn_without_effect(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
 
@@ -171,7 +171,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
 
 
 def get_default_sharders() -> list[ModuleSharder]:
-    """One of each kind, without an optimizer."""
+    """Return one sharder of each kind, without an optimizer."""
     return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
@@ -181,7 +181,7 @@ def _read_registry(registry: Registry | None, op: CommOp, who: str) -> Wire | No
     wire = registry.get(op.name) if isinstance(registry, Mapping) else None
     if not isinstance(registry, Mapping) or not (wire is None or isinstance(wire, Wire)):
         raise ConfigError(
-            f"{who}: qcomm_codecs_registry is {registry!r:.200}; wanted a Wire such as Wire('bf16', 'bf16'), or "
+            f"{who}: qcomm_codecs_registry: got {registry!r:.200}; expected a Wire such as Wire('bf16', 'bf16'), or "
             "get_qcomm_codecs_registry(QCommsConfig(...))."
         )
     return wire

@@ -1,4 +1,4 @@
-"""A model on many ranks: `shard` in place, or `DistributedModelParallel` around it."""
+"""Distributed training of a model: `shard` changes it in place, `DistributedModelParallel` wraps it."""
 
 from tilerec.compat.fused_params import EmbOptimType as EmbOptimType
 from tilerec.compat.managed_sharders import (

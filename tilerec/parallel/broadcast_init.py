@@ -1,8 +1,8 @@
-"""One model on all ranks: what rank 0 holds counts, as in torch's `DistributedDataParallel`.
+"""Broadcast of initial values from rank 0, as in torch's `DistributedDataParallel`.
 
-Ranks build the same model with generators seeded alike or not, and a pretrained table may have been read on rank 0
-only. Keys of the random initial values are always rank 0's, so that tables on meta need no bytes; values travel for
-the tables whose bits differ, and only for those.
+Ranks may seed their generators differently, and only rank 0 may have read a pretrained table. All ranks take the keys
+of rank 0's random initial values, so tables on meta need no further data. Values are sent only for tables whose bits
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tilerec.sharding.table import ShardedTable
 from tilerec.storage.table_rows import Place
 
 CHUNK = 1 << 24
-"""Bytes that travel at once."""
+"""Bytes per message."""
 
 BLOCK = 1 << 20
-"""Rows that are summed at once."""
+"""Rows per step of a digest."""
 
 
 @torch.no_grad()
 def take_from_rank_0(
     group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]
 ) -> None:
-    """Give all ranks rank 0's seeds, weights and optimizer state. Digests travel, and nothing else where all agree."""
+    """Broadcast rank 0's seeds, weights and optimizer state. Collective; sends only digests if all ranks agree."""
     if group.size == 1:
         return
     own = [(table.rows.place.key, [_digest(tensor) for tensor in _tensors(table)]) for table in tables]
@@ -51,14 +51,14 @@ def take_from_rank_0(
 
 
 def _tensors(table: Table) -> list[Tensor]:
-    """Weight and state, in an order that is the same on all ranks."""
+    """Return the weight and the state, without tensors on meta, in one order on all ranks."""
     state = table.rows.state
     tensors = [table.weight.detach(), *(state[name] for name in sorted(state))]
     return [tensor for tensor in tensors if not tensor.is_meta]
 
 
 def _digest(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits, the second weighted by row; a block of rows at a time."""
+    """Return two sums over the bits modulo 2^64, the second weighted by row; computed in blocks of `BLOCK` rows."""
     flat = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     plain = weighted = 0
@@ -72,7 +72,7 @@ def _digest(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def send_from_rank_0(group: Group, tensor: Tensor) -> None:
-    """Overwrite a tensor by rank 0's. All ranks call it."""
+    """Overwrite a tensor with rank 0's values. Collective."""
     if not tensor.numel():
         return
     flat = tensor.detach().contiguous().view(-1)
@@ -87,10 +87,10 @@ def send_from_rank_0(group: Group, tensor: Tensor) -> None:
 
 @torch.no_grad()
 def replicas_from_first(group: Group, tables: Sequence[Table]) -> None:
-    """Give all replicas of the tables' tiles the values of the lowest rank among them. All ranks call it.
+    """Overwrite all replicas of each tile with the values of the lowest rank that owns it. Collective.
 
-    For values that a user's function made on each rank: from other random generators than torch's own, which are the
-    ones that are seeded, ranks draw different ones. Digests travel, and nothing else where replicas agree.
+    This is for values that a user's function draws on each rank. Only torch's own generators are seeded, so functions
+    with other generators draw different values. Sends only digests if the replicas agree.
     """
     own: dict[tuple[int, int, int], tuple[Tensor, tuple[int, ...]]] = {}
     for t, table in enumerate(tables):

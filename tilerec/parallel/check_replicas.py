@@ -1,4 +1,4 @@
-"""`check_replicas`: do the copies of each tile still have the same bits?"""
+"""`check_replicas`: bitwise comparison of the copies of each tile."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 
 _CHUNK = 1 << 22
-"""Elements that are digested at a time: what the check needs beside the tables is 8 bytes of each, twice."""
+"""Elements per step of a digest; the check needs 2 x 8 bytes of memory for each of them."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Tile = tuple[str, int, int, str]
-"""Table, first row and column, and which tensor."""
+"""Table name, first row, first column, tensor name."""
 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Raise, on every rank, where ranks that hold the same tile of a table differ in its bits.
+    """Raise on every rank if the copies of a tile differ in their bits. Collective; call it between two steps.
 
-    Weights and the attached optimizer's state are compared, by 16 bytes of each tensor. All ranks call it, between two
-    steps, as often as you like: it reads every replicated tile once.
+    The check covers weights and the attached optimizer's state. It reads every replicated tile once, and ranks
+    exchange 16 bytes per tensor.
 
         if step % 1000 == 0:
             check_replicas(model)
 
-    Copies that sharding groups average (`DMPCollection` without `sync="exact"`) differ between two averages by design,
-    and are not compared.
+    The check skips copies that sharding groups average (`DMPCollection` without `sync="exact"`): they differ between
+    two averages by design.
 
     Raises:
-        ConfigError: copies differ: the first such table, its tensor, and the ranks.
+        ConfigError: copies differ. The error names the first such table, its tensor, and the ranks.
     """
     groups: dict[int, tuple[Group, list[TileRows]]] = {}
     seen: set[int] = set()
@@ -62,7 +62,7 @@ def _digests(rows: TileRows) -> dict[_Tile, list[int]]:
 
 
 def _digest(tensor: Tensor) -> list[int]:
-    """Two sums of the tensor's words modulo 2^64: plain, and each times its odd place."""
+    """Return two sums over the tensor's words modulo 2^64: plain, and weighted by odd positions 1, 3, 5, ..."""
     words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for begin in range(0, words.numel(), _CHUNK):
@@ -72,18 +72,19 @@ def _digest(tensor: Tensor) -> list[int]:
     return sums.tolist()
 
 
-def _compare(everyone: list[dict[_Tile, list[int]]]) -> None:
+def _compare(digests_by_rank: list[dict[_Tile, list[int]]]) -> None:
     by_tile: dict[_Tile, dict[tuple[int, ...], list[int]]] = {}
-    for rank, own in enumerate(everyone):
+    for rank, own in enumerate(digests_by_rank):
         for tile, digest in own.items():
             by_tile.setdefault(tile, {}).setdefault(tuple(digest), []).append(rank)
-    for (table, row, column, tensor), camps in by_tile.items():
-        if len(camps) > 1:
-            told = " and ".join(
-                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in camps.values()
+    for (table, row, column, tensor), ranks_by_digest in by_tile.items():
+        if len(ranks_by_digest) > 1:
+            holders = " and ".join(
+                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
+                for ranks in ranks_by_digest.values()
             )
             raise ConfigError(
-                f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {told}; expected "
-                "the same bits. A rank has changed its copy on its own: load a checkpoint on all ranks, and look for "
-                "code that writes tables, or steps their optimizer, on some ranks only."
+                f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {holders}; "
+                "expected the same bits. One rank has changed its copy alone. Load a checkpoint on all ranks, and look "
+                "for code that writes tables or steps their optimizer on some ranks only."
             )

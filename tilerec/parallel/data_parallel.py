@@ -1,4 +1,4 @@
-"""What averages the gradients of dense parameters: torch's `DistributedDataParallel`, or a wrapper of the user's."""
+"""Wrappers that average the gradients of dense parameters: torch's `DistributedDataParallel`, or a user's own."""
 
 from __future__ import annotations
 
@@ -19,44 +19,46 @@ from tilerec.torch_private import ignore_in_ddp
 
 
 class Wrappable(Protocol):
-    """What a wrapper sees of a `DistributedModelParallel`."""
+    """The attributes of a `DistributedModelParallel` that a wrapper uses."""
 
     _dmp_wrapped_module: nn.Module
 
     @property
     def module(self) -> nn.Module:
-        """The model, without wrappers."""
+        """The model without wrappers."""
 
 
 class DataParallelWrapper(ABC):
-    """Wraps what is dense in a sharded model."""
+    """Interface of wrappers for the dense part of a sharded model."""
 
     @abstractmethod
     def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
-        """Replace `dmp._dmp_wrapped_module` by a wrapped one; leave `table_parameters(dmp.module)` alone."""
+        """Replace `dmp._dmp_wrapped_module` by a wrapped module; do not touch `table_parameters(dmp.module)`."""
 
     def options(self) -> dict[str, object]:
-        """What must be the same on every rank, of numbers, strings, sequences and mappings; compared when the model is
-        sharded."""
+        """Return the settings that must be equal on all ranks: numbers, strings, sequences and mappings.
+
+        Sharding compares them between the ranks.
+        """
         return {}
 
 
 def table_parameters(module: nn.Module) -> set[str]:
-    """Names of the parameters of tables, sharded or not: their gradients are reduced with the lookups'."""
+    """Return the names of all table parameters, sharded or not; lookups reduce their gradients."""
     own = {id(p) for part in module.modules() if isinstance(part, Table) for p in part.parameters()}
     return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in own}
 
 
 @final
 class DefaultDataParallelWrapper(DataParallelWrapper):
-    """`DistributedDataParallel` over all parameters that belong to no table; nothing where none of them is trained.
+    """`DistributedDataParallel` over all parameters outside tables; no wrapper if none of them is trained.
 
     Args:
-        bucket_cap_mb, static_graph, find_unused_parameters: as `DistributedDataParallel` takes them.
+        bucket_cap_mb, static_graph, find_unused_parameters: see `DistributedDataParallel`.
         allreduce_comm_precision: "fp16" or "bf16" to send dense gradients in that format.
-        params_to_ignore: names of parameters that are not reduced either.
-        ddp_kwargs: further arguments of `DistributedDataParallel`. Unless they speak of buffers, each rank keeps its
-            own; unless they say otherwise, gradients are views of the buckets.
+        params_to_ignore: names of further parameters whose gradients are not reduced.
+        ddp_kwargs: further arguments of `DistributedDataParallel`. Each rank keeps its own buffers unless one of them
+            concerns buffers. `gradient_as_bucket_view` is True unless it is set here.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
     ) -> None:
         if allreduce_comm_precision not in (None, *_FORMATS):
             raise ConfigError(
-                f"DefaultDataParallelWrapper: allreduce_comm_precision is {allreduce_comm_precision!r}; use 'fp16', "
-                "'bf16' or None."
+                f"DefaultDataParallelWrapper: allreduce_comm_precision: got {allreduce_comm_precision!r}; expected "
+                "'fp16', 'bf16' or None."
             )
         self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -80,12 +82,12 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             "gradient_as_bucket_view": True,
             **(ddp_kwargs or {}),
         }
-        self._keeps_buffers = not any("buffers" in key for key in ddp_kwargs or ())
+        self._ignore_buffers = not any("buffers" in key for key in ddp_kwargs or ())
         self._precision = allreduce_comm_precision
         self._ignored = set(params_to_ignore or ())
 
     def options(self) -> dict[str, object]:
-        """See `DataParallelWrapper`. Objects among `ddp_kwargs` are compared by their types."""
+        """See `DataParallelWrapper`. For objects in `ddp_kwargs` the value is the name of their type."""
         plain = (bool, int, float, str, type(None))
         own = {
             name: value if isinstance(value, plain) else type(value).__qualname__
@@ -104,20 +106,20 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         unknown = sorted(self._ignored - set(names))
         if unknown:
             raise ConfigError(
-                f"DefaultDataParallelWrapper: params_to_ignore has {unknown}, which the model lacks; it has "
-                f"{sorted(names)[:8]}."
+                f"DefaultDataParallelWrapper: params_to_ignore: got {unknown}, which the model lacks; expected "
+                f"names such as {sorted(names)[:8]}."
             )
         ignored = table_parameters(module) | self._ignored
         if env.pg is None:
-            return  # a world of one
+            return  # one rank: no gradients to reduce
         if not any(p.requires_grad for name, p in names.items() if name not in ignored):
-            # Nothing to reduce; but whether a model trains or not, its ranks compute with rank 0's values.
+            # No gradients to reduce, but ranks compute with rank 0's values even if the model is not trained.
             group = env.group()
             for name, parameter in module.named_parameters():
                 if name not in ignored:
                     send_from_rank_0(group, parameter)
             return
-        if self._keeps_buffers:
+        if self._ignore_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         ignore_in_ddp(module, sorted(ignored))
         wrapped = DistributedDataParallel(
@@ -127,17 +129,17 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             **self._options,
         )
         if self._precision is not None:
-            wrapped.register_comm_hook(env.pg, _narrow(_FORMATS[self._precision], env.world_size))
+            wrapped.register_comm_hook(env.pg, _low_precision_hook(_FORMATS[self._precision], env.world_size))
         dmp._dmp_wrapped_module = wrapped
 
 
 _FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _narrow(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
-    """A hook that averages gradients in another format. torch's own one for bfloat16 is for NCCL only."""
+def _low_precision_hook(dtype: torch.dtype, size: int) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
+    """Return a hook that averages gradients in another format; torch's own hook for bfloat16 needs NCCL."""
 
-    # No annotations: torch compares them with its classes, and here they would be strings.
+    # No annotations: torch compares them with its classes, and in this file annotations are strings.
     def hook(group, bucket):  # type: ignore[no-untyped-def]
         narrow = bucket.buffer().div(size).to(dtype)
         sent = dist.all_reduce(narrow, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""`ShardingEnv`: the ranks of a sharded model, as `DistributedModelParallel` takes them."""
+"""`ShardingEnv`: the ranks of a sharded model, an argument of `DistributedModelParallel`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _ALONE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ShardingEnv:
-    """Which ranks there are, and over what they talk.
+    """The ranks of a sharded model and their process group.
 
     Args:
-        world_size, rank: the number of ranks, and this one's.
+        world_size: number of ranks.
+        rank: this rank.
         pg: the process group; None for a model on one rank.
-        output_dtensor: kept for callers that pass it; state dicts hold DTensors wherever a table lies on several
-            ranks, whether it is set or not.
+        output_dtensor: accepted for TorchRec scripts, without effect. State dicts hold DTensors for every table that
+            lies on several ranks.
     """
 
     world_size: int
@@ -33,7 +34,7 @@ class ShardingEnv:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"ShardingEnv: rank {self.rank} is outside [0, {self.world_size}); ranks count from 0."
+                f"ShardingEnv: rank: got {self.rank}; expected a number in [0, {self.world_size})."
             )
 
     @property
@@ -43,25 +44,25 @@ class ShardingEnv:
 
     @staticmethod
     def from_process_group(pg: dist.ProcessGroup) -> ShardingEnv:
-        """The ranks of a process group, e.g. `torch.distributed.group.WORLD`."""
+        """Return the ranks of a process group, e.g. `torch.distributed.group.WORLD`."""
         return ShardingEnv(dist.get_world_size(pg), dist.get_rank(pg), pg)
 
     @staticmethod
     def from_local(world_size: int, rank: int) -> ShardingEnv:
-        """Ranks without a process group: a world of one."""
+        """Return ranks without a process group; only a world of one rank can be used."""
         return ShardingEnv(world_size, rank, None)
 
     def group(self) -> Group:
-        """The ranks as a `Group`.
+        """Return the ranks as a `Group`.
 
         Raises:
-            ConfigError: several ranks and no process group.
+            ConfigError: there are several ranks and no process group.
         """
         if self.pg is not None:
             return ProcessGroupComms(self.pg)
         if self.world_size != 1:
             raise ConfigError(
-                f"ShardingEnv: {self.world_size} ranks and no process group to talk over; use "
+                f"ShardingEnv: got {self.world_size} ranks without a process group; use "
                 "ShardingEnv.from_process_group(torch.distributed.group.WORLD), or from_local(1, 0) on one rank."
             )
         return ThreadWorld(1, _ALONE_TIMEOUT_S).group(0)

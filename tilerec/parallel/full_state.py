@@ -1,4 +1,4 @@
-"""A sharded model's state as whole tensors: for files that one process reads, and for ranks that are threads."""
+"""Full state dicts of sharded models, for files that one process reads and for ranks that are threads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tilerec.torch_private import state_dict_pre_hooks
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The unsharded model's state dict, with every table whole, on every rank. All ranks call it.
+    """Return the unsharded model's state dict, with every table whole, on every rank. Collective.
 
-    Names are those of the unsharded model; tables are copies (the whole of them: mind the memory), everything else is
-    the live tensor, as in `module.state_dict()`, whose hooks run first (those of averaged replicas make them equal).
+    Keys are those of the unsharded model. Tables are full copies, so each rank needs memory for all of them. All other
+    entries are the live tensors, as in `module.state_dict()`. The hooks of `state_dict` run first; for replicas that
+    are averaged they make the replicas equal.
     """
-    if hasattr(module, "_dmp_wrapped_module"):  # names are the model's, not the wrapper's
+    if hasattr(module, "_dmp_wrapped_module"):  # keys without the wrapper's prefix
         module = module.module  # type: ignore[assignment]
     for before in state_dict_pre_hooks(module).values():
         before(module, "", False)
@@ -44,7 +45,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _groups(module: nn.Module) -> list[Group]:
-    """The groups over which the tables below a module lie, in one order on all ranks."""
+    """Return the groups of the tables below a module, in one order on all ranks."""
     found: dict[int, Group] = {}
     for part in module.modules():
         if isinstance(part, ShardedTable):

@@ -1,4 +1,4 @@
-"""Which ranks share a host: told, written in the plan, or as the launcher says."""
+"""The topology of a group's ranks: from the caller, from the plan's hosts, or from the launcher."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tilerec.spec.topology import Topology
 def topology_of(
     group: Group, topology: Topology | None, hosts: Sequence[Sequence[int]] | None, compute_device: str
 ) -> Topology:
-    """The topology of a group's ranks.
+    """Return the topology of a group's ranks.
 
     Args:
-        topology: taken as it is, if given.
-        hosts: of the plan, otherwise; without them ranks are on hosts of LOCAL_WORLD_SIZE each, as torchrun numbers
-            them, and on one host without that.
-        compute_device: "cpu" or "cuda", where the topology is made here.
+        topology: returned unchanged if given.
+        hosts: the plan's hosts. Without them, each host has LOCAL_WORLD_SIZE ranks, numbered as by torchrun; if that
+            variable is not set, all ranks are on one host.
+        compute_device: "cpu" or "cuda", for a topology that is made here.
 
     Raises:
-        ConfigError: the topology or the hosts are for other ranks.
+        ConfigError: the topology or the hosts do not cover the group's ranks.
     """
     if topology is not None:
         if topology.world_size != group.size:
             raise ConfigError(
-                f"shard: the topology has {topology.world_size} ranks and the group {group.size}; pass the topology "
-                "of the group's ranks."
+                f"shard: topology: got {topology.world_size} ranks; expected {group.size}. Pass the topology of the "
+                "group's ranks."
             )
         return topology
     if hosts and sorted(rank for host in hosts for rank in host) != list(range(group.size)):
         raise ConfigError(
-            f"shard: the plan's hosts are {[list(host) for host in hosts]}, and the group has the ranks 0 to "
-            f"{group.size - 1}; plan again, or leave out hosts."
+            f"shard: hosts of the plan: got {[list(host) for host in hosts]}; expected the ranks 0 to "
+            f"{group.size - 1}. Plan again, or leave out hosts."
         )
-    return Topology(group.size, compute_device, hosts=hosts or _launched(group))
+    return Topology(group.size, compute_device, hosts=hosts or _launcher_hosts(group))
 
 
-def _launched(group: Group) -> list[list[int]] | None:
+def _launcher_hosts(group: Group) -> list[list[int]] | None:
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not isinstance(group, ProcessGroupComms) or not text.isdecimal() or int(text) < 1:
-        return None  # virtual ranks are threads of one process
+        return None  # ranks that are threads of one process share a host
     by_host: dict[int, list[int]] = {}
     for rank, global_rank in enumerate(dist.get_process_group_ranks(group.process_group)):
         by_host.setdefault(global_rank // int(text), []).append(rank)

@@ -1,15 +1,15 @@
-"""`even_batches`: ranks that run out of batches before others keep in step with empty ones.
+"""`even_batches`: uneven numbers of batches per rank, filled up with empty batches.
 
-Every lookup in sharded tables is a collective, so a rank without batches must go on calling it until the last rank is
-through. Each step, the ranks tell one another how many samples their next batch has:
+Every lookup in sharded tables is a collective, so a rank without batches must keep calling it until the last rank has
+finished. In each step the ranks exchange the number of samples in their next batch:
 
     rank 0: 4 2 .        turns of rank 0: 4 2 0       samples of all ranks: 6 5 3
     rank 1: 2 3 3        turns of rank 1: 2 3 3
 
-That one small collective travels while the batch before is being trained on, on a channel of its own: it costs no wait.
+This small collective runs on its own channel and overlaps with training on the previous batch, so it adds no wait.
 
 Nouns
-  turn   one step of all ranks: this rank's batch, perhaps empty, and how many samples there are in all
+  turn   one step of all ranks: this rank's batch, which may be empty, and the number of samples of all ranks
 
 Legend: W ranks.
 """
@@ -27,7 +27,7 @@ from tilerec.errors import CommsError, ConfigError
 
 _B = TypeVar("_B")
 
-# In the place of a number of samples.
+# Sent in place of a number of samples.
 _END, _FAILED = -1, -2
 
 
@@ -36,9 +36,9 @@ class Turn(Generic[_B]):
     """One step of all ranks.
 
     Attributes:
-        batch: this rank's.
-        samples: in it.
-        total: samples of all ranks' batches together.
+        batch: this rank's batch.
+        samples: number of samples in it.
+        total: number of samples in the batches of all ranks.
         world_size: W.
     """
 
@@ -49,11 +49,11 @@ class Turn(Generic[_B]):
 
     @property
     def scale(self) -> float:
-        """What to multiply this rank's mean loss with: samples * W / total, and 0 for an empty batch.
+        """Factor for this rank's mean loss: samples * W / total, and 0 for an empty batch.
 
-        Ranks' gradients are summed and divided by W; with this factor the result is the gradient of the mean over
-        all samples, also where ranks have different numbers of them. The mean over an empty batch is NaN, and NaN * 0
-        still is: sum the losses of the samples and divide by `max(samples, 1)`.
+        Gradients are summed over the ranks and divided by W. With this factor the result is the gradient of the mean
+        over all samples, even if ranks have different numbers of them. The mean over an empty batch is NaN, and
+        NaN * 0 is NaN: sum the losses of the samples and divide by `max(samples, 1)`.
         """
         return self.samples * self.world_size / self.total if self.total else 0.0
 
@@ -61,24 +61,28 @@ class Turn(Generic[_B]):
 def even_batches(
     batches: Iterable[_B], group: Group, empty: _B, samples: Callable[[_B], int] | None = None
 ) -> Iterator[Turn[_B]]:
-    """This rank's batches, then `empty`, until every rank is through.
+    """Return an iterator over this rank's batches, then over `empty` until every rank has finished. Collective.
 
     All ranks of the group call it at the same time, take all turns, and train on each of them, empty or not.
 
     Args:
-        batches: this rank's; any number, none included. Read one batch ahead.
-        group: the ranks; a channel of it is opened here and given back after the last turn.
+        batches: this rank's batches; any number, including none. They are read one batch ahead.
+        group: the ranks. The call opens a channel of the group and closes it after the last turn.
         empty: a batch without samples.
-        samples: how many samples a batch has; None reads its `batch_size`, or calls its `stride()`.
+        samples: function that returns the number of samples of a batch; None: its `batch_size`, or its `stride()`.
 
     Raises:
-        what reading `batches` raised on this rank; CommsError on a rank whose peer could not read its next batch. Both
-        come at the same turn, after the last one for which every rank had a batch.
+        Exception: the error from reading `batches` on this rank.
+        CommsError: another rank could not read its next batch. All ranks raise at the same turn, after the last turn
+            for which every rank had a batch.
+        ConfigError: `empty` has samples, or the number of samples of a batch cannot be read.
     """
     count = _samples if samples is None else samples
     if count(empty) != 0:
-        raise ConfigError(f"even_batches: `empty` has {count(empty)} samples; pass a batch without any.")
-    # Opened now, not at the first turn: opening is a collective.
+        raise ConfigError(
+            f"even_batches: empty: got a batch of {count(empty)} samples; expected a batch without samples."
+        )
+    # Opened here and not at the first turn, because opening a channel is a collective.
     return _turns(iter(batches), group.split("even batches"), empty, count)
 
 
@@ -86,29 +90,29 @@ def _turns(
     batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]
 ) -> Iterator[Turn[_B]]:
     try:
-        reader = _Reader(batches, channel, empty, count)
+        lookahead = _Lookahead(batches, channel, empty, count)
         while True:
-            batch, own, handle = reader.batch, reader.own, reader.handle
-            told = handle.wait().tolist()
-            if reader.error is not None:
-                raise reader.error
-            failed = [rank for rank, number in enumerate(told) if number == _FAILED]
+            batch, own, handle = lookahead.batch, lookahead.own, lookahead.handle
+            rank_samples = handle.wait().tolist()
+            if lookahead.error is not None:
+                raise lookahead.error
+            failed = [rank for rank, number in enumerate(rank_samples) if number == _FAILED]
             if failed:
                 raise CommsError(
                     f"even_batches on rank {channel.rank} of {channel.size}: rank {failed[0]} could not read its next "
-                    f"batch; look for the error there."
+                    "batch; see the error on that rank."
                 )
-            if all(number == _END for number in told):
+            if all(number == _END for number in rank_samples):
                 return
-            # The next turn's numbers travel while this turn's batch is trained on.
-            reader.read()
-            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in told), channel.size)
+            # The exchange for the next turn overlaps with training on this turn's batch.
+            lookahead.read()
+            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in rank_samples), channel.size)
     finally:
         channel.close()
 
 
-class _Reader(Generic[_B]):
-    """One batch ahead: the next batch and its number of samples, on its way to the peers."""
+class _Lookahead(Generic[_B]):
+    """The next batch of this rank, and the running exchange of its number of samples."""
 
     handle: Handle
 
@@ -128,9 +132,9 @@ class _Reader(Generic[_B]):
             except Exception as error:
                 self.error, self.own = error, _FAILED
         size = self._channel.size
-        told_W = torch.full((size,), self.own, dtype=torch.int64, device=self._channel.device)
+        samples_W = torch.full((size,), self.own, dtype=torch.int64, device=self._channel.device)
         ones = [1] * size
-        self.handle = self._channel.all_to_all("samples", torch.zeros_like(told_W), told_W, ones, ones)
+        self.handle = self._channel.all_to_all("samples", torch.zeros_like(samples_W), samples_W, ones, ones)
 
 
 def _samples(batch: Any) -> int:
@@ -141,6 +145,6 @@ def _samples(batch: Any) -> int:
     if callable(stride):
         return int(stride())
     raise ConfigError(
-        f"even_batches: a {type(batch).__name__} has neither batch_size nor stride(); pass samples=, a function that "
+        f"even_batches: got a {type(batch).__name__} without batch_size and stride(); pass samples=, a function that "
         "counts a batch's samples."
     )

@@ -1,4 +1,4 @@
-"""Plans that name a module with managed collision where they mean the tables in it, as TorchRec's do."""
+"""Paths in plans: TorchRec's plans name a managed-collision module in place of the collection inside it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tilerec.torch_private import submodules
 
 
 def with_table_paths(plan: Any, module: nn.Module) -> Any:
-    """The plan with `<path>._embedding_module` for the path of each such module; as it came where it names none.
+    """Return the plan with `<path>._embedding_module` in place of the path of each managed-collision module.
 
-    `{table: …}` for a module that is one itself is read as its tables'.
+    A plan without such paths is returned unchanged. If the module itself has managed collision, `{table: …}` is the
+    plan of its tables.
     """
     inside = {
         path: f"{path}._embedding_module" if path else "_embedding_module"

@@ -1,4 +1,4 @@
-"""`DistributedModelParallel`: a model with sharded tables and a replicated dense part, under TorchRec's name.
+"""`DistributedModelParallel`: TorchRec's wrapper, a model with sharded tables and a replicated dense part.
 
 DistributedModelParallel(model)  =  shard(model)  +  dense parameters on the device, in DistributedDataParallel
 """
@@ -36,33 +36,34 @@ from tilerec.storage.table_rows import rows_of
 
 
 class DistributedModelParallel(nn.Module):
-    """A sharded model, called as the model itself.
+    """A sharded model with the same call signature as the model itself.
 
-    The model is changed in place: its tables become this rank's tiles (see `tilerec.parallel.shard`), it moves to the
-    device, and its dense parameters go into torch's `DistributedDataParallel`. Names of parameters and state stay those
-    of the model: no prefix of either wrapper. torch's `get_state_dict` wants the model itself: pass it `.module`.
+    The constructor changes the model in place. It replaces tables by this rank's tiles (see `tilerec.parallel.shard`),
+    moves the model to the device, and wraps dense parameters in torch's `DistributedDataParallel`. Names of parameters
+    and state stay those of the model, without the prefix of either wrapper. For torch's `get_state_dict`, pass
+    `.module`: it needs the model itself.
 
     Args:
         module: the model, real or built on meta.
-        env: the ranks; None is the default process group.
-        device: where the model lives; a number is a GPU's. None is the CPU (the current GPU where the process group
-            cannot serve CPU tensors).
-        plan: see `shard`; None has one made.
-        sharders: a list with optimizers and wire formats for kinds of collections, one for each kind at most. A kind
-            without one is sharded all the same. Optimizers go to tables that have none attached and that the plan does
-            not call `dense`; formats to tables whose plan names none. One that changes nothing is warned about.
+        env: the ranks; None: the default process group.
+        device: the model's device; an integer is the index of a GPU. None: the CPU, or the current GPU if the process
+            group does not support CPU tensors.
+        plan: see `shard`; None: the planner makes one.
+        sharders: optimizers and wire formats, as a list of at most one sharder per kind of collection. A kind without
+            a sharder is sharded, too. Optimizers apply to tables without an attached one, unless the plan has the table
+            as `dense`. Formats apply to tables whose plan names none. A sharder without effect causes a warning.
         init_data_parallel: whether to wrap the dense part now; otherwise call `init_data_parallel()` before training.
-        init_parameters: whether to make dense parameters that are on meta: memory on the device, and their modules'
+        init_parameters: whether to allocate dense parameters that are on meta and call their modules'
             `reset_parameters`.
-        data_parallel_wrapper: another one than `DefaultDataParallelWrapper()`.
-        model_tracker_configs: has no effect here.
+        data_parallel_wrapper: wrapper of the dense part; None: `DefaultDataParallelWrapper()`.
+        model_tracker_configs: accepted with a warning; has no effect.
 
     Raises:
-        ConfigError: as `shard`; `sharders` that are no list of sharders of different kinds; a `device` that this
-            machine lacks; modules on meta that have no `reset_parameters`; ranks that are to treat the dense part
-            differently (all of them raise, naming ranks and values).
+        ConfigError: as `shard`; `sharders` is not a list of sharders of different kinds; this machine lacks `device`; a
+            module on meta has no `reset_parameters`; ranks have different settings for the dense part (all ranks raise,
+            and the error names ranks and values).
 
-    Warns of a model without tables, which becomes a `DistributedDataParallel` one.
+    Warns if the model has no tables; it is then a `DistributedDataParallel` model.
     """
 
     def __init__(
@@ -81,13 +82,15 @@ class DistributedModelParallel(nn.Module):
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
 
-        def cut(group: Group, home: torch.device | str | int) -> None:
+        def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             who = "DistributedModelParallel"
             with heard_by_all(group, "the model to shard"):
                 also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
-            shard_tables(module, plan, group, None, home, False, sharders, who, also)
+            shard_tables(module, plan, group, None, tables_device, False, sharders, who, also)
 
-        self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
+        self._build(
+            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
+        )
 
     def _build(
         self,
@@ -97,9 +100,13 @@ class DistributedModelParallel(nn.Module):
         init_data_parallel: bool,
         init_parameters: bool,
         wrapper: DataParallelWrapper | None,
-        cut: Callable[[Group, torch.device | str | int], None],
+        shard_onto: Callable[[Group, torch.device | str | int], None],
     ) -> None:
-        """Everything but the tables, which `cut` shards over a group, on a device that it refuses on every rank."""
+        """Build the wrapper.
+
+        Args:
+            shard_onto: shards the tables over a group; raises on every rank if one of them lacks the device.
+        """
         self.register_load_state_dict_pre_hook(_with_wrappers)
         who = type(self).__name__
         self._env = env if env is not None else _default_env(who)
@@ -108,7 +115,7 @@ class DistributedModelParallel(nn.Module):
         self._wrapper = wrapper or DefaultDataParallelWrapper()
         self._wrapped_once = False
         _warn_of_no_tables(module, who)
-        cut(group, device)
+        shard_onto(group, device)
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
@@ -120,49 +127,49 @@ class DistributedModelParallel(nn.Module):
             self.init_data_parallel()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Return the output of the model."""
         return self._dmp_wrapped_module(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
-        """The model, without wrappers."""
+        """The model without wrappers."""
         inner = self._dmp_wrapped_module
         return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
     @property
     def plan(self) -> ShardingPlan:
-        """Which rank holds what; printable."""
+        """The sharding plan of the model; printable."""
         return plan_of(self.module)
 
     @property
     def fused_optimizer(self) -> ShardedFusedOptimizer:
-        """The `torch.optim.Optimizer` face of the attached optimizers (empty if none is attached)."""
+        """The attached optimizers as one `torch.optim.Optimizer`, without parameter groups if none is attached."""
         return ShardedFusedOptimizer(self.module)
 
     def traffic(self) -> Traffic:
-        """What this rank has sent for the tables; see `tilerec.parallel.traffic`."""
+        """Return the bytes that this rank has sent for the tables; see `tilerec.parallel.traffic`."""
         return traffic(self.module)
 
     def init_data_parallel(self) -> None:
-        """Wrap the dense part, once; all ranks call it. From here on ranks start with rank 0's dense parameters."""
+        """Wrap the dense part, and set its parameters to rank 0's. Collective; later calls do nothing."""
         if not self._wrapped_once:
             self._wrapped_once = True
             self._wrapper.wrap(self, self._env, self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
-        """As a module's; dense parameters that change type or device are wrapped anew. All ranks call it then."""
+        """Apply `fn`; wrap the dense part again if its dtype or device changes, which is a collective."""
         before = [(t.dtype, t.device) for t in _dense(self.module)]
         super()._apply(fn, recurse)
         if before != [(t.dtype, t.device) for t in _dense(self.module)]:
             wrapped, self._dmp_wrapped_module = self._dmp_wrapped_module, self.module
             if wrapped is not self.module:
-                del wrapped  # its hooks on the parameters go with it, before others come
+                del wrapped  # removes its hooks from the parameters before the new wrapper adds others
                 self._wrapper.wrap(self, self._env, self.device)
         return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initial values for every module that has `reset_parameters`, the same on all ranks. All ranks call it."""
+        """Reset every dense module that has `reset_parameters`, to the same values on all ranks. Collective."""
         for part in self.module.modules():
             if not isinstance(part, (Table, Tables)) and callable(getattr(part, "reset_parameters", None)):
                 part.reset_parameters()  # type: ignore[operator]
@@ -170,7 +177,7 @@ class DistributedModelParallel(nn.Module):
             send_from_rank_0(self._group, dense)
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
-        """A copy on a device, over the same ranks. All ranks call it if the dense part is wrapped."""
+        """Return a copy on a device, over the same ranks. Collective if the dense part is wrapped."""
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         twin.register_load_state_dict_pre_hook(_with_wrappers)
@@ -194,25 +201,25 @@ class DistributedModelParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's: dense parameters, and this rank's tiles under the names of their tables."""
+        """Yield the model's dense parameters, and this rank's tiles under the names of their tables."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `named_parameters`, where the names never had a prefix to strip."""
+        """Yield the same as `named_parameters`, whose names have no wrapper prefix."""
         return self.named_parameters(prefix, recurse)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The model's."""
+        """Yield the model's buffers without wrapper prefixes."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """Tables whose `.grad` will be sparse (`set_sparse_grad`), appended to `destination`."""
+        """Append the names of tables whose `.grad` will be sparse (`set_sparse_grad`) to `destination`; return it."""
         names = [] if destination is None else destination
         for name, parameter in self.named_parameters(prefix):
             rows = rows_of(parameter)
@@ -223,7 +230,7 @@ class DistributedModelParallel(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The model's, on every rank with every key; tables in their logical shapes."""
+        """Return the model's state dict, with all keys on every rank and tables in their logical shapes."""
         options: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
         options.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         return self.module.state_dict(**options)
@@ -235,10 +242,10 @@ class DistributedModelParallel(nn.Module):
         strict: bool = True,
         assign: bool = False,
     ) -> Any:
-        """Load the model's state; tables whole, as DTensors, or in other tilings. All ranks call it.
+        """Load the model's state, with tables whole, as DTensors, or in other tilings. Collective.
 
         Args:
-            prefix: of the keys; a bool in this place is `strict`, as in `nn.Module.load_state_dict`.
+            prefix: prefix of the keys; a bool in this position is `strict`, as in `nn.Module.load_state_dict`.
         """
         start = prefix if isinstance(prefix, str) else ""
         strict = prefix if isinstance(prefix, bool) else strict
@@ -249,23 +256,25 @@ class DistributedModelParallel(nn.Module):
 def dense_settings(
     init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None
 ) -> dict[str, object]:
-    """What is said of the dense part, which must be the same on all ranks: else some would wait for others.
+    """Return the settings of the dense part; ranks compare them, since different settings would deadlock.
 
-    Raises what the wrapper's `options()` raises; `ConfigError` if it names values that ranks cannot compare.
+    Raises:
+        Exception: the error from the wrapper's `options()`.
+        ConfigError: an option has a value that ranks cannot compare.
     """
     wrapper = wrapper or DefaultDataParallelWrapper()
-    said: dict[str, object] = {
+    compared: dict[str, object] = {
         "init_data_parallel": bool(init_data_parallel),
         "init_parameters": bool(init_parameters),
         "data_parallel_wrapper": type(wrapper).__qualname__,
         "wrapper_options": wrapper.options(),
     }
-    digest("the dense part", said)
-    return said
+    digest("the dense part", compared)
+    return compared
 
 
 def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A module around this one loads it child by child: give the keys the wrappers' names then."""
+    """Add the wrappers' prefixes to the keys: a parent module loads this module child by child."""
     assert isinstance(dmp, DistributedModelParallel)
     inner = "_dmp_wrapped_module." + ("" if dmp._dmp_wrapped_module is dmp.module else "module.")
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -275,7 +284,7 @@ def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 def _default_env(who: str) -> ShardingEnv:
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"{who}: torch.distributed has no process group yet; call "
+            f"{who}: torch.distributed has no process group; call "
             "torch.distributed.init_process_group() first, or pass env=ShardingEnv.from_local(1, 0) for one rank."
         )
     world = dist.group.WORLD
@@ -291,20 +300,20 @@ def _warn_of_no_tables(module: nn.Module, who: str) -> None:
     ]
     warnings.warn(
         f"{who}: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
-        "nothing is sharded and every rank holds all of it, as under DistributedDataParallel."
+        "nothing is sharded and every rank holds the whole model, as under DistributedDataParallel."
         + (f" {plain[:8]} are torch's own embeddings: put their tables into a collection." if plain else ""),
         stacklevel=4,
     )
 
 
 def _dense(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that belong to no table."""
+    """Return the parameters and buffers outside tables."""
     tables = {id(p) for part in module.modules() if isinstance(part, Table) for p in part.parameters()}
     return [t for t in [*module.parameters(), *module.buffers()] if id(t) not in tables]
 
 
 def _make_dense(module: nn.Module, device: torch.device) -> None:
-    """Memory and initial values for dense modules on meta."""
+    """Allocate and initialize the dense modules on meta."""
     for path, part in module.named_modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         if isinstance(part, Table) or not any(t.is_meta for t in own):
@@ -313,7 +322,7 @@ def _make_dense(module: nn.Module, device: torch.device) -> None:
         if not callable(reset):
             raise ConfigError(
                 f"DistributedModelParallel: module '{path}' ({type(part).__name__}) is on meta and has no "
-                "reset_parameters, so nothing says its initial values; give it one, build it on a real device, or pass "
+                "reset_parameters, so its initial values are unknown. Give it one, build it on a real device, or pass "
                 "init_parameters=False and fill it yourself."
             )
         part.to_empty(device=device, recurse=False)

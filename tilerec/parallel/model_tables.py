@@ -1,7 +1,7 @@
-"""The tables of a model: which collections it has, under which paths, and which of their tables are one.
+"""The collections of a model, their paths, and the tables that several collections share.
 
 Nouns
-  path  of a collection, as `named_modules` gives it ("" for the model itself)
+  path  path of a collection, as in `named_modules` ("" for the model itself)
   tie   tables of several collections that share their rows: one table with one state, under several names
 """
 
@@ -21,17 +21,17 @@ from tilerec.sharding.update import TileRows
 from tilerec.spec.table import AnyTableConfig
 
 Name = tuple[str, str]
-"""Path of a collection, name of a table."""
+"""(path of a collection, name of a table)"""
 
 
 def collections_of(module: nn.Module, only: Collection[str] | None = None) -> dict[str, TableCollection]:
-    """Every collection with tables in a model, by path, not sharded yet. One without tables is not sharded.
+    """Return the unsharded collections of a model by path; leave out collections without tables.
 
     Args:
-        only: paths to look at; None: all.
+        only: paths to search; None: all.
 
     Raises:
-        ConfigError: one is sharded already.
+        ConfigError: a collection is sharded already.
     """
     found: dict[str, TableCollection] = {}
     for path, part in module.named_modules():
@@ -48,7 +48,7 @@ def collections_of(module: nn.Module, only: Collection[str] | None = None) -> di
 
 
 def sizes_of(collections: Mapping[str, TableCollection]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Path -> table -> (rows, dim): what `ShardingPlan.check` compares with."""
+    """Return path -> table -> (rows, dim), the form that `ShardingPlan.check` takes."""
     return {
         path: {config.name: (config.num_embeddings, config.embedding_dim) for config in part._configs}
         for path, part in collections.items()
@@ -56,10 +56,10 @@ def sizes_of(collections: Mapping[str, TableCollection]) -> dict[str, dict[str, 
 
 
 def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table]]:
-    """The distinct tables, each under all its names, in the order of their first.
+    """Return the distinct tables, each under all its names, ordered by their first names.
 
     Raises:
-        ConfigError: a table also belongs to a collection outside.
+        ConfigError: a table belongs to a collection outside `collections`, too.
     """
     ties: dict[int, dict[Name, Table]] = {}
     for path, part in collections.items():
@@ -68,15 +68,15 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
     for names in ties.values():
         inside = {id(table) for table in names.values()}
         rows = next(iter(names.values())).rows
-        # A model that is sharded as a whole comes here, too, when its tables are to move.
+        # Resharding calls this, too, with collections that are all sharded.
         path, name = next(iter(names))
         if isinstance(rows, TileRows) and not isinstance(collections[path], ShardedCollection):
             raise ConfigError(
-                f"shard: table '{name}' of module '{path}' is also one of a collection that is sharded already; shard "
+                f"shard: table '{name}' of module '{path}' is also in a collection that is sharded already; shard "
                 "a module that holds both."
             )
         if any(id(holder) not in inside for holder in rows.holders):
-            gc.collect()  # a model that nobody uses any more does not count
+            gc.collect()  # drop models that are no longer referenced
         if any(id(holder) not in inside for holder in rows.holders):
             path, name = next(iter(names))
             raise ConfigError(
@@ -87,7 +87,7 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
 
 
 def described(collections: Mapping[str, TableCollection]) -> dict[str, Any]:
-    """What must be the same on every rank, in words and numbers."""
+    """Return the properties of the collections that must be equal on all ranks, as strings and numbers."""
     return {
         path: {
             "kind": type(part).__name__,

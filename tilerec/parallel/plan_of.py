@@ -1,4 +1,4 @@
-"""Where a sharded model keeps its plan."""
+"""`plan_of`: the plan that a sharded model stores."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _KEPT = "_sharding_plan"
 
 
 def plan_of(module: nn.Module) -> ShardingPlan:
-    """Which rank holds what of a model that `shard` or `DistributedModelParallel` has sharded; printable.
+    """Return the plan of a model that `shard` or `DistributedModelParallel` has sharded; printable.
 
-    The same as `module.plan`, unless the model has something of its own under that name.
+    It is the same object as `module.plan`, unless the model has its own attribute of that name.
 
     Raises:
         ConfigError: the model is not sharded as a whole.
@@ -27,12 +27,12 @@ def plan_of(module: nn.Module) -> ShardingPlan:
             return plan
     raise ConfigError(
         f"plan_of: this {type(module).__name__} has no plan; pass the module that was given to shard() or to "
-        "DistributedModelParallel, after that."
+        "DistributedModelParallel, after that call."
     )
 
 
 def keep_plan(module: nn.Module, plan: ShardingPlan) -> None:
-    """Keep the plan, and show it as `module.plan` unless the model has a `plan` of its own."""
+    """Store the plan in the module, also as `module.plan` unless the model has its own `plan`."""
     ours = vars(module).get(_KEPT)
     if not hasattr(module, "plan") or (ours is not None and module.plan is ours):
         vars(module)["plan"] = plan
@@ -40,7 +40,7 @@ def keep_plan(module: nn.Module, plan: ShardingPlan) -> None:
 
 
 def kept_plans(module: nn.Module) -> Iterator[tuple[str, ShardingPlan]]:
-    """The plans that a module and those below it keep, each with the path of its keeper."""
+    """Yield the plans stored in a module and its submodules, each with the path of its module."""
     for path, part in module.named_modules():
         plan = vars(part).get(_KEPT)
         if isinstance(plan, ShardingPlan):

@@ -1,4 +1,4 @@
-"""Plans in the words of the helpers: `shard(ebc, row_wise())`, `shard(ebc, {"user": table_wise(rank=1)})`."""
+"""Plans made with helpers: `shard(ebc, row_wise())`, `shard(ebc, {"user": table_wise(rank=1)})`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def without_cuts(
     collections: Mapping[str, TableCollection],
     world: Callable[[Sequence[Sequence[int]] | None], Topology],
 ) -> Any:
-    """The plan with a `ParameterSharding` for each `Cut` in it; as it came where it has none.
+    """Return the plan with a `ParameterSharding` in place of each `Cut`; return a plan without `Cut`s unchanged.
 
     Args:
-        plan: anything; one `Cut` is for all tables of the model, one for a module's path for all tables there.
-        world: the topology of this world, given the hosts that a part of the plan says.
+        plan: any form. A single `Cut` applies to all tables of the model, a `Cut` for a module path to all tables of
+            that module.
+        world: returns the topology of this world, given the hosts in the plan or None.
 
     Raises:
-        ConfigError: a cut does not fit its table or the world, or is of a table that the model lacks.
+        ConfigError: a `Cut` does not fit its table or the world, or is for a table that the model lacks.
     """
     if isinstance(plan, Cut):
         plan = dict.fromkeys(collections, plan)
@@ -34,9 +35,9 @@ def without_cuts(
         isinstance(part, Mapping) or path == "" for path, part in plan.items()
     ):
         plan = {"": plan}
-    said = (getattr(part, "hosts", None) for part in plan.values())
-    topology = world(next((hosts for hosts in said if hosts is not None), None))
-    return {path: _part(path, part, collections, topology) for path, part in plan.items()}
+    hosts_per_part = (getattr(part, "hosts", None) for part in plan.values())
+    topology = world(next((hosts for hosts in hosts_per_part if hosts is not None), None))
+    return {path: _resolved(path, part, collections, topology) for path, part in plan.items()}
 
 
 def _has_cuts(part: object) -> bool:
@@ -44,15 +45,14 @@ def _has_cuts(part: object) -> bool:
     return any(isinstance(item, Cut) for item in items)
 
 
-def _part(path: str, part: Any, collections: Mapping[str, TableCollection], topology: Topology) -> Any:
+def _resolved(path: str, part: Any, collections: Mapping[str, TableCollection], topology: Topology) -> Any:
     if not _has_cuts(part):
         return part
     collection = collections.get(path)
     if collection is None:
         deeper = [where for where, inside in collections.items() if path in inside._tables]
         raise ConfigError(
-            f"shard: the plan says how to cut '{path}', which is no path of a collection in the model; it has "
-            f"{list(collections)[:8]}."
+            f"shard: plan: got '{path}'; expected paths of the model's collections, {list(collections)[:8]}."
             + (f" There is a table of this name: plan={{'{deeper[0]}': {{'{path}': …}}}}." if deeper else "")
         )
     tables = collection._tables
@@ -67,8 +67,8 @@ def _part(path: str, part: Any, collections: Mapping[str, TableCollection], topo
             continue
         if name not in tables:
             raise ConfigError(
-                f"shard: the plan says how to cut table '{name}' of module '{path}', which has {list(tables)[:8]}; "
-                "name each of its tables once."
+                f"shard: plan['{path}']: got table '{name}'; expected the tables of the module, {list(tables)[:8]}. "
+                "Name each of them once."
             )
         config = tables[name].config
         made[name] = item.sharding(name, config.num_embeddings, config.embedding_dim, topology)

@@ -1,4 +1,4 @@
-"""A plan in any form that `shard` takes, as a whole `ShardingPlan`: every table with its tiling."""
+"""Conversion of every form of plan that `shard` takes to a complete `ShardingPlan`, with a tiling per table."""
 
 from __future__ import annotations
 
@@ -27,33 +27,34 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 AnyPlan = ShardingPlan | str | Path | Cut | Mapping[str, Any]
-"""A plan, the path of its JSON file, `{module path: {table: ParameterSharding, Tiling or row_wise() and its like}}`, or
-one of these helpers' results for all tables."""
+"""A plan, the path of its JSON file, a mapping, or the result of one helper (`row_wise()`, ...) for all tables.
+
+The mapping is `{module path: {table: sharding}}`; a sharding is a `ParameterSharding`, a `Tiling` or a helper's result.
+"""
 
 
 def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
-    """The plan as a `ShardingPlan`; tilings may still be missing.
+    """Return the plan as a `ShardingPlan`; tilings may still be missing.
 
     Args:
-        plan: without `Cut`s (see `without_cuts`). A plan of the model's one collection, `{table: …}`, is taken where
-            the model is that collection.
+        plan: a plan without `Cut`s (see `without_cuts`). If the model is a collection, `{table: …}` is accepted, too.
 
     Raises:
-        ConfigError: it is none of the forms.
+        ConfigError: the plan has none of these forms.
     """
     if isinstance(plan, ShardingPlan):
         return plan
     if isinstance(plan, ReplicatedPlan):
         raise ConfigError(
-            "shard: this is the plan of a model in 2D parallelism; pass its .group_plan, which is of one sharding "
-            "group, or its .world_plan(), which is of all ranks."
+            "shard: plan: got the plan of a model in 2D parallelism; pass its .group_plan, for one sharding group, or "
+            "its .world_plan(), for all ranks."
         )
     if isinstance(plan, (str, Path)):
         return ShardingPlan.load(plan)
     if not isinstance(plan, Mapping):
         raise ConfigError(
-            f"shard: plan is a {type(plan).__name__}; wanted a ShardingPlan, the path of its file, or "
-            "{module path: {table: ParameterSharding or Tiling}}. Helpers give one for all tables: plan=row_wise()."
+            f"shard: plan: got a {type(plan).__name__}; expected a ShardingPlan, the path of its file, or "
+            "{module path: {table: ParameterSharding or Tiling}}. For all tables alike: plan=row_wise()."
         )
     if plan and list(collections) == [""] and not any(isinstance(part, Mapping) for part in plan.values()):
         plan = {"": plan}
@@ -61,8 +62,9 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     for path, tables in plan.items():
         if not isinstance(tables, Mapping):
             raise ConfigError(
-                f"shard: plan['{path}'] is a {type(tables).__name__}; wanted {{table: ParameterSharding or Tiling}}."
-                + (_deeper(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
+                f"shard: plan['{path}']: got a {type(tables).__name__}; "
+                "expected {table: ParameterSharding or Tiling}."
+                + (_path_advice(path, collections) if isinstance(tables, (ParameterSharding, Tiling)) else "")
             )
         parts[path] = EmbeddingModuleShardingPlan(
             {table: _sharding(path, table, item) for table, item in tables.items()},
@@ -72,8 +74,8 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     return ShardingPlan(parts)
 
 
-def _deeper(table: str, collections: Mapping[str, TableCollection]) -> str:
-    """What to do with the plan of one collection, given for a model that holds collections deeper."""
+def _path_advice(table: str, collections: Mapping[str, TableCollection]) -> str:
+    """Return advice for a plan `{table: …}` of a model that is not a collection itself."""
     paths = [path for path, part in collections.items() if table in part._tables]
     if not paths:
         return f" The model's collections are {list(collections)[:8]}, and none has a table '{table}'."
@@ -86,22 +88,22 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
     if isinstance(item, Tiling):
         return ParameterSharding(ShardingType.EXPLICIT, tiling=item)
     raise ConfigError(
-        f"shard: plan['{path}']['{table}'] is a {type(item).__name__}; wanted a ParameterSharding, a Tiling, "
-        "or what row_wise() and its like return (called, not the helper itself)."
+        f"shard: plan['{path}']['{table}']: got a {type(item).__name__}; expected a ParameterSharding, a Tiling, "
+        "or the result of row_wise() or another helper (called, not the helper itself)."
     )
 
 
 def completed(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], topology: Topology
 ) -> ShardingPlan:
-    """The plan with a tiling and a data type for every table of the model, and with the world it is for.
+    """Return the plan with a tiling and a data type for every table of the model, and with its world size and hosts.
 
     Raises:
-        ConfigError: a table's sharding type and ranks give no tiling, or not the one that stands beside them; a
-            `data_parallel` table on some of the ranks only.
+        ConfigError: a table's sharding type and ranks produce no tiling, or another tiling than the plan's; a
+            `data_parallel` table is on some of the ranks only.
     """
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
-    other: list[tuple[str, str, DataType | None, DataType]] = []
+    type_conflicts: list[tuple[str, str, DataType | None, DataType]] = []
     for path, tables in plan.plan.items():
         part = collections.get(path)
         done: dict[str, ParameterSharding] = {}
@@ -111,24 +113,24 @@ def completed(
                 config = table.config
                 _check_copies(path, name, sharding, topology)
                 if sharding.tiling is not None:
-                    _check_cut(path, name, sharding, topology)
+                    _check_tiling(path, name, sharding, topology)
                 else:
                     sharding = strategies.complete(
                         sharding, name, config.num_embeddings, config.embedding_dim, topology
                     )
                 data_type = dtype_to_data_type(table.weight.dtype)
                 if sharding.data_type not in (None, data_type):
-                    other.append((path, name, sharding.data_type, data_type))
+                    type_conflicts.append((path, name, sharding.data_type, data_type))
                 if sharding.data_type is not data_type:
                     sharding = replace(sharding, data_type=data_type)
             done[name] = sharding
         parts[path] = EmbeddingModuleShardingPlan(done)
-    if other:
-        path, name, said, data_type = other[0]
-        more = f" and {len(other) - 1} other tables" if len(other) > 1 else ""
+    if type_conflicts:
+        path, name, plan_type, data_type = type_conflicts[0]
+        more = f" and {len(type_conflicts) - 1} other tables" if len(type_conflicts) > 1 else ""
         warnings.warn(
-            f"Table '{name}' of module '{path}'{more}: data_type {getattr(said, 'value', said)} in the plan has no "
-            f"effect; the table's is {data_type.value}, as its config or .to() says.",
+            f"Table '{name}' of module '{path}'{more}: data_type {getattr(plan_type, 'value', plan_type)} in the plan "
+            f"has no effect; the table's data type is {data_type.value}, from its config or .to().",
             stacklevel=6,
         )
     world_size = topology.world_size if plan.world_size is None else plan.world_size
@@ -141,36 +143,36 @@ def _check_copies(path: str, name: str, sharding: ParameterSharding, topology: T
         return
     if sorted(set(ranks)) != list(range(topology.world_size)):
         raise ConfigError(
-            f"Table '{name}' of module '{path}': data_parallel is a copy on every rank, and the plan says ranks "
-            f"'{ranks_to_text(ranks)}' of {topology.world_size}; leave ranks (and the tiling) out. Copies on some of "
-            "the ranks are sharding_type 'explicit' with a tiling."
+            f"Table '{name}' of module '{path}': data_parallel is a copy on every rank; got ranks "
+            f"'{ranks_to_text(ranks)}' of {topology.world_size}. Leave ranks and the tiling out. For copies on some of "
+            "the ranks use sharding_type 'explicit' with a tiling."
         )
 
 
-def _check_cut(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
-    """Refuse a tiling that sharding type and ranks do not give, as where one of them was edited in a file."""
+def _check_tiling(path: str, name: str, sharding: ParameterSharding, topology: Topology) -> None:
+    """Raise if the tiling does not follow from sharding type and ranks, e.g. after an edit of the file."""
     tiling, ranks = sharding.tiling, sharding.ranks
     assert tiling is not None
     assert ranks is not None
     if sharding.kind is ShardingType.EXPLICIT:
         if tuple(sorted(set(ranks))) != tiling.ranks():
             raise ConfigError(
-                f"Table '{name}' of module '{path}': the plan says ranks '{ranks_to_text(ranks)}', and the tiling "
-                f"beside it lies on ranks '{ranks_to_text(tiling.ranks())}'. Change the tiling, and take 'ranks' out."
+                f"Table '{name}' of module '{path}': ranks: got '{ranks_to_text(ranks)}'; expected the ranks of the "
+                f"tiling, '{ranks_to_text(tiling.ranks())}'. Change the tiling, and remove 'ranks'."
             )
         return
     if _gives(name, sharding.kind, ranks, tiling, topology):
         return
     text = json.dumps(tiling.to_json())
     raise ConfigError(
-        f"Table '{name}' of module '{path}': the plan says {sharding.kind.value} over ranks "
-        f"'{ranks_to_text(ranks)}', which does not give the tiling beside it, {text:.200}. Take 'tiling' out to have "
-        "it made from the two, or say sharding_type 'explicit' (without ranks) to keep it."
+        f"Table '{name}' of module '{path}': {sharding.kind.value} over ranks '{ranks_to_text(ranks)}' does not "
+        f"produce the plan's tiling, {text:.200}. Remove 'tiling' to derive it from sharding type and ranks, or use "
+        "sharding_type 'explicit' (without ranks) to keep it."
     )
 
 
 def _gives(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology) -> bool:
-    """Whether a sharding type over these ranks gives a tiling, with pieces of its own sizes or of the tiling's."""
+    """Return True if the sharding type over these ranks produces the tiling, with default or the tiling's own sizes."""
     rows, dim = tiling.rows, tiling.dim
     widths = [block.c1 - block.c0 for block in tiling.blocks]
     sizes = [r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]
@@ -193,5 +195,5 @@ def _gives(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, 
             if way() == tiling:
                 return True
         except ConfigError:
-            continue  # not cut like this
+            continue  # this way cannot tile the table
     return False

@@ -1,4 +1,4 @@
-"""`shard`: a model's tables become this rank's tiles of them, in place."""
+"""`shard`: replaces the tables of a model by this rank's tiles, in place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tilerec.spec.topology import Topology
 from tilerec.storage.cached import RowCache
 
 Ranks = ShardingEnv | Group | DeviceMesh | dist.ProcessGroup
-"""Whatever says which ranks there are."""
+"""The accepted descriptions of a set of ranks."""
 
 
 def shard(
@@ -72,39 +72,39 @@ def shard(
     topology: Topology | None = None,
     exact: bool = False,
 ) -> nn.Module:
-    """Shard every embedding collection below a module (and the module itself, if it is one), in place.
+    """Shard every embedding collection in a module, including the module itself, in place. Collective.
 
-    Names of modules, parameters and state stay; values and optimizer state that are there survive, cut to this rank's
-    tiles. Where ranks hold different values, rank 0's count. Every rank calls it, with the same model and plan: one
-    small collective checks that.
+    Names of modules, parameters and state do not change. Existing values and optimizer state are kept, cut to this
+    rank's tiles. If ranks hold different values, all ranks take rank 0's. Every rank passes the same model and plan;
+    one small collective checks this.
 
     Args:
         module: the model.
         plan: a `ShardingPlan`, the path of its JSON file, or `{module path: {table: ParameterSharding or Tiling}}`
-            (`{table: …}` where the module is a collection), or what `row_wise()` and its like return, for a table, for
-            a module path or for all tables. Tilings that it does not say are made from its sharding types and ranks.
-            None: `EmbeddingShardingPlanner(topology=…)` makes one.
-        env, mesh: one thing under two names, which ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process
-            group, a `Group`; None is the default process group.
-        topology: which ranks share a host, and memory for the planner. None: the plan's hosts, else those of
-            the launcher (LOCAL_WORLD_SIZE), else one host.
-        device: where tiles of tables on meta get their memory; tables with values stay where they are. None: CPU.
-        sharder: gives an optimizer and wire formats to tables that have none, as those of `DistributedModelParallel`;
-            or a list with at most one per kind of collection.
-        exact: the same bits under every plan, at the price of bytes on the wire.
+            (`{table: …}` if the module is a collection). The result of `row_wise()` or another helper may stand for a
+            table, for a module path or for all tables. Missing tilings are made from sharding types and ranks. None:
+            `EmbeddingShardingPlanner(topology=…)` makes a plan.
+        env, mesh: two names of one argument, the ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process group or
+            a `Group`; None: the default process group.
+        topology: the ranks of each host, and memory sizes for the planner. None: the plan's hosts, else those of the
+            launcher (LOCAL_WORLD_SIZE), else one host.
+        device: the device of tiles whose tables are on meta; tables with values stay on their device. None: CPU.
+        sharder: a sharder with the optimizer and wire formats of tables that have none, as in
+            `DistributedModelParallel`; or a list with at most one per kind of collection.
+        exact: produce the same bits under every plan, with more bytes on the wire.
 
-    A table that the plan has as `dense` keeps no attached optimizer: it is taken off with a warning, and gradients go
-    to `.grad`, summed over the ranks as `DistributedDataParallel` would.
+    A table that the plan has as `dense` loses its attached optimizer, with a warning. Its gradients go to `.grad`,
+    reduced over the ranks as in `DistributedDataParallel`.
 
     Returns:
-        The module, with the whole plan at `.plan` (printable; `tilerec.parallel.plan_of(module)` where the model has
-        something of its own called `plan`).
+        The module, with the complete plan at `.plan` (printable). If the model has its own attribute `plan`, use
+        `tilerec.parallel.plan_of(module)`.
 
     Raises:
-        ConfigError: the plan is not for this model or this world, forgets a table, contradicts itself (a tiling that
-            its sharding type and ranks do not give), or differs between ranks; a collection is sharded already; tied
-            tables have different tilings; `env` and `mesh` are both given; this machine has no such device. The model
-            is then as it was.
+        ConfigError: the plan does not fit this model or this world, lacks a table, contradicts itself (a tiling that
+            does not follow from sharding type and ranks), or differs between ranks; a collection is sharded already;
+            tied tables have different tilings; `env` and `mesh` are both given; this machine lacks `device`. The model
+            is then unchanged.
     """
     if not collections_of(module):
         warnings.warn(
@@ -119,12 +119,12 @@ def shard(
 
 def _group(env: Ranks | None, mesh: Ranks | None) -> Group:
     if env is not None and mesh is not None:
-        raise ConfigError("shard: env and mesh both say which ranks there are; keep one of them.")
+        raise ConfigError("shard: got both env and mesh, two names of one argument; keep one of them.")
     ranks = mesh if env is None else env
     if ranks is not None and not isinstance(ranks, Ranks):
         raise ConfigError(
-            f"shard: {'mesh' if env is None else 'env'} is a {type(ranks).__name__}; wanted a ShardingEnv, a process "
-            "group, a DeviceMesh, or None for the default process group."
+            f"shard: {'mesh' if env is None else 'env'}: got a {type(ranks).__name__}; expected a ShardingEnv, a "
+            "process group, a DeviceMesh, or None for the default process group."
         )
     return ranks.group() if isinstance(ranks, ShardingEnv) else group_of(ranks)
 
@@ -140,10 +140,11 @@ def shard_tables(
     who: str,
     also: Mapping[str, object] | None = None,
 ) -> nn.Module:
-    """`shard`, for `who` in messages. Optimizers of sharders stay attached only if it comes to an end.
+    """Shard a model as `shard` does. If it raises, optimizers that sharders attached are detached again.
 
     Args:
-        also: what else `who` was given that must be the same on all ranks.
+        who: name of the calling function, for errors.
+        also: further settings that must be equal on all ranks.
     """
     with unattached_on_error(module.parameters()):
         return _shard(module, plan, group, topology, device, exact, sharders, who, also or {})
@@ -166,7 +167,7 @@ def _shard(
         check_ids(ready.ids, group.size)
     agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described(), **also})
     if ready.collections or ready.ids:
-        # Channels of their own: other calls of the model's ranks may come between theirs.
+        # Separate channels: other collectives of the model's ranks may run between those of the tables.
         rows, route = group.split("rows"), group.split("route")
         cut_all(group, [Job(ready, rows, route, device, exact)])
     keep_plan(module, ready.plan)
@@ -174,7 +175,7 @@ def _shard(
 
 
 class Ready(NamedTuple):
-    """A model, or a part of one, that can be sharded, as this rank sees it."""
+    """A model, or a part of it, that has passed this rank's checks and can be sharded."""
 
     collections: dict[str, TableCollection]
     ties: list[dict[Name, Table]]
@@ -183,7 +184,7 @@ class Ready(NamedTuple):
     ids: dict[str, IdsBelow]
 
     def described(self) -> dict[str, object]:
-        """What must be the same on every rank, in words."""
+        """Return the properties that must be equal on all ranks."""
         return {
             "modules": described(self.collections),
             "ids": described_ids(self.ids),
@@ -192,18 +193,21 @@ class Ready(NamedTuple):
 
     @property
     def tables(self) -> list[Table]:
-        """The distinct ones."""
+        """The distinct tables."""
         return [next(iter(names.values())) for names in self.ties]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Collections that are spread over a group.
+    """Collections to be sharded over a group.
 
     Args:
-        rows, route: two channels over the group.
-        teams: where ranks are several teams, each of which holds every table.
-        id_ranks: over which managed collision spreads its ids; None: over the group.
+        ready: the checked collections with their plan.
+        rows, route: two channels of the group.
+        device: device of tiles whose tables are on meta; None: CPU.
+        exact: produce the same bits under every plan.
+        teams: the teams of 2D parallelism; None: one team, so every table lies on the group once.
+        id_ranks: ranks over which managed collision distributes its ids; None: the group.
     """
 
     ready: Ready
@@ -216,17 +220,17 @@ class Job:
 
 
 def cut_all(world: Group, jobs: Sequence[Job]) -> None:
-    """Tables become tiles, and ids go to the owners of their buckets. All ranks of `world` call it, with like jobs.
+    """Replace tables by tiles, and send ids to the owners of their buckets. Collective over `world`.
 
-    What a user's `init_fn` makes is made before anything is cut: a rank on which it fails raises, the others say so,
-    and the model is as it was on all of them.
+    Users' `init_fn` functions run before any table changes. If one fails on a rank, all ranks raise and the model is
+    unchanged on all of them.
     """
     collections = {path: part for job in jobs for path, part in job.ready.collections.items()}
     tables = [table for job in jobs for table in job.ready.tables]
     take_from_rank_0(world, collections, tables)
     drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
     memory: dict[str, dict[str, list[Tensor]]] = {}
-    seen: set[int] = set()  # rows of tables, which other collections may share
+    seen: set[int] = set()  # tables handled so far: other collections may share their rows
     with on_all_ranks(world, "the sharded model", "its tables' initial values"):
         for job in jobs:
             for path, part in job.ready.collections.items():
@@ -282,11 +286,11 @@ def prepare(
     only: Collection[str] | None,
     lone_ids: bool = True,
 ) -> Ready:
-    """All checks that need no other rank. Attaches the optimizers that sharders give.
+    """Check and complete the plan on this rank alone, and attach the optimizers of sharders.
 
     Args:
         only: paths of the collections to shard; None: all.
-        lone_ids: whether ids that no collection's tables are the rows of belong to it, where `only` is given.
+        lone_ids: with `only`: whether to include managed-collision ids that no collection reads.
     """
     collections = collections_of(module, only)
     ties = ties_of(collections)
@@ -295,24 +299,24 @@ def prepare(
     plan = without_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))
     given = None if plan is None else read_plan(plan, collections)
     if given is not None and given.world_size not in (None, group.size):
-        given.check({}, group.size)  # before its hosts are read, which are another world's
+        given.check({}, group.size)  # first, because its hosts may belong to another world
     topology = topology_of(group, topology, None if given is None else given.hosts, kind)
     if given is None:
         planner = EmbeddingShardingPlanner(topology=topology)
         made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
-        given = replace(keep_caches(_tied_alike(made, ties), collections), report=made.report)
-    cut = completed(given, collections, topology)
-    cut.check(sizes_of(collections), group.size)
-    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in cut.tables()}
+        given = replace(keep_caches(_with_ties_aligned(made, ties), collections), report=made.report)
+    complete_plan = completed(given, collections, topology)
+    complete_plan.check(sizes_of(collections), group.size)
+    tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in complete_plan.tables()}
     _check_ties(ties, tilings)
-    detach_dense(cut, ties)
-    gifts = gifts_of(cut, collections, ties, given_sharders)
+    detach_dense(complete_plan, ties)
+    gifts = gifts_of(complete_plan, collections, ties, given_sharders)
     attach(gifts)
-    warn_of_idle(gifts, cut, collections, given_sharders)
+    warn_of_idle(gifts, complete_plan, collections, given_sharders)
     for names in ties:
         for name, table in names.items():
             check_rule(table, tilings[name])
-    whole = with_kernels(with_wires(cut, collections, given_sharders), collections, given_sharders)
+    whole = with_kernels(with_wires(complete_plan, collections, given_sharders), collections, given_sharders)
     whole = replace(whole, report=given.report)
     ids = ids_below(module)
     if only is not None:
@@ -326,8 +330,8 @@ def _device_type(collections: Mapping[str, TableCollection]) -> str:
     return next((kind for kind in types if kind != "meta"), "cpu")
 
 
-def _tied_alike(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
-    """A plan of the planner's own, in which tied tables lie where the first of them does."""
+def _with_ties_aligned(plan: ShardingPlan, ties: list[dict[Name, Table]]) -> ShardingPlan:
+    """Return the planner's plan with tied tables placed as the first of each tie."""
     for names in ties:
         (path, table), *others = names
         first = plan.plan[path][table]
@@ -347,5 +351,5 @@ def _check_ties(ties: list[dict[Name, Table]], tilings: Mapping[Name, Tiling]) -
             if tilings[first] != tilings[other]:
                 raise ConfigError(
                     f"shard: table '{other[1]}' of module '{other[0]}' is the same table as '{first[1]}' of "
-                    f"'{first[0]}', but the plan cuts them differently; give both the same tiling."
+                    f"'{first[0]}', but the plan gives them different tilings; give both the same tiling."
                 )

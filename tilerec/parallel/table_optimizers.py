@@ -1,11 +1,13 @@
-"""Which tables the backward pass updates: what the user attached, what sharders give, what the plan says.
+"""Optimizers, compute kernels, caches and wire formats of tables, resolved from model, sharders and plan.
 
-attached     its optimizer stays, whatever sharders give
-`dense`      no optimizer: gradients go to `.grad`, for an optimizer of the user's; an attached one is taken off, with a
-             warning, when the model is sharded
+Optimizer that updates a table in the backward pass:
+
+attached     the attached optimizer; sharders do not replace it
+`dense`      none: gradients go to `.grad`, for the user's own optimizer; sharding the model detaches an attached
+             optimizer, with a warning
 `fused_uvm…` as `fused`, with rows in host memory: behind a cache, or (`fused_uvm`, on a GPU) on the device only while
              a batch is in flight
-otherwise    the optimizer of the collection's sharder, if it gives one
+otherwise    the optimizer of the collection's sharder, if it has one
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
 UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
 
 Gifts = list[tuple[ModuleSharder, list[nn.Parameter]]]
-"""Each sharder with the tables that it gives its optimizer to."""
+"""Each sharder with the tables that receive its optimizer."""
 
 
 def gifts_of(
@@ -49,55 +51,55 @@ def gifts_of(
     ties: Sequence[Mapping[Name, Table]],
     sharders: Sequence[ModuleSharder],
 ) -> Gifts:
-    """What sharders give to which tables that have no optimizer; changes nothing.
+    """Return the tables without an optimizer that receive one from a sharder, by sharder; change nothing.
 
     Args:
         ties: the distinct tables, each under all its names.
 
     Raises:
-        ConfigError: the plan says two things of one table, as that it lies in different memories; two sharders give two
-            optimizers to one table.
+        ConfigError: the plan contradicts itself about one table, e.g. places it in different memories; two sharders
+            have different optimizers for one table.
     """
     members: dict[int, list[nn.Parameter]] = {}
     for names in ties:
         kernels = {name: plan.plan[name[0]][name[1]].kernel for name in names}
-        said = {name: kernel is DENSE for name, kernel in kernels.items() if kernel is not None}
-        if len(set(said.values())) > 1:
+        dense_by_name = {name: kernel is DENSE for name, kernel in kernels.items() if kernel is not None}
+        if len(set(dense_by_name.values())) > 1:
             raise ConfigError(
-                f"shard: one table has the names {_listed(names)}, and the plan says compute_kernel 'dense' of one of "
-                "them and another kernel of the other; say the same of all of them."
+                f"shard: one table has the names {_listed(names)}: got compute_kernel 'dense' for one of them and "
+                "another kernel for the other. Use the same compute_kernel for all of them."
             )
-        hosted = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
-        if len(hosted) > 1 and any(kernel in HOST_KERNELS for kernel, _ in hosted):
+        placements = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
+        if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _ in placements):
             raise ConfigError(
-                f"shard: one table has the names {_listed(names)}, and the plan has it in host memory, or behind a "
-                "cache, under one of them and otherwise under the other; say the same of all of them."
+                f"shard: one table has the names {_listed(names)}: the plan has it in host memory, or behind a cache, "
+                "under one of them and not under the other. Use the same compute_kernel and cache_params for all."
             )
-        dense, table = any(said.values()), next(iter(names.values()))
+        dense, table = any(dense_by_name.values()), next(iter(names.values()))
         if table.rows.spec is not None:
             continue
-        givers: dict[int, ModuleSharder] = {}
+        candidates: dict[int, ModuleSharder] = {}
         for path, _ in names:
             sharder = sharder_of(collections[path], sharders)
             if sharder is not None and sharder.optimizer is not None:
-                givers[id(sharder)] = sharder
-        if dense or not givers or not table.weight.requires_grad:
+                candidates[id(sharder)] = sharder
+        if dense or not candidates or not table.weight.requires_grad:
             continue
-        first, *others = givers.values()
+        first, *others = candidates.values()
         for other in others:
             if other.optimizer != first.optimizer:
                 raise ConfigError(
-                    f"shard: one table has the names {_listed(names)}, and {type(first).__name__} gives it "
-                    f"{first.optimizer}, {type(other).__name__} {other.optimizer}; give both the same fused_params, or "
-                    "attach its optimizer with apply_optimizer_in_backward."
+                    f"shard: one table has the names {_listed(names)}: got {first.optimizer} from "
+                    f"{type(first).__name__} and {other.optimizer} from {type(other).__name__}; expected one. Give "
+                    "both sharders the same fused_params, or use apply_optimizer_in_backward."
                 )
-            members.setdefault(id(other), [])  # it gives what the first gives
+            members.setdefault(id(other), [])  # same optimizer as the first sharder's
         members.setdefault(id(first), []).append(table.weight)
     return [(sharder, members[id(sharder)]) for sharder in sharders if id(sharder) in members]
 
 
 def dense_tables(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> list[Mapping[Name, Table]]:
-    """Tables, under their names, that the plan has as `dense` and that have an optimizer attached."""
+    """Return the tables, under their names, that are `dense` in the plan and have an attached optimizer."""
     return [
         names
         for names in ties
@@ -107,16 +109,16 @@ def dense_tables(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> li
 
 
 def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
-    """Take the optimizers off tables that the plan has as `dense`, with one warning that names them."""
+    """Detach the optimizers of tables that are `dense` in the plan, with one warning that lists them."""
     found = dense_tables(plan, ties)
     if not found:
         return
     listed = _listed([name for names in found for name in names])
     warnings.warn(
-        f"shard: the plan says compute_kernel 'dense' of table {listed}, so the optimizer attached there is taken off: "
-        "gradients go to .grad, for an optimizer of yours (in_backward_optimizer_filter(model.named_parameters()) "
-        "yields them once the model is sharded). To update it in the backward pass leave compute_kernel out, or say "
-        "'fused'.",
+        f"shard: the plan has compute_kernel 'dense' for table {listed}, so its attached optimizer is detached: "
+        "gradients go to .grad, for your own optimizer (in_backward_optimizer_filter(model.named_parameters()) yields "
+        "these parameters once the model is sharded). To update the table in the backward pass, leave compute_kernel "
+        "out or use 'fused'.",
         stacklevel=6,
     )
     for names in found:
@@ -124,17 +126,17 @@ def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> No
 
 
 def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
-    """Raise a `ConfigError` for a move of a table to `dense`: its optimizer stays where its rows go."""
+    """Raise a `ConfigError` if a plan for resharding has a table with an attached optimizer as `dense`."""
     for names in dense_tables(plan, ties):
         kind = type(next(iter(names.values())).rows.spec).__name__
         raise ConfigError(
-            f"reshard: the plan says compute_kernel 'dense' of table {_listed(names)}, but {kind} is attached to it "
-            "and updates it in the backward pass; leave compute_kernel out of the plan, or say 'fused'."
+            f"reshard: the plan has compute_kernel 'dense' for table {_listed(names)}, but {kind} is attached to it "
+            "and updates it in the backward pass; leave compute_kernel out of the plan, or use 'fused'."
         )
 
 
 def attach(gifts: Gifts) -> None:
-    """The optimizers of the sharders, attached. Tables of one sharder share their numbers."""
+    """Attach the optimizers of the sharders. Tables of one sharder share their hyper-parameters."""
     for sharder, params in gifts:
         assert sharder.optimizer is not None
         if params:
@@ -144,14 +146,18 @@ def attach(gifts: Gifts) -> None:
 def with_kernels(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder] = ()
 ) -> ShardingPlan:
-    """The plan with the kernel and the cache of every table: as it came where the plan left it open.
+    """Return the plan with the kernel and the cache of every table.
 
-    Warns of tables that the plan wants updated in the backward pass and that no optimizer is attached to.
+    A missing kernel follows from the table's present storage and optimizer. A missing cache is the table's present one,
+    else the sharder's, else `CacheParams()`.
+
+    Warns of tables that the plan updates in the backward pass and that have no attached optimizer.
 
     Raises:
-        ConfigError: such a table is to lie in host memory, where a gradient of the whole table is not wanted.
+        ConfigError: a trained table without an optimizer would be in host memory, with a dense gradient of the whole
+            table.
     """
-    bare: list[Name] = []
+    unattached: list[Name] = []
 
     def cache_of(path: str, sharding: ParameterSharding, rows: TableRows) -> CacheParams:
         if sharding.cache is not None:
@@ -171,32 +177,32 @@ def with_kernels(
             sharding = replace(sharding, compute_kernel=kernel)
         if sharding.kernel in HOST_KERNELS and rows.spec is None and rows.leaf.requires_grad:
             raise ConfigError(
-                f"shard: table {_listed([(path, name)])} is to lie in host memory (compute_kernel "
+                f"shard: table {_listed([(path, name)])} is planned for host memory (compute_kernel "
                 f"'{sharding.kernel.value}') and has no optimizer, so its gradient would be a dense .grad of the whole "
-                "table; attach one with apply_optimizer_in_backward, give a sharder fused_params, or freeze the table."
+                "table. Attach one with apply_optimizer_in_backward, pass fused_params, or freeze the table."
             )
         if sharding.kernel is CACHED:
             return replace(sharding, cache_params=cache_of(path, sharding, rows))
         if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
-            bare.append((path, name))
+            unattached.append((path, name))
         return sharding
 
     whole = _mapped(plan, filled)
-    if bare:
-        path, name = bare[0]
+    if unattached:
+        path, name = unattached[0]
         kernel = plan.plan[path][name].kernel
         assert kernel is not None
         warnings.warn(
-            f"shard: the plan says compute_kernel '{kernel.value}' of table {_listed(bare)}, but no optimizer is "
-            "attached and no sharder gives one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
-            "give a sharder fused_params, or say 'dense'.",
+            f"shard: the plan has compute_kernel '{kernel.value}' for table {_listed(unattached)}, but no optimizer is "
+            "attached and no sharder has one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
+            "give a sharder fused_params, or use 'dense'.",
             stacklevel=6,
         )
     return whole
 
 
 def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
-    """A planner's plan, in which tables that are cached already stay so; a plan of a user's says what it wants."""
+    """Return a planner's plan without kernels for tables that have a cache, so that they keep it."""
 
     def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         cached = collections[path]._tables[name].rows.cache is not None
@@ -206,7 +212,7 @@ def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) 
 
 
 def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
-    """The plan of sharded tables with the memory where each is: it may have been cached, or not any more, since."""
+    """Return the plan of sharded tables with their present caches, which may have changed since sharding."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         rows = collections[path]._tables[name].rows
@@ -223,7 +229,7 @@ def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> 
 
 
 def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
-    """A plan that leaves every table in the memory where it is."""
+    """Return the plan with the kernels and caches of `present`."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         now = present.plan[path][name]
@@ -237,11 +243,11 @@ def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
 def caches_of(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], device: torch.device | None
 ) -> dict[Name, RowCache]:
-    """The cache that each tile of a table is to have, of those that lie in host memory.
+    """Return the caches of tables in host memory, by table; each tile of a table gets one.
 
     Args:
-        plan: with kernels and caches of all tables.
-        device: of the batches; None: where each table is.
+        plan: a plan with kernels and caches of all tables.
+        device: device of the batches; None: the device of each table.
     """
     caches: dict[Name, RowCache] = {}
     for path, name, sharding in plan.tables():
@@ -258,10 +264,10 @@ def caches_of(
 
 
 def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> None:
-    """Refuse a plan that has tables elsewhere than they are: they move between ranks, not between memories.
+    """Check that the plan keeps the storage of every table; resharding moves rows between ranks only.
 
     Raises:
-        ConfigError: a table is cached and is not to be, the other way round, or with another cache.
+        ConfigError: a table is cached in the model and not in the plan, or the reverse, or with another cache.
     """
     for path, name, sharding in plan.tables():
         cache = collections[path]._tables[name].rows.cache
@@ -271,15 +277,15 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
         ):
             kernel = "" if sharding.kernel is None else sharding.kernel.value
             raise ConfigError(
-                f"reshard: the plan has table {_listed([(path, name)])} as '{kernel}' ({sharding.cache or 'no cache'}) "
-                f"and it is {cached or 'not cached'}; leave compute_kernel and cache_params out of the plan."
+                f"reshard: table {_listed([(path, name)])}: got '{kernel}' ({sharding.cache or 'no cache'}); expected "
+                f"{cached or 'no cache'}. Leave compute_kernel and cache_params out of the plan."
             )
 
 
 def with_wires(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder]
 ) -> ShardingPlan:
-    """The plan with the wire of every table: where it names none, the sharders' formats, or fp32."""
+    """Return the plan with the wire format of every table: the plan's, else the sharder's, else fp32."""
 
     def filled(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         if sharding.wire is not None:
@@ -307,16 +313,16 @@ def warn_of_idle(
     collections: Mapping[str, TableCollection],
     sharders: Sequence[ModuleSharder],
 ) -> None:
-    """Name the sharders that say something and change nothing.
+    """Warn of settings of sharders that have no effect.
 
     Args:
-        given: the plan without the formats of sharders.
+        given: the plan before the sharders' formats are filled in.
     """
     giving = {id(sharder) for sharder, _ in gifts}
     for sharder in sharders:
         who, kind = type(sharder).__name__, sharder.module_type.__name__
         own = [path for path, part in collections.items() if sharder_of(part, sharders) is sharder]
-        says = [
+        used_settings = [
             word
             for word, value in (
                 ("fused_params", sharder.optimizer),
@@ -325,9 +331,9 @@ def warn_of_idle(
             )
             if value is not None
         ]
-        if says and not own:
+        if used_settings and not own:
             warnings.warn(
-                f"{who}: its {' and '.join(says)} have no effect, as the model has no {kind}; it has "
+                f"{who}: its {' and '.join(used_settings)} have no effect: the model has no {kind}; it has "
                 f"{sorted({type(part).__name__ for part in collections.values()})}.",
                 stacklevel=6,
             )
@@ -348,14 +354,14 @@ def warn_of_idle(
                 "'fused_uvm_caching' without cache_params.",
                 stacklevel=6,
             )
-        # A planner that was given the sharder names its format in the plan.
-        if "qcomm_codecs_registry" in says and all(
+        # A planner with this sharder has written its format into the plan.
+        if "qcomm_codecs_registry" in used_settings and all(
             sharding.wire not in (None, sharder.wire)
             for path in own
             for sharding in given.plan[path].values()
         ):
             warnings.warn(
-                f"{who}: its qcomm_codecs_registry has no effect: the plan names others for every table of a {kind}.",
+                f"{who}: its qcomm_codecs_registry has no effect: the plan has others for every table of a {kind}.",
                 stacklevel=6,
             )
 

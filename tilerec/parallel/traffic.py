@@ -1,4 +1,4 @@
-"""What a sharded model sends."""
+"""`traffic`: byte counts of a sharded model's communication."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tilerec.sharding.embedding import ShardedCollection
 
 
 def traffic(module: nn.Module) -> Traffic:
-    """Bytes that this rank sent for the tables below a module, by what they carried and to whom.
+    """Return the bytes that this rank sent for the tables below a module, by kind of content and receiving rank.
 
-    Counted since `shard`, or since `traffic(module).reset()`; `print` shows a table. Gradients of dense parameters
-    are torch's business and not in it.
+    Counts begin at `shard`, or at `traffic(module).reset()`. `print` shows them as a table. They do not include
+    gradients of dense parameters, which torch sends.
 
     Raises:
-        ConfigError: nothing below is sharded, or parts of it were sharded by several `shard` calls.
+        ConfigError: no collection below is sharded, or several `shard` calls sharded parts of the module.
     """
     found = {
         id(part.exchange.group): part.exchange.group
@@ -25,9 +25,9 @@ def traffic(module: nn.Module) -> Traffic:
     }
     if len(found) != 1:
         raise ConfigError(
-            "traffic: nothing below this module is sharded; shard it first."
+            "traffic: this module has no sharded collection; shard it first."
             if not found
-            else f"traffic: parts of this module were sharded by {len(found)} shard() calls, which count on their own; "
-            "ask the parts."
+            else f"traffic: {len(found)} shard() calls sharded parts of this module, each with its own counts; call "
+            "traffic() for each part."
         )
     return next(iter(found.values())).traffic

@@ -144,7 +144,7 @@ CHECKS: dict[str, tuple[Callable[[int], Any], str]] = {
         "got 41 x 8 cells",
     ),
     "other plans": (lambda rank: {"a": halves(1, 0, 20 + rank)}, "differs between ranks"),
-    "no plan": (lambda _: 7, "plan is a int"),
+    "no plan": (lambda _: 7, "plan: got a int"),
     "a dense kernel over an attached optimizer": (
         lambda _: {"a": ParameterSharding("row_wise", "dense")},
         "is attached to it",

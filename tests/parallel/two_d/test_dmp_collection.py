@@ -154,18 +154,23 @@ def face() -> list[str]:
     dmp.sync()
     dmp.ensure_reduce_scatter_complete()
     assert dmp.unsynced_steps == 0
-    with pytest.raises(ConfigError, match="world_size is 2 and global_pg has 4 ranks"):
+    with pytest.raises(ConfigError, match="world_size: got 2; expected 4, the number of ranks"):
         DMPCollection(model(), "cpu", None, 2, 2, dist.group.WORLD)
     with pytest.raises(ConfigError, match="got 'striped'"):
         wrapped(2, sharding_strategy="striped")
-    with pytest.raises(ConfigError, match="divide a world of 4"):
+    with pytest.raises(ConfigError, match="got 3; expected a divisor of the world size 4"):
         wrapped(3)
     # Some ranks fail before others: all hear of it, nobody waits.
-    with pytest.raises(ConfigError, match="divide a world of 4" if rank == 1 else "differs between ranks"):
+    with pytest.raises(
+        ConfigError,
+        match="got 3; expected a divisor of the world size 4" if rank == 1 else "differs between ranks",
+    ):
         wrapped(3 if rank == 1 else 2)
-    with pytest.raises(ConfigError, match="sync_interval is 0" if rank == 1 else "differs between ranks"):
+    with pytest.raises(ConfigError, match="sync_interval: got 0" if rank == 1 else "differs between ranks"):
         wrapped(2, sync="average", sync_interval=0 if rank == 1 else 1)
-    with pytest.raises(ConfigError, match="world_size is 8" if rank == 3 else "differs between ranks"):
+    with pytest.raises(
+        ConfigError, match="world_size: got 8; expected 4" if rank == 3 else "differs between ranks"
+    ):
         DMPCollection(model(), "cpu", PLAN, 8 if rank == 3 else 4, 2)
     # What concerns the dense part only must be alike, too: some ranks would wait in its first all-reduce.
     with pytest.raises(
@@ -208,11 +213,11 @@ def submodules() -> None:
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[DMPCollectionConfig(nn.Linear, None, 2)])
     with pytest.raises(ConfigError, match="other configs have already"):
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[*configs, *configs])
-    with pytest.raises(ConfigError, match="submodule_configs holds a int"):
+    with pytest.raises(ConfigError, match="submodule_configs: got a int in it"):
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=[3])
-    with pytest.raises(ConfigError, match="wanted a list of DMPCollectionConfigs"):
+    with pytest.raises(ConfigError, match="expected a list of DMPCollectionConfigs"):
         DMPCollection(model(), "cpu", None, 4, 2, submodule_configs=configs[0])
-    with pytest.raises(ConfigError, match="topology is 3; wanted a Topology"):
+    with pytest.raises(ConfigError, match="topology: got 3; expected a Topology"):
         DMPCollection(model(), "cpu", None, 4, 2, topology=3)
 
 

@@ -472,7 +472,7 @@ def test_a_hook_that_fails_leaves_the_average_for_the_next_time() -> None:
 
 
 def test_a_hook_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 is no function"):
+    with pytest.raises(ConfigError, match="got 3; expected a function"):
         ReplicaSettings("average", hook=3).check("DMPCollection")  # type: ignore[arg-type]
 
 
@@ -634,10 +634,10 @@ def test_tables_without_an_attached_optimizer_have_the_gradients_of_all_ranks(
     ("settings", "word"),
     [
         (ReplicaSettings("mean"), "'exact' or 'average'"),  # type: ignore[arg-type]
-        (ReplicaSettings("average", 0), "sync_interval is 0"),
-        (ReplicaSettings("average", 1.5), "sync_interval is 1.5"),  # type: ignore[arg-type]
-        (ReplicaSettings("average", True), "sync_interval is True"),
-        (ReplicaSettings("average", moment_scale=0.0), "moment_scale is 0.0"),
+        (ReplicaSettings("average", 0), "sync_interval: got 0"),
+        (ReplicaSettings("average", 1.5), "sync_interval: got 1.5"),  # type: ignore[arg-type]
+        (ReplicaSettings("average", True), "sync_interval: got True"),
+        (ReplicaSettings("average", moment_scale=0.0), "moment_scale: got 0.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: ReplicaSettings, word: str) -> None:

@@ -178,9 +178,11 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
     plan = run_virtual_ranks(4, planned)[0]
     for text in refused(base, GroupConfig(plan, 2)):
         assert "made for 4 ranks" in text
-        assert "of one sharding group: of 2 ranks, numbered from 0, of the 4 ranks in all" in text
+        assert (
+            "a plan is for one sharding group: 2 ranks, numbered from 0, of the 4 ranks of the world" in text
+        )
     for text in refused(base, GroupConfig({"ebc": table_wise(rank=2), "deep.ec": row_wise()}, 2)):
-        assert "of one sharding group: of 2 ranks" in text
+        assert "a plan is for one sharding group: 2 ranks" in text
     for text in refused(base, GroupConfig({"ebc": row_wise()}, 2)):
         assert "'deep.ec'" in text
 
@@ -188,10 +190,10 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
 def test_group_sizes_and_node_group_sizes_that_do_not_fit_are_refused_on_all_ranks() -> None:
     base = model()
     for text in refused(base, GroupConfig(None, 3)):
-        assert "3 ranks do not divide a world of 4; use 1, 2, 4" in text
+        assert "got 3; expected a divisor of the world size 4: 1, 2, 4." in text
     for node in (0, 3, True):
         for text in refused(base, GroupConfig(None, 2, node)):
-            assert f"node_group_size is {node!r}" in text
+            assert f"node_group_size: got {node!r}; expected" in text
 
 
 # ---------------------------------------------------------------------------------------------------- hosts
@@ -241,7 +243,7 @@ def test_a_node_group_size_that_does_not_divide_the_group_is_warned_of() -> None
             .plan.group_plan.hosts
         )
 
-    with pytest.warns(UserWarning, match="node_group_size 3 does not divide the sharding group's 4 ranks"):
+    with pytest.warns(UserWarning, match="node_group_size=3 does not divide the sharding group's 4 ranks"):
         assert run_virtual_ranks(4, run) == [((0, 1, 2), (3,))] * 4
 
 
@@ -471,19 +473,19 @@ def test_the_plan_of_another_model_may_be_passed_as_it_is() -> None:
         (
             ReplicaSettings("exact", exact="no"),
             GroupConfig(None, 2),
-            "exact is 'no'; it must be True or False",
+            "exact: got 'no'; expected True or False",
         ),
         (
             ReplicaSettings("average", refuse_together=1),
             GroupConfig(None, 2),
-            "refuse_together is 1; it must be True or False",
+            "refuse_together: got 1; expected True or False",
         ),
         (
             EXACT,
             GroupConfig(None, 2, across_hosts="yes"),
-            "use_inter_host_allreduce is 'yes'; it must be True",
+            "use_inter_host_allreduce: got 'yes'; expected True",
         ),
-        (EXACT, GroupConfig(None, "2"), "sharding_group_size is '2'"),
+        (EXACT, GroupConfig(None, "2"), "sharding_group_size: got '2'; expected an integer from 1"),
     ],
 )
 def test_words_that_python_takes_for_true_are_refused(settings: Any, config: Any, word: str) -> None:

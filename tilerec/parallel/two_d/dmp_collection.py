@@ -1,4 +1,4 @@
-"""`DMPCollection`: `DistributedModelParallel` with tables sharded inside groups of ranks, under TorchRec's name.
+"""`DMPCollection`: TorchRec's `DistributedModelParallel` with tables sharded within groups of ranks.
 
 DMPCollection(model)  =  shard_2d(model)  +  dense parameters on the device, in DistributedDataParallel over all ranks
 """
@@ -36,7 +36,7 @@ from tilerec.torch_private import state_dict_pre_hooks
 
 
 class ShardingStrategy(Enum):
-    """TorchRec's ways to keep replicas in memory; all of them are one here."""
+    """TorchRec's ways to store replicas; tilerec treats all of them alike."""
 
     DEFAULT = "default"
     PER_MODULE = "per_module"
@@ -45,12 +45,12 @@ class ShardingStrategy(Enum):
 
 @dataclass(frozen=True)
 class DMPCollectionConfig:
-    """How some modules of a model are sharded, where it is otherwise than for the rest.
+    """Sharding settings of some modules that differ from the rest of the model.
 
     Args:
-        module: their class (or the path of one): every collection in them, or that is one of them, is meant.
-        plan: of one sharding group, with the paths of the whole model; None: one is made.
-        sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy: as of `DMPCollection`.
+        module: a class or a path; the settings apply to every collection that is such a module or is inside one.
+        plan: the plan of one sharding group, with the paths of the whole model; None: the planner makes one.
+        sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy: see `DMPCollection`.
     """
 
     module: type[nn.Module] | str
@@ -62,54 +62,58 @@ class DMPCollectionConfig:
 
 
 _WITHOUT_EFFECT = {
-    "sharding_strategy": "every replica keeps its rows in memory: larger sharding groups take less of it",
+    "sharding_strategy": "every replica keeps its rows in memory; larger sharding groups need less memory per rank",
     "rs_awaitable_hook_module": "no weights are scattered after the forward pass, so there is nothing to wait for",
-    "use_sharded_relay": "replicas talk over a process group of their own, in one all-reduce",
-    "custom_all_reduce": "sync='exact' exchanges gradients; it averages nothing",
+    "use_sharded_relay": "replicas have their own process group and use one all-reduce",
+    "custom_all_reduce": "sync='exact' exchanges gradients and does not average",
     "sync_interval": "sync='exact' keeps replicas equal at every step; there is nothing to average",
-    "refuse_together": "sync='exact' routes over all ranks, and they refuse a batch together",
-    "moment_scale": "sync='exact' updates with the gradients of all ranks; their moment is the unsharded model's",
+    "refuse_together": "sync='exact' routes over all ranks, which always refuse a batch together",
+    "moment_scale": "sync='exact' updates with the gradients of all ranks, so the moment is the unsharded model's",
 }
 
 
 @final
 class DMPCollection(DistributedModelParallel):
-    """A model in 2D parallelism: tables sharded over groups of ranks, a copy of everything in every group.
+    """A model in 2D parallelism: tables sharded over groups of ranks, with a copy of all tables in every group.
 
-    As `DistributedModelParallel` but for where tables lie: names, state, the device and the dense part are the same.
+    Only the placement of tables differs from `DistributedModelParallel`; names, state, device and dense part are the
+    same.
 
     Args:
         module: the model, real or built on meta; changed in place.
-        device: where it lives; a number is a GPU's.
-        plan: of one sharding group: of `sharding_group_size` ranks, numbered from 0. Any form that `shard` takes, or
-            another model's `.plan`; None has one made for the machines of one group. It is never changed.
-        world_size: of `global_pg`.
-        sharding_group_size: ranks that together hold every table once; divides `world_size`.
-        global_pg: all ranks; None is the default process group.
-        node_group_size: what table_row_wise and grid_shard take for hosts: runs of so many members of the sharding
-            group. None: the hosts that its ranks are on.
-        sharders, init_data_parallel, init_parameters, data_parallel_wrapper: as of `DistributedModelParallel`.
-        use_inter_host_allreduce: sharding groups are runs of neighbours, and replicas are apart. By default replicas
-            are neighbours: `W / sharding_group_size` of them, on one host where they fit.
-        custom_all_reduce: averages a list of tensors over the replica group, in place, in place of an all-reduce.
-        submodule_configs: modules that are sharded over groups of another size.
-        sharding_strategy, rs_awaitable_hook_module, use_sharded_relay: without effect here, with a warning.
-        sync: "exact": replicas exchange the gradients of touched rows before every update, and training equals that
-            of `DistributedModelParallel` and of the unsharded model. "average": each sharding group updates by its own
-            gradients (their mean over the group), and `sync()` averages weights and optimizer state.
-        sync_interval: of "average": after so many updates the next forward pass with gradients begins with a `sync()`;
-            None: only when it is called.
-        exact: the same bits under every plan, at the price of bytes on the wire.
-        moment_scale: of "average": what a row-wise Adagrad gradient adds to its moment; None: one over the number of
-            replicas (docs/two-d.md).
-        refuse_together: of "average": a batch that one rank refuses (`InputError`) is refused by the ranks of all
-            groups, for one all-reduce of eight bytes per collection and call. All groups then call the model equally
-            often, in evaluations, too. False: by its own group's.
-        topology: of the world: which ranks share a host, and memory for the planner. None: as the launcher says.
+        device: the model's device; an integer is the index of a GPU.
+        plan: the plan of one sharding group: of `sharding_group_size` ranks, numbered from 0. Any form that `shard`
+            takes, or another model's `.plan`; it is never changed. None: the planner makes one for the machines of one
+            group.
+        world_size: the number of ranks of `global_pg`.
+        sharding_group_size: number of ranks that together hold every table once; divides `world_size`.
+        global_pg: all ranks; None: the default process group.
+        node_group_size: number of consecutive members of the sharding group that table_row_wise and grid_shard treat
+            as one host. None: the hosts of the group's ranks.
+        sharders, init_data_parallel, init_parameters, data_parallel_wrapper: see `DistributedModelParallel`.
+        use_inter_host_allreduce: members of a sharding group are neighbours, and replicas are apart. By default the
+            `W / sharding_group_size` replicas are neighbours, on one host if they fit.
+        custom_all_reduce: function that averages a list of tensors over the replica group, in place; it replaces the
+            all-reduce.
+        submodule_configs: settings of modules that are sharded over groups of another size.
+        sharding_strategy, rs_awaitable_hook_module, use_sharded_relay: accepted with a warning; no effect.
+        sync: "exact": replicas exchange the gradients of touched rows before every update. Training then equals that
+            of `DistributedModelParallel` and of the unsharded model. "average": each sharding group updates with the
+            mean of its own gradients, and `sync()` averages weights and optimizer state.
+        sync_interval: with "average": the number of updates after which the next forward pass with gradients begins
+            with a `sync()`; None: only your calls of `sync()` average.
+        exact: produce the same bits under every plan, with more bytes on the wire.
+        moment_scale: with "average": factor of a gradient's contribution to the moment of row-wise Adagrad; None: one
+            over the number of replicas (docs/two-d.md).
+        refuse_together: with "average": if one rank refuses a batch (`InputError`), the ranks of all groups refuse it.
+            This takes one all-reduce of eight bytes per collection and call, and all groups must call the model equally
+            often, in evaluations, too. False: only the ranks of its own group refuse it.
+        topology: the topology of the world, with the ranks of each host, and memory sizes for the planner. None: from
+            the launcher.
 
     Raises:
-        ConfigError: as `DistributedModelParallel`; a group size that does not divide the world; a plan of another
-            number of ranks; ranks with different settings (all of them raise); a config whose module is not there.
+        ConfigError: as `DistributedModelParallel`; a group size does not divide the world size; a plan has another
+            number of ranks; ranks have different settings (all ranks raise); the model lacks the module of a config.
     """
 
     def __init__(
@@ -144,21 +148,21 @@ class DMPCollection(DistributedModelParallel):
             _default_env("DMPCollection") if global_pg is None else ShardingEnv.from_process_group(global_pg)
         )
 
-        def cut(group: Group, home: torch.device | str | int) -> None:
+        def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             with heard_by_all(group, "the model to shard in 2D"):
                 if world_size != group.size:
                     raise ConfigError(
-                        f"DMPCollection: world_size is {world_size!r} and global_pg has {group.size} ranks; pass the "
-                        "number of ranks in it."
+                        f"DMPCollection: world_size: got {world_size!r}; expected {group.size}, the number of ranks of "
+                        "global_pg."
                     )
                 if topology is not None and not isinstance(topology, Topology):
-                    raise ConfigError(f"DMPCollection: topology is {topology!r:.80}; wanted a Topology.")
+                    raise ConfigError(f"DMPCollection: topology: got {topology!r:.80}; expected a Topology.")
                 _check_configs(submodule_configs)
                 averages = sync != "exact"
                 warn_without_effect(
                     "DMPCollection",
                     {
-                        "sharding_strategy": _kept_whole(sharding_strategy, submodule_configs),
+                        "sharding_strategy": _fully_sharded(sharding_strategy, submodule_configs),
                         "rs_awaitable_hook_module": rs_awaitable_hook_module,
                         "use_sharded_relay": use_sharded_relay,
                         "custom_all_reduce": None if averages else custom_all_reduce,
@@ -178,15 +182,19 @@ class DMPCollection(DistributedModelParallel):
                 sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
             )
             self._two_d = shard_2d(
-                module, configs, group, settings, topology, home, sharders, "DMPCollection", also
+                module, configs, group, settings, topology, tables_device, sharders, "DMPCollection", also
             )
 
-        self._build(module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, cut)
-        _equal_before_saved(self.module, self._two_d)
+        self._build(
+            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
+        )
+        _sync_before_state_dict(self.module, self._two_d)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's. Where gradients are taken and `sync_interval` updates have come, it begins with `sync()`, which
-        goes on until the first lookup."""
+        """Return the output of the model; with gradients and after `sync_interval` updates, begin with a `sync()`.
+
+        That sync overlaps with the forward pass until the first lookup.
+        """
         if torch.is_grad_enabled():
             self._two_d.sync_if_due(wait=False)
         return super().forward(*args, **kwargs)
@@ -194,33 +202,33 @@ class DMPCollection(DistributedModelParallel):
     # ------------------------------------------------------------------------------------------------ replicas
 
     def sync(self, include_optimizer_state: bool = True, *, wait: bool = True) -> None:
-        """Make replicas equal: average what was touched since the last time. All ranks call it, between two steps.
+        """Average the rows touched since the last sync, over the replicas. Collective; call it between two steps.
 
-        With `sync="exact"` they always are: it does nothing.
+        With `sync="exact"` replicas are always equal, and this does nothing.
 
         Args:
-            include_optimizer_state: else weights only; the state of these rows comes along the next time.
-            wait: else it ends before the tables are next looked up, updated or saved. Nobody may write rows
-                meanwhile, but dense optimizers may step and batches may be read and routed.
+            include_optimizer_state: False: average weights only; a later sync averages the state of these rows.
+            wait: False: return early; the average ends before the tables are next looked up, updated or saved. Until
+                then no code may write rows, but dense optimizers may step and batches may be read and routed.
         """
         self._two_d.sync(include_optimizer_state, wait=wait)
 
     @property
     def unsynced_steps(self) -> int:
-        """Updates since replicas were last equal; 0 with `sync="exact"`. Make it 0 before evaluating."""
+        """Updates since replicas were last equal; 0 with `sync="exact"`. Call `sync()` before an evaluation."""
         return self._two_d.unsynced_steps
 
     def set_all_reduce_hook(self, reduce_hook: AverageHook | None) -> None:
-        """Average by this function from now on; see `custom_all_reduce`."""
+        """Average with this function from now on; see `custom_all_reduce`."""
         self._two_d.set_hook(reduce_hook)
 
     def ensure_reduce_scatter_complete(self) -> None:
-        """TorchRec's name for waiting until the rows are there: ends what `sync(wait=False)` began."""
+        """Complete a `sync(wait=False)`; this is TorchRec's name for it."""
         self._two_d.settle()
 
     @property
     def plan(self) -> ReplicatedPlan:  # type: ignore[override]
-        """Which rank holds what; printable. `plan.save` writes what may be passed as `plan=` again."""
+        """The plan; printable. A file that `plan.save` writes may be passed as `plan=` again."""
         first, *others = [part.plan for part in self._two_d.parts]
         return ReplicatedPlan(
             first.group_plan, first.grid, first.topology, first.hosts_from, first.kept, tuple(others)
@@ -228,24 +236,24 @@ class DMPCollection(DistributedModelParallel):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks, with the axes ("replicate", "shard")."""
+        """All ranks as a mesh with the axes ("replicate", "shard")."""
         return self._two_d.mesh()
 
     @property
     def fused_optimizer(self) -> ShardedFusedOptimizer:
-        """As `DistributedModelParallel`'s. Its `state_dict()` makes replicas equal first, so all ranks call it."""
+        """The attached optimizers as one `torch.optim.Optimizer`; its `state_dict()` syncs first (collective)."""
         face = super().fused_optimizer
         face.register_state_dict_pre_hook(lambda _: self._two_d.sync_all())
         return face
 
     def traffic(self) -> Traffic:
-        """What this rank has sent for the tables, to its sharding group and to its replicas, by ranks of the world."""
+        """Return the bytes sent for the tables, to sharding group and replicas, by ranks of the world."""
         return self._group.traffic
 
-    # ------------------------------------------------------------------------------------------------ the model's own
+    # ------------------------------------------------------------------------------------------------ state and copies
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `DistributedModelParallel`'s: what was saved in any layout loads into any other. All ranks call it."""
+        """Load state as `DistributedModelParallel` does, from any layout into any other. Collective."""
         self._two_d.settle()
         return super().load_state_dict(*args, **kwargs)
 
@@ -255,17 +263,17 @@ class DMPCollection(DistributedModelParallel):
         return self
 
     def copy(self, device: torch.device | str) -> DMPCollection:
-        """A copy on a device, over the same ranks. All ranks call it if the dense part is wrapped."""
+        """Return a copy on a device, over the same ranks. Collective if the dense part is wrapped."""
         self._two_d.settle()
         twin = super().copy(device)
         assert isinstance(twin, DMPCollection)
         twin._two_d = self._two_d.of_copy(twin.module)
-        _equal_before_saved(twin.module, twin._two_d)
+        _sync_before_state_dict(twin.module, twin._two_d)
         return twin
 
 
-class _EqualFirst:
-    """Makes replicas that are apart equal before a module's `state_dict`, whoever asks for it."""
+class _SyncBeforeStateDict:
+    """Hook that averages replicas before every `state_dict` of a module."""
 
     def __init__(self, two_d: TwoD) -> None:
         self.two_d = two_d
@@ -273,15 +281,15 @@ class _EqualFirst:
     def __call__(self, *_: object) -> None:
         self.two_d.sync_all()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _EqualFirst:
-        return self  # a copied model gets its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBeforeStateDict:
+        return self  # `_sync_before_state_dict` replaces it on a copied model
 
 
-def _equal_before_saved(module: nn.Module, two_d: TwoD) -> None:
+def _sync_before_state_dict(module: nn.Module, two_d: TwoD) -> None:
     hooks = state_dict_pre_hooks(module)
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _EqualFirst)]:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _SyncBeforeStateDict)]:
         del hooks[key]
-    module.register_state_dict_pre_hook(_EqualFirst(two_d))
+    module.register_state_dict_pre_hook(_SyncBeforeStateDict(two_d))
 
 
 def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
@@ -289,29 +297,30 @@ def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
         return
     if not isinstance(configs, Sequence):
         raise ConfigError(
-            f"DMPCollection: submodule_configs is a {type(configs).__name__}; wanted a list of DMPCollectionConfigs."
+            f"DMPCollection: submodule_configs: got a {type(configs).__name__}; expected a list of "
+            "DMPCollectionConfigs."
         )
     for config in configs:
         if not isinstance(config, DMPCollectionConfig):
             raise ConfigError(
-                f"DMPCollection: submodule_configs holds a {type(config).__name__}; wanted DMPCollectionConfigs."
+                f"DMPCollection: submodule_configs: got a {type(config).__name__} in it; expected DMPCollectionConfigs."
             )
 
 
-def _kept_whole(
+def _fully_sharded(
     strategy: ShardingStrategy | str, configs: Sequence[DMPCollectionConfig] | None
 ) -> str | None:
-    """A strategy that would keep less than the rows of a sharding group in memory."""
-    asked = [strategy, *(config.sharding_strategy for config in configs or ())]
-    read = [to_enum(ShardingStrategy, one, "DMPCollection: sharding_strategy") for one in asked]
-    return "fully_sharded" if ShardingStrategy.FULLY_SHARDED in read else None
+    """Return "fully_sharded" if a config requests it, else None; only this strategy would change memory use."""
+    strategies = [strategy, *(config.sharding_strategy for config in configs or ())]
+    parsed = [to_enum(ShardingStrategy, one, "DMPCollection: sharding_strategy") for one in strategies]
+    return "fully_sharded" if ShardingStrategy.FULLY_SHARDED in parsed else None
 
 
 def _of_submodules(module: nn.Module, configs: Sequence[DMPCollectionConfig]) -> list[GroupConfig]:
-    """The configs with the paths of their collections.
+    """Return the configs with the paths of their collections.
 
     Raises:
-        ConfigError: one is of a module that is not there, or of nothing that an earlier one has left.
+        ConfigError: the model lacks the module of a config, or earlier configs have all of its collections.
     """
     collections = [path for path, part in module.named_modules() if isinstance(part, TableCollection)]
     taken: set[str] = set()
@@ -330,9 +339,9 @@ def _of_submodules(module: nn.Module, configs: Sequence[DMPCollectionConfig]) ->
         ]
         if not mine:
             raise ConfigError(
-                f"DMPCollection: a config is of the {name}, "
+                f"DMPCollection: submodule_configs: got {name}, "
                 + ("whose collections other configs have already" if roots else "which the model lacks")
-                + f"; its collections are {collections[:8]}."
+                + f"; the model's collections are {collections[:8]}."
             )
         taken.update(mine)
         made.append(

@@ -1,11 +1,12 @@
-"""`ReplicaSync`: replicas that train apart become one again: weights and optimizer state are averaged.
+"""`ReplicaSync`: averages weights and optimizer state of replicas that train independently.
 
-    union     which rows has any replica touched since the last time: numbers travel
-    average   w[row] = sum over replicas of w[row] / R, and so every slot of the optimizer: only those rows travel
-    counts    of updates (Adam's t, of a table or of a row): the largest of the replicas'
+    union     replicas exchange the numbers of the rows that any of them touched since the last sync
+    average   w[row] = sum over replicas of w[row] / R, and the same for every optimizer slot; only the rows of the
+              union are sent
+    counts    update counts (Adam's t, per table or per row) become the largest of the replicas
 
-A row that only some replicas touched is averaged over all: the others still have what it was. Both sums are taken in
-fp32 (fp64 for fp64 tables) and rounded once; the result has the same bits on every replica.
+A row that only some replicas touched is averaged over all; the other replicas contribute its old value. Sums are
+computed in fp32 (fp64 for fp64 tables) and rounded once, so the result has the same bits on every replica.
 
 Legend: R replicas, U rows that any of them touched.
 """
@@ -28,7 +29,7 @@ from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26
-"""Bytes of one message where the caller waits; two are in memory at a time."""
+"""Bytes per message of a blocking sync; two messages are in memory at a time."""
 
 AverageHook = Callable[[list[Tensor]], None]
 """Averages tensors over the replica group, in place."""
@@ -44,22 +45,22 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Pieces of one type on their way."""
+    """Pieces of one dtype in one message."""
 
     pieces: list[_Piece]
     flat: Tensor
-    handle: Handle | None  # None: averaged by the user's hook
+    handle: Handle | None  # None: the user's hook has averaged `flat`
 
 
 @final
 class ReplicaSync:
-    """Keeps the attached tables below some modules equal on the ranks of a replica group.
+    """Synchronization of the attached tables of some modules over the ranks of a replica group.
 
     Args:
         axis: the replica group, R ranks that hold the same tiles.
-        modules: those whose tables it looks after; tables without an attached optimizer need nothing.
-        hook: averages in place of an all-reduce.
-        ranks: what the group's ranks are called in errors; None: by their numbers in it.
+        modules: the modules with the tables; tables without an attached optimizer are skipped.
+        hook: averages tensors over the replica group in place of an all-reduce; None: all-reduce.
+        ranks: numbers of the group's ranks in errors; None: their numbers in the group.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class ReplicaSync:
         self._waiting: list[TileRows] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaSync:
-        raise AssertionError("a copied model makes its own")
+        raise AssertionError("a copied model has its own ReplicaSync")
 
     def rows(self) -> list[TileRows]:
-        """The tiles it looks after, in one order on all replicas."""
+        """Return the tiles to synchronize, in one order on all replicas."""
         found: dict[int, TileRows] = {}
         for module in self.modules:
             for table in module.modules():
@@ -86,41 +87,41 @@ class ReplicaSync:
 
     @property
     def steps(self) -> int:
-        """Updates since weights were agreed on; the largest of the tables. Replicas in step have the same."""
+        """Updates since weights were last averaged, the maximum over the tables; equal on replicas in step."""
         return max([_touched(rows).updates for rows in self.rows()], default=0)
 
     @property
     def unsynced_steps(self) -> int:
-        """Updates since weights and optimizer state were agreed on."""
+        """Updates since weights and optimizer state were last averaged, the maximum over the tables."""
         return max([_touched(rows).state_updates for rows in self.rows()], default=0)
 
     def __call__(self, *, state: bool = True, wait: bool = True) -> None:
-        """Average what was touched. All replicas call it.
+        """Average the touched rows. Collective over the replica group.
 
         Args:
-            state: optimizer state as well; what is left out now comes along the next time.
-            wait: else it ends when the rows are next read or written (or by `settle`): until then they may not be
-                written by anybody else.
+            state: average optimizer state, too; state that is left out is averaged in the next call with `state`.
+            wait: False: return early; the average ends when the rows are next read or written, or in `settle`. Until
+                then no other code may write the rows.
 
         Raises:
-            ConfigError: replicas differ in `state`, in whether a hook averages, or in their optimizers' numbers: on all
-                of them, and no row has been written.
+            ConfigError: replicas differ in `state`, in whether they have a hook, or in their optimizers. All
+                replicas raise, before any row is written.
         """
         self.settle()
         rows = self.rows()
-        for own in rows:
-            own.settle()
+        for tile in rows:
+            tile.settle()
         done = WEIGHTS | SLOTS if state else WEIGHTS
         if self.axis.size == 1 or not rows:
-            _agreed(rows, done)
+            _clear_marks(rows, done)
             return
         touched = self._union(rows, done)
-        for own in rows:
-            own.about_to_write()
+        for tile in rows:
+            tile.about_to_write()
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
-        # Marks go when rows have gone: a hook that fails leaves them for the next time.
+        # Marks are cleared after the rows are sent: if a hook fails, the next sync includes these rows.
         if wait:
             running: deque[_Chunk] = deque()
             for chunk in chunks:
@@ -129,75 +130,81 @@ class ReplicaSync:
                     self._write(running.popleft())
             while running:
                 self._write(running.popleft())
-            _agreed(rows, done)
+            _clear_marks(rows, done)
             return
         self._sent = [self._send(chunk) for chunk in chunks]
-        _agreed(rows, done)
+        _clear_marks(rows, done)
         self._waiting = rows
-        for own in rows:
-            _touched(own).pending = self.settle
+        for tile in rows:
+            _touched(tile).pending = self.settle
 
     def settle(self) -> None:
-        """Write the rows that are on their way. No collective: ranks call it when they like."""
+        """Wait for the running messages and write their rows. Not a collective."""
         sent, self._sent = self._sent, []
         waiting, self._waiting = self._waiting, []
-        for own in waiting:
-            _touched(own).pending = None
+        for tile in waiting:
+            _touched(tile).pending = None
         for chunk in sent:
             self._write(chunk)
 
-    # ------------------------------------------------------------------------------------------------ which rows
+    # ------------------------------------------------------------------------------------------------ row numbers
 
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
-        """Per tile, the rows that any replica has touched, ascending; update counts become the largest."""
+        """Return per tile the rows that any replica has touched, ascending; set update counts to the largest."""
         touched = [_touched(tile) for tile in rows]
         own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
-        said = {
+        settings = {
             "include_optimizer_state": bool(wanted & SLOTS),
             "a hook averages": self.hook is not None,
             "tables": {
-                f"{i}: {t.name}": [type(t.spec).__name__, [slot.name for slot in _slots(t)], _numbers(t)]
+                f"{i}: {t.name}": [
+                    type(t.spec).__name__,
+                    [slot.name for slot in _slots(t)],
+                    _hyper_parameters(t),
+                ]
                 for i, t in enumerate(rows)
             },
         }
-        word = int.from_bytes(digest("what sync() averages", said)[:8], "little", signed=True)
+        settings_word = int.from_bytes(digest("what sync() averages", settings)[:8], "little", signed=True)
         facts = [
-            word,
+            settings_word,
             len(rows),
             *(n for t, u in zip(updates, own, strict=True) for n in (t, u.numel())),
         ]
-        counts = self._tell_all(
+        counts = self._exchange_all(
             "replica counts",
             upload(facts, self.axis.device),
             [2 + 2 * len(rows)] * self.axis.size,
         )
-        told = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
-        if any(pairs[0] != told[0][0] for pairs in told):
-            agree(self.axis, "what sync() averages", said, self.ranks)
-        told = [pairs[1:] for pairs in told]
+        peer_counts = torch.stack(counts).view(self.axis.size, -1, 2).tolist()
+        if any(pairs[0] != peer_counts[0][0] for pairs in peer_counts):
+            agree(self.axis, "what sync() averages", settings, self.ranks)
+        peer_counts = [pairs[1:] for pairs in peer_counts]
         for t, tile in enumerate(rows):
-            most = max(pairs[t][0] for pairs in told)
+            most = max(pairs[t][0] for pairs in peer_counts)
             if most > updates[t]:
                 tile.state[tile._counter].fill_(most)
         numbers = torch.cat([u.to(self.axis.device) for u in own])
-        heard = self._tell_all("replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in told])
-        for peer, (pairs, theirs) in enumerate(zip(told, heard, strict=True)):
+        received = self._exchange_all(
+            "replica row numbers", numbers, [sum(n for _, n in pairs) for pairs in peer_counts]
+        )
+        for peer, (pairs, theirs) in enumerate(zip(peer_counts, received, strict=True)):
             if peer != self.axis.rank:
                 for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
                     _touched(tile).mark(part.to(tile.leaf.device))
         union, _ = rows_of_all(touched, wanted)
         return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
 
-    def _tell_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Every replica's numbers, given how many there are."""
+    def _exchange_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the tensors of all replicas, given their sizes. Collective."""
         peers = [rank for rank in range(self.axis.size) if rank != self.axis.rank]
-        heard = {rank: mine.new_empty(sizes[rank]) for rank in peers}
-        self.axis.swap(name, heard, dict.fromkeys(peers, mine)).wait()
-        heard[self.axis.rank] = mine
-        return [heard[rank] for rank in range(self.axis.size)]
+        received = {rank: mine.new_empty(sizes[rank]) for rank in peers}
+        self.axis.swap(name, received, dict.fromkeys(peers, mine)).wait()
+        received[self.axis.rank] = mine
+        return [received[rank] for rank in range(self.axis.size)]
 
     def _take_largest_steps(self, rows: Sequence[TileRows], touched: Sequence[Tensor]) -> None:
-        """Counts per row, of rules that have them: the largest."""
+        """Set per-row update counts, for optimizers that have them, to the largest of the replicas."""
         counted = [
             (tile.state["step"], u)
             for tile, u in zip(rows, touched, strict=True)
@@ -206,38 +213,40 @@ class ReplicaSync:
         if not counted:
             return
         mine = torch.cat([steps[u].to(self.axis.device) for steps, u in counted])
-        largest = torch.stack(self._tell_all("replica steps", mine, [mine.numel()] * self.axis.size)).amax(0)
+        largest = torch.stack(
+            self._exchange_all("replica steps", mine, [mine.numel()] * self.axis.size)
+        ).amax(0)
         for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
             steps.index_copy_(0, u, part.to(steps))
 
-    # ------------------------------------------------------------------------------------------------ their values
+    # ------------------------------------------------------------------------------------------------ row values
 
     @torch.no_grad()
     def _chunks(
         self, rows: Sequence[TileRows], touched: Sequence[Tensor], state: bool, most: int | None
     ) -> Iterator[list[_Piece]]:
-        """Weights and slots of the rows, in messages of one type of at most `most` bytes each (None: one per type)."""
+        """Yield messages of the rows' weights and slots, one dtype each, at most `most` bytes (None: no limit)."""
         open_: dict[torch.dtype, tuple[list[_Piece], int]] = {}
         for tile, rows_U in zip(rows, touched, strict=True):
             memories = [tile.leaf.detach()]
             if state:
                 memories += [tile.state[slot.name] for slot in _slots(tile) if slot.name != "step"]
             for memory in memories:
-                wide = _wide(memory)
-                width = wide.itemsize * (memory.shape[1] if memory.dim() == 2 else 1)
+                accum_dtype = _accum_dtype(memory)
+                width = accum_dtype.itemsize * (memory.shape[1] if memory.dim() == 2 else 1)
                 for part_U in rows_U.split(max(1, (most or 1 << 62) // width)) if rows_U.numel() else ():
-                    pieces, size = open_.get(wide, ([], 0))
+                    pieces, size = open_.get(accum_dtype, ([], 0))
                     if pieces and most is not None and size + part_U.numel() * width > most:
                         yield pieces
                         pieces, size = [], 0
-                    open_[wide] = ([*pieces, _Piece(memory, part_U)], size + part_U.numel() * width)
+                    open_[accum_dtype] = ([*pieces, _Piece(memory, part_U)], size + part_U.numel() * width)
         for pieces, _ in open_.values():
             yield pieces
 
     @torch.no_grad()
     def _send(self, pieces: list[_Piece]) -> _Chunk:
-        wide = _wide(pieces[0].memory)
-        flat = torch.cat([piece.memory[piece.rows_U].to(wide).view(-1) for piece in pieces])
+        accum_dtype = _accum_dtype(pieces[0].memory)
+        flat = torch.cat([piece.memory[piece.rows_U].to(accum_dtype).view(-1) for piece in pieces])
         if self.hook is not None:
             self.hook([flat])
             return _Chunk(pieces, flat, None)
@@ -258,12 +267,12 @@ def _touched(rows: TileRows) -> Any:
     return rows.touched
 
 
-def _agreed(rows: Sequence[TileRows], marks: int) -> None:
-    for own in rows:
-        _touched(own).agreed(marks)
+def _clear_marks(rows: Sequence[TileRows], marks: int) -> None:
+    for tile in rows:
+        _touched(tile).agreed(marks)
 
 
-def _numbers(tile: TileRows) -> dict[str, str]:
+def _hyper_parameters(tile: TileRows) -> dict[str, str]:
     return {} if tile.group is None else {name: repr(n) for name, n in tile.group.numbers().items()}
 
 
@@ -271,5 +280,5 @@ def _slots(tile: TileRows) -> Sequence[Any]:
     return tile.spec.slots if tile.spec is not None else ()
 
 
-def _wide(memory: Tensor) -> torch.dtype:
+def _accum_dtype(memory: Tensor) -> torch.dtype:
     return torch.float64 if memory.dtype == torch.float64 else torch.float32

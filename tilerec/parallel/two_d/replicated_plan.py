@@ -1,4 +1,4 @@
-"""`ReplicatedPlan`: a plan of one sharding group, and which groups of the world follow it."""
+"""`ReplicatedPlan`: the plan of one sharding group, and the groups of the world that use it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from tilerec.spec.topology import Topology
 
 @dataclass(frozen=True)
 class ReplicatedPlan:
-    """What `print(model.plan)` shows of a model in 2D parallelism.
+    """The plan of a model in 2D parallelism; `print(model.plan)` shows it.
 
     Args:
-        group_plan: of one sharding group, whose ranks count from 0; complete. The user's own is never changed.
-        grid: which ranks form which group.
-        topology: of the world.
-        hosts_from: what the group plan's hosts are: "the machines", "node_group_size" or "the plan".
-        kept: how replicas are kept together, in words.
-        others: of parts of the model that are sharded over groups of other sizes.
+        group_plan: the complete plan of one sharding group, whose ranks are numbered from 0. The user's own plan object
+            is never changed.
+        grid: the ranks of each sharding group and replica group.
+        topology: the topology of the world.
+        hosts_from: source of the group plan's hosts: "the machines", "node_group_size" or "the plan".
+        kept: description of how replicas are kept equal, for the printed plan.
+        others: plans for parts of the model that are sharded over groups of other sizes.
 
     `save`, `dumps` and `to_json` write the group plan, which may be passed as `plan=` again.
     """
@@ -42,7 +43,7 @@ class ReplicatedPlan:
     others: tuple[ReplicatedPlan, ...] = ()
 
     def world_plan(self) -> ShardingPlan:
-        """Who holds what in the whole world: every tile with its owners in all sharding groups."""
+        """Return the plan of the whole world: every tile with its owners in all sharding groups."""
         parts: dict[str, EmbeddingModuleShardingPlan] = {}
         for path, part in self.group_plan.plan.items():
             parts[path] = EmbeddingModuleShardingPlan(
@@ -64,7 +65,7 @@ class ReplicatedPlan:
         )
 
     def as_run(self, executed: ShardingPlan) -> ReplicatedPlan:
-        """With the kernels and wires that sharding has filled in."""
+        """Return this plan with the kernels and wire formats of `executed`, which sharding has filled in."""
         parts = {
             path: EmbeddingModuleShardingPlan(
                 {
@@ -82,49 +83,49 @@ class ReplicatedPlan:
 
     @property
     def plan(self) -> Any:
-        """The group plan's, by module path and table."""
+        """The group plan as a mapping, by module path and table."""
         return self.group_plan.plan
 
     @property
     def report(self) -> Any:
-        """What the planner says of the group plan, or None."""
+        """The planner's report on the group plan, or None."""
         return self.group_plan.report
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
-        """The group plan's."""
+        """Return the group plan of a module."""
         return self.group_plan.get_plan_for_module(module_path)
 
     def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
-        """The group plan's."""
+        """Return the tables of the group plan; see `ShardingPlan.tables`."""
         return self.group_plan.tables()
 
     def tiling(self, path: str, table: str) -> Tiling:
-        """A table's tiling over one sharding group."""
+        """Return a table's tiling over one sharding group."""
         tiling = self.group_plan.plan[path][table].tiling
         assert tiling is not None, "the group plan is complete"
         return tiling
 
     def held_by(self, rank: int) -> tuple[Held, ...]:
-        """What a rank of the world holds."""
+        """Return the tiles of a rank of the world."""
         return self.group_plan.held_by(self.grid.member_of(rank))
 
     def to_json(self) -> dict[str, Any]:
-        """The group plan's."""
+        """Return the group plan as JSON data."""
         return self.group_plan.to_json()
 
     def dumps(self) -> str:
-        """The group plan's."""
+        """Return the group plan as JSON text."""
         return self.group_plan.dumps()
 
     def save(self, path: str | Path) -> None:
-        """The group plan's."""
+        """Write the group plan to a JSON file."""
         self.group_plan.save(path)
 
     def __str__(self) -> str:
         hosts = {
             "the machines": "as the machines are",
-            "node_group_size": "runs of node_group_size members, whatever the machines are",
-            "the plan": "as the plan says, whatever the machines are",
+            "node_group_size": "runs of node_group_size members, independent of the machines",
+            "the plan": "from the plan, independent of the machines",
         }[self.hosts_from]
         own = "\n".join(
             [

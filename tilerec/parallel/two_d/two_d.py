@@ -1,15 +1,15 @@
-"""2D parallelism of a model's tables: sharded inside groups of ranks, with a copy in every group.
+"""2D parallelism of a model's tables: sharded within groups of ranks, with a copy in every group.
 
 Nouns
-  part     collections that are sharded over groups of one size: the whole model, unless sub-configs say otherwise
+  part     collections that are sharded over groups of one size: the whole model, unless there are sub-configs
   exact    replicas exchange the gradients of touched rows before every update: an ordinary plan over all ranks, in
            which every tile has an owner in each sharding group
-  average  every sharding group trains by itself; weights and optimizer state are averaged now and then
+  average  sharding groups train independently; weights and optimizer state are averaged at intervals
 
     gradient of a row   exact: sum over all W ranks / W      average: sum over the group's G ranks / G
 
-`rank_grid.py` says which ranks form which group, `replicated_plan.py` what a plan of one group is for the world,
-`replica_sync.py` how replicas are averaged.
+`rank_grid.py` assigns ranks to groups, `replicated_plan.py` extends a plan of one group to the world, and
+`replica_sync.py` averages replicas.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ Sync = Literal["exact", "average"]
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """How some collections are sharded.
+    """Settings for collections that are sharded over groups of one size.
 
     Args:
-        plan: of one sharding group, in any form that `shard` takes; None: one is made.
-        group_size: ranks of a sharding group, G.
-        node_group_size: table_row_wise and grid_shard take runs of so many members for hosts; None: the machines.
-        across_hosts: members are neighbours and replicas are not; see `RankGrid`.
-        paths: of the collections; None: all that no other part has.
+        plan: the plan of one sharding group, in any form that `shard` takes; None: the planner makes one.
+        group_size: G, the number of ranks of a sharding group.
+        node_group_size: number of consecutive members that table_row_wise and grid_shard treat as one host; None: the
+            ranks of each machine.
+        across_hosts: members are neighbours and replicas are apart; see `RankGrid`.
+        paths: paths of the collections; None: all collections that no other config has.
     """
 
     plan: AnyPlan | ReplicatedPlan | None
@@ -81,15 +82,16 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """How replicas are kept together.
+    """Settings for keeping replicas equal.
 
     Args:
         sync: "exact" or "average".
-        interval: updates from one average to the next; None: when `sync()` is called.
-        exact: the same bits under every plan.
-        moment_scale: what a gradient adds to the moment of row-wise Adagrad, where groups train apart; None: 1 / R.
-        hook: averages in place of an all-reduce.
-        refuse_together: of "average": a batch that one rank refuses is refused by all ranks of the world.
+        interval: number of updates between two averages; None: only calls of `sync()` average.
+        exact: produce the same bits under every plan.
+        moment_scale: with "average": factor of a gradient's contribution to the moment of row-wise Adagrad; None:
+            1 / R.
+        hook: averages tensors over the replica group in place of an all-reduce; None: all-reduce.
+        refuse_together: with "average": if one rank refuses a batch, all ranks of the world refuse it.
     """
 
     sync: Sync = "exact"
@@ -100,35 +102,39 @@ class ReplicaSettings:
     refuse_together: bool = False
 
     def check(self, who: str) -> None:
-        """Refuse what makes no sense.
+        """Check the settings.
+
+        Args:
+            who: name of the calling function, for errors.
 
         Raises:
-            ConfigError: an unknown `sync`; an interval that is no number from 1; a scale that is not above 0.
+            ConfigError: `sync` is unknown; `interval` is not an integer from 1; `moment_scale` is not above 0; `hook`
+                is not callable; `exact` or `refuse_together` is not a bool.
         """
         if self.sync not in ("exact", "average"):
-            raise ConfigError(f"{who}: sync is {self.sync!r}; use 'exact' or 'average'.")
+            raise ConfigError(f"{who}: sync: got {self.sync!r}; expected 'exact' or 'average'.")
         interval, scale = self.interval, self.moment_scale
         if interval is not None and (
             not isinstance(interval, int) or isinstance(interval, bool) or interval < 1
         ):
             raise ConfigError(
-                f"{who}: sync_interval is {interval!r}; it must be a whole number of steps from 1, or None to average "
-                "when sync() is called."
+                f"{who}: sync_interval: got {interval!r}; expected an integer number of steps from 1, or None to "
+                "average only in calls of sync()."
             )
         if scale is not None and not (
             isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
         ):
             raise ConfigError(
-                f"{who}: moment_scale is {scale!r}; it must be a number above 0, or None for 1 / replicas."
+                f"{who}: moment_scale: got {scale!r}; expected a number above 0, or None for 1 / replicas."
             )
         check_hook(self.hook, who)
         for name in ("exact", "refuse_together"):
             check_bool(getattr(self, name), who, name)
 
     def words(self, replicas: int) -> str:
-        """As a line of the printed plan."""
+        """Return the description of the settings in the printed plan."""
         if replicas == 1:
-            return "one: nothing to keep together"
+            return "one: no replicas to keep equal"
         if self.sync == "exact":
             bits = ", the same bits under every plan" if self.exact else ""
             return f"exact: gradients of touched rows are exchanged before every update{bits}"
@@ -141,27 +147,29 @@ class ReplicaSettings:
 
 
 def check_bool(value: object, who: str, name: str) -> None:
-    """Refuse what is neither True nor False, as "no", which Python takes for true."""
+    """Raise if the value is not a bool; the string "no" would count as true."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{who}: {name} is {value!r:.80}; it must be True or False.")
+        raise ConfigError(f"{who}: {name}: got {value!r:.80}; expected True or False.")
 
 
 def check_hook(hook: object, who: str) -> None:
-    """Refuse what cannot be called."""
+    """Raise if the hook is not callable."""
     if hook is not None and not callable(hook):
         raise ConfigError(
-            f"{who}: {hook!r} is no function of a list of tensors; pass one, or None for an all-reduce."
+            f"{who}: got {hook!r}; expected a function of a list of tensors, or None for an all-reduce."
         )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Collections in 2D parallelism, as they run.
+    """Sharded collections in 2D parallelism.
 
     Args:
-        paths: of the collections.
-        shard, axis: this rank's sharding group and replica group.
-        average: None where replicas never come apart.
+        paths: paths of the collections.
+        plan: their plan.
+        shard: this rank's sharding group.
+        axis: this rank's replica group.
+        average: synchronization of the replicas; None with `sync="exact"`.
     """
 
     paths: tuple[str, ...]
@@ -173,11 +181,12 @@ class Part:
 
 @final
 class TwoD:
-    """A model's tables in 2D parallelism. Made by `shard_2d`.
+    """A model's tables in 2D parallelism, returned by `shard_2d`.
 
     Args:
         world: all ranks.
-        parts: the first is the one for everything that no sub-config names.
+        parts: the parts; the first holds all collections outside sub-configs.
+        settings: settings for keeping replicas equal.
     """
 
     def __init__(self, world: Group, parts: Sequence[Part], settings: ReplicaSettings) -> None:
@@ -185,30 +194,30 @@ class TwoD:
 
     @property
     def averages(self) -> list[ReplicaSync]:
-        """What keeps replicas together that train apart."""
+        """The synchronization of each part; empty with `sync="exact"`."""
         return [part.average for part in self.parts if part.average is not None]
 
     @property
     def unsynced_steps(self) -> int:
-        """Updates since replicas were last equal, optimizer state included; 0 where they always are."""
+        """Updates since weights and optimizer state were last averaged; 0 with `sync="exact"`."""
         return max([average.unsynced_steps for average in self.averages], default=0)
 
     def sync(self, include_optimizer_state: bool = True, *, wait: bool = True) -> None:
-        """Average what replicas have touched since the last time; all ranks call it. Exact: there is nothing to do.
+        """Average the rows touched since the last sync, over the replicas. Collective; with "exact" it does nothing.
 
         Args:
-            include_optimizer_state: else weights only; state of these rows comes along the next time.
-            wait: else it ends before the tables are next looked up, updated or saved. What may run meanwhile: anything
-                that writes no row of a table.
+            include_optimizer_state: False: average weights only; a later sync averages the state of these rows.
+            wait: False: return early; the average ends before the tables are next looked up, updated or saved. Until
+                then no code may write rows of the tables.
 
         Raises:
-            ConfigError: replicas differ in what they average, or by what: on all of them, before anything is written.
+            ConfigError: replicas differ in their settings or optimizers. All replicas raise, before any row is written.
         """
         for average in self.averages:
             average(state=bool(include_optimizer_state), wait=wait)
 
     def sync_if_due(self, *, wait: bool = True) -> bool:
-        """Average if `interval` updates have come since; every rank calls it between two steps. Whether it was due."""
+        """Average if `interval` updates were made since the last average, and return True if so. Collective."""
         interval, due = self.settings.interval, False
         for average in self.averages:
             if interval is not None and average.steps >= interval:
@@ -217,34 +226,34 @@ class TwoD:
         return due
 
     def sync_all(self) -> None:
-        """Be equal: average whatever any replica has touched, weights and state. All ranks call it."""
+        """Average weights and optimizer state of rows touched since the last sync, over the replicas. Collective."""
         for average in self.averages:
             average()
 
     def settle(self) -> None:
-        """End what `sync(wait=False)` began."""
+        """Complete a `sync(wait=False)`."""
         for average in self.averages:
             average.settle()
 
     def set_hook(self, hook: AverageHook | None) -> None:
-        """See `ReplicaSettings.hook`."""
+        """Set the hook of all parts; see `ReplicaSettings.hook`."""
         check_hook(hook, "set_all_reduce_hook")
         if hook is not None and not self.averages:
-            why = {"reduce_hook": "sync='exact' exchanges gradients; it averages nothing"}
+            why = {"reduce_hook": "sync='exact' exchanges gradients and does not average"}
             warn_without_effect("set_all_reduce_hook", {"reduce_hook": hook}, why, 3)
         for average in self.averages:
             average.hook = hook
 
     def of_copy(self, module: nn.Module) -> TwoD:
-        """For a copy of the model, over the same ranks."""
+        """Return the 2D parallelism of a copy of the model, over the same ranks."""
         parts = [
-            Part(part.paths, part.plan, part.shard, part.axis, _average(module, part.paths, part.axis, part.average))
+            Part(part.paths, part.plan, part.shard, part.axis, _sync_like(module, part.paths, part.axis, part.average))
             for part in self.parts
         ]  # fmt: skip
         return TwoD(self.world, parts, self.settings)
 
     def mesh(self, part: int = 0) -> DeviceMesh:
-        """The ranks as a mesh with the axes ("replicate", "shard").
+        """Return the ranks of a part as a mesh with the axes ("replicate", "shard").
 
         Raises:
             ConfigError: the ranks are threads.
@@ -256,7 +265,7 @@ class TwoD:
             and isinstance(axis, ProcessGroupComms)
         ):
             raise ConfigError(
-                "device_mesh: ranks that are threads have no DeviceMesh; run them as processes, or read plan.grid."
+                "device_mesh: ranks are threads, which have no DeviceMesh; run them as processes, or read plan.grid."
             )
         everyone = dist.get_process_group_ranks(world.process_group)
         ranks = [[everyone[rank] for rank in group] for group in self.parts[part].plan.grid.sharding_groups]
@@ -268,7 +277,7 @@ class TwoD:
         )
 
 
-def _average(
+def _sync_like(
     module: nn.Module, paths: Sequence[str], axis: Group, like: ReplicaSync | None
 ) -> ReplicaSync | None:
     if like is None:
@@ -276,12 +285,12 @@ def _average(
     return ReplicaSync(axis, [module.get_submodule(path) for path in paths], like.hook, like.ranks)
 
 
-# ---------------------------------------------------------------------------------------------------- making
+# -------------------------------------------------------------------------------------------------- construction
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A part before anything is changed."""
+    """A planned part of a model that is not sharded yet."""
 
     collections: dict[str, TableCollection]
     plan: ReplicatedPlan
@@ -298,26 +307,30 @@ def shard_2d(
     who: str = "shard_2d",
     also: Mapping[str, object] | None = None,
 ) -> TwoD:
-    """Shard a model's tables in 2D, in place. Every rank calls it, with the same model and settings.
+    """Shard a model's tables in 2D, in place. Collective: every rank passes the same model and settings.
 
     Args:
-        configs: one for each group size; exactly one has no paths: it is for all the others.
+        configs: one per group size; exactly one has no paths and covers all other collections.
         world: all ranks.
-        topology: of the world: which ranks share a host, and memory for the planner. None: as the launcher says.
-        device, sharders: as of `shard`.
-        who: for messages.
-        also: what the caller was given that must be the same on all ranks.
+        settings: settings for keeping replicas equal.
+        topology: the topology of the world, with the ranks of each host, and memory sizes for the planner. None: from
+            the launcher.
+        device, sharders: see `shard`.
+        who: name of the calling function, for errors.
+        also: further settings that must be equal on all ranks.
 
     Raises:
-        ConfigError: what `shard` raises; a group size that does not divide the world; a plan of another number of
-            ranks than a sharding group has; ranks that were given different settings; an `init_fn` that fails on
-            another rank. It is told on all ranks, and the model is as it was.
+        ConfigError: as `shard`; a group size does not divide the world size; a plan has another number of ranks than a
+            sharding group; ranks have different settings; an `init_fn` fails on another rank. All ranks raise, and the
+            model is unchanged.
     """
     with heard_by_all(world, "the model to shard in 2D"):
         settings.check(who)
-        home = None if device is None else device_of(device, who)
-        planned, topology, given = _planned(module, configs, world, settings, topology, home, sharders, who)
-    said = {
+        tables_device = None if device is None else device_of(device, who)
+        planned, topology, given = _planned(
+            module, configs, world, settings, topology, tables_device, sharders, who
+        )
+    compared = {
         "checks": "passed",
         "sync": settings.sync,
         "sync_interval": settings.interval,
@@ -336,13 +349,13 @@ def shard_2d(
         "model": described(collections_of(module)),
         **dict(also or {}),
     }
-    agree(world, "the model to shard in 2D", said)
-    # All groups are there before anything is cut, and whatever may fail is tried first: ranks fail together.
+    agree(world, "the model to shard in 2D", compared)
+    # Open all groups and run all checks before any table changes, so that ranks fail together.
     channels = [_Channels.of(part, world, settings) for part in planned]
     with unattached_on_error(module.parameters()):
         with heard_by_all(world, "the model to shard in 2D"):
             jobs = [
-                _job(module, part, own, world, settings, topology, home, sharders_, first=k == 0)
+                _job(module, part, own, world, settings, topology, tables_device, sharders_, first=k == 0)
                 for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
             ]
         agree(
@@ -356,7 +369,7 @@ def shard_2d(
     for part, own, job, made in zip(planned, channels, jobs, drawn, strict=True):
         average = None
         if settings.sync != "exact":
-            for table in made:  # by a user's function, in each group for itself
+            for table in made:  # a user's function has drawn the values of each group
                 assert isinstance(table, ShardedTable)
                 for leaf in table.leaves():
                     send_from_rank_0(own.axis, leaf)
@@ -368,12 +381,12 @@ def shard_2d(
                 rows.touched.agreed(WEIGHTS | SLOTS)
         plan = part.plan.as_run(job.ready.plan)
         parts.append(Part(tuple(part.collections), plan, own.shard, own.axis, average))
-    keep_plan(module, _together([job.ready.plan for job in jobs]))
+    keep_plan(module, _merged([job.ready.plan for job in jobs]))
     return TwoD(world, parts, settings)
 
 
-def _together(plans: Sequence[ShardingPlan]) -> ShardingPlan:
-    """The plans of all parts as one: over all ranks, or (average) of sharding groups, whose sizes may differ."""
+def _merged(plans: Sequence[ShardingPlan]) -> ShardingPlan:
+    """Merge the plans of all parts; the world size is None if their sharding groups have different sizes."""
     plans = [plan for plan in plans if plan.plan] or plans[:1]
     first = plans[0]
     if len(plans) == 1:
@@ -386,7 +399,7 @@ def _together(plans: Sequence[ShardingPlan]) -> ShardingPlan:
 
 @dataclass(frozen=True)
 class _Channels:
-    """What the ranks of a part talk through."""
+    """The communication channels of a part."""
 
     shard: Group
     axis: Group
@@ -397,11 +410,11 @@ class _Channels:
 
     @classmethod
     def of(cls, part: _Planned, world: Group, settings: ReplicaSettings) -> _Channels:
-        """All ranks of the world open them, in one order."""
+        """Open the channels. Collective over the world."""
         grid, exact = part.plan.grid, settings.sync == "exact"
         shard = world.partition("shard", grid.sharding_groups)
         axis = world.partition("replicate", grid.replica_groups)
-        # One map of ids for all teams: a row number means the same id in every replica.
+        # All teams share one map of ids, so that a row number means the same id in every replica.
         ids = None if exact else world.split("ids")
         if exact:
             rows, route = world.split("rows"), world.split("route")
@@ -415,7 +428,7 @@ def _job(
     module: nn.Module, part: _Planned, own: _Channels, world: Group, settings: ReplicaSettings, topology: Topology,
     device: torch.device | None, sharders: list[ModuleSharder], *, first: bool,
 ) -> Job:  # fmt: skip
-    """A part, checked as far as one rank can."""
+    """Return the job of a part, with all checks that one rank can make alone."""
     plan, grid, exact = part.plan, part.plan.grid, settings.sync == "exact"
     team, member = grid.team_of(world.rank), grid.member_of(world.rank)
     if exact:
@@ -438,17 +451,17 @@ def _job(
 
 def _planned(
     module: nn.Module, configs: Sequence[GroupConfig], world: Group, settings: ReplicaSettings,
-    topology: Topology | None, home: torch.device | None, sharders: Sequence[ModuleSharder] | None,
+    topology: Topology | None, tables_device: torch.device | None, sharders: Sequence[ModuleSharder] | None,
     who: str,
 ) -> tuple[list[_Planned], Topology, list[list[ModuleSharder]]]:  # fmt: skip
-    """Plans of all parts; nothing is changed, and nothing travels."""
+    """Plan all parts on this rank alone; return parts, topology of the world, and sharders per part."""
     own = listed(sharders, who)
     everything = collections_of(module)
     rest = [config for config in configs if config.paths is None]
-    assert len(rest) == 1, "one config is for what no other names"
+    assert len(rest) == 1, "exactly one config has no paths"
     taken = [path for config in configs for path in config.paths or ()]
     kinds = [part.device.type for part in everything.values() if part.device.type != "meta"]
-    kind = home.type if home is not None else (kinds or ["cpu"])[0]
+    kind = tables_device.type if tables_device is not None else (kinds or ["cpu"])[0]
     for config in configs:
         check_bool(config.across_hosts, who, "use_inter_host_allreduce")
     grids = [RankGrid(world.size, config.group_size, config.across_hosts) for config in configs]
@@ -461,10 +474,10 @@ def _planned(
         paths = [p for p in everything if (p in mine if mine is not None else p not in taken)]
         collections = {path: everything[path] for path in paths}
         others = [path for path in everything if path not in collections]
-        spoken = [s for s in own if any(sharder_of(part, [s]) is not None for part in collections.values())]
+        matching = [s for s in own if any(sharder_of(part, [s]) is not None for part in collections.values())]
         idle = [s for s in own if not any(sharder_of(part, [s]) is not None for part in everything.values())]
-        given.append([*spoken, *(idle if mine is None else [])])
-        plan = _group_plan(module, config, grid, collections, others, topology, spoken)
+        given.append([*matching, *(idle if mine is None else [])])
+        plan = _group_plan(module, config, grid, collections, others, topology, matching)
         planned.append(
             _Planned(
                 collections,
@@ -478,29 +491,29 @@ def _group_plan(
     module: nn.Module, config: GroupConfig, grid: RankGrid, collections: dict[str, TableCollection],
     others: Collection[str], world: Topology, sharders: Sequence[ModuleSharder],
 ) -> tuple[ShardingPlan, str]:  # fmt: skip
-    """A complete plan of one sharding group, and what its hosts are."""
+    """Return a complete plan of one sharding group, and the source of its hosts."""
     size = grid.group_size
     node = config.node_group_size
     if node is not None and (not isinstance(node, int) or isinstance(node, bool) or not 1 <= node <= size):
         raise ConfigError(
-            f"2D parallelism: node_group_size is {node!r}; it must be a whole number from 1 to the sharding group's "
-            f"{size} ranks, or None for the machines' own hosts."
+            f"2D parallelism: node_group_size: got {node!r}; expected an integer from 1 to the sharding group's {size} "
+            "ranks, or None for the hosts of the machines."
         )
     if node is not None and size % node:
         warnings.warn(
-            f"2D parallelism: node_group_size {node} does not divide the sharding group's {size} ranks, so the last "
-            f"of its hosts has {size % node}.",
+            f"2D parallelism: node_group_size={node} does not divide the sharding group's {size} ranks; the last host "
+            f"has {size % node}.",
             stacklevel=2,
         )
     hosts = None if node is None else blocks_of(size, node)
     source = "the machines" if node is None else "node_group_size"
     topology = grid.topology_of(0, world, hosts)
     plan = config.plan.group_plan if isinstance(config.plan, ReplicatedPlan) else config.plan
-    plan = _without(with_table_paths(plan, module), collections, others)
+    plan = _without_others(with_table_paths(plan, module), collections, others)
     try:
-        said = getattr(plan, "world_size", None)
-        if said not in (None, size):
-            raise ConfigError(f"ShardingPlan: it was made for {said} ranks.")
+        plan_size = getattr(plan, "world_size", None)
+        if plan_size not in (None, size):
+            raise ConfigError(f"ShardingPlan: made for {plan_size} ranks, this sharding group has {size}.")
         plan = without_cuts(plan, collections, lambda _: topology)
         given = None if plan is None else read_plan(plan, collections)
         if given is None:
@@ -509,36 +522,38 @@ def _group_plan(
             given = (
                 ShardingPlan({})
                 if made is None
-                else keep_caches(_named_alike(made, collections), collections)
+                else keep_caches(_with_shared_tables_aligned(made, collections), collections)
             )
         elif given.world_size not in (None, size):
-            raise ConfigError(f"ShardingPlan: it was made for {given.world_size} ranks.")
+            raise ConfigError(
+                f"ShardingPlan: made for {given.world_size} ranks, this sharding group has {size}."
+            )
         elif node is None and _other_hosts(given.hosts, topology):
             source, topology = "the plan", grid.topology_of(0, world, given.hosts)
-        cut = completed(given, collections, topology)
-        cut.check(sizes_of(collections), size)
-        for path, name, sharding in cut.tables():
+        complete_plan = completed(given, collections, topology)
+        complete_plan.check(sizes_of(collections), size)
+        for path, name, sharding in complete_plan.tables():
             assert sharding.tiling is not None, "completed"
             check_rule(collections[path]._tables[name], sharding.tiling)
     except ConfigError as error:
         if config.plan is None:
             raise
         raise ConfigError(
-            f"{error} A plan in 2D parallelism is of one sharding group: of {size} ranks, numbered from 0, of the "
-            f"{grid.world_size} ranks in all."
+            f"{error} In 2D parallelism a plan is for one sharding group: {size} ranks, numbered from 0, of the "
+            f"{grid.world_size} ranks of the world."
         ) from error
-    return replace(cut, report=given.report), source
+    return replace(complete_plan, report=given.report), source
 
 
 def _other_hosts(hosts: Sequence[Sequence[int]] | None, topology: Topology) -> bool:
-    """Whether a plan was made for these ranks on other hosts."""
+    """Return True if the plan's hosts have the topology's ranks, grouped differently."""
     if hosts is None or sorted(rank for host in hosts for rank in host) != list(range(topology.world_size)):
         return False
     return sorted(map(sorted, hosts)) != sorted(map(sorted, topology.host_ranks))
 
 
-def _named_alike(plan: ShardingPlan, collections: dict[str, TableCollection]) -> ShardingPlan:
-    """A planner's plan in which a table that several collections share lies alike under all its names."""
+def _with_shared_tables_aligned(plan: ShardingPlan, collections: dict[str, TableCollection]) -> ShardingPlan:
+    """Return the planner's plan with one placement for all names of a table that several collections share."""
     made = plan
     for names in ties_of(collections):
         (path, table), *more = names
@@ -547,8 +562,8 @@ def _named_alike(plan: ShardingPlan, collections: dict[str, TableCollection]) ->
     return replace(made, report=plan.report)
 
 
-def _without(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
-    """A plan without what other parts plan for themselves."""
+def _without_others(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
+    """Return the plan without the collections of other parts."""
     if others and isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
     if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
