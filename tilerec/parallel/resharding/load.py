@@ -1,10 +1,11 @@
-"""`Load`: what the ranks' batches have read of each table, and what each rank had to look up for that.
+"""`Load`: the ids that batches have read from each table, and the ids that each rank has looked up.
 
 Nouns
   step    one routed batch of a collection, training or not
-  reads   ids that a rank looks up, of all homes; an id of a table in column blocks is read once by each block's owner
+  reads   ids that a rank looks up for all homes; if a table has column blocks, each block's owner reads the id once
 
-Counted by every forward pass since `shard`, `reshard`, or the last look (`sharding/read_counts.py`).
+Every forward pass adds to the counts (`sharding/read_counts.py`). They start at 0 with `shard`, `reshard`, and each
+`load_of` that resets them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tilerec.sharding.layout import reader
 
 @dataclass(frozen=True)
 class FeatureLoad:
-    """What one feature reads of one table, on average of ranks and steps.
+    """Bags and ids that one feature reads from one table: means over ranks and steps.
 
     Attributes:
         bags: samples of a rank's batch (times lookups per sample).
-        ids: of them.
+        ids: ids in these bags.
     """
 
     feature: str
@@ -42,12 +43,12 @@ class FeatureLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """What has been read since the last look; the same on every rank.
+    """Measured load since the counts were last reset; equal on every rank.
 
     Attributes:
-        steps: batches of a rank that were counted, the most of any collection.
-        features: (path, table) -> one for each of its features.
-        reads: (path, table) -> ids that each rank looks up in a step.
+        steps: largest number of counted batches of any rank and collection.
+        features: (path, table) -> load of each of its features.
+        reads: (path, table) -> ids per step that each rank looks up.
     """
 
     steps: int
@@ -56,13 +57,12 @@ class Load:
 
     @property
     def reads_per_rank(self) -> tuple[float, ...]:
-        """Ids that each rank looks up in a step, of all tables; where tables lie on groups of several sizes, by the
-        rank's place in the group."""
+        """Ids per step that each rank looks up in all tables; indexed by rank in the group if groups differ in size."""
         return tuple(map(sum, itertools.zip_longest(*self.reads.values(), fillvalue=0.0)))
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's reads over the mean: 1 is even; 1 where nothing was read."""
+        """The busiest rank's reads divided by the mean: 1 is even. 1 if nothing was read."""
         reads = self.reads_per_rank
         total = sum(reads)
         return max(reads) * len(reads) / total if total else 1.0
@@ -75,12 +75,12 @@ class Load:
 
 
 def load_of(model: nn.Module, *, reset: bool = True) -> Load:
-    """What the batches of all ranks have read of a sharded model's tables since the last look. All ranks call it.
+    """Return the load of a sharded model's tables over all ranks since the last reset. Collective.
 
-    Where sharding groups train apart (a `DMPCollection` that averages), each hears of its own ranks.
+    With sharding groups that train separately (a `DMPCollection` that averages), each group returns its own load.
 
     Args:
-        reset: whether the next look begins here.
+        reset: True: set the counts to 0.
 
     Raises:
         ConfigError: the model is not sharded.
@@ -91,7 +91,7 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     reads: dict[Name, tuple[float, ...]] = {}
     most = 0
     groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
-    for group in groups.values():  # several only where parts have sharding groups of their own
+    for group in groups.values():  # several only if parts differ in their sharding groups
         here = {path: part for path, part in collections.items() if part.exchange.group is group}
         group.begin("load_of")
         own = {path: _counted(part, reset) for path, part in here.items()}
@@ -106,7 +106,7 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
 
 
 def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
-    """(steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
+    """Return (steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
     layout = part.exchange.layout
     steps, bags, ids = 0, [0] * len(layout.slots), [0] * len(layout.parts)
     for stages in part.exchange.all_stages():
@@ -128,17 +128,18 @@ def _add(
     features: dict[Name, tuple[FeatureLoad, ...]],
     reads: dict[Name, tuple[float, ...]],
 ) -> None:
-    """One collection's numbers.
+    """Add one collection's load to `features` and `reads`.
 
     Args:
-        turns: steps of a rank.
+        told: counts of each rank, as `_counted` returns them.
+        turns: mean steps of a rank.
     """
     layout, size = part.exchange.layout, part.exchange.group.size
     team_of = part.exchange.teams.of if part.exchange.teams is not None else None
     names = [table.name for table in layout.tables]
     by_slot = [0.0] * len(layout.slots)
     by_table = {name: [0.0] * size for name in names}
-    # The parts of a slot's first route hold each of its rows once.
+    # The parts of a slot's first route contain each of its rows exactly once.
     whole = {p for route in _first_routes(layout.routes) for p in route}
     for home, (_, _, ids) in enumerate(told):
         for p, count in enumerate(ids):

@@ -1,9 +1,9 @@
-"""`reshard` in 2D parallelism: a plan of one sharding group, followed by all of them.
+"""`reshard` in 2D parallelism: every sharding group moves to the plan of one sharding group.
 
     exact     one move of all ranks: every tile of the group's plan has an owner in each sharding group
-    average   one move in every sharding group, each of its own rows; all ranks vote, so that replicas stay alike
+    average   one move per sharding group, each of its own rows; all ranks vote, so that replicas keep equal tilings
 
-In both, replicas hold the same tiles before and after; which rows they have touched since they last agreed moves along.
+In both modes replicas hold the same tiles before and after. The marks of rows touched since the last sync move along.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def reshard_2d(
     begun: float,
     interrupts: Interrupts,
 ) -> Resharded:
-    """See `reshard`. `model`: without wrappers."""
+    """Reshard all sharding groups; see `reshard`.
+
+    Args:
+        model: the model without wrappers.
+    """
     world, exact = two_d.world, two_d.settings.sync == "exact"
     collections = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
     two_d.settle()
@@ -97,12 +101,12 @@ def reshard_2d(
 
 
 def group_topology(part: Part) -> Topology:
-    """The machines of one sharding group, as its plan has them."""
+    """Return the topology of one sharding group, with the hosts of its plan."""
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
 
 
 def _of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
-    """What a plan says of a part's collections, and of those that the model lacks (which is refused there)."""
+    """Return a plan's entries for a part's collections, and for paths that the model lacks, which `planned` refuses."""
     if isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
 
@@ -117,7 +121,7 @@ def _of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPl
 
 
 def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
-    """Group plans as one of all ranks."""
+    """Return one plan of all ranks, made of group plans."""
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
     for plan in plans:
         parts.update(plan.world_plan().plan)
@@ -125,14 +129,14 @@ def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
 
 
 def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
-    """A part with the plan that its tables are under now."""
+    """Return a part with the current plan of its tables."""
     moved = {name for move in mover.moved for name in move.names}
     everything = {name for move in mover.moves for name in move.names}
     now = part.plan.group_plan
     parts = {
         path: EmbeddingModuleShardingPlan(
             {
-                # What was not to move has its new words (wires, kernels) only if all went well.
+                # Unmoved tables get their new wires and kernels only if the whole move succeeded.
                 name: wanted.plan[path][name]
                 if (path, name) in moved or (moved == everything and mover.done)
                 else sharding
@@ -145,9 +149,9 @@ def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
 
 
 def _together(reports: Sequence[Resharded]) -> Resharded:
-    """Moves one after the other, as one."""
+    """Return one report for consecutive moves."""
     if not reports:
-        raise ConfigError("reshard: the model has no sharded tables.")
+        raise ConfigError("reshard: model: got one without sharded tables; shard it first.")
     return Resharded(
         tuple(name for report in reports for name in report.tables),
         sum(report.bytes_sent for report in reports),

@@ -1,6 +1,6 @@
-"""`resize_ids`: a running model's table with managed collision gets another number of rows; its plan follows.
+"""`resize_ids`: change the number of rows of a running model's table with managed collision, and update its plan.
 
-checks ──► all ranks agree ──► ids and tiles are made beside those in use ──► all ranks agree ──► switch
+checks ──► all ranks agree ──► build new ids and tiles beside the current ones ──► all ranks agree ──► switch
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ def resize_ids(
 ) -> Resized:
     """Change the capacity of a table in place, and keep its ids with their rows and optimizer state.
 
+    Collective; call it between two steps.
+
     Args:
-        model: that was given to `shard` or `DistributedModelParallel` (or that one itself; or an unsharded one); a
-            `DMPCollection` itself. All ranks call it, between two steps.
-        table: a table with managed collision. Its rows are cut at whole buckets: `row_wise(num_buckets=…)`, or not at
-            all.
+        model: the module that was passed to `shard` or `DistributedModelParallel`, or the latter itself; a
+            `DMPCollection` itself; or an unsharded module.
+        table: a table with managed collision. Its rows must be cut at whole buckets (`row_wise(num_buckets=…)`) or not
+            at all.
         zch_size, total_num_buckets: see `ManagedCollisionEmbeddings.resize`.
-        optimizers: those that step the table, if none is attached, in one order on every rank. None: those of this
-            process that hold tiles of it.
+        optimizers: the optimizers that step the table if none is attached, in the same order on every rank. None:
+            those of this process that hold tiles of it.
 
     Returns:
-        What moved in this rank's buckets; and of all ranks, how many ids were kept and which found no place.
+        The moves of rows in this rank's buckets. `kept` and `dropped_ids` are over all ranks.
 
     Raises:
-        ConfigError: no such table, or several; sizes that do not fit; rows cut inside of a bucket; a tied table; an
-            optimizer that cannot follow; a rank that has no memory for its part, or whose `init_fn` fails (that rank
-            raises its own error). Nothing has changed then, on any rank.
+        ConfigError: no table or several tables have this name, the sizes do not fit, rows are cut inside a bucket, the
+            table is tied, or an optimizer has state that cannot follow. Also if another rank lacks memory or its
+            `init_fn` fails (that rank raises its own error). Nothing has changed then, on any rank.
     """
     two_d = vars(model).get("_two_d")
     path, users = _users(model, table)
@@ -123,18 +125,18 @@ def _users(model: nn.Module, table: str) -> tuple[str, ManagedCollisionEmbedding
     }
     if len(found) != 1:
         raise ConfigError(
-            f"resize_ids: {len(found)} modules map a table '{table}'; "
+            f"resize_ids: table: got '{table}', which {len(found)} modules map; expected one. "
             + (
-                f"pass one of {list(found)[:8]}."
+                f"Pass one of {list(found)[:8]} as model."
                 if found
-                else "give the name of one that managed collision maps."
+                else "Give the name of a table with managed collision."
             )
         )
     return next(iter(found.items()))
 
 
 class _Ready(NamedTuple):
-    """A change of capacity, checked as far as one rank can."""
+    """A change of capacity that has passed the checks of this rank."""
 
     held: ShardedTable
     old: Buckets
@@ -152,13 +154,15 @@ def _checked(
     held = cast(ShardedTable, users.embedding_module._tables[table])
     if len(held.rows.holders) > 1:
         raise ConfigError(
-            f"Table '{table}' is tied to another collection's, which would keep the old rows; resize before tying."
+            f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "
+            "tying."
         )
     module, size = collection.modules_by_table[table], collection.exchange.group.size
     old, new = module._buckets, module.resized(zch_size, total_num_buckets)
     if new.count < size:
         raise ConfigError(
-            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole ones."
+            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets. Raise "
+            "total_num_buckets."
         )
     tiling = scaled_tiling(table, held.tiling, old, new)
     steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)
@@ -167,7 +171,7 @@ def _checked(
 
 
 def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
-    """The plan of one sharding group follows, too."""
+    """Update the group plan of the part that holds the table."""
     parts = []
     for part in two_d.parts:
         if path in part.paths:
