@@ -345,7 +345,7 @@ def _judged(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, st
     after = found.pays_after
     if after >= found.horizon:
         return False, (
-            f"a step would gain {gain:.1%}, but the move would pay after {after:,.0f} steps only; the horizon is "
+            f"a step would gain {gain:.1%}, but the move would pay after {after:,.0f} steps, more than the horizon of "
             f"{found.horizon:,}"
         )
     steps = max(1, round(after))

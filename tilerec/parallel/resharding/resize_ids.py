@@ -161,8 +161,8 @@ def _checked(
     old, new = module._buckets, module.resized(zch_size, total_num_buckets)
     if new.count < size:
         raise ConfigError(
-            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets. Raise "
-            "total_num_buckets."
+            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "
+            f"least {size} buckets."
         )
     tiling = scaled_tiling(table, held.tiling, old, new)
     steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)

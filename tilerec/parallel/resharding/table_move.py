@@ -184,8 +184,8 @@ class TableMove:
                 name = sorted(differ, key=str)[0]
                 has = name in facts.kinds or name in facts.numbers
                 raise ConfigError(
-                    f"reshard: {self._word(name)} of table {self.key} exists on rank {other if has else rank} and not on "
-                    f"rank {rank if has else other}. Take a step on all ranks, or call init_state()."
+                    f"reshard: {self._word(name)} of table {self.key} exists on rank {other if has else rank} and not "
+                    f"on rank {rank if has else other}. Take a step on all ranks, or call init_state()."
                 )
             for name, kind in facts.kinds.items():
                 known = kinds[name]
