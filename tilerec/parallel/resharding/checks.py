@@ -34,11 +34,13 @@ from tilerec.torch_private import graph_task_id
 _PLAN = "the plan to reshard to"
 
 
-def sharded_collections(model: nn.Module, who: str, *, two_d: bool = False) -> dict[str, ShardedCollection]:
+def sharded_collections(
+    model: nn.Module, caller: str, *, two_d: bool = False
+) -> dict[str, ShardedCollection]:
     """Return the sharded collections of a model by path. All of them are sharded over the same ranks.
 
     Args:
-        who: name of the public function, for error messages.
+        caller: name of the public function, for error messages.
         two_d: True if the caller handles the sharding groups of 2D parallelism; collections may then differ in ranks.
 
     Raises:
@@ -47,24 +49,24 @@ def sharded_collections(model: nn.Module, who: str, *, two_d: bool = False) -> d
     found = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
     if not found:
         raise ConfigError(
-            f"{who}: model: got a {type(model).__name__} that has no sharded tables; shard it first (tilerec.shard, "
+            f"{caller}: model: got a {type(model).__name__} that has no sharded tables; shard it first (tilerec.shard, "
             "DistributedModelParallel)."
         )
     if not two_d and any(part.exchange.teams is not None for part in found.values()):
         raise ConfigError(
-            f"{who}: model: got a {type(model).__name__} whose tables are in 2D parallelism; pass the "
+            f"{caller}: model: got a {type(model).__name__} whose tables are in 2D parallelism; pass the "
             "DMPCollection itself, which has the sharding groups."
         )
     sizes = {path: part.exchange.group.size for path, part in found.items()}
     if len(set(sizes.values())) > 1 and not two_d:
         raise ConfigError(
-            f"{who}: model: got a {type(model).__name__} with collections on groups of different sizes ({sizes}); "
+            f"{caller}: model: got a {type(model).__name__} with collections on groups of different sizes ({sizes}); "
             "expected one size. Pass the parts that share a group one by one."
         )
     return found
 
 
-def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection], who: str) -> ShardingPlan:
+def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection], caller: str) -> ShardingPlan:
     """Return the current plan of a model's collections.
 
     Raises:
@@ -77,8 +79,8 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
     missing = [path for path in collections if path not in known]
     if missing:
         raise ConfigError(
-            f"{who}: model: got a {type(model).__name__} whose module '{missing[0]}' was sharded as a part of another "
-            "module; pass the module that was given to shard() or to DistributedModelParallel, which keeps the plan."
+            f"{caller}: model: got a {type(model).__name__} whose module '{missing[0]}' was sharded as a part of "
+            "another module; pass the module that was given to shard() or to DistributedModelParallel, which keeps its plan."
         )
     topology = next(iter(collections.values())).exchange.topology
     whole = ShardingPlan(
@@ -191,15 +193,18 @@ def planned(
             for path in paths
         }
     ).check(sizes_of(own), size)
-    said = {(path, name): sharding for path, name, sharding in given.tables()}
+    shardings = {(path, name): sharding for path, name, sharding in given.tables()}
     for names in ties_of(own):
-        spoken = [said[name] for name in names if name in said]
+        named = [shardings[name] for name in names if name in shardings]
         for name in names:  # a plan for one name of a tied table is the plan for all its names
-            if spoken and name not in said:
-                said[name] = spoken[0]
+            if named and name not in shardings:
+                shardings[name] = named[0]
     parts = {
         path: EmbeddingModuleShardingPlan(
-            {name: _filled(said.get((path, name)), present.plan[path][name]) for name in part._tables}
+            {
+                name: _with_defaults(shardings.get((path, name)), present.plan[path][name])
+                for name in part._tables
+            }
         )
         for path, part in collections.items()
     }
@@ -209,16 +214,16 @@ def planned(
     return whole, topology
 
 
-def _filled(said: ParameterSharding | None, now: ParameterSharding) -> ParameterSharding:
+def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) -> ParameterSharding:
     """Return the given sharding of a table. Fields that it leaves out are those of the present one."""
-    if said is None:
-        return now
+    if given is None:
+        return present
     return replace(
-        said,
-        compute_kernel=said.kernel or now.kernel,
-        wire=said.wire or now.wire,
-        ids_per_bag=now.ids_per_bag if said.ids_per_bag is None else said.ids_per_bag,
-        data_type=now.data_type,
+        given,
+        compute_kernel=given.kernel or present.kernel,
+        wire=given.wire or present.wire,
+        ids_per_bag=present.ids_per_bag if given.ids_per_bag is None else given.ids_per_bag,
+        data_type=present.data_type,
     )
 
 

@@ -50,13 +50,13 @@ class Held(NamedTuple):
 def optimizers_with(leaves: Iterable[nn.Parameter]) -> list[Optimizer]:
     """Return every optimizer of this process that holds one of these parameters, or its name."""
     wanted = {id(leaf) for leaf in leaves}
-    if wanted and _living(wanted):
+    if wanted and _live_optimizers(wanted):
         gc.collect()  # drops optimizers without references
-        return _living(wanted)
+        return _live_optimizers(wanted)
     return []
 
 
-def _living(wanted: set[int]) -> list[Optimizer]:
+def _live_optimizers(wanted: set[int]) -> list[Optimizer]:
     """Return the optimizers with one of these parameters, those that the collector has yet to free included."""
     classes: list[type] = [Optimizer]
     for kind in classes:
@@ -125,7 +125,7 @@ class Steppers:
         found = optimizers_with(leaves)
         if given is not None:
             wanted = unwrapped(given)
-            _warn_of_strangers(found, wanted)
+            _warn_of_missing(found, wanted)
             found = wanted
         own = {id(leaf): name for name, table in tables.items() for leaf in table.leaves()}
         named = [
@@ -206,8 +206,8 @@ class Steppers:
             )
         for key in states[0]:
             values = [state[key] for state in states]
-            what = f"reshard: the state '{key}' that {self.word(number)} keeps of table {name}"
-            self._sort(found, key, values, leaves, what)
+            where = f"reshard: the state '{key}' that {self.word(number)} keeps of table {name}"
+            self._classify(found, key, values, leaves, where)
         return found
 
     def initial(self, number: int, name: str, key: str) -> float:
@@ -218,17 +218,17 @@ class Steppers:
         return float(group.get(options.get(key, ""), 0.0))
 
     @staticmethod
-    def _sort(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], what: str) -> None:
+    def _classify(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], where: str) -> None:
         if not any(isinstance(value, Tensor) for value in values):
             if any(isinstance(value, (Mapping, list, tuple, set)) for value in values):
                 raise ConfigError(
-                    f"{what}: got a {type(values[0]).__name__}; expected tensors or numbers. Nothing else can move."
+                    f"{where}: got a {type(values[0]).__name__}; expected tensors or numbers. Nothing else can move."
                 )
             found.numbers[key] = values[0]
         elif all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
             found.numbers[key] = values[0]
         elif all(value.layout is not torch.strided for value in values):
-            raise ConfigError(f"{what}: got a sparse tensor, which cannot move; expected a dense one.")
+            raise ConfigError(f"{where}: got a sparse tensor, which cannot move; expected a dense one.")
         elif all(value.shape == leaf.shape for value, leaf in zip(values, leaves, strict=True)):
             found.cells[key] = values
         elif all(
@@ -238,7 +238,7 @@ class Steppers:
             found.rows[key] = values
         else:
             raise ConfigError(
-                f"{what}: got shape {tuple(values[0].shape)} for a tile of shape {tuple(leaves[0].shape)}; expected "
+                f"{where}: got shape {tuple(values[0].shape)} for a tile of shape {tuple(leaves[0].shape)}; expected "
                 "the tile's shape, a number per row, or one number. Other state cannot move with the table's cells. "
                 "Attach an optimizer (apply_optimizer_in_backward), use one that works element by element, or leave "
                 "the table where it is."
@@ -276,12 +276,12 @@ class Steppers:
                 optimizer._bystanders = empty_leaves(optimizer.params.values())
 
 
-def _warn_of_strangers(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
+def _warn_of_missing(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
     known = {id(optimizer) for optimizer in given}
-    strangers = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
-    if strangers:
+    missing = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
+    if missing:
         warnings.warn(
-            f"reshard: {', '.join(strangers)} of this process holds tiles of tables that move and is not in "
+            f"reshard: {', '.join(missing)} of this process holds tiles of tables that move and is not in "
             "optimizers=. It will keep parameters and state of tiles that no longer exist. Pass it too, or delete it.",
             stacklevel=5,
         )

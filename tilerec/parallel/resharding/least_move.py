@@ -68,16 +68,16 @@ def renamed(
                     for r in tile.owners:
                         for q in other.owners:
                             overlap[r][q] += rows * width * cells[name]
-    names = _names(overlap, topology)
+    names = _rank_permutation(overlap, topology)
     if names == list(range(size)):
         return plan
     try:
-        return _with_names(plan, names, topology)
+        return _permuted(plan, names, topology)
     except ConfigError:  # a sharding type that fixes the order of ranks
         return plan
 
 
-def _names(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
+def _rank_permutation(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
     """Return for each rank of a plan the rank that replaces it."""
     hosts = [list(host) for host in topology.host_ranks]
     gains: list[list[int]] = []
@@ -88,17 +88,17 @@ def _names(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
             if len(new) != len(old):
                 gains[a].append(-1)
                 continue
-            pairs = _matched([[overlap[r][q] for q in old] for r in new])
+            pairs = _greedy_matching([[overlap[r][q] for q in old] for r in new])
             inside[(a, b)] = [(new[i], old[j]) for i, j in enumerate(pairs)]
             gains[a].append(sum(overlap[r][q] for r, q in inside[(a, b)]))
     names = list(range(topology.world_size))
-    for a, b in enumerate(_matched(gains)):
+    for a, b in enumerate(_greedy_matching(gains)):
         for r, q in inside[(a, b)]:
             names[r] = q
     return names
 
 
-def _matched(gains: Sequence[Sequence[int]]) -> list[int]:
+def _greedy_matching(gains: Sequence[Sequence[int]]) -> list[int]:
     """Return a different column for each row, greedily by the largest gain; among equal gains, the diagonal first.
 
     Negative gains are never chosen.
@@ -118,7 +118,7 @@ def _matched(gains: Sequence[Sequence[int]]) -> list[int]:
     return found if -1 not in found else list(range(count))
 
 
-def _with_names(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> ShardingPlan:
+def _permuted(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> ShardingPlan:
     parts = {}
     for path, part in plan.plan.items():
         done: dict[str, ParameterSharding] = {}

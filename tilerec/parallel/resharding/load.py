@@ -95,13 +95,13 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
         here = {path: part for path, part in collections.items() if part.exchange.group is group}
         group.begin("load_of")
         own = {path: _counted(part, reset) for path, part in here.items()}
-        everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
+        counts_of_all = cast("list[dict[str, Any]]", group.all_gather_object(own))
         for path, part in here.items():
-            told = [facts[path] for facts in everyone]
-            steps = sum(steps for steps, _, _ in told)
-            most = max(most, *(steps for steps, _, _ in told))
-            turns = max(1.0, steps / group.size)
-            _add(path, part, told, turns, features, reads)
+            counts_by_rank = [facts[path] for facts in counts_of_all]
+            steps = sum(steps for steps, _, _ in counts_by_rank)
+            most = max(most, *(steps for steps, _, _ in counts_by_rank))
+            mean_steps = max(1.0, steps / group.size)
+            _add(path, part, counts_by_rank, mean_steps, features, reads)
     return Load(most, features, reads)
 
 
@@ -123,16 +123,16 @@ def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list
 def _add(
     path: str,
     part: ShardedCollection,
-    told: list[tuple[int, list[int], list[int]]],
-    turns: float,
+    counts_by_rank: list[tuple[int, list[int], list[int]]],
+    mean_steps: float,
     features: dict[Name, tuple[FeatureLoad, ...]],
     reads: dict[Name, tuple[float, ...]],
 ) -> None:
     """Add one collection's load to `features` and `reads`.
 
     Args:
-        told: counts of each rank, as `_counted` returns them.
-        turns: mean steps of a rank.
+        counts_by_rank: counts of each rank, as `_counted` returns them.
+        mean_steps: mean steps of a rank.
     """
     layout, size = part.exchange.layout, part.exchange.group.size
     team_of = part.exchange.teams.of if part.exchange.teams is not None else None
@@ -141,7 +141,7 @@ def _add(
     by_table = {name: [0.0] * size for name in names}
     # The parts of a slot's first route contain each of its rows exactly once.
     whole = {p for route in _first_routes(layout.routes) for p in route}
-    for home, (_, _, ids) in enumerate(told):
+    for home, (_, _, ids) in enumerate(counts_by_rank):
         for p, count in enumerate(ids):
             piece = layout.parts[p]
             if p in whole:
@@ -152,13 +152,13 @@ def _add(
         features[(path, name)] = tuple(
             FeatureLoad(
                 slot.feature,
-                sum(bags[s] for _, bags, _ in told) / (turns * size),
-                by_slot[s] / (turns * size),
+                sum(bags[s] for _, bags, _ in counts_by_rank) / (mean_steps * size),
+                by_slot[s] / (mean_steps * size),
             )
             for s, slot in enumerate(layout.slots)
             if slot.table == t
         )
-        reads[(path, name)] = tuple(count / turns for count in by_table[name])
+        reads[(path, name)] = tuple(count / mean_steps for count in by_table[name])
 
 
 def _first_routes(routes: Any) -> list[tuple[int, ...]]:

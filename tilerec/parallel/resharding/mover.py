@@ -112,7 +112,7 @@ class Mover:
     ) -> None:
         self._model, self._collections, self._group, self._voters = model, collections, group, voters
         self.moved: list[TableMove] = []
-        self._strays: Exception | None = None
+        self._follow_error: Exception | None = None
         self._ready, self._budget, self._begun = ready, budget, begun
         self._interrupts, self._earlier = interrupts, earlier
         self.moves = ready.moves
@@ -126,13 +126,13 @@ class Mover:
             ConfigError: some state of a table cannot move, or the budget is less than the move needs.
         """
         ready, own = self._ready, list[Facts | None]()
-        with told_to_all(self._voters):
+        with raise_on_all_ranks(self._voters):
             own = [move.facts() for move in self.moves]
             self._interrupts.check()
-        said = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
-        with told_to_all(self._voters):
+        facts = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        with raise_on_all_ranks(self._voters):
             for i, move in enumerate(self.moves):
-                move.settle([facts[i] for facts in said])
+                move.settle([facts_of_rank[i] for facts_of_rank in facts])
             plan = schedule([move.load for move in self.moves], self._group.size, self._budget)
             self._most, self._extra = plan.most, plan.extra
             self._batches = self._by_device(plan.batches)
@@ -230,12 +230,12 @@ class Mover:
         # All ranks switch now. Assignments only, so that no rank can fail here.
         self._done_bytes = begun + size
         for move in own:
-            self._strays = move.switch() or self._strays
+            self._follow_error = move.switch() or self._follow_error
             self.moved.append(move)
         if ending is not None:
             self._end(ending)
             self.done = True
-            self._vote(self._strays, "the update of optimizers and RowStates", ())
+            self._vote(self._follow_error, "the update of optimizers and RowStates", ())
 
     def _vote(
         self,
@@ -256,15 +256,15 @@ class Mover:
         """
         group = self._voters
         ones = [1] * group.size
-        word = number if failure is None else -1
-        mine = torch.full((group.size,), word, dtype=torch.int64, device=group.device)
-        heard = group.all_to_all("reshard votes", torch.zeros_like(mine), mine, ones, ones).wait().tolist()
-        if min(heard) >= 0:
-            return int(max(heard))
+        vote = number if failure is None else -1
+        sent = torch.full((group.size,), vote, dtype=torch.int64, device=group.device)
+        votes = group.all_to_all("reshard votes", torch.zeros_like(sent), sent, ones, ones).wait().tolist()
+        if min(votes) >= 0:
+            return int(max(votes))
         texts = cast("list[str]", group.all_gather_object("" if failure is None else said_of(failure)))
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        rank = heard.index(-1)
+        rank = votes.index(-1)
         where = f", batch {', '.join(names[:4])}{' …' * (len(names) > 4)}" if names else ""
         done = [move.key for move in (*self._earlier, *self.moved)]
         some = f"{', '.join(done[:4])}{' …' * (len(done) > 4)}"
@@ -322,7 +322,7 @@ class Mover:
 
 
 @contextmanager
-def told_to_all(group: Group) -> Iterator[None]:
+def raise_on_all_ranks(group: Group) -> Iterator[None]:
     """Run the block on every rank. If it raises on one rank, every rank raises.
 
     Raises:

@@ -59,7 +59,7 @@ class Slice(NamedTuple):
 def transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
     """Return the transfers that fill every tile of `new` from tiles of `old`, in the same order on all ranks."""
     before, after = rectangles(old), rectangles(new)
-    return _between(before, after, _leaves(before), _leaves(after), topology)
+    return _overlaps(before, after, _leaf_numbers(before), _leaf_numbers(after), topology)
 
 
 def row_transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
@@ -68,18 +68,18 @@ def row_transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer
     The sources are the tiles with column 0, which together hold every row exactly once.
     """
     before, after = rectangles(old), rectangles(new)
-    leaves = _leaves(before)
+    leaves = _leaf_numbers(before)
     first = [t for t, tile in enumerate(before) if tile.c0 == 0]
-    return _between(
+    return _overlaps(
         [before[t]._replace(c1=1) for t in first],
         [tile._replace(c0=0, c1=1) for tile in after],
         [leaves[t] for t in first],
-        _leaves(after),
+        _leaf_numbers(after),
         topology,
     )
 
 
-def _between(
+def _overlaps(
     old: Sequence[Tile], new: Sequence[Tile], leaves_before: Leaves, leaves_after: Leaves, topology: Topology
 ) -> list[Transfer]:
     """Return the transfers from `old` to `new` tiles.
@@ -111,7 +111,7 @@ def _between(
     return found
 
 
-def _leaves(tiles: Sequence[Tile]) -> Leaves:
+def _leaf_numbers(tiles: Sequence[Tile]) -> Leaves:
     counts: defaultdict[int, int] = defaultdict(int)
     numbers: Leaves = []
     for tile in tiles:

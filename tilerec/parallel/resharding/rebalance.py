@@ -85,8 +85,8 @@ class Rebalanced:
     def __str__(self) -> str:
         lines = [
             f"load    {self.load}",
-            f"step    {_ms(self.before_s)} now, {_ms(self.after_s)} proposed",
-            f"move    {self.move_bytes:,} bytes, {_ms(self.move_s)}",
+            f"step    {_milliseconds(self.before_s)} now, {_milliseconds(self.after_s)} proposed",
+            f"move    {self.move_bytes:,} bytes, {_milliseconds(self.move_s)}",
             f"so      {self.why}",
         ]
         return "\n".join([*lines, f"done    {self.moved}"] if self.moved is not None else lines)
@@ -154,13 +154,13 @@ def rebalance(
         parts = _parts(model, collections, two_d)
         if group.rank == 0:
             proposals = [
-                _proposed(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
+                _proposal(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
                 for part in parts
             ]
-            outcome = "", _together(proposals, measured, horizon, least_gain, step_seconds)
+            outcome = "", _decision(proposals, measured, horizon, least_gain, step_seconds)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}", error
-    found = _of_rank_0(group, outcome)
+    found = _broadcast_decision(group, outcome)
     if found.pays and apply:
         moved = reshard(
             outer, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
@@ -206,8 +206,8 @@ def _planner_for(
         return planner
     if given is None or given.world_size != own.world_size:
         given = own if given is None else replace(own, speeds=given.speeds)
-    said = {said for table in tables for path, name in table.names for said in (f"{path}.{name}", name)}
-    limits = {name: limit for name, limit in planner.constraints.items() if name in said}
+    keys = {key for table in tables for path, name in table.names for key in (f"{path}.{name}", name)}
+    limits = {name: limit for name, limit in planner.constraints.items() if name in keys}
     return EmbeddingShardingPlanner(given, constraints=limits, effort=planner.effort)
 
 
@@ -225,7 +225,7 @@ def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> No
             raise ConfigError(f"rebalance: {name}: got {value!r}; expected a finite number from 0.")
 
 
-def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
+def _broadcast_decision(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
     """Return rank 0's decision on every rank.
 
     Args:
@@ -235,14 +235,14 @@ def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
         ConfigError: another rank has failed. A failed rank raises its own error.
     """
     text, own = outcome
-    told = (text, None if text else own)
-    said = cast("list[tuple[str, Rebalanced | None]]", group.all_gather_object(told))
+    own_outcome = (text, None if text else own)
+    outcomes = cast("list[tuple[str, Rebalanced | None]]", group.all_gather_object(own_outcome))
     if text:
         raise own
-    for rank, (trouble, _) in enumerate(said):
+    for rank, (trouble, _) in enumerate(outcomes):
         if trouble:
             raise ConfigError(f"rebalance: rank {rank} failed: {trouble}")
-    found = said[0][1]
+    found = outcomes[0][1]
     assert found is not None
     return found
 
@@ -265,7 +265,7 @@ class Proposal(NamedTuple):
         return tilings_of(self.present) != tilings_of(self.plan)
 
 
-def _proposed(
+def _proposal(
     model: nn.Module, part: Planned, planner: EmbeddingShardingPlanner | None, load: Load, alone: bool,
     budget: int | None, least_gain: float,
 ) -> Proposal:  # fmt: skip
@@ -278,10 +278,10 @@ def _proposed(
         return Proposal(0.0, 0.0, 0.0, 0, present, present)
     request = _request(planner, tables, load)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
-    step = _Step(request)
+    step = _StepSeconds(request)
     before = step(tilings_of(present))
     proposed = stored_as(planner.make(request), present)
-    bytes_of_cell = _cells(collections)
+    bytes_of_cell = _cell_bytes(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:
         other = renamed(proposed, present, bytes_of_cell, topology)
@@ -297,7 +297,7 @@ def _proposed(
     return Proposal(before, after, move_s, move_bytes, present, replace(proposed, report=None))
 
 
-def _together(
+def _decision(
     proposals: Sequence[Proposal], load: Load, horizon: int, least_gain: float, step_seconds: float | None
 ) -> Rebalanced:
     """Return the decision for all parts. Parts of a step run one after the other, so their seconds are added.
@@ -331,11 +331,11 @@ def _together(
     )
     if not before:
         return found
-    pays, why = _judged(found, least_gain, any(p.moves for p in proposals))
+    pays, why = _verdict(found, least_gain, any(p.moves for p in proposals))
     return replace(found, pays=pays, why=why)
 
 
-def _judged(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, str]:
+def _verdict(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, str]:
     """Return whether the move pays, and the reason."""
     gain = found.gain_s / found.before_s if found.before_s else 0.0
     if not moves:
@@ -352,7 +352,7 @@ def _judged(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, st
     return True, f"a step gains {gain:.1%}, and the move pays after {steps:,} of {found.horizon:,} steps"
 
 
-class _Step:
+class _StepSeconds:
     """Predicted seconds of a step under given tilings, by the planner's cost model."""
 
     def __init__(self, request: PlanRequest) -> None:
@@ -400,7 +400,7 @@ def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]
     return [feature for name in table.names for feature in features.get(name, ())]
 
 
-def _cells(collections: Mapping[str, ShardedCollection]) -> dict[Name, int]:
+def _cell_bytes(collections: Mapping[str, ShardedCollection]) -> dict[Name, int]:
     """Return the bytes of a cell of each table, optimizer state of the same shape included."""
     found: dict[Name, int] = {}
     for path, part in collections.items():
@@ -445,5 +445,5 @@ def _price_of_move(
     return seconds_of(loads, plan, present, speeds), sum(sent_by_rank(loads, ranks)[0])
 
 
-def _ms(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f} ms"

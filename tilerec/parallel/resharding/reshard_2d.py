@@ -67,8 +67,8 @@ def reshard_2d(
         plan = with_table_paths(plan, model)
         for part in two_d.parts:
             own = {path: collections[path] for path in part.paths}
-            said = _of_part(plan, part, collections)
-            wanted.append(planned(part.plan.group_plan, own, said, group_topology(part))[0])
+            part_plan = _plan_of_part(plan, part, collections)
+            wanted.append(planned(part.plan.group_plan, own, part_plan, group_topology(part))[0])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:
@@ -76,7 +76,9 @@ def reshard_2d(
             first = next(iter(own.values())).exchange
             if exact:
                 present = present_plan(model, own, "reshard")
-                whole = _of_world([replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present)
+                whole = _world_plan(
+                    [replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present
+                )
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
             ready = ready_to_move(own, present, whole, first.topology, optimizers)
@@ -95,9 +97,10 @@ def reshard_2d(
         finally:
             done += mover.moved
             two_d.parts = tuple(
-                _kept(part, wanted[k], mover) if k in turn else part for k, part in enumerate(two_d.parts)
+                _with_current_plan(part, wanted[k], mover) if k in turn else part
+                for k, part in enumerate(two_d.parts)
             )
-    return _together(reports)
+    return _merged_report(reports)
 
 
 def group_topology(part: Part) -> Topology:
@@ -105,22 +108,22 @@ def group_topology(part: Part) -> Topology:
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
 
 
-def _of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
+def _plan_of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
     """Return a plan's entries for a part's collections, and for paths that the model lacks, which `planned` refuses."""
     if isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
 
-    def mine(paths: Collection[str]) -> list[str]:
+    def own_paths(paths: Collection[str]) -> list[str]:
         return [path for path in paths if path in part.paths or path not in collections]
 
     if isinstance(plan, ShardingPlan):
-        return replace(plan, plan={path: plan.plan[path] for path in mine(plan.plan)}, report=None)
+        return replace(plan, plan={path: plan.plan[path] for path in own_paths(plan.plan)}, report=None)
     if isinstance(plan, Mapping) and list(collections) != [""]:
-        return {path: plan[path] for path in mine(plan)}
+        return {path: plan[path] for path in own_paths(plan)}
     return plan
 
 
-def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
+def _world_plan(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
     """Return one plan of all ranks, made of group plans."""
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
     for plan in plans:
@@ -128,17 +131,17 @@ def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
     return ShardingPlan({path: parts[path] for path in present.plan}, present.world_size, present.hosts)
 
 
-def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
+def _with_current_plan(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
     """Return a part with the current plan of its tables."""
     moved = {name for move in mover.moved for name in move.names}
-    everything = {name for move in mover.moves for name in move.names}
+    all_names = {name for move in mover.moves for name in move.names}
     now = part.plan.group_plan
     parts = {
         path: EmbeddingModuleShardingPlan(
             {
                 # Unmoved tables get their new wires and kernels only if the whole move succeeded.
                 name: wanted.plan[path][name]
-                if (path, name) in moved or (moved == everything and mover.done)
+                if (path, name) in moved or (moved == all_names and mover.done)
                 else sharding
                 for name, sharding in tables.items()
             }
@@ -148,7 +151,7 @@ def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
     return replace(part, plan=replace(part.plan, group_plan=replace(now, plan=parts, report=None)))
 
 
-def _together(reports: Sequence[Resharded]) -> Resharded:
+def _merged_report(reports: Sequence[Resharded]) -> Resharded:
     """Return one report for consecutive moves."""
     if not reports:
         raise ConfigError("reshard: model: got one without sharded tables; shard it first.")

@@ -67,12 +67,12 @@ class ResizedTable:
         self._states = [self._slots(i) for i in range(len(places))]
         self._grads = [self._grad(i, leaf.grad) for i, leaf in enumerate(leaves)]
         self._marks = [
-            None if rows.touched is None else self._moved(i, rows.touched.marks, 0)
+            None if rows.touched is None else self._with_moved_rows(i, rows.touched.marks, 0)
             for i, rows in enumerate(table.tile_rows)
         ]
-        self._held = {number: self._held_by(number) for number in steppers.of(name)}
+        self._states_by_stepper = {number: self._stepper_states(number) for number in steppers.of(name)}
         self._row_states = [
-            (state, {key: self._moved_parts(own) for key, own in state.parts().items()})
+            (state, {key: self._parts_with_moved_rows(own) for key, own in state.parts().items()})
             for state in _row_states(table)
         ]
         layouts = [
@@ -85,21 +85,21 @@ class ResizedTable:
         source, target = self._moves[i]
         made[target.to(made.device)] = old[source.to(old.device)]
 
-    def _moved(self, i: int, old: Tensor, fill: float) -> Tensor:
+    def _with_moved_rows(self, i: int, old: Tensor, fill: float) -> Tensor:
         made = old.new_full((self._shapes[i][0], *old.shape[1:]), fill)
         if not made.is_meta:
             self._move(i, old, made)
         return made
 
-    def _moved_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [self._moved(i, part, 0) for i, part in enumerate(parts)]
+    def _parts_with_moved_rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [self._with_moved_rows(i, part, 0) for i, part in enumerate(parts)]
 
     def _slots(self, i: int) -> dict[str, Tensor]:
         """Return the optimizer slots of a new tile. Counts are unchanged."""
         rows = self._table.tile_rows[i]
         inits = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
         return {
-            name: self._moved(i, value, inits[name]) if name in inits and value.dim() else value
+            name: self._with_moved_rows(i, value, inits[name]) if name in inits and value.dim() else value
             for name, value in rows.state.items()
         }
 
@@ -111,16 +111,18 @@ class ResizedTable:
                 f"Table '{self._config.name}' has a sparse .grad, which cannot follow its rows. Step, and set it to "
                 "None."
             )
-        return self._moved(i, grad, 0)
+        return self._with_moved_rows(i, grad, 0)
 
-    def _held_by(self, number: int) -> list[dict[str, Any]]:
+    def _stepper_states(self, number: int) -> list[dict[str, Any]]:
         """Return the state of one of the user's optimizers for each new tile."""
         held = self._steppers.held(number, self._name)
         made = []
         for i, leaf in enumerate(self._table.leaves()):
             own = {key: number_like(value, leaf) for key, value in held.numbers.items()}
             for key, values in (*held.cells.items(), *held.rows.items()):
-                own[key] = self._moved(i, values[i], self._steppers.initial(number, self._name, key))
+                own[key] = self._with_moved_rows(
+                    i, values[i], self._steppers.initial(number, self._name, key)
+                )
             made.append(own)
         return made
 
@@ -136,7 +138,7 @@ class ResizedTable:
                 rows.touched.marks = marks
                 rows.touched.updates, rows.touched.state_updates = old.updates, old.state_updates
         self._steppers.follow(
-            self._name, before, after, {n: held for n, held in self._held.items() if any(held)}
+            self._name, before, after, {n: held for n, held in self._states_by_stepper.items() if any(held)}
         )
         self._steppers.refresh()
         for state, parts in self._row_states:

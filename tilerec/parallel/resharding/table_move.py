@@ -164,16 +164,16 @@ class TableMove:
                     "Attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
                 )
 
-    def settle(self, said: Sequence[Facts | None]) -> None:
+    def settle(self, facts_by_rank: Sequence[Facts | None]) -> None:
         """Compare the facts of all ranks and make the load.
 
         Args:
-            said: facts of each rank; None for ranks without a tile.
+            facts_by_rank: facts of each rank; None for ranks without a tile.
 
         Raises:
             ConfigError: ranks that hold tiles differ in the names, dtypes or shapes of their sources.
         """
-        holders = [(rank, facts) for rank, facts in enumerate(said) if facts is not None]
+        holders = [(rank, facts) for rank, facts in enumerate(facts_by_rank) if facts is not None]
         rank, ready = holders[0]
         kinds = dict(ready.kinds)
         for other, facts in holders[1:]:
@@ -299,22 +299,22 @@ class TableMove:
         )
         for rows, touched in zip(table.tile_rows, made.touched, strict=True):
             rows.touched = touched
-        trouble: Exception | None = None
+        first_error: Exception | None = None
         try:
             self._steppers.follow(self.key, before, after, made.steppers)
         except Exception as error:
-            trouble = error
+            first_error = error
         held = bool(self.table.tiles)
         for number, state in enumerate(self._row_states()):
             own = {name[2]: parts for name, parts in self._memory.items() if name[:2] == ("rows", number)}
             try:
                 state.take({key: parts if held else [] for key, parts in own.items()})
             except Exception as error:
-                trouble = trouble or error
+                first_error = first_error or error
         self._memory, self._sources, self._made = {}, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
-        return trouble
+        return first_error
 
     def _state_of(self, number: int, i: int) -> dict[str, Any]:
         assert self._ready is not None
