@@ -80,7 +80,8 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
     if missing:
         raise ConfigError(
             f"{caller}: model: got a {type(model).__name__} whose module '{missing[0]}' was sharded as a part of "
-            "another module; pass the module that was given to shard() or to DistributedModelParallel, which keeps its plan."
+            "another module; pass the module that was given to shard() or to DistributedModelParallel, which keeps the "
+            "plan."
         )
     topology = next(iter(collections.values())).exchange.topology
     whole = ShardingPlan(
