@@ -131,7 +131,7 @@ def directions(loads: Sequence[Load]) -> int:
 
 
 class Transit:
-    """This rank's part in moving several tables at once. The constructor allocates all buffers; `run` allocates none.
+    """This rank's part in moving several tables at once. The constructor allocates all buffers.
 
     Args:
         most: largest bytes of a message. A row that is larger is a message of its own.

@@ -114,7 +114,7 @@ def _greedy_matching(gains: Sequence[Sequence[int]]) -> list[int]:
         if found[i] < 0 and j not in taken:
             found[i] = j
             taken.add(j)
-    # If a host has no partner of its size left, no rank is renamed.
+    # If a host has no partner of its size left, all ranks keep their numbers.
     return found if -1 not in found else list(range(count))
 
 

@@ -109,7 +109,7 @@ def rebalance(
 
     The load is the bags and ids that the batches of all ranks have read since the last call (`load_of`). The planner
     gets it as bags and ids per bag, in addition to its constraints. Its plan is then brought close to the present one:
-    interchangeable ranks are renamed, and tables whose move saves little time stay.
+    interchangeable ranks are permuted, and tables whose move saves little time stay.
 
     Args:
         model: a model that `reshard` accepts. For a `DMPCollection`, the plan is for one sharding group, and all groups
