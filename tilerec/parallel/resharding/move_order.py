@@ -49,12 +49,12 @@ def order_of(
     if not len(before):
         return Order((), 0)
     held = before.sum(0)
-    room = np.maximum(held, after.sum(0))
+    baseline = np.maximum(held, after.sum(0))
     left = list(range(len(before)))
     order: list[int] = []
     extra = 0
     while left:
-        needs = (held + after[left] - room).max(1)
+        needs = (held + after[left] - baseline).max(1)
         # Among equals, the table whose tiles grow least on any rank.
         freed = (after[left] - before[left]).max(1)
         i = int(np.lexsort((freed, needs))[0])
@@ -62,11 +62,11 @@ def order_of(
         extra = max(extra, int(needs[i]))
         order.append(table)
         held = held + after[table] - before[table]
-    return Order(_batches(order, before, after, room, extra if most is None else most), max(0, extra))
+    return Order(_batches(order, before, after, baseline, extra if most is None else most), max(0, extra))
 
 
 def _batches(
-    order: Sequence[int], before: Bytes, after: Bytes, room: Bytes, most: int
+    order: Sequence[int], before: Bytes, after: Bytes, baseline: Bytes, most: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return batches of consecutive tables of the order, each as large as `most` extra bytes allow."""
     held = before.sum(0)
@@ -74,7 +74,7 @@ def _batches(
     coming = np.zeros_like(held)
     for table in order:
         together = coming + after[table]
-        if batches and int((held + together - room).max()) <= most:
+        if batches and int((held + together - baseline).max()) <= most:
             batches[-1].append(table)
             coming = together
             continue

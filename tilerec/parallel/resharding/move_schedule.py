@@ -92,9 +92,9 @@ def _extra(
     if not len(before):
         return 0
     held, most = before.sum(0), 0
-    room = np.maximum(held, after.sum(0))
+    baseline = np.maximum(held, after.sum(0))
     for batch in map(list, batches):
-        most = max(most, int((held + after[batch].sum(0) - room).max()))
+        most = max(most, int((held + after[batch].sum(0) - baseline).max()))
         held = held + (after[batch] - before[batch]).sum(0)
     return most
 
