@@ -93,8 +93,8 @@ class MoveProgress:
             self._task = self._bar.add_task("resharding", total=self._bytes, tables="")
             self._bar.start()
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        what = f"{tables}/{self._tables} tables, {names[0]}{more}" if names else f"{tables} tables"
-        self._bar.update(self._task, completed=size, tables=what)
+        text = f"{tables}/{self._tables} tables, {names[0]}{more}" if names else f"{tables} tables"
+        self._bar.update(self._task, completed=size, tables=text)
 
     def close(self) -> None:
         """Remove the bar, after the end or a failure of the move."""

@@ -240,7 +240,7 @@ class Mover:
     def _vote(
         self,
         failure: BaseException | None,
-        what: str,
+        operation: str,
         names: Sequence[str],
         number: int = 0,
     ) -> int:
@@ -248,7 +248,7 @@ class Mover:
 
         Args:
             failure: error of this rank.
-            what: the operation on which ranks vote, for the error message.
+            operation: the operation on which ranks vote, for the error message.
             names: tables of the batch.
 
         Raises:
@@ -277,7 +277,7 @@ class Mover:
             else "Nothing has moved, and the model works as before"
         )
         raise ReshardError(
-            f"reshard: rank {rank} failed in {what}{where}: {texts[rank]}. {kept}. Fix the cause and reshard again."
+            f"reshard: rank {rank} failed in {operation}{where}: {texts[rank]}. {kept}. Fix the cause and reshard again."
         ) from failure
 
     # ------------------------------------------------------------------------------------------------------- after

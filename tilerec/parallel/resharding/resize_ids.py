@@ -137,7 +137,7 @@ def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionE
     return next(iter(found.items()))
 
 
-class _Change(NamedTuple):
+class _CapacityChange(NamedTuple):
     """A change of capacity that has passed the checks of this rank."""
 
     held: ShardedTable
@@ -151,7 +151,7 @@ class _Change(NamedTuple):
 def _check(
     embeddings: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
     plan: ShardingPlan, path: str, optimizers: Sequence[Optimizer] | None,
-) -> _Change:  # fmt: skip
+) -> _CapacityChange:  # fmt: skip
     collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     held = cast(ShardedTable, embeddings.embedding_module._tables[table])
     if len(held.rows.holders) > 1:
@@ -169,7 +169,7 @@ def _check(
     tiling = scaled_tiling(table, held.tiling, old, new)
     steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)
     sharding = replace(plan.plan[path][table], tiling=tiling)
-    return _Change(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
+    return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
 
 
 def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
