@@ -248,7 +248,7 @@ class Mover:
 
         Args:
             failure: error of this rank.
-            operation: the operation on which ranks vote, for the error message.
+            operation: the step on which ranks vote, for the error message.
             names: tables of the batch.
 
         Raises:
@@ -277,7 +277,8 @@ class Mover:
             else "Nothing has moved, and the model works as before"
         )
         raise ReshardError(
-            f"reshard: rank {rank} failed in {operation}{where}: {texts[rank]}. {kept}. Fix the cause and reshard again."
+            f"reshard: rank {rank} failed in {operation}{where}: {texts[rank]}. {kept}. Fix the cause and reshard "
+            "again."
         ) from failure
 
     # ------------------------------------------------------------------------------------------------------- after
