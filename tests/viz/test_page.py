@@ -91,7 +91,7 @@ def test_the_most_loaded_rank_is_shown_with_what_makes_it_so(show: Open) -> None
     heavy = made.weighs_most(made.slowest_rank)
     assert page.texts("#heaviest button") == [f"{one.path}.{one.name}" for one, _ in heavy]
     assert page.texts("#heaviest .n")[0] == f"{heavy[0][1] * 1e3:.2f} ms"
-    assert "ebc.shop alone is 92 %" in page.text("#rank-says")
+    assert "ebc.shop alone is 92 %" in page.text("#rank-load")
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -183,8 +183,8 @@ def test_names_are_shown_as_text_whatever_is_in_them(show: Open) -> None:
 def test_a_name_that_turns_the_writing_direction_turns_nothing_beside_it(show: Open) -> None:
     topology = Topology(2)
     page = show(report([entry("\u202eflipped", 10, 8, "table_wise", [1], topology, path="")], topology))
-    assert page.text("#rank-says bdi") == "\u202eflipped"
-    assert page.text("#rank-says").endswith("\u202eflipped alone is 97 %.")
+    assert page.text("#rank-load bdi") == "\u202eflipped"
+    assert page.text("#rank-load").endswith("\u202eflipped alone is 97 %.")
 
 
 def test_a_table_without_a_name_can_be_picked(show: Open) -> None:
@@ -265,7 +265,7 @@ def test_a_report_without_tables_costs_or_bound(show: Open) -> None:
     page = show(replace(report([], topology), bound_ps=0, cost_ps=0))
     assert page.text("#found") == "0 tables"
     assert page.count("#ranks .line") == 3
-    assert page.text("#rank-about") == "host 0; it has the most to do, by little: the ranks are balanced"
+    assert page.text("#rank-about") == "host 0; the most loaded rank, but the ranks are balanced"
     assert page.text("#tables .empty") == "There are no tables."
     assert page.count("#rank button") == 0
     assert page.ask("document.getElementById('table').offsetHeight") == 0
@@ -365,9 +365,9 @@ def test_what_is_left_over_is_named(show: Open) -> None:
     texts = page.texts("#rank .others")
     assert texts[0].startswith("and 3 other tables of rank 0, ")
     assert texts[1].startswith("and 8 other tables of rank 0, ")
-    says = page.text("#rank-says")
-    assert "7.00 ms its network card spends on the tables of the other 1 ranks of its host" in says
-    assert "9.00 ms what a step takes for no single table: bookkeeping, and collectives" in says
+    says = page.text("#rank-load")
+    assert "7.00 ms of its network card for tables of the other 1 ranks of its host" in says
+    assert "9.00 ms for no single table: bookkeeping, and collectives" in says
     page.click("#rank .others button")
     assert page.text("#found") == "13 tables"
     assert "the rest" not in page.text("main")

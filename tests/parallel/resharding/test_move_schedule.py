@@ -90,7 +90,7 @@ def test_small_tables_move_together_and_large_ones_by_pairs_that_change_places()
 
 def test_a_budget_below_a_table_is_refused_with_the_number_that_does() -> None:
     loads = [load(on(100, 2, 0), columns(100, 2))]
-    with pytest.raises(ConfigError, match="budget_bytes is 100, and a rank needs ") as caught:
+    with pytest.raises(ConfigError, match="budget_bytes: got 100, but a rank needs ") as caught:
         schedule(loads, 2, 100)
     enough = int(str(caught.value).split("a rank needs ")[1].split()[0].replace(",", ""))
     assert schedule(loads, 2, enough).extra <= enough

@@ -137,7 +137,7 @@ def test_an_unsharded_model_is_resized_too() -> None:
         ("user", None, 4, "total_num_buckets=4 for a map of 6 buckets"),
         ("user", None, 2, "2 buckets cannot be shared by 3 ranks"),
         ("item", 80, None, r"cut at 14, inside a bucket \(4 rows\); cut at multiples of 4"),
-        ("plain", 80, None, "0 modules map a table 'plain'"),
+        ("plain", 80, None, "got 'plain', which 0 modules map"),
     ],
 )
 def test_what_cannot_be_changes_nothing_on_any_rank(

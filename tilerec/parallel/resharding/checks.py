@@ -1,4 +1,4 @@
-"""What must be right before tables move: the plan read, filled in and checked, and the same on all ranks."""
+"""Checks before tables move: read the plan, complete it, check it, and compare it over all ranks."""
 
 from __future__ import annotations
 
@@ -34,40 +34,43 @@ from tilerec.torch_private import graph_task_id
 _PLAN = "the plan to reshard to"
 
 
-def sharded_collections(model: nn.Module, who: str, *, two_d: bool = False) -> dict[str, ShardedCollection]:
-    """The sharded collections of a model, by path; all over the same ranks.
+def sharded_collections(
+    model: nn.Module, caller: str, *, two_d: bool = False
+) -> dict[str, ShardedCollection]:
+    """Return the sharded collections of a model by path. All of them are sharded over the same ranks.
 
     Args:
-        two_d: the caller knows the sharding groups of 2D parallelism.
+        caller: name of the public function, for error messages.
+        two_d: True if the caller handles the sharding groups of 2D parallelism; collections may then differ in ranks.
 
     Raises:
-        ConfigError: there are none, or they lie on different ranks.
+        ConfigError: the model has no sharded collection, or its collections are sharded over different ranks.
     """
     found = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
     if not found:
         raise ConfigError(
-            f"{who}: {type(model).__name__} has no sharded tables; shard it first (tilerec.shard, "
+            f"{caller}: model: got a {type(model).__name__} that has no sharded tables; shard it first (tilerec.shard, "
             "DistributedModelParallel)."
         )
     if not two_d and any(part.exchange.teams is not None for part in found.values()):
         raise ConfigError(
-            f"{who}: the tables of this {type(model).__name__} are in 2D parallelism; pass the DMPCollection itself, "
-            "which knows the sharding groups."
+            f"{caller}: model: got a {type(model).__name__} whose tables are in 2D parallelism; pass the "
+            "DMPCollection itself, which has the sharding groups."
         )
     sizes = {path: part.exchange.group.size for path, part in found.items()}
     if len(set(sizes.values())) > 1 and not two_d:
         raise ConfigError(
-            f"{who}: the collections of {type(model).__name__} lie on groups of different sizes ({sizes}); pass the "
-            "parts that share a group one by one."
+            f"{caller}: model: got a {type(model).__name__} with collections on groups of different sizes ({sizes}); "
+            "expected one size. Pass the parts that share a group one by one."
         )
     return found
 
 
-def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection], who: str) -> ShardingPlan:
-    """The plan that a model's collections are under.
+def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection], caller: str) -> ShardingPlan:
+    """Return the current plan of a model's collections.
 
     Raises:
-        ConfigError: it was kept at a module outside.
+        ConfigError: a module outside of `model` keeps the plan of one of them.
     """
     known: dict[str, EmbeddingModuleShardingPlan] = {}
     for path, plan in kept_plans(model):
@@ -76,8 +79,9 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
     missing = [path for path in collections if path not in known]
     if missing:
         raise ConfigError(
-            f"{who}: module '{missing[0]}' of this {type(model).__name__} was sharded as a part of another module; "
-            "pass the module that was given to shard() or to DistributedModelParallel, so that its plan stays true."
+            f"{caller}: model: got a {type(model).__name__} whose module '{missing[0]}' was sharded as a part of "
+            "another module; pass the module that was given to shard() or to DistributedModelParallel, which keeps the "
+            "plan."
         )
     topology = next(iter(collections.values())).exchange.topology
     whole = ShardingPlan(
@@ -87,27 +91,27 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
 
 
 def check_moment() -> None:
-    """Refuse to move tables while their gradients are on the way.
+    """Raise if a backward pass is running: its gradients belong to the current tiles.
 
     Raises:
         ConfigError: a backward pass is running.
     """
     if graph_task_id() != -1:
         raise ConfigError(
-            "reshard: called inside a backward pass (from a hook of a tensor), whose gradients belong to the tiles as "
-            "they are; call it between two steps."
+            "reshard: called inside a backward pass (from a hook of a tensor), whose gradients belong to the current "
+            "tiles. Call it between two steps."
         )
 
 
 def check_options(budget: int | None, progress: ProgressOption) -> None:
-    """Refuse options that make no sense.
+    """Raise if an option has a wrong type or value.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: names the option.
     """
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise ConfigError(
-            f"reshard: budget_bytes is {budget!r}; wanted a whole number of bytes from 1, or None."
+            f"reshard: budget_bytes: got {budget!r}; expected a whole number of bytes from 1, or None."
         )
     check_progress(progress)
 
@@ -119,11 +123,15 @@ def ready_to_move(
     topology: Topology,
     optimizers: Sequence[Optimizer] | None,
 ) -> Ready:
-    """A move to a whole plan, checked as far as one rank can.
+    """Return the move to a complete plan, after all checks that one rank can make alone.
+
+    Args:
+        present: the current plan.
+        whole: the complete new plan.
 
     Raises:
-        ConfigError: the plan does not go with ties, attached optimizers or the exact mode; optimizers do not go with
-            the tables.
+        ConfigError: the plan conflicts with ties, attached optimizers or the exact mode, or `optimizers` do not fit the
+            tables.
     """
     ties = ties_of(cast("dict[str, TableCollection]", collections))
     tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
@@ -142,8 +150,8 @@ def ready_to_move(
         for name, sharding in whole.plan[path].items():
             if part.exchange.exact and sharding.wire != Wire():
                 raise ConfigError(
-                    f"reshard: table {table_word((path, name))} is to have the wire {sharding.wire}, which rounds, and "
-                    "the model was sharded with exact=True; leave the wire out of the plan."
+                    f"reshard: plan: table {table_word((path, name))}: got the wire {sharding.wire}, which rounds, but "
+                    "the model was sharded with exact=True. Leave the wire out of the plan."
                 )
     stepped = {table_word(names[0]): table for names, table, _ in moving if table.rows.spec is None}
     steppers = Steppers(stepped, optimizers)
@@ -154,13 +162,13 @@ def ready_to_move(
 def planned(
     present: ShardingPlan, collections: Mapping[str, ShardedCollection], plan: AnyPlan, now: Topology
 ) -> tuple[ShardingPlan, Topology]:
-    """The plan as a whole one, with what it does not say as it is, and the topology it is for.
+    """Return the complete plan and its topology. Values that `plan` leaves out are those of the present plan.
 
     Args:
-        now: the topology of the present plan.
+        now: topology of the present plan.
 
     Raises:
-        ConfigError: it is for another world or another model.
+        ConfigError: the plan was made for another world or another model.
     """
     own, size = cast("Mapping[str, TableCollection]", collections), now.world_size
 
@@ -169,14 +177,14 @@ def planned(
             return now
         if sorted(rank for host in hosts for rank in host) != list(range(size)):
             raise ConfigError(
-                f"reshard: the plan's hosts are {[list(host) for host in hosts]}, and there are ranks 0 to {size - 1}; "
-                "plan again, or leave out hosts."
+                f"reshard: plan: got hosts {[list(host) for host in hosts]}; expected ranks 0 to {size - 1}, each "
+                "once. Plan again, or leave out hosts."
             )
         return Topology(size, now.compute_device, hosts=hosts)
 
     given = read_plan(without_cuts(plan, own, world), own)
     if given.world_size not in (None, size):
-        given.check({}, size)  # before its hosts are read, which are another world's
+        given.check({}, size)  # raises; the hosts of a plan for another world are not read
     topology = world(given.hosts)
     given = completed(given, own, topology)
     paths = dict.fromkeys([*present.plan, *given.plan])
@@ -186,15 +194,18 @@ def planned(
             for path in paths
         }
     ).check(sizes_of(own), size)
-    said = {(path, name): sharding for path, name, sharding in given.tables()}
+    shardings = {(path, name): sharding for path, name, sharding in given.tables()}
     for names in ties_of(own):
-        spoken = [said[name] for name in names if name in said]
-        for name in names:  # one of the names speaks for all
-            if spoken and name not in said:
-                said[name] = spoken[0]
+        named = [shardings[name] for name in names if name in shardings]
+        for name in names:  # a plan for one name of a tied table is the plan for all its names
+            if named and name not in shardings:
+                shardings[name] = named[0]
     parts = {
         path: EmbeddingModuleShardingPlan(
-            {name: _filled(said.get((path, name)), present.plan[path][name]) for name in part._tables}
+            {
+                name: _with_defaults(shardings.get((path, name)), present.plan[path][name])
+                for name in part._tables
+            }
         )
         for path, part in collections.items()
     }
@@ -204,38 +215,38 @@ def planned(
     return whole, topology
 
 
-def _filled(said: ParameterSharding | None, now: ParameterSharding) -> ParameterSharding:
-    """What a plan says of a table; where it says nothing, what is."""
-    if said is None:
-        return now
+def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) -> ParameterSharding:
+    """Return the given sharding of a table. Fields that it leaves out are those of the present one."""
+    if given is None:
+        return present
     return replace(
-        said,
-        compute_kernel=said.kernel or now.kernel,
-        wire=said.wire or now.wire,
-        ids_per_bag=now.ids_per_bag if said.ids_per_bag is None else said.ids_per_bag,
-        data_type=now.data_type,
+        given,
+        compute_kernel=given.kernel or present.kernel,
+        wire=given.wire or present.wire,
+        ids_per_bag=present.ids_per_bag if given.ids_per_bag is None else given.ids_per_bag,
+        data_type=present.data_type,
     )
 
 
 @contextmanager
 def agreeing(group: Group) -> Iterator[list[Any]]:
-    """Checks that every rank makes, and what it finds, put into the list: all pass and find the same, or all raise.
+    """Run the block on every rank, then compare the results that it appends to the list. All ranks pass, or all raise.
 
     Raises:
-        ConfigError: a rank has raised, or has found something else; says which.
+        ConfigError: the block raised on another rank, or the results differ; names the rank.
     """
     found: list[Any] = []
     try:
         yield found
     except BaseException as error:
-        with suppress(ConfigError):  # the others must not wait for this rank where they compare
+        with suppress(ConfigError):  # the other ranks wait for this rank in their `agree`
             agree(group, _PLAN, {"checks": said_of(error)})
         raise
     agree(group, _PLAN, {"checks": "passed", "found": found})
 
 
 def words_of(ready: Ready, budget: int | None) -> dict[str, Any]:
-    """A move, for ranks to compare."""
+    """Return a description of a move that ranks can compare."""
     return {
         "plan": ready.plan.to_json(),
         "present plan": ready.present.to_json(),

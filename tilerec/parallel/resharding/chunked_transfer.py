@@ -1,13 +1,14 @@
-"""Values of tables on their way from tiles to tiles, in messages of bounded size.
+"""Chunked transfer: send the values of tables from old tiles to new tiles in messages of bounded size.
 
 Nouns
-  part    one tensor that moves: a weight, a slot, a gradient; `cells` has the tile's shape, else it has a number (or
-          several) per row
-  load    the parts of a table, and the transfers that take them from its old tiles to its new ones
-  round   one message from and to every peer that has one left
+  part    one tensor that moves: a weight, a slot, a gradient. With `cells` it has the tile's shape, else one or several
+          numbers per row
+  load    the parts of a table, and the transfers from its old tiles to its new ones
+  round   one message to and from every peer that has messages left
 
-What a rank keeps is copied in place. A slice that is one piece of memory on either side is sent from, or received
-into, that memory: only what is cut by columns is packed.
+Cells whose source and target are the same rank are copied directly. If a message is one slice, and its memory is
+contiguous on a side, that side sends from or receives into this memory. Only other messages (of several slices, or of
+slices cut by columns) are packed into buffers.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from tilerec.spec.topology import Topology
 
 @dataclass
 class Part:
-    """One tensor of a table.
+    """One tensor of a table, over all tiles of this rank.
 
     Args:
-        cells: of the tile's shape; else its first dimension is the tile's rows, whatever the others.
+        cells: True: it has the tile's shape. False: its first dimension is the tile's rows, and the others are free.
         unit: bytes of a cell, or of a row.
-        before, after: of each of this rank's tiles; `after` is made when the table moves.
+        before, after: the tensors, one per old and per new tile of this rank. `after` is allocated when the table
+            moves.
     """
 
     name: str
@@ -53,11 +55,11 @@ class Part:
 
 
 class Load:
-    """What moves of one table.
+    """The data of one table that moves.
 
     Args:
-        old, new: its tilings.
-        parts: the same on every rank, but for their memory.
+        old, new: tilings of the table.
+        parts: its tensors, equal on every rank except for their memory.
     """
 
     def __init__(self, old: Tiling, new: Tiling, parts: Sequence[Part], topology: Topology) -> None:
@@ -67,24 +69,27 @@ class Load:
         self._rows = row_transfers(old, new, topology) if by_rows else []
 
     def transfers(self) -> Iterator[tuple[int, Transfer, int]]:
-        """(part, transfer, bytes of one of its rows), in one order on all ranks."""
+        """Yield (part index, transfer, bytes of one row of the transfer), in the same order on all ranks."""
         for p, part in enumerate(self.parts):
             for transfer in self._cells if part.cells else self._rows:
                 yield p, transfer, part.unit * (transfer.rectangle.width if part.cells else 1)
 
     def row_bytes(self) -> int:
-        """The largest row that travels: no message is smaller."""
+        """Return the bytes of the largest row that moves. A message holds at least one row."""
         return max((size for _, _, size in self.transfers()), default=0)
 
     def bytes_between(self) -> dict[tuple[int, int], int]:
-        """(source, target) -> bytes, of all ranks; what stays on a rank is among them."""
+        """Return (source, target) -> bytes over all ranks. Pairs with source == target are copies within a rank."""
         found: defaultdict[tuple[int, int], int] = defaultdict(int)
         for _, transfer, row_bytes in self.transfers():
             found[(transfer.source, transfer.target)] += transfer.rectangle.rows * row_bytes
         return dict(found)
 
     def packed_between(self) -> dict[tuple[int, int], tuple[int, int, int]]:
-        """As `bytes_between`: bytes, and how many of them are no one piece at the source, and at the target."""
+        """Return (source, target) -> (bytes, those that the source packs, those that the target unpacks).
+
+        Bytes are packed or unpacked where a transfer has fewer columns than the tile, so its memory is not contiguous.
+        """
         widths = [
             {(rank, k): tile.c1 - tile.c0 for rank in own for k, tile in enumerate(tiling.tiles_of(rank))}
             for tiling, own in ((self.old, self._sources()), (self.new, self._targets()))
@@ -106,7 +111,7 @@ class Load:
         return {transfer.target for transfer in self._cells}
 
     def bytes_held(self, tiling: Tiling, ranks: int) -> list[int]:
-        """Of each rank, under a tiling."""
+        """Return the bytes of the table's parts on each rank under a tiling."""
         cell = sum(part.unit for part in self.parts if part.cells)
         row = sum(part.unit for part in self.parts if not part.cells)
         return [
@@ -116,7 +121,7 @@ class Load:
 
 
 def directions(loads: Sequence[Load]) -> int:
-    """The most peers, counted once for sending and once for receiving, that any rank has in these moves."""
+    """Return the largest number of peers of any rank in these moves: its targets plus its sources."""
     counts: defaultdict[int, int] = defaultdict(int)
     for source, target in {pair for load in loads for pair in load.bytes_between()}:
         if source != target:
@@ -126,11 +131,11 @@ def directions(loads: Sequence[Load]) -> int:
 
 
 class Transit:
-    """The moves of some tables at once, from this rank: buffers are made here, `run` needs no more memory.
+    """This rank's part in moving several tables at once. The constructor allocates all buffers.
 
     Args:
-        most: bytes of a message; a row that is larger travels all the same.
-        device: where the tables are, on all ranks alike.
+        most: largest bytes of a message. A row that is larger is a message of its own.
+        device: device of the tables, the same kind on all ranks.
     """
 
     def __init__(self, group: Group, loads: Sequence[Load], most: int, device: torch.device) -> None:
@@ -165,12 +170,14 @@ class Transit:
         self.sent = sum(own.bytes for parts in self._sends.values() for m in parts for own in m)
 
     def run(self, rounds: int, after_round: Callable[[int], None]) -> BaseException | None:
-        """Move everything. What fails on this rank is given back, after its peers have got their messages: they wait
-        for as many bytes, whatever is in them.
+        """Move all values. Return an error of this rank after the last round instead of raising it.
+
+        Peers wait for a fixed number of bytes, so a failed rank still sends all its messages; their content is then
+        undefined.
 
         Args:
-            rounds: the most that any rank has: in each of them, every rank takes part.
-            after_round: called with the number of rounds that are done; may raise.
+            rounds: the largest number of rounds of any rank. Every rank takes part in each round.
+            after_round: called with the number of finished rounds; may raise.
 
         Raises:
             CommsError: a peer is gone.
@@ -197,8 +204,8 @@ class Transit:
             for peer, message in receives.items():
                 direct = self._direct(message, True)
                 into[peer] = self._into[peer][: message_bytes(message)] if direct is None else direct
-            # All ranks in one call: gloo is faster at that than at single messages. A rank that has nothing left says
-            # so in the others' type.
+            # One call for all ranks: gloo is faster that way than with single messages. The empty message to itself
+            # gives a rank that has no messages left the same dtype as the others.
             out.setdefault(self._group.rank, torch.empty(0, dtype=torch.uint8, device=self._device))
             self._group.swap("reshard", into, out).wait()
             if failure is None:
@@ -214,7 +221,7 @@ class Transit:
     # ------------------------------------------------------------------------------------------------ memory
 
     def _window(self, own: Slice, after: bool) -> Tensor:
-        """A slice's cells in the old or the new tile."""
+        """Return the view of a slice in the old or the new tile."""
         load, transfer = self._loads[own.table], own.transfer
         part, (_, _, c0, c1) = load.parts[own.part], transfer.rectangle
         leaf = transfer.target_leaf if after else transfer.source_leaf
@@ -224,21 +231,21 @@ class Transit:
         return rows[:, c0 - tile.c0 : c1 - tile.c0] if part.cells else rows
 
     def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
-        """The memory of a message that is one slice, where that is one piece."""
+        """Return a message's memory as bytes if it is one slice in contiguous memory, else None."""
         if len(message) > 1:
             return None
         window = self._window(message[0], after)
         return window.view(-1).view(torch.uint8) if window.is_contiguous() else None
 
     def _buffer(self, own: Sequence[Sequence[Slice]]) -> Tensor:
-        """Room for the largest of these messages."""
+        """Return a buffer for the largest of these messages."""
         size = max((message_bytes(message) for message in own), default=0)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _views(
         self, message: Sequence[Slice], buffer: Tensor, after: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each slice's window, and its place in a buffer."""
+        """Yield the view of each slice in its tile, and its view in the buffer."""
         for own, at in zip(message, starts(message), strict=True):
             window = self._window(own, after)
             yield window, buffer[at : at + own.bytes].view(window.dtype).view(window.shape)
@@ -253,7 +260,7 @@ class Transit:
 
 
 def sent_by_rank(loads: Sequence[Load], ranks: int) -> tuple[list[int], list[int], int]:
-    """Bytes that each rank sends, bytes that each receives, and bytes that are copied within ranks, in all."""
+    """Return the bytes that each rank sends, the bytes that each receives, and the sum of bytes copied within ranks."""
     out, into, kept = [0] * ranks, [0] * ranks, 0
     for (source, target), size in itertools.chain.from_iterable(
         load.bytes_between().items() for load in loads

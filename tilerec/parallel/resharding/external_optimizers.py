@@ -1,12 +1,13 @@
-"""Optimizers that step tiles of unattached tables, as a move of these tables meets them.
+"""The user's own torch optimizers: move their parameters and state when the tables that they step are resharded.
 
 Nouns
-  stepper  a torch optimizer with a table's leaves among its parameters, and state beside them
-  namer    a `KeyedOptimizer` around one: it keeps the leaves by name
+  stepper  a torch optimizer that has leaves of an unattached table among its parameters, and its state for them
 
-A table's first leaf stays the same object wherever its tiles go. Further leaves come and go: they are put into, and
-taken out of, the param group that the first is in. State moves as the weights do: tensors of a tile's shape, and
-numbers per row where whole rows lie together; counts are the same on every tile.
+A table's first leaf stays the same object under every tiling. Further leaves are added to, and removed from, the param
+group of the first leaf. A `KeyedOptimizer` around a stepper also keeps the leaves by name.
+
+State moves like the weights: tensors of a tile's shape, and numbers per row if each tile holds whole rows. Counts are
+equal on every tile.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from tilerec.sharding.table import ShardedTable, leaf_name
 
 
 class Held(NamedTuple):
-    """What a stepper keeps beside the tiles of a table: tensors `[tiles]` by name, and what is no tensor or one number.
+    """State of a stepper for a table's tiles on this rank, by name.
 
-    cells: of the tile's shape. rows: one number per row.
+    Args:
+        cells: per tile, a tensor of the tile's shape.
+        rows: per tile, a tensor with one number per row.
+        numbers: one value for all tiles: a tensor of no dimensions, or no tensor at all.
     """
 
     cells: dict[str, list[Tensor]]
@@ -44,16 +48,16 @@ class Held(NamedTuple):
 
 
 def optimizers_with(leaves: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """Every living optimizer of this process that has one of these parameters, or keeps state or names of them."""
+    """Return every optimizer of this process that holds one of these parameters, or its name."""
     wanted = {id(leaf) for leaf in leaves}
-    if wanted and _living(wanted):
-        gc.collect()  # those that nobody uses any more do not count
-        return _living(wanted)
+    if wanted and _live_optimizers(wanted):
+        gc.collect()  # drops optimizers without references
+        return _live_optimizers(wanted)
     return []
 
 
-def _living(wanted: set[int]) -> list[Optimizer]:
-    """Optimizers with one of these parameters, those among them that wait for the collector."""
+def _live_optimizers(wanted: set[int]) -> list[Optimizer]:
+    """Return the optimizers with one of these parameters, those that the collector has yet to free included."""
     classes: list[type] = [Optimizer]
     for kind in classes:
         classes += kind.__subclasses__()
@@ -71,21 +75,23 @@ def _living(wanted: set[int]) -> list[Optimizer]:
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     if isinstance(optimizer, KeyedOptimizer):
         return list(optimizer.params.values())
-    # One that another thread is still making has none yet.
+    # An optimizer that another thread is constructing has no param groups yet.
     return [p for group in vars(optimizer).get("param_groups", ()) for p in group["params"]]
 
 
 def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those that keep parameters of their own: what is inside of combined ones and wrappers, and the wrappers of names.
+    """Return the optimizers that hold parameters: those inside combinations and wrappers, and `KeyedOptimizerWrapper`s.
+
+    Attached optimizers are left out.
 
     Raises:
-        ConfigError: something is no optimizer.
+        ConfigError: an object is not an optimizer.
     """
     found: list[Optimizer] = []
     for optimizer in given:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"reshard: optimizers has a {type(optimizer).__name__}; wanted torch's, or KeyedOptimizers."
+                f"reshard: optimizers: got a {type(optimizer).__name__}; expected torch optimizers or KeyedOptimizers."
             )
         if isinstance(optimizer, (FusedOptimizer, ShardedFusedOptimizer)):
             continue
@@ -102,14 +108,15 @@ def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:
 
 
 class Steppers:
-    """All optimizers that have to do with the tables that move, in one order on every rank.
+    """The optimizers that step the moving tables, in the same order on every rank.
 
     Args:
         tables: name in messages -> table.
-        given: in the user's order; None: those of this process that have the tables' leaves.
+        given: the optimizers in the user's order. None: those of this process that hold the tables' leaves.
 
     Raises:
-        ConfigError: two of them cannot be told apart; some leaves of a table are missing in one.
+        ConfigError: two optimizers have the same type and tables, so ranks cannot match them, or one lacks leaves of a
+            table.
     """
 
     def __init__(self, tables: Mapping[str, ShardedTable], given: Sequence[Optimizer] | None) -> None:
@@ -118,7 +125,7 @@ class Steppers:
         found = optimizers_with(leaves)
         if given is not None:
             wanted = unwrapped(given)
-            _warn_of_strangers(found, wanted)
+            _warn_of_missing(found, wanted)
             found = wanted
         own = {id(leaf): name for name, table in tables.items() for leaf in table.leaves()}
         named = [
@@ -131,8 +138,8 @@ class Steppers:
             for (kind, members, _), (other, same, _) in pairwise(named):
                 if (kind, members) == (other, same):
                     raise ConfigError(
-                        f"reshard: two optimizers of type {kind} hold table {members[0]}, and there is no telling them "
-                        "apart on all ranks; pass optimizers=[...], in one order on every rank."
+                        f"reshard: two optimizers of type {kind} hold table {members[0]}, and ranks cannot match them "
+                        "with those of other ranks; pass optimizers=[...], in the same order on every rank."
                     )
         self._members = [entry[1] for entry in named]
         self._optimizers = [entry[2] for entry in named]
@@ -140,18 +147,18 @@ class Steppers:
             self._check_leaves(number, optimizer)
 
     def described(self) -> list[Any]:
-        """What must be the same on every rank."""
+        """Return a description of the optimizers that must be equal on every rank."""
         return [
             {"optimizer": type(optimizer).__name__, "tables": list(members)}
             for optimizer, members in zip(self._optimizers, self._members, strict=True)
         ]
 
     def of(self, name: str) -> list[int]:
-        """Numbers of those that have a table's leaves."""
+        """Return the numbers of the optimizers that hold a table's leaves."""
         return [n for n, members in enumerate(self._members) if name in members]
 
     def word(self, number: int) -> str:
-        """An optimizer's kind, for messages."""
+        """Return an optimizer's type name, for messages."""
         return type(self._optimizers[number]).__name__
 
     def _check_leaves(self, number: int, optimizer: Optimizer) -> None:
@@ -160,15 +167,15 @@ class Steppers:
             here = {id(p) for p in _parameters(optimizer)}
             if not all(id(leaf) in here for leaf in leaves):
                 raise ConfigError(
-                    f"reshard: {self.word(number)} has some of the {len(leaves)} tiles of table {name} and not all of "
-                    "them; give it all parameters of the table (module.named_parameters())."
+                    f"reshard: {self.word(number)}: got some of the {len(leaves)} tiles of table {name}; expected all. "
+                    "Give it all parameters of the table (module.named_parameters())."
                 )
             if not isinstance(optimizer, KeyedOptimizer):
                 groups = {self._group_of(optimizer, leaf) for leaf in leaves}
                 if len(groups) > 1:
                     raise ConfigError(
-                        f"reshard: {self.word(number)} has the tiles of table {name} in {len(groups)} param groups, so "
-                        "it is open which one new tiles belong to; put them into one."
+                        f"reshard: {self.word(number)}: got the tiles of table {name} in {len(groups)} param groups; "
+                        "expected one, which new tiles will join. Put them into one group."
                     )
 
     @staticmethod
@@ -180,10 +187,10 @@ class Steppers:
     # ------------------------------------------------------------------------------------------------------- state
 
     def held(self, number: int, name: str) -> Held:
-        """What one keeps beside a table's tiles on this rank.
+        """Return the state that one optimizer keeps for a table's tiles on this rank.
 
         Raises:
-            ConfigError: state of which it is not known how it belongs to tiles.
+            ConfigError: some state belongs neither to cells, nor to rows, nor to the whole table.
         """
         optimizer, table = self._optimizers[number], self._tables[name]
         own_state = vars(optimizer).get("state")
@@ -194,34 +201,34 @@ class Steppers:
         states = [cast("Mapping[str, Any]", own_state.get(leaf) or {}) for leaf in leaves]
         if any(set(state) != set(states[0]) for state in states):
             raise ConfigError(
-                f"reshard: {self.word(number)} has state of some tiles of table {name} and not of others; take a step, "
-                "or call init_state()."
+                f"reshard: {self.word(number)}: got state of some tiles of table {name} only; expected all or none. "
+                "Take a step, or call init_state()."
             )
         for key in states[0]:
             values = [state[key] for state in states]
-            what = f"reshard: the state '{key}' that {self.word(number)} keeps of table {name}"
-            self._sort(found, key, values, leaves, what)
+            where = f"reshard: the state '{key}' that {self.word(number)} keeps of table {name}"
+            self._classify(found, key, values, leaves, where)
         return found
 
     def initial(self, number: int, name: str, key: str) -> float:
-        """What a state has of cells that were never stepped."""
+        """Return a state's value for cells without a step so far."""
         optimizer = self._optimizers[number]
         group = optimizer.param_groups[self._group_of(optimizer, self._tables[name].leaves()[0])]
         options = {"sum": "initial_accumulator_value", "step_size": "lr"}  # Adagrad's, Rprop's
         return float(group.get(options.get(key, ""), 0.0))
 
     @staticmethod
-    def _sort(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], what: str) -> None:
+    def _classify(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], where: str) -> None:
         if not any(isinstance(value, Tensor) for value in values):
             if any(isinstance(value, (Mapping, list, tuple, set)) for value in values):
                 raise ConfigError(
-                    f"{what} is a {type(values[0]).__name__}; only tensors and numbers can move."
+                    f"{where}: got a {type(values[0]).__name__}; expected tensors or numbers. Nothing else can move."
                 )
             found.numbers[key] = values[0]
         elif all(isinstance(value, Tensor) and value.dim() == 0 for value in values):
             found.numbers[key] = values[0]
         elif all(value.layout is not torch.strided for value in values):
-            raise ConfigError(f"{what} is a sparse tensor, which cannot move; use a dense one.")
+            raise ConfigError(f"{where}: got a sparse tensor, which cannot move; expected a dense one.")
         elif all(value.shape == leaf.shape for value, leaf in zip(values, leaves, strict=True)):
             found.cells[key] = values
         elif all(
@@ -231,9 +238,9 @@ class Steppers:
             found.rows[key] = values
         else:
             raise ConfigError(
-                f"{what} has shape {tuple(values[0].shape)} beside a tile of shape {tuple(leaves[0].shape)}: neither "
-                "the tile's, nor a number per row, nor one number, so it cannot follow the table's cells elsewhere; "
-                "attach an optimizer (apply_optimizer_in_backward), use one that works element by element, or leave "
+                f"{where}: got shape {tuple(values[0].shape)} for a tile of shape {tuple(leaves[0].shape)}; expected "
+                "the tile's shape, a number per row, or one number. Other state cannot move with the table's cells. "
+                "Attach an optimizer (apply_optimizer_in_backward), use one that works element by element, or leave "
                 "the table where it is."
             )
 
@@ -243,10 +250,10 @@ class Steppers:
         self, name: str, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter],
         states: Mapping[int, Sequence[dict[str, Any]]],
     ) -> None:  # fmt: skip
-        """A table's leaves have changed: groups, names and state do so, too.
+        """Replace a table's leaves in the param groups, names and state of its optimizers.
 
         Args:
-            states: of each stepper that has any, one dict per leaf.
+            states: new state by optimizer number, one dict per leaf.
         """
         for number in self.of(name):
             optimizer = self._optimizers[number]
@@ -263,32 +270,32 @@ class Steppers:
                 own_state[leaf] = state
 
     def refresh(self) -> None:
-        """Namers know which leaves are empty."""
+        """Update the empty leaves that `KeyedOptimizerWrapper`s keep a list of."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeyedOptimizerWrapper):
                 optimizer._bystanders = empty_leaves(optimizer.params.values())
 
 
-def _warn_of_strangers(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
+def _warn_of_missing(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
     known = {id(optimizer) for optimizer in given}
-    strangers = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
-    if strangers:
+    missing = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
+    if missing:
         warnings.warn(
-            f"reshard: {', '.join(strangers)} of this process holds tiles of tables that move and is not among "
-            "optimizers=: its parameters and state will be those of tiles that are gone. Pass it too, or delete it.",
+            f"reshard: {', '.join(missing)} of this process holds tiles of tables that move and is not in "
+            "optimizers=. It will keep parameters and state of tiles that no longer exist. Pass it too, or delete it.",
             stacklevel=5,
         )
 
 
 def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
-    """The leaves of a table in its param group, in place: torch and schedulers hold on to the list."""
+    """Replace the leaves of a table in its param group, in place: torch and schedulers keep references to the list."""
     first = before[0]
     for group in optimizer.param_groups:
         params = group["params"]
         at = next((i for i, p in enumerate(params) if p is first), None)
         if at is None:
             continue
-        # New ones, too: optimizers may share their groups, and a second one finds them there.
+        # Remove new leaves too: if two optimizers share the group, the first one has already inserted them.
         old = {id(leaf) for leaf in (*before, *after)}
         names = group.get("param_names")
         if names is not None:
@@ -306,7 +313,7 @@ def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequen
 
 
 def _rename(optimizer: KeyedOptimizer, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:
-    """The leaves of a table by name, in the place of its first."""
+    """Replace the leaves of a table in `params`, at the position of the first leaf."""
     if "params" not in vars(optimizer):
         return
     old = {id(leaf) for leaf in before}
@@ -321,7 +328,7 @@ def _rename(optimizer: KeyedOptimizer, before: Sequence[nn.Parameter], after: Se
 
 
 def _leaf_of(first: str, i: int) -> str:
-    """The name of leaf i, given that of the first: `ebc.t.weight` -> `ebc.t.weight.1`."""
+    """Return the name of leaf i from the name of the first leaf: `ebc.t.weight` -> `ebc.t.weight.1`."""
     return (
         first[: -len(leaf_name(0))] + leaf_name(i)
         if first.endswith(leaf_name(0))
@@ -330,7 +337,7 @@ def _leaf_of(first: str, i: int) -> str:
 
 
 def number_like(value: Any, leaf: Tensor) -> Any:
-    """A number that all tiles of a table share, for one of them: counts that lay on the CPU stay there."""
+    """Return a copy of a value that all tiles share, for one tile: on its device, but counts on the CPU stay there."""
     if isinstance(value, Tensor):
         return value.clone() if value.device.type == "cpu" else value.to(leaf.device, copy=True)
     return copy.deepcopy(value)

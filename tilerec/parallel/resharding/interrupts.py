@@ -1,4 +1,4 @@
-"""Ctrl-C while ranks do something together: heard where the rank can tell its peers, not between two of their calls."""
+"""Deferred Ctrl-C: raise KeyboardInterrupt only where a rank can still notify its peers, not amid a collective."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import final
 
 @final
 class Interrupts:
-    """Holds Python's own reaction to SIGINT back; a context.
+    """Context manager that defers Python's default reaction to SIGINT.
 
-    The first one is raised by the next `check()`, or at the end of the context where there is none; the second one at
-    once. Nothing is held back outside the main thread, or where a program has a handler of its own.
+    The next `check()` raises the first SIGINT, or else the end of the context does. A second SIGINT raises at once.
+    Nothing is deferred outside the main thread, or if the program has its own handler.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interrupts:
             self.check()
 
     def check(self) -> None:
-        """Raise what was held back.
+        """Raise a deferred KeyboardInterrupt.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed.

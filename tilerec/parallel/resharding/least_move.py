@@ -1,12 +1,9 @@
-"""Of plans that are as good, the one that is the least way from the present one.
+"""Reduce the bytes that a move to a new plan sends, at nearly the same step time.
 
-Which of two alike ranks a planner calls 0 is of no matter to a step, and of much to a move. And where a table lies may
-matter little: it then stays.
+    renamed           permute ranks of a host, and hosts of equal size, so that more cells are already in place
+    with_what_stays   return tables to their present tiling, the largest moves first, if the step time allows it
 
-    renamed    ranks of a host, and hosts of equal size, get each other's tiles where more of them are there already
-    with what stays   tables, the largest moves first, go back to where they are if the price allows
-
-Legend: W ranks.
+A permutation of equal ranks does not change the step time, but it can change the bytes of the move a lot.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 MOST_TRIED = 64
-"""Tables of which it is tried whether they may stay: each try prices a plan."""
+"""Largest number of tables that `with_what_stays` tries to keep in place. Each try prices one plan."""
 
 Tilings = dict[Name, Tiling]
 
 
 def tilings_of(plan: ShardingPlan) -> Tilings:
-    """A complete plan's tilings."""
+    """Return the tilings of a complete plan."""
     found: Tilings = {}
     for path, table, sharding in plan.tables():
         assert sharding.tiling is not None
@@ -39,7 +36,7 @@ def tilings_of(plan: ShardingPlan) -> Tilings:
 
 
 def moved_bytes(old: Tiling, new: Tiling, cell: int, topology: Topology) -> int:
-    """Bytes of cells that travel between ranks, `cell` each."""
+    """Return the bytes sent between ranks, at `cell` bytes per cell."""
     if old == new:
         return 0
     return cell * sum(t.rectangle.cells for t in transfers(old, new, topology) if not t.stays)
@@ -48,18 +45,19 @@ def moved_bytes(old: Tiling, new: Tiling, cell: int, topology: Topology) -> int:
 def renamed(
     plan: ShardingPlan, present: ShardingPlan, cells: Mapping[Name, int], topology: Topology
 ) -> ShardingPlan:
-    """The plan with its ranks renamed so that more cells are where they are wanted.
+    """Return the plan with its ranks permuted so that more cells are already in place.
 
-    Ranks are taken to be alike: those of one host, and hosts with as many ranks.
+    Ranks of one host count as interchangeable, and so do hosts with the same number of ranks.
 
     Args:
         cells: bytes of a cell of each table, with its state.
 
-    Two ranks, two tables of one size; now a on 0, b on 1, and the plan says b on 0, a on 1: with 0 and 1 renamed
-    nothing moves.
+    Example: two tables of one size on two ranks. Now a is on rank 0 and b on rank 1; the plan has b on 0 and a on 1.
+    With ranks 0 and 1 exchanged nothing moves.
     """
     size = topology.world_size
-    overlap = [[0] * size for _ in range(size)]  # bytes that old rank q has of what new rank r is to have
+    # overlap[r][q]: bytes of the new tiles of rank r that rank q holds now
+    overlap = [[0] * size for _ in range(size)]
     before, after = tilings_of(present), tilings_of(plan)
     for name, tiling in after.items():
         for tile in rectangles(tiling):
@@ -70,17 +68,17 @@ def renamed(
                     for r in tile.owners:
                         for q in other.owners:
                             overlap[r][q] += rows * width * cells[name]
-    names = _names(overlap, topology)
+    names = _rank_permutation(overlap, topology)
     if names == list(range(size)):
         return plan
     try:
-        return _with_names(plan, names, topology)
-    except ConfigError:  # a sharding type that says something about the order of ranks
+        return _permuted(plan, names, topology)
+    except ConfigError:  # a sharding type that fixes the order of ranks
         return plan
 
 
-def _names(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
-    """For each rank of a plan, the rank that takes its place."""
+def _rank_permutation(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
+    """Return for each rank of a plan the rank that replaces it."""
     hosts = [list(host) for host in topology.host_ranks]
     gains: list[list[int]] = []
     inside: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -90,18 +88,21 @@ def _names(overlap: Sequence[Sequence[int]], topology: Topology) -> list[int]:
             if len(new) != len(old):
                 gains[a].append(-1)
                 continue
-            pairs = _matched([[overlap[r][q] for q in old] for r in new])
+            pairs = _greedy_matching([[overlap[r][q] for q in old] for r in new])
             inside[(a, b)] = [(new[i], old[j]) for i, j in enumerate(pairs)]
             gains[a].append(sum(overlap[r][q] for r, q in inside[(a, b)]))
     names = list(range(topology.world_size))
-    for a, b in enumerate(_matched(gains)):
+    for a, b in enumerate(_greedy_matching(gains)):
         for r, q in inside[(a, b)]:
             names[r] = q
     return names
 
 
-def _matched(gains: Sequence[Sequence[int]]) -> list[int]:
-    """A column for each row, each once: the largest gains first; of equals, the one that stays. Negative: never."""
+def _greedy_matching(gains: Sequence[Sequence[int]]) -> list[int]:
+    """Return a different column for each row, greedily by the largest gain; among equal gains, the diagonal first.
+
+    Negative gains are never chosen.
+    """
     count = len(gains)
     order = sorted(
         ((i, j) for i in range(count) for j in range(count) if gains[i][j] >= 0),
@@ -113,11 +114,11 @@ def _matched(gains: Sequence[Sequence[int]]) -> list[int]:
         if found[i] < 0 and j not in taken:
             found[i] = j
             taken.add(j)
-    # Unequal hosts may be left without a partner of their size; then everybody keeps the name.
+    # If a host has no partner of its size left, all ranks keep their numbers.
     return found if -1 not in found else list(range(count))
 
 
-def _with_names(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> ShardingPlan:
+def _permuted(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> ShardingPlan:
     parts = {}
     for path, part in plan.plan.items():
         done: dict[str, ParameterSharding] = {}
@@ -130,7 +131,7 @@ def _with_names(plan: ShardingPlan, names: Sequence[int], topology: Topology) ->
             if sharding.kind in (ShardingType.DATA_PARALLEL, ShardingType.EXPLICIT):
                 ranks = None
             made = replace(sharding, ranks=ranks, tiling=new)
-            # Says so if the type does not allow these ranks in this order.
+            # Raises if the sharding type does not allow these ranks in this order.
             complete(replace(made, tiling=None) if ranks else made, name, tiling.rows, tiling.dim, topology)
             done[name] = made
         parts[path] = EmbeddingModuleShardingPlan(done)
@@ -146,11 +147,11 @@ def with_what_stays(
     seconds: Callable[[Tilings], float],
     most: float,
 ) -> ShardingPlan:
-    """The plan with the tables at their present place that need not move for a step of `most` seconds.
+    """Return the plan with tables back in their present tiling as long as a step takes at most `most` seconds.
 
     Args:
-        ties: names of each table; tied ones move together.
-        seconds: of a step under tilings.
+        ties: all names of each table; tied tables move together.
+        seconds: returns the predicted seconds of a step under given tilings.
     """
     before, after = tilings_of(present), tilings_of(plan)
     moves = [

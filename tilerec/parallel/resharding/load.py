@@ -1,10 +1,11 @@
-"""`Load`: what the ranks' batches have read of each table, and what each rank had to look up for that.
+"""`Load`: the ids that batches have read from each table, and the ids that each rank has looked up.
 
 Nouns
   step    one routed batch of a collection, training or not
-  reads   ids that a rank looks up, of all homes; an id of a table in column blocks is read once by each block's owner
+  reads   ids that a rank looks up for all homes; if a table has column blocks, each block's owner reads the id once
 
-Counted by every forward pass since `shard`, `reshard`, or the last look (`sharding/read_counts.py`).
+Every forward pass adds to the counts (`sharding/read_counts.py`). They start at 0 with `shard`, `reshard`, and each
+`load_of` that resets them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tilerec.sharding.layout import reader
 
 @dataclass(frozen=True)
 class FeatureLoad:
-    """What one feature reads of one table, on average of ranks and steps.
+    """Bags and ids that one feature reads from one table: means over ranks and steps.
 
     Attributes:
         bags: samples of a rank's batch (times lookups per sample).
-        ids: of them.
+        ids: ids in these bags.
     """
 
     feature: str
@@ -42,12 +43,12 @@ class FeatureLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """What has been read since the last look; the same on every rank.
+    """Measured load since the counts were last reset; equal on every rank.
 
     Attributes:
-        steps: batches of a rank that were counted, the most of any collection.
-        features: (path, table) -> one for each of its features.
-        reads: (path, table) -> ids that each rank looks up in a step.
+        steps: largest number of counted batches of any rank and collection.
+        features: (path, table) -> load of each of its features.
+        reads: (path, table) -> ids per step that each rank looks up.
     """
 
     steps: int
@@ -56,13 +57,12 @@ class Load:
 
     @property
     def reads_per_rank(self) -> tuple[float, ...]:
-        """Ids that each rank looks up in a step, of all tables; where tables lie on groups of several sizes, by the
-        rank's place in the group."""
+        """Ids per step that each rank looks up in all tables; indexed by rank in the group if groups differ in size."""
         return tuple(map(sum, itertools.zip_longest(*self.reads.values(), fillvalue=0.0)))
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's reads over the mean: 1 is even; 1 where nothing was read."""
+        """The busiest rank's reads divided by the mean: 1 is even. 1 if nothing was read."""
         reads = self.reads_per_rank
         total = sum(reads)
         return max(reads) * len(reads) / total if total else 1.0
@@ -75,12 +75,12 @@ class Load:
 
 
 def load_of(model: nn.Module, *, reset: bool = True) -> Load:
-    """What the batches of all ranks have read of a sharded model's tables since the last look. All ranks call it.
+    """Return the load of a sharded model's tables over all ranks since the last reset. Collective.
 
-    Where sharding groups train apart (a `DMPCollection` that averages), each hears of its own ranks.
+    With sharding groups that train separately (a `DMPCollection` that averages), each group returns its own load.
 
     Args:
-        reset: whether the next look begins here.
+        reset: True: set the counts to 0.
 
     Raises:
         ConfigError: the model is not sharded.
@@ -91,22 +91,22 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     reads: dict[Name, tuple[float, ...]] = {}
     most = 0
     groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
-    for group in groups.values():  # several only where parts have sharding groups of their own
+    for group in groups.values():  # several only if parts differ in their sharding groups
         here = {path: part for path, part in collections.items() if part.exchange.group is group}
         group.begin("load_of")
         own = {path: _counted(part, reset) for path, part in here.items()}
-        everyone = cast("list[dict[str, Any]]", group.all_gather_object(own))
+        counts_of_all = cast("list[dict[str, Any]]", group.all_gather_object(own))
         for path, part in here.items():
-            told = [facts[path] for facts in everyone]
-            steps = sum(steps for steps, _, _ in told)
-            most = max(most, *(steps for steps, _, _ in told))
-            turns = max(1.0, steps / group.size)
-            _add(path, part, told, turns, features, reads)
+            counts_by_rank = [facts[path] for facts in counts_of_all]
+            steps = sum(steps for steps, _, _ in counts_by_rank)
+            most = max(most, *(steps for steps, _, _ in counts_by_rank))
+            mean_steps = max(1.0, steps / group.size)
+            _add(path, part, counts_by_rank, mean_steps, features, reads)
     return Load(most, features, reads)
 
 
 def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
-    """(steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
+    """Return (steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
     layout = part.exchange.layout
     steps, bags, ids = 0, [0] * len(layout.slots), [0] * len(layout.parts)
     for stages in part.exchange.all_stages():
@@ -123,24 +123,25 @@ def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list
 def _add(
     path: str,
     part: ShardedCollection,
-    told: list[tuple[int, list[int], list[int]]],
-    turns: float,
+    counts_by_rank: list[tuple[int, list[int], list[int]]],
+    mean_steps: float,
     features: dict[Name, tuple[FeatureLoad, ...]],
     reads: dict[Name, tuple[float, ...]],
 ) -> None:
-    """One collection's numbers.
+    """Add one collection's load to `features` and `reads`.
 
     Args:
-        turns: steps of a rank.
+        counts_by_rank: counts of each rank, as `_counted` returns them.
+        mean_steps: mean steps of a rank.
     """
     layout, size = part.exchange.layout, part.exchange.group.size
     team_of = part.exchange.teams.of if part.exchange.teams is not None else None
     names = [table.name for table in layout.tables]
     by_slot = [0.0] * len(layout.slots)
     by_table = {name: [0.0] * size for name in names}
-    # The parts of a slot's first route hold each of its rows once.
+    # The parts of a slot's first route contain each of its rows exactly once.
     whole = {p for route in _first_routes(layout.routes) for p in route}
-    for home, (_, _, ids) in enumerate(told):
+    for home, (_, _, ids) in enumerate(counts_by_rank):
         for p, count in enumerate(ids):
             piece = layout.parts[p]
             if p in whole:
@@ -151,13 +152,13 @@ def _add(
         features[(path, name)] = tuple(
             FeatureLoad(
                 slot.feature,
-                sum(bags[s] for _, bags, _ in told) / (turns * size),
-                by_slot[s] / (turns * size),
+                sum(bags[s] for _, bags, _ in counts_by_rank) / (mean_steps * size),
+                by_slot[s] / (mean_steps * size),
             )
             for s, slot in enumerate(layout.slots)
             if slot.table == t
         )
-        reads[(path, name)] = tuple(count / turns for count in by_table[name])
+        reads[(path, name)] = tuple(count / mean_steps for count in by_table[name])
 
 
 def _first_routes(routes: Any) -> list[tuple[int, ...]]:

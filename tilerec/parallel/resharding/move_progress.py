@@ -1,4 +1,4 @@
-"""How far a move of tables is: for a bar on rank 0, or for a function of the user's."""
+"""Progress of a move of tables: a bar on rank 0, or calls of the user's function."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, final
 from tilerec.errors import ConfigError
 
 PATIENCE_S = 1.0
-"""A bar appears on a terminal when a move has taken this long, in seconds."""
+"""Seconds that a move takes before its bar appears on a terminal."""
 
 
 @dataclass(frozen=True)
 class Moving:
-    """Where a move stands, seen from one rank.
+    """Progress of a move on one rank.
 
     Attributes:
-        tables, all_tables: moved already, and to be moved.
-        bytes, all_bytes: of this rank's tiles that have come or were sent, and of all of them.
-        names: of the tables that move now.
+        tables, all_tables: number of tables that have moved, and of all tables of the move.
+        bytes, all_bytes: bytes that this rank has sent and received so far, and in the whole move.
+        names: names of the tables that move now.
     """
 
     tables: int
@@ -31,20 +31,28 @@ class Moving:
 
 
 ProgressOption = bool | Callable[[Moving], Any] | None
-"""None: a bar on rank 0 where stderr is a terminal, if it takes long; True: there in any case; False: none."""
+"""None: a bar on rank 0 if stderr is a terminal and the move takes `PATIENCE_S`. True: a bar at once. False: no bar.
+
+A function is called on every rank with a `Moving` after each round of messages.
+"""
 
 
 def check_progress(option: object) -> None:
-    """Refuse what is no option."""
+    """Raise `ConfigError` if an object is not a `ProgressOption`."""
     if not (option is None or isinstance(option, bool) or callable(option)):
         raise ConfigError(
-            f"reshard: progress is {option!r:.80}; wanted True, False, None, or a function of a Moving."
+            f"reshard: progress: got {option!r:.80}; expected True, False, None, or a function of a Moving."
         )
 
 
 @final
 class MoveProgress:
-    """Hears of every round of a move."""
+    """Shows the progress of a move after every round of messages.
+
+    Args:
+        option: see `ProgressOption`.
+        tables, size: number of tables, and bytes that this rank sends and receives, in the whole move.
+    """
 
     def __init__(self, option: ProgressOption, rank: int, tables: int, size: int) -> None:
         self._call = option if callable(option) else None
@@ -61,7 +69,7 @@ class MoveProgress:
                 self._console = console
 
     def tell(self, tables: int, size: int, names: tuple[str, ...]) -> None:
-        """So many tables and bytes are done. A function of the user's may raise."""
+        """Show that this many tables and bytes are done. The user's function may raise."""
         if self._call is not None:
             self._call(Moving(tables, self._tables, size, self._bytes, names))
         elif self._console is not None:
@@ -85,11 +93,11 @@ class MoveProgress:
             self._task = self._bar.add_task("resharding", total=self._bytes, tables="")
             self._bar.start()
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        what = f"{tables}/{self._tables} tables, {names[0]}{more}" if names else f"{tables} tables"
-        self._bar.update(self._task, completed=size, tables=what)
+        text = f"{tables}/{self._tables} tables, {names[0]}{more}" if names else f"{tables} tables"
+        self._bar.update(self._task, completed=size, tables=text)
 
     def close(self) -> None:
-        """The move is over, or has failed."""
+        """Remove the bar, after the end or a failure of the move."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

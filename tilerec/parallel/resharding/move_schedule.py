@@ -1,9 +1,9 @@
-"""In which batches and messages a move goes, and what that takes: the mover follows it, `rebalance` prices it.
+"""Schedule of a move: its batches, its message size and its predicted seconds. `Mover` runs it, `rebalance` prices it.
 
     seconds  =  sum over batches of the busiest rank's (sends + receives + new memory)  +  calls  +  tables
 
-A message is copied once more where it is cut by columns. New memory costs a copy (the system clears it), and more
-where the process has not had as much before (`Speeds.fresh`).
+A message cut by columns costs one more copy. New memory costs a copy, because the system clears it. Memory beyond the
+largest amount that the process has held so far costs more (`Speeds.fresh`).
 
 Legend: T tables, R ranks.
 """
@@ -23,26 +23,27 @@ from tilerec.spec.speeds import Speeds
 from tilerec.spec.topology import Topology
 
 LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
-"""Bytes of a rank's messages at a time, unless the budget is less: a quarter of the largest tile, within the two."""
+"""Bytes of a rank's messages in one round: largest tile / TRANSIT_PART, within the two bounds or less by the budget."""
 
 LEAST_TOGETHER, MOST_TOGETHER = 4 << 20, 16 << 20
-"""Bytes beside the tables up to which several move in one batch without a budget: a tile's, within the two."""
+"""Extra bytes up to which tables move in one batch without a budget: the largest tile's, within the two bounds."""
 
 HANDLING = 1e-3
-"""Seconds that a table takes whatever its size: looked at, described, and its tiles put in place."""
+"""Seconds per table at any size: to collect and exchange its facts, and to replace its tiles."""
 
 CALLS, CALLS_OF_BATCH = 14, 2
-"""Collectives of a move before and after its batches, and of a batch beside its messages."""
+"""Number of collectives of a move outside its batches, and of a batch without its messages."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A move's plan.
+    """Batches and message size of a move.
 
     Attributes:
-        most: bytes of a message.
-        batches: tables by number, that move at once.
-        extra: bytes that a rank may need beyond the larger of what its tables take before and after, messages included.
+        most: largest bytes of a message.
+        batches: tables by number; the tables of a batch move at once.
+        extra: bytes that a rank may need beyond max(its tables before the move, its tables after it), messages
+            included.
     """
 
     most: int
@@ -51,10 +52,10 @@ class Schedule:
 
 
 def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
-    """Batches with little extra memory.
+    """Return a schedule with little extra memory.
 
     Raises:
-        ConfigError: the budget is less than a move needs.
+        ConfigError: the budget is less than the move needs.
     """
     before = [load.bytes_held(load.old, ranks) for load in loads]
     after = [load.bytes_held(load.new, ranks) for load in loads]
@@ -63,18 +64,18 @@ def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
     out, into, _ = sent_by_rank(loads, ranks)
     busiest = max((a + b for a, b in zip(out, into, strict=True)), default=0)
     transit = min(MOST_TRANSIT, max(LEAST_TRANSIT, largest // TRANSIT_PART), busiest)
-    # Each message lies in a buffer of its own, and among those of all peers in the call.
+    # Each message is in a buffer of its own, and once more in the joint buffer of the collective call.
     least = 2 * peers * max((load.row_bytes() for load in loads), default=0) if busiest else 0
     single = order_of(before, after, None).extra
     if budget is None:
-        # More at once would only take memory that the process has not had yet.
+        # Larger batches would only need memory that the process has not held so far.
         together = max(LEAST_TOGETHER, min(largest, MOST_TOGETHER))
         budget = max(single, together) + max(transit, least)
     elif budget < single + least:
         raise ConfigError(
-            f"reshard: budget_bytes is {budget:,}, and a rank needs {single + least:,} beside its tables while "
-            f"they move from this plan to that one (a table's old and new tiles are both there until it has "
-            f"moved); give at least that, or plan for smaller tiles."
+            f"reshard: budget_bytes: got {budget:,}, but a rank needs {single + least:,} bytes beside its tables "
+            f"during this move (the old and new tiles of a table both exist until it has moved). Give at least that, "
+            f"or plan for smaller tiles."
         )
     transit = max(least, min(transit, budget - single))
     order = order_of(before, after, budget - transit)
@@ -86,20 +87,20 @@ def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
 def _extra(
     before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
 ) -> int:
-    """The most that a rank holds beyond the larger of what it has before and after."""
+    """Return the largest bytes that any rank holds beyond max(before the move, after it)."""
     before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
     if not len(before):
         return 0
     held, most = before.sum(0), 0
-    room = np.maximum(held, after.sum(0))
+    baseline = np.maximum(held, after.sum(0))
     for batch in map(list, batches):
-        most = max(most, int((held + after[batch].sum(0) - room).max()))
+        most = max(most, int((held + after[batch].sum(0) - baseline).max()))
         held = held + (after[batch] - before[batch]).sum(0)
     return most
 
 
 def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
-    """Of a move, by a machine's speeds."""
+    """Return the predicted seconds of a move at a machine's speeds."""
     if not loads:
         return 0.0
     ranks = topology.world_size

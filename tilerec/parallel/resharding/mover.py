@@ -1,12 +1,12 @@
-"""`Mover`: one move of a model's tables, after all ranks have agreed on it.
+"""`Mover`: one move of a model's tables, after all ranks have agreed on the new plan.
 
-    prepare   hear facts ──► order and budget
-    run       per batch of tables: allocate ──► vote ──► move ──► vote ──► switch;  the last one switches exchanges and
-              plans, too
+    prepare   exchange facts ──► schedule
+    run       per batch of tables: allocate ──► vote ──► move ──► vote ──► switch
+              the last batch also switches exchanges and plans
 
-A batch is as many tables as the memory allows, at least one. Its tables switch on all ranks or on none: whatever can
-fail on a rank comes before its vote, and after the vote there are assignments only. What has switched stays; a model of
-which some tables have moved is under a mixed plan.
+A batch has as many tables as the memory allows, at least one. Its tables switch on all ranks or on none: all operations
+that can fail come before the second vote, and after it there are assignments only. If a later batch fails, tables of
+earlier batches keep their new tiles, and the model has a mixed plan.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from tilerec.spec.topology import Topology
 
 @dataclass(frozen=True)
 class Resharded:
-    """What a move did; the same on every rank, but for `seconds`.
+    """Report of a move; equal on every rank except for `seconds`.
 
     Attributes:
-        tables: names of those that have another tiling now (`'t' of module 'ebc'`).
-        bytes_sent: by all ranks together. bytes_copied: within ranks.
-        busiest_bytes: sent and received by the rank that sent and received the most.
-        extra_bytes: the most that a rank held beyond the larger of what it had before and has now.
-        seconds: on this rank, checks included.
+        tables: names of the tables with a new tiling (`'t' of module 'ebc'`).
+        bytes_sent: bytes sent by all ranks together.
+        bytes_copied: bytes copied within ranks.
+        busiest_bytes: largest sum of bytes sent and received by one rank.
+        extra_bytes: largest bytes that a rank needed beyond max(its tables before the move, its tables after it).
+        seconds: duration on this rank, checks included.
     """
 
     tables: tuple[str, ...]
@@ -60,7 +61,7 @@ class Resharded:
 
     def __str__(self) -> str:
         if not self.tables:
-            return "nothing moved: every table is where the plan wants it"
+            return "nothing moved: every table already has the tiling of the plan"
         moved = "1 table" if len(self.tables) == 1 else f"{len(self.tables)} tables"
         return (
             f"{moved} moved: {_size(self.bytes_sent)} sent, {_size(self.bytes_copied)} copied, in "
@@ -69,7 +70,7 @@ class Resharded:
 
 
 class Ready(NamedTuple):
-    """A move that can begin, as far as this rank knows."""
+    """A move that has passed the checks of this rank."""
 
     plan: ShardingPlan
     present: ShardingPlan
@@ -79,7 +80,7 @@ class Ready(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What tables, collections and modules have under the plan that a move ends with."""
+    """Objects that tables, collections and modules get when a move ends: peers per tile, exchanges and plan."""
 
     peers: list[tuple[ShardedTable, list[Peers]]]
     exchanges: dict[str, Exchange]
@@ -90,10 +91,10 @@ class Mover:
     """One move.
 
     Args:
-        group: the ranks over which the tables lie.
-        voters: all who must agree that a batch has arrived: these, and those that hold copies elsewhere.
-        interrupts: whether the user has had enough.
-        earlier: moves that have been made in the same call.
+        group: the ranks over which the tables are sharded.
+        voters: the ranks that vote on each batch: `group`, and the ranks of other sharding groups in 2D parallelism.
+        interrupts: raises a deferred Ctrl-C.
+        earlier: tables that other moves of the same call have moved.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Mover:
     ) -> None:
         self._model, self._collections, self._group, self._voters = model, collections, group, voters
         self.moved: list[TableMove] = []
-        self._strays: Exception | None = None
+        self._follow_error: Exception | None = None
         self._ready, self._budget, self._begun = ready, budget, begun
         self._interrupts, self._earlier = interrupts, earlier
         self.moves = ready.moves
@@ -119,19 +120,19 @@ class Mover:
         self._option = progress
 
     def prepare(self) -> None:
-        """Plan the move with all ranks; nothing moves.
+        """Make the schedule with all ranks. Nothing moves yet.
 
         Raises:
-            ConfigError: something beside the tables cannot move, or the budget is less than a move needs.
+            ConfigError: some state of a table cannot move, or the budget is less than the move needs.
         """
         ready, own = self._ready, list[Facts | None]()
-        with told_to_all(self._voters):
+        with raise_on_all_ranks(self._voters):
             own = [move.facts() for move in self.moves]
             self._interrupts.check()
-        said = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
-        with told_to_all(self._voters):
+        facts = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        with raise_on_all_ranks(self._voters):
             for i, move in enumerate(self.moves):
-                move.settle([facts[i] for facts in said])
+                move.settle([facts_of_rank[i] for facts_of_rank in facts])
             plan = schedule([move.load for move in self.moves], self._group.size, self._budget)
             self._most, self._extra = plan.most, plan.extra
             self._batches = self._by_device(plan.batches)
@@ -140,10 +141,10 @@ class Mover:
             self.done = not self.moves and ready.plan == ready.present and ready.topology is topology
 
     def run(self) -> Resharded:
-        """Move, after `prepare`.
+        """Move all tables; call `prepare` first.
 
         Raises:
-            ReshardError: a rank could not do its part.
+            ReshardError: a rank has failed.
         """
         if not self.done:
             batches: Sequence[Sequence[int]] = self._batches or [()]
@@ -162,7 +163,7 @@ class Mover:
     # ------------------------------------------------------------------------------------------------------ before
 
     def _by_device(self, batches: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Batches of tables that are on one kind of device: what moves at once travels in one memory."""
+        """Split batches by device type: the messages of a batch are in the memory of one device."""
         kinds = [move.table.weight.device.type for move in self.moves]
         split: list[list[int]] = []
         for batch in batches:
@@ -180,10 +181,13 @@ class Mover:
     # ---------------------------------------------------------------------------------------------------- one batch
 
     def _move(self, own: Sequence[TableMove], last: bool) -> None:
-        """Move some tables; all of them on all ranks, or none. With the last ones, all that belongs to the plan.
+        """Move the tables of a batch: all of them on all ranks, or none.
+
+        Args:
+            last: also switch exchanges, peers and plans.
 
         Raises:
-            ReshardError: a rank could not.
+            ReshardError: a rank has failed.
         """
         names = tuple(move.key for move in own)
         transit: Transit | None = None
@@ -201,7 +205,7 @@ class Mover:
                 size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
             except BaseException as error:
                 failure = error
-            rounds = self._vote(failure, "memory", names, transit.rounds if transit is not None else 0)
+            rounds = self._vote(failure, "allocation", names, transit.rounds if transit is not None else 0)
 
             def after_round(k: int) -> None:
                 self._interrupts.check()
@@ -223,58 +227,64 @@ class Mover:
             for move in own:
                 move.drop()
             raise
-        # From here on there are assignments only: the others do the same.
+        # All ranks switch now. Assignments only, so that no rank can fail here.
         self._done_bytes = begun + size
         for move in own:
-            self._strays = move.switch() or self._strays
+            self._follow_error = move.switch() or self._follow_error
             self.moved.append(move)
         if ending is not None:
             self._end(ending)
             self.done = True
-            self._vote(self._strays, "what follows the tables", ())
+            self._vote(self._follow_error, "the update of optimizers and RowStates", ())
 
     def _vote(
         self,
         failure: BaseException | None,
-        what: str,
+        operation: str,
         names: Sequence[str],
         number: int = 0,
     ) -> int:
-        """Return the largest of all ranks' numbers, if no rank has failed.
+        """Return the largest of all ranks' numbers if no rank has failed. Collective.
+
+        Args:
+            failure: error of this rank.
+            operation: the step on which ranks vote, for the error message.
+            names: tables of the batch.
 
         Raises:
-            ReshardError: one has; on every rank. A KeyboardInterrupt is raised as it is where it was.
+            ReshardError: a rank has failed; on every rank. A rank with a KeyboardInterrupt raises that instead.
         """
         group = self._voters
         ones = [1] * group.size
-        word = number if failure is None else -1
-        mine = torch.full((group.size,), word, dtype=torch.int64, device=group.device)
-        heard = group.all_to_all("reshard votes", torch.zeros_like(mine), mine, ones, ones).wait().tolist()
-        if min(heard) >= 0:
-            return int(max(heard))
+        vote = number if failure is None else -1
+        sent = torch.full((group.size,), vote, dtype=torch.int64, device=group.device)
+        votes = group.all_to_all("reshard votes", torch.zeros_like(sent), sent, ones, ones).wait().tolist()
+        if min(votes) >= 0:
+            return int(max(votes))
         texts = cast("list[str]", group.all_gather_object("" if failure is None else said_of(failure)))
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        rank = heard.index(-1)
-        where = f", on its way {', '.join(names[:4])}{' …' * (len(names) > 4)}" if names else ""
+        rank = votes.index(-1)
+        where = f", batch {', '.join(names[:4])}{' …' * (len(names) > 4)}" if names else ""
         done = [move.key for move in (*self._earlier, *self.moved)]
         some = f"{', '.join(done[:4])}{' …' * (len(done) > 4)}"
         kept = (
-            "all tables have moved, and what follows them on that rank (an optimizer, a RowState) has not"
+            "All tables have moved, but an optimizer or a RowState of that rank has not followed"
             if self.done
-            else f"{len(done)} tables have moved ({some}), the others are where they "
-            "were; the model works under this mixed plan"
+            else f"{len(done)} tables have moved ({some}), the others have not; the model "
+            "works under this mixed plan"
             if done
-            else "nothing has moved, and the model works as before"
+            else "Nothing has moved, and the model works as before"
         )
         raise ReshardError(
-            f"reshard: rank {rank} failed in {what}{where}: {texts[rank]}. {kept}. Put that right and reshard again."
+            f"reshard: rank {rank} failed in {operation}{where}: {texts[rank]}. {kept}. Fix the cause and reshard "
+            "again."
         ) from failure
 
     # ------------------------------------------------------------------------------------------------------- after
 
     def _ending(self, plan: ShardingPlan, topology: Topology, moved: Sequence[TableMove]) -> Ending:
-        """What belongs to a plan under which these tables have moved (or will have, in a moment)."""
+        """Return the peers and exchanges for a plan, given the tables that have moved or are about to."""
         me = self._group.rank
         new = {name: move.new for move in moved for name in move.names}
         peers: list[tuple[ShardedTable, list[Peers]]] = []
@@ -288,7 +298,7 @@ class Mover:
         return Ending(peers, exchanges, plan)
 
     def _end(self, ending: Ending) -> None:
-        """Exchanges, peers and plans for the tilings that tables have now."""
+        """Replace exchanges, peers and plans by those for the new tilings."""
         for table, peers in ending.peers:
             for rows, own in zip(table.tile_rows, peers, strict=True):
                 rows.peers = own
@@ -313,11 +323,11 @@ class Mover:
 
 
 @contextmanager
-def told_to_all(group: Group) -> Iterator[None]:
-    """Something that every rank does: where it raises on one, it raises on all.
+def raise_on_all_ranks(group: Group) -> Iterator[None]:
+    """Run the block on every rank. If it raises on one rank, every rank raises.
 
     Raises:
-        ConfigError: it has raised on another rank.
+        ConfigError: the block raised on another rank.
     """
     own: BaseException | None = None
     try:
@@ -333,12 +343,12 @@ def told_to_all(group: Group) -> Iterator[None]:
 
 
 def joined(path: str, inner: str) -> str:
-    """The path of what is at `inner` below `path`."""
+    """Return the module path of `inner` below `path`."""
     return f"{path}.{inner}" if path and inner else path or inner
 
 
 def _mixed(ready: Ready, moved: Sequence[TableMove]) -> ShardingPlan:
-    """The present plan, with the tables that have moved as they are now."""
+    """Return the present plan with the new shardings of the tables that have moved."""
     plan = ready.present
     for move in moved:
         for path, name in move.names:
@@ -353,7 +363,7 @@ def _tables(part: ShardedCollection) -> dict[str, ShardedTable]:
 def _renewed(
     old: Exchange, tilings: Mapping[str, Tiling], plan: EmbeddingModuleShardingPlan, topology: Topology
 ) -> Exchange:
-    """A collection's exchange for these tilings of its tables."""
+    """Return a collection's exchange for new tilings of its tables."""
     each = old.each_id or old.exact
     layouts = []
     for name, tiling in tilings.items():
@@ -365,18 +375,18 @@ def _renewed(
 
 
 def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
-    """Every module below that keeps a plan keeps its part of this one."""
+    """Store a new plan in the model and in every submodule that keeps a part of the old plan."""
     for path, kept in list(kept_plans(model)):
         parts = {inner: plan.plan.get(joined(path, inner), tables) for inner, tables in kept.plan.items()}
         report = plan.report if path == "" else None
         holder = model.get_submodule(path)
-        # Averaged parts of several group sizes have no number of ranks together.
+        # A plan over sharding groups of several sizes has no world size.
         size = None if kept.world_size is None else plan.world_size
         keep_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
 
 
 def said_of(error: BaseException) -> str:
-    """An error, for those who did not see it."""
+    """Return the text of an error for the messages of other ranks."""
     if isinstance(error, ConfigError):
         return str(error)
     return f"{type(error).__name__}: {str(error) or 'without a message'}"

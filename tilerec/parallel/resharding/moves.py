@@ -1,15 +1,15 @@
-"""Which cells travel between which ranks when a table is cut anew, and in which messages.
+"""Transfers and messages of a reshard: the cells that each rank sends to each other rank.
 
 Nouns
-  transfer  a rectangle that lies in one tile before and in one tile after: from a rank's leaf to a rank's leaf
+  transfer  a rectangle inside one old and one new tile: from a leaf of one rank to a leaf of another or the same rank
   slice     some rows of a transfer, of one of the tensors that move with it
-  message   slices from one rank to another, in one piece of memory
+  message   slices from one rank to another, in contiguous memory
 
-    rows 0-9 on rank 0  ->  rows 0-4 on rank 0, rows 5-9 on rank 1
-    transfers: rows [0, 5) of 0 to 0, which stay on the rank; rows [5, 10) of 0 to 1, which travel
+Example: a table of 10 rows on rank 0 moves to rows 0-4 on rank 0 and rows 5-9 on rank 1.
+    transfers: rows [0, 5) from rank 0 to rank 0, a copy; rows [5, 10) from rank 0 to rank 1
 
-Both sides compute the same messages: nothing but values travels. A cell comes from the receiver itself where it has it,
-else from an owner on its host, else from the owners by turns (`layout.reader`).
+Sender and receiver compute the same messages, so only values are sent. If the receiver of a cell owns it already, it
+copies the cell. Otherwise an owner on its host sends it, or else the owners take turns (`layout.reader`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tilerec.spec.tile import Rectangle, Tile, Tiling, rectangles
 from tilerec.spec.topology import Topology
 
 ALIGNMENT = 16
-"""Bytes at whose multiples a slice begins in a message of several: any type can be viewed there."""
+"""Alignment in bytes of each slice in a message, so that a view of any dtype can begin there."""
 
 
 class Transfer(NamedTuple):
-    """A rectangle on its way. Leaves are numbered as `Tiling.tiles_of` lists them."""
+    """A rectangle, its source and its target. Leaves are numbered as `Tiling.tiles_of` lists them."""
 
     source: int
     source_leaf: int
@@ -42,7 +42,7 @@ class Transfer(NamedTuple):
 
 
 Leaves = list[dict[int, int]]
-"""Per tile, which of each owner's leaves it is."""
+"""Per tile: owner -> number of the tile among the owner's leaves."""
 
 
 class Slice(NamedTuple):
@@ -57,33 +57,37 @@ class Slice(NamedTuple):
 
 
 def transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
-    """Every cell of every tile of `new`, from where it lies in `old`; in one order on all ranks."""
+    """Return the transfers that fill every tile of `new` from tiles of `old`, in the same order on all ranks."""
     before, after = rectangles(old), rectangles(new)
-    return _between(before, after, _leaves(before), _leaves(after), topology)
+    return _overlaps(before, after, _leaf_numbers(before), _leaf_numbers(after), topology)
 
 
 def row_transfers(old: Tiling, new: Tiling, topology: Topology) -> list[Transfer]:
-    """The same of numbers per row, which lie beside every tile of the row: columns are [0, 1).
+    """Return the transfers of numbers per row, with columns [0, 1). Every tile of a row has a copy of its numbers.
 
-    They come from the tiles that hold column 0, which hold every row once.
+    The sources are the tiles with column 0, which together hold every row exactly once.
     """
     before, after = rectangles(old), rectangles(new)
-    leaves = _leaves(before)
+    leaves = _leaf_numbers(before)
     first = [t for t, tile in enumerate(before) if tile.c0 == 0]
-    return _between(
+    return _overlaps(
         [before[t]._replace(c1=1) for t in first],
         [tile._replace(c0=0, c1=1) for tile in after],
         [leaves[t] for t in first],
-        _leaves(after),
+        _leaf_numbers(after),
         topology,
     )
 
 
-def _between(
+def _overlaps(
     old: Sequence[Tile], new: Sequence[Tile], leaves_before: Leaves, leaves_after: Leaves, topology: Topology
 ) -> list[Transfer]:
-    """Args: old: tiles that hold every cell once."""
-    # Tiles with equal columns do not overlap: their rows ascend, and a range of them is found by bisection.
+    """Return the transfers from `old` to `new` tiles.
+
+    Args:
+        old: tiles that hold every cell exactly once.
+    """
+    # Tiles with equal columns do not overlap. Sorted by rows, those that overlap a target are found by bisection.
     columns: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for t, tile in enumerate(old):
         columns[(tile.c0, tile.c1)].append((tile.r1, t))
@@ -107,7 +111,7 @@ def _between(
     return found
 
 
-def _leaves(tiles: Sequence[Tile]) -> Leaves:
+def _leaf_numbers(tiles: Sequence[Tile]) -> Leaves:
     counts: defaultdict[int, int] = defaultdict(int)
     numbers: Leaves = []
     for tile in tiles:
@@ -120,7 +124,7 @@ def _leaves(tiles: Sequence[Tile]) -> Leaves:
 
 
 def messages(slices: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
-    """Slices in their order, as many in a message as fit in `most` bytes; at least one."""
+    """Yield messages of consecutive slices: as many as fit in `most` bytes, at least one."""
     message: list[Slice] = []
     size = 0
     for own in slices:
@@ -135,7 +139,7 @@ def messages(slices: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
 
 
 def cut(transfer: Transfer, table: int, part: int, row_bytes: int, most: int) -> Iterator[Slice]:
-    """A transfer of one part in slices of at most `most` bytes, or of one row.
+    """Yield the slices of a transfer of one part: at most `most` bytes each, but at least one row.
 
     Example: rows [0, 5) of 8 bytes each with most = 16: rows [0, 2), [2, 4), [4, 5).
     """
@@ -147,12 +151,12 @@ def cut(transfer: Transfer, table: int, part: int, row_bytes: int, most: int) ->
 
 
 def message_bytes(message: Sequence[Slice]) -> int:
-    """Of a message: slices begin at multiples of `ALIGNMENT`, nothing follows the last."""
+    """Return the bytes of a message: slices begin at multiples of `ALIGNMENT`, and the last one is not padded."""
     return sum(_padded(own.bytes) for own in message[:-1]) + message[-1].bytes
 
 
 def starts(message: Sequence[Slice]) -> list[int]:
-    """Where each slice of a message begins."""
+    """Return the byte offset of each slice in a message."""
     found, at = [], 0
     for own in message:
         found.append(at)

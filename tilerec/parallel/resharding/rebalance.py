@@ -1,10 +1,10 @@
-"""`rebalance`: look at what was read, ask the planner, and reshard if the predicted gain pays for the move.
+"""`rebalance`: plan for the measured load, and reshard if the predicted gain pays for the move.
 
     load ──► seconds of a step now ──► a plan for this load ──► seconds under it ──► seconds of the move ──► move or not
 
     pays   if   (before - after) x horizon  >  move      and      before - after  >=  least_gain x before
 
-Rank 0 decides for all: every other rank hears the plan and the reasons.
+Rank 0 decides and sends the plan and the reasons to all other ranks.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from tilerec.spec.topology import Topology
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """What `rebalance` found and did; the same on every rank.
+    """Decision of `rebalance`, and report of its move; equal on every rank.
 
     Attributes:
-        load: what it went by.
-        before_s, after_s: seconds of the tables' part of a step, as predicted: under the plan that was in use, and
-            under the one that was proposed.
-        move_s, move_bytes: of the move, as predicted; bytes that travel between ranks.
-        horizon: steps in which the move had to pay.
-        pays: whether the gain pays for the move, and is enough.
-        why: in words.
-        plan: the proposed one.
-        moved: what the move did; None if there was none.
+        load: the load that the decision is based on.
+        before_s, after_s: predicted seconds of the tables' part of a step, under the current plan and under the
+            proposed one.
+        move_s, move_bytes: predicted seconds of the move, and bytes sent between ranks.
+        horizon: number of steps in which the move has to pay.
+        pays: True if the gain pays for the move and is at least `least_gain`.
+        why: the reason, as text.
+        plan: the proposed plan.
+        moved: report of the move; None if there was none.
     """
 
     load: Load
@@ -74,19 +74,19 @@ class Rebalanced:
 
     @property
     def gain_s(self) -> float:
-        """Seconds that a step is to take less."""
+        """Predicted seconds saved per step."""
         return self.before_s - self.after_s
 
     @property
     def pays_after(self) -> float:
-        """Steps after which the move has paid; infinite where there is no gain."""
+        """Number of steps after which the move has paid; infinite without a gain."""
         return self.move_s / self.gain_s if self.gain_s > 0 else float("inf")
 
     def __str__(self) -> str:
         lines = [
             f"load    {self.load}",
-            f"step    {_ms(self.before_s)} now, {_ms(self.after_s)} proposed",
-            f"move    {self.move_bytes:,} bytes, {_ms(self.move_s)}",
+            f"step    {_milliseconds(self.before_s)} now, {_milliseconds(self.after_s)} proposed",
+            f"move    {self.move_bytes:,} bytes, {_milliseconds(self.move_s)}",
             f"so      {self.why}",
         ]
         return "\n".join([*lines, f"done    {self.moved}"] if self.moved is not None else lines)
@@ -105,36 +105,36 @@ def rebalance(
     progress: ProgressOption = None,
     optimizers: Sequence[Optimizer] | None = None,
 ) -> Rebalanced:
-    """Reshard a running model if its measured load asks for another plan and the move pays. Every rank calls it.
+    """Reshard a running model if another plan is faster for its measured load and the move pays. Collective.
 
-    The load is what all ranks' batches have read of each feature since the last call (`load_of`). The planner gets it
-    as bags and ids per bag, on top of its constraints. Its plan is brought close to the present one: ranks that are
-    alike are renamed, and tables whose place matters little stay.
+    The load is the bags and ids that the batches of all ranks have read since the last call (`load_of`). The planner
+    gets it as bags and ids per bag, in addition to its constraints. Its plan is then brought close to the present one:
+    interchangeable ranks are permuted, and tables whose move saves little time stay.
 
     Args:
-        model: as `reshard` takes it. Of a `DMPCollection`, one sharding group is planned for, by the load of all ranks
-            (where groups train apart: of rank 0's), and all groups follow. Parts with groups of their own sizes are
-            planned one by one, and their steps added up.
-        planner: with a topology (calibrated, for prices in this machine's seconds) and constraints; its batch size and
-            pooling factors are the measured ones. None: one for the model's own topology. A part of another size takes
-            its speeds and its constraints.
-        horizon: steps in which the move must pay: until the next call, as a rule.
-        least_gain: part of the step that a new plan must save: smaller ones are within the model's error.
-        step_seconds: what the tables' part of a step takes now, as measured; predicted seconds are scaled to it. None:
-            they are taken as they are.
-        load: instead of what was measured; rank 0's counts.
-        apply: False only says what it would do.
-        budget_bytes, progress, optimizers: as of `reshard`.
+        model: a model that `reshard` accepts. For a `DMPCollection`, the plan is for one sharding group, and all groups
+            follow it. The load is that of all ranks, or that of rank 0's group if groups train separately. Parts with
+            groups of different sizes are planned one by one, and their step times are added.
+        planner: a planner with constraints and a topology (calibrated, if prices are to be this machine's seconds). Its
+            batch size and pooling factors are replaced by the measured ones. None: a planner for the model's topology.
+            A part whose groups have another size uses the planner's speeds and constraints.
+        horizon: number of steps in which the move must pay, usually those until the next call.
+        least_gain: fraction of the step that a new plan must save. Smaller gains are within the model's error.
+        step_seconds: measured seconds of the tables' part of a step; predicted seconds are scaled to it. None: no
+            scaling.
+        load: a load to use instead of the measured one; the one that rank 0 passes is used.
+        apply: False: only return the decision.
+        budget_bytes, progress, optimizers: see `reshard`.
 
     Returns:
-        What was found: before, after, the price of the move, why or why not, and what the move did.
+        The decision: step times before and after, the price of the move, the reason, and the report of the move.
 
     Raises:
-        ConfigError: the model is not sharded; an option makes no sense; what the planner or `reshard` refuse.
+        ConfigError: the model is not sharded, an option is wrong, or the planner or `reshard` raises it.
         PlannerError: no plan fits the memory of the planner's topology.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"rebalance: model is a {type(model).__name__}; wanted a sharded module.")
+        raise ConfigError(f"rebalance: model: got a {type(model).__name__}; expected a sharded module.")
     outer = model
     model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
     two_d = vars(outer).get("_two_d")
@@ -147,20 +147,20 @@ def rebalance(
         _check(planner, horizon, least_gain, step_seconds)
         if not isinstance(measured, Load):
             raise ConfigError(
-                f"rebalance: load is a {type(load).__name__}; wanted what load_of(model) returns."
+                f"rebalance: load: got a {type(load).__name__}; expected the Load that load_of(model) returns."
             )
         check_progress(progress)
         outcome = "", None
         parts = _parts(model, collections, two_d)
         if group.rank == 0:
             proposals = [
-                _proposed(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
+                _proposal(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
                 for part in parts
             ]
-            outcome = "", _together(proposals, measured, horizon, least_gain, step_seconds)
+            outcome = "", _decision(proposals, measured, horizon, least_gain, step_seconds)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}", error
-    found = _of_rank_0(group, outcome)
+    found = _broadcast_decision(group, outcome)
     if found.pays and apply:
         moved = reshard(
             outer, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
@@ -170,11 +170,11 @@ def rebalance(
 
 
 Planned = tuple[dict[str, ShardedCollection], ShardingPlan, Topology]
-"""Collections that are planned for together, the plan to better, and its machines."""
+"""Collections that are planned together, their present plan, and its topology."""
 
 
 def _parts(model: nn.Module, collections: dict[str, ShardedCollection], two_d: TwoD | None) -> list[Planned]:
-    """In 2D parallelism: one sharding group of each part."""
+    """Return the parts that are planned one by one. In 2D parallelism, each has one sharding group."""
     if two_d is None:
         topology = next(iter(collections.values())).exchange.topology
         return [(collections, present_plan(model, collections, "rebalance"), topology)]
@@ -188,49 +188,61 @@ def _parts(model: nn.Module, collections: dict[str, ShardedCollection], two_d: T
 def _planner_for(
     planner: EmbeddingShardingPlanner | None, own: Topology, tables: Sequence[PlannedTable], alone: bool
 ) -> EmbeddingShardingPlanner:
-    """The user's, where it is for these ranks and these tables only; one like it for a part of several."""
+    """Return the user's planner if there is one part, else a planner for this part with its speeds and constraints.
+
+    Args:
+        own: topology of the part.
+        alone: True if there is one part.
+    """
     if planner is None:
         return EmbeddingShardingPlanner(own)
     given = planner.topology
     if alone and (given is None or given.world_size != own.world_size):
         raise ConfigError(
-            f"rebalance: the planner's topology is {given}, and the model's tables lie on {own.world_size} "
-            "ranks; pass EmbeddingShardingPlanner(topology=...) with one of these."
+            f"rebalance: planner: got the topology {given}; expected one of {own.world_size} ranks, which hold the "
+            "model's tables. Pass EmbeddingShardingPlanner(topology=...) with such a topology."
         )
     if alone:
         return planner
     if given is None or given.world_size != own.world_size:
         given = own if given is None else replace(own, speeds=given.speeds)
-    said = {said for table in tables for path, name in table.names for said in (f"{path}.{name}", name)}
-    limits = {name: limit for name, limit in planner.constraints.items() if name in said}
+    keys = {key for table in tables for path, name in table.names for key in (f"{path}.{name}", name)}
+    limits = {name: limit for name, limit in planner.constraints.items() if name in keys}
     return EmbeddingShardingPlanner(given, constraints=limits, effort=planner.effort)
 
 
 def _check(planner: Any, horizon: Any, least_gain: Any, step_seconds: Any) -> None:
     if planner is not None and not isinstance(planner, EmbeddingShardingPlanner):
         raise ConfigError(
-            f"rebalance: planner is a {type(planner).__name__}; wanted an EmbeddingShardingPlanner, or None."
+            f"rebalance: planner: got a {type(planner).__name__}; expected an EmbeddingShardingPlanner, or None."
         )
     if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
-        raise ConfigError(f"rebalance: horizon is {horizon!r}; it must be a whole number of steps from 1.")
+        raise ConfigError(f"rebalance: horizon: got {horizon!r}; expected a whole number of steps from 1.")
     for name, value in (("least_gain", least_gain), ("step_seconds", step_seconds)):
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf")
         ):
-            raise ConfigError(f"rebalance: {name} is {value!r}; it must be a number from 0.")
+            raise ConfigError(f"rebalance: {name}: got {value!r}; expected a finite number from 0.")
 
 
-def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
-    """Rank 0's decision, on every rank; or any rank's error."""
+def _broadcast_decision(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
+    """Return rank 0's decision on every rank.
+
+    Args:
+        outcome: ("", the decision on rank 0 and None on others), or (text of the error, the error).
+
+    Raises:
+        ConfigError: another rank has failed. A failed rank raises its own error.
+    """
     text, own = outcome
-    told = (text, None if text else own)
-    said = cast("list[tuple[str, Rebalanced | None]]", group.all_gather_object(told))
+    own_outcome = (text, None if text else own)
+    outcomes = cast("list[tuple[str, Rebalanced | None]]", group.all_gather_object(own_outcome))
     if text:
         raise own
-    for rank, (trouble, _) in enumerate(said):
+    for rank, (trouble, _) in enumerate(outcomes):
         if trouble:
-            raise ConfigError(f"rebalance: rank {rank} could not go on: {trouble}")
-    found = said[0][1]
+            raise ConfigError(f"rebalance: rank {rank} failed: {trouble}")
+    found = outcomes[0][1]
     assert found is not None
     return found
 
@@ -239,7 +251,7 @@ def _of_rank_0(group: Group, outcome: tuple[str, Any]) -> Rebalanced:
 
 
 class Proposal(NamedTuple):
-    """For tables that are planned together: seconds of their step under the present plan and under the other one."""
+    """A plan for tables that are planned together, and predicted seconds of their step before and after the move."""
 
     before_s: float
     after_s: float
@@ -253,7 +265,7 @@ class Proposal(NamedTuple):
         return tilings_of(self.present) != tilings_of(self.plan)
 
 
-def _proposed(
+def _proposal(
     model: nn.Module, part: Planned, planner: EmbeddingShardingPlanner | None, load: Load, alone: bool,
     budget: int | None, least_gain: float,
 ) -> Proposal:  # fmt: skip
@@ -266,17 +278,17 @@ def _proposed(
         return Proposal(0.0, 0.0, 0.0, 0, present, present)
     request = _request(planner, tables, load)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
-    step = _Step(request)
+    step = _StepSeconds(request)
     before = step(tilings_of(present))
     proposed = stored_as(planner.make(request), present)
-    bytes_of_cell = _cells(collections)
+    bytes_of_cell = _cell_bytes(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:
         other = renamed(proposed, present, bytes_of_cell, topology)
         if step(tilings_of(other)) <= step(tilings_of(proposed)) * 1.001:
             proposed = other
     after = step(tilings_of(proposed))
-    # Half of the least gain may go for tables that can stay.
+    # Up to half of the least gain may be given up for tables that then stay in place.
     most = after + max(0.0, min(0.1 * (before - after), 0.5 * least_gain * before))
     proposed = with_what_stays(proposed, present, ties, bytes_of_cell, topology, step, most)
     after = step(tilings_of(proposed))
@@ -285,10 +297,13 @@ def _proposed(
     return Proposal(before, after, move_s, move_bytes, present, replace(proposed, report=None))
 
 
-def _together(
+def _decision(
     proposals: Sequence[Proposal], load: Load, horizon: int, least_gain: float, step_seconds: float | None
 ) -> Rebalanced:
-    """Parts of a step follow each other: what they take is added up. Those that would gain nothing stay."""
+    """Return the decision for all parts. Parts of a step run one after the other, so their seconds are added.
+
+    If there are several parts, those without a gain keep their plan.
+    """
     if len(proposals) > 1:
         proposals = [
             p
@@ -311,34 +326,34 @@ def _together(
         sum(p.move_bytes for p in proposals),
         horizon,
         False,
-        "nothing was read since the last look",
+        "nothing was read since the last call",
         plan,
     )
     if not before:
         return found
-    pays, why = _judged(found, least_gain, any(p.moves for p in proposals))
+    pays, why = _verdict(found, least_gain, any(p.moves for p in proposals))
     return replace(found, pays=pays, why=why)
 
 
-def _judged(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, str]:
-    """Whether it pays, and why or why not."""
+def _verdict(found: Rebalanced, least_gain: float, moves: bool) -> tuple[bool, str]:
+    """Return whether the move pays, and the reason."""
     gain = found.gain_s / found.before_s if found.before_s else 0.0
     if not moves:
-        return False, "the present plan is as good as any that the planner knows for this load"
+        return False, "the planner found no better plan than the present one for this load"
     if gain < least_gain or found.gain_s <= 0:
-        return False, f"a step would gain {gain:.1%}, less than the {least_gain:.1%} asked for (least_gain)"
+        return False, f"a step would gain {gain:.1%}, less than least_gain, {least_gain:.1%}"
     after = found.pays_after
     if after >= found.horizon:
         return False, (
-            f"a step would gain {gain:.1%}, and the move takes what {after:,.0f} steps save: more than the horizon of "
+            f"a step would gain {gain:.1%}, but the move would pay after {after:,.0f} steps, more than the horizon of "
             f"{found.horizon:,}"
         )
     steps = max(1, round(after))
-    return True, f"a step gains {gain:.1%}, and the move has paid after {steps:,} of {found.horizon:,} steps"
+    return True, f"a step gains {gain:.1%}, and the move pays after {steps:,} of {found.horizon:,} steps"
 
 
-class _Step:
-    """Seconds of a step under tilings, by the planner's cost model."""
+class _StepSeconds:
+    """Predicted seconds of a step under given tilings, by the planner's cost model."""
 
     def __init__(self, request: PlanRequest) -> None:
         works = request.works()
@@ -350,18 +365,18 @@ class _Step:
 
 
 def _tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable]:
-    """The model's tables, with the wires that they have."""
+    """Return the tables of a plan's modules, with their present wires."""
     found = []
     for table in tables_of(model):
         path, name = table.names[0]
-        if path not in present.plan:  # of another part
+        if path not in present.plan:  # a table of another part
             continue
         found.append(replace(table, wire=present.plan[path][name].wire))
     return found
 
 
 def _request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load) -> PlanRequest:
-    """What the planner is asked: its own constraints, and the load as it was measured."""
+    """Return the planner's request with its own constraints and the measured load."""
     request = planner.request(tables)
     samples = max(f.bags for own in load.features.values() for f in own)
     batch = max(1, round(samples))
@@ -381,12 +396,12 @@ def _request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], 
 
 
 def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]]) -> list[FeatureLoad]:
-    """Of all names of a table, in their order."""
+    """Return the load of each feature of a table, over all its names in order."""
     return [feature for name in table.names for feature in features.get(name, ())]
 
 
-def _cells(collections: Mapping[str, ShardedCollection]) -> dict[Name, int]:
-    """Bytes of a cell of each table, with its state of the same shape."""
+def _cell_bytes(collections: Mapping[str, ShardedCollection]) -> dict[Name, int]:
+    """Return the bytes of a cell of each table, optimizer state of the same shape included."""
     found: dict[Name, int] = {}
     for path, part in collections.items():
         for name, table in part._tables.items():
@@ -402,7 +417,7 @@ def _move_loads(
     proposed: ShardingPlan,
     topology: Topology,
 ) -> list[MoveLoad]:
-    """What would travel, of weights and attached optimizers' state."""
+    """Return the loads of a move to the proposed plan: weights and attached optimizers' state."""
     before, after = tilings_of(present), tilings_of(proposed)
     loads = []
     for names in ties:
@@ -421,14 +436,14 @@ def _move_loads(
 def _price_of_move(
     loads: Sequence[MoveLoad], topology: Topology, present: Topology, budget: int | None
 ) -> tuple[float, int]:
-    """(seconds, bytes that travel)."""
+    """Return (seconds of the move, bytes sent between ranks)."""
     speeds, ranks = topology.speeds or default_speeds(topology), topology.world_size
     try:
         plan = schedule(loads, ranks, budget)
-    except ConfigError:  # `reshard` will say so, with what lies beside the tables
+    except ConfigError:  # the budget is too small: `reshard` raises, with all state included
         plan = schedule(loads, ranks, None)
     return seconds_of(loads, plan, present, speeds), sum(sent_by_rank(loads, ranks)[0])
 
 
-def _ms(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f} ms"

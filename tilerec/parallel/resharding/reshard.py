@@ -1,6 +1,6 @@
-"""`reshard`: a running model's tables get other tilings, in place, between two steps.
+"""`reshard`: change the tilings of a running model's tables in place, between two steps.
 
-read the plan (ready.py) ──► all ranks agree ──► move (mover.py)
+read the plan (checks.py) ──► all ranks agree ──► move (mover.py)
 """
 
 from __future__ import annotations
@@ -41,40 +41,42 @@ def reshard(
     progress: ProgressOption = None,
     optimizers: Sequence[Optimizer] | None = None,
 ) -> Resharded:
-    """Give the tables of a sharded model the tilings of a plan, in place; every rank calls it, between two steps.
+    """Give the tables of a sharded model the tilings of a plan, in place. Collective; call it between two steps.
 
-    Weights, every optimizer slot and count, and gradients that are there move. Training goes on with the bits that it
-    would have if the plan had been in use from this state on. Modules, configs, names, hooks, the first leaf of every
-    table, `fused_optimizer` handles, schedulers and the dense part stay the objects they are; further leaves
-    (`weight.1` …) come and go.
+    Weights, all optimizer slots and counts, and existing gradients move. Training then continues with the same bits as
+    a model that had the new plan from this state on. These stay the same objects: modules, configs, names, hooks, the
+    first leaf of every table, `fused_optimizer` handles, schedulers and the dense part. Further leaves (`weight.1` …)
+    are added or removed.
 
     Args:
-        model: what was given to `shard` or `DistributedModelParallel`, or the latter itself; a `DMPCollection` itself.
-        plan: in any form that `shard` takes; of a `DMPCollection`, of one sharding group. Tables that it does not name
-            stay where they are; wires and kernels that it does not name stay what they are.
-        budget_bytes: memory that a rank may need beyond the larger of what its tables take before and after: new tiles
-            beside old ones, and messages. None: what the largest move of a single table needs (at most one tile of
-            each rank, where tables are alike), and messages of at most 64 MiB in all.
-        progress: None shows a bar on rank 0 when it takes long, on a terminal; True always, False never; or a function
-            that is called with a `Moving` on every rank.
-        optimizers: those that step tables without an attached optimizer, in one order on every rank. None: those of
-            this process that hold tiles of these tables.
+        model: the module that was passed to `shard` or `DistributedModelParallel`, or the latter itself; a
+            `DMPCollection` itself.
+        plan: a plan in any form that `shard` accepts; for a `DMPCollection`, the plan of one sharding group. Tables,
+            wires and kernels that it does not name stay unchanged.
+        budget_bytes: memory that a rank may need beyond max(its tables before the move, its tables after it), for new
+            tiles beside old ones and for messages. None: the need of the largest move of a single table (at most one
+            tile of each rank if tables are alike), plus messages of at most 64 MiB in total.
+        progress: None: a bar on rank 0 if stderr is a terminal and the move takes more than a second. True: always a
+            bar. False: no bar. A function is called with a `Moving` on every rank.
+        optimizers: the optimizers that step tables without an attached optimizer, in the same order on every rank.
+            None: those of this process that hold tiles of these tables.
 
     Raises:
-        ConfigError: before anything moves, on every rank: the model is not sharded; the plan is for another world,
-            names tables that the model lacks, has other sizes, differs between ranks, cuts tied tables in two ways or
-            does not go with an attached optimizer; the budget is too small; an optimizer keeps state that cannot move.
-        ReshardError: midway, on every rank: a rank could not do its part. The tables that have moved stay where they
-            are now, all others stay where they were, and the model works under this mixed plan (`plan_of(model)`).
+        ConfigError: raised on every rank before anything moves. The model is not sharded, the budget is too small, or
+            an optimizer keeps state that cannot move. Or the plan is for another world, names tables that the model
+            lacks, has other sizes, differs between ranks, cuts tied tables in two ways, or conflicts with an attached
+            optimizer.
+        ReshardError: raised on every rank if one fails midway. Tables that have moved keep their new tiles, all others
+            their old ones, and the model works under this mixed plan (`plan_of(model)`).
         CommsError: a rank is gone.
     """
     begun = time.monotonic()
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"reshard: model is a {type(model).__name__}; wanted the module that was given to shard() or to "
+            f"reshard: model: got a {type(model).__name__}; expected the module that was given to shard() or to "
             "DistributedModelParallel."
         )
-    # What is made here is trained later, whatever this call's surroundings are.
+    # New tiles are trained later, so they must not be inference tensors even if the caller is in inference mode.
     with torch.inference_mode(False), Interrupts() as interrupts:
         settle_ids(model)
         two_d = vars(model).get("_two_d")

@@ -1,9 +1,9 @@
-"""`reshard` in 2D parallelism: a plan of one sharding group, followed by all of them.
+"""`reshard` in 2D parallelism: every sharding group moves to the plan of one sharding group.
 
     exact     one move of all ranks: every tile of the group's plan has an owner in each sharding group
-    average   one move in every sharding group, each of its own rows; all ranks vote, so that replicas stay alike
+    average   one move per sharding group, each of its own rows; all ranks vote, so that replicas keep equal tilings
 
-In both, replicas hold the same tiles before and after; which rows they have touched since they last agreed moves along.
+In both modes replicas hold the same tiles before and after. The marks of rows touched since the last sync move along.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def reshard_2d(
     begun: float,
     interrupts: Interrupts,
 ) -> Resharded:
-    """See `reshard`. `model`: without wrappers."""
+    """Reshard all sharding groups; see `reshard`.
+
+    Args:
+        model: the model without wrappers.
+    """
     world, exact = two_d.world, two_d.settings.sync == "exact"
     collections = {path: part for path, part in model.named_modules() if isinstance(part, ShardedCollection)}
     two_d.settle()
@@ -63,8 +67,8 @@ def reshard_2d(
         plan = with_table_paths(plan, model)
         for part in two_d.parts:
             own = {path: collections[path] for path in part.paths}
-            said = _of_part(plan, part, collections)
-            wanted.append(planned(part.plan.group_plan, own, said, group_topology(part))[0])
+            part_plan = _plan_of_part(plan, part, collections)
+            wanted.append(planned(part.plan.group_plan, own, part_plan, group_topology(part))[0])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:
@@ -72,7 +76,9 @@ def reshard_2d(
             first = next(iter(own.values())).exchange
             if exact:
                 present = present_plan(model, own, "reshard")
-                whole = _of_world([replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present)
+                whole = _world_plan(
+                    [replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present
+                )
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
             ready = ready_to_move(own, present, whole, first.topology, optimizers)
@@ -91,50 +97,51 @@ def reshard_2d(
         finally:
             done += mover.moved
             two_d.parts = tuple(
-                _kept(part, wanted[k], mover) if k in turn else part for k, part in enumerate(two_d.parts)
+                _with_current_plan(part, wanted[k], mover) if k in turn else part
+                for k, part in enumerate(two_d.parts)
             )
-    return _together(reports)
+    return _merged_report(reports)
 
 
 def group_topology(part: Part) -> Topology:
-    """The machines of one sharding group, as its plan has them."""
+    """Return the topology of one sharding group, with the hosts of its plan."""
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
 
 
-def _of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
-    """What a plan says of a part's collections, and of those that the model lacks (which is refused there)."""
+def _plan_of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
+    """Return a plan's entries for a part's collections, and for paths that the model lacks, which `planned` refuses."""
     if isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
 
-    def mine(paths: Collection[str]) -> list[str]:
+    def own_paths(paths: Collection[str]) -> list[str]:
         return [path for path in paths if path in part.paths or path not in collections]
 
     if isinstance(plan, ShardingPlan):
-        return replace(plan, plan={path: plan.plan[path] for path in mine(plan.plan)}, report=None)
+        return replace(plan, plan={path: plan.plan[path] for path in own_paths(plan.plan)}, report=None)
     if isinstance(plan, Mapping) and list(collections) != [""]:
-        return {path: plan[path] for path in mine(plan)}
+        return {path: plan[path] for path in own_paths(plan)}
     return plan
 
 
-def _of_world(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
-    """Group plans as one of all ranks."""
+def _world_plan(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
+    """Return one plan of all ranks, made of group plans."""
     parts: dict[str, EmbeddingModuleShardingPlan] = {}
     for plan in plans:
         parts.update(plan.world_plan().plan)
     return ShardingPlan({path: parts[path] for path in present.plan}, present.world_size, present.hosts)
 
 
-def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
-    """A part with the plan that its tables are under now."""
+def _with_current_plan(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
+    """Return a part with the current plan of its tables."""
     moved = {name for move in mover.moved for name in move.names}
-    everything = {name for move in mover.moves for name in move.names}
+    all_names = {name for move in mover.moves for name in move.names}
     now = part.plan.group_plan
     parts = {
         path: EmbeddingModuleShardingPlan(
             {
-                # What was not to move has its new words (wires, kernels) only if all went well.
+                # Unmoved tables get their new wires and kernels only if the whole move succeeded.
                 name: wanted.plan[path][name]
-                if (path, name) in moved or (moved == everything and mover.done)
+                if (path, name) in moved or (moved == all_names and mover.done)
                 else sharding
                 for name, sharding in tables.items()
             }
@@ -144,10 +151,10 @@ def _kept(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
     return replace(part, plan=replace(part.plan, group_plan=replace(now, plan=parts, report=None)))
 
 
-def _together(reports: Sequence[Resharded]) -> Resharded:
-    """Moves one after the other, as one."""
+def _merged_report(reports: Sequence[Resharded]) -> Resharded:
+    """Return one report for consecutive moves."""
     if not reports:
-        raise ConfigError("reshard: the model has no sharded tables.")
+        raise ConfigError("reshard: model: got one without sharded tables; shard it first.")
     return Resharded(
         tuple(name for report in reports for name in report.tables),
         sum(report.bytes_sent for report in reports),

@@ -1,6 +1,6 @@
-"""`resize_ids`: a running model's table with managed collision gets another number of rows; its plan follows.
+"""`resize_ids`: change the number of rows of a running model's table with managed collision, and update its plan.
 
-checks ──► all ranks agree ──► ids and tiles are made beside those in use ──► all ranks agree ──► switch
+checks ──► all ranks agree ──► build new ids and tiles beside the current ones ──► all ranks agree ──► switch
 """
 
 from __future__ import annotations
@@ -44,77 +44,81 @@ def resize_ids(
 ) -> Resized:
     """Change the capacity of a table in place, and keep its ids with their rows and optimizer state.
 
+    Collective; call it between two steps.
+
     Args:
-        model: that was given to `shard` or `DistributedModelParallel` (or that one itself; or an unsharded one); a
-            `DMPCollection` itself. All ranks call it, between two steps.
-        table: a table with managed collision. Its rows are cut at whole buckets: `row_wise(num_buckets=…)`, or not at
-            all.
+        model: the module that was passed to `shard` or `DistributedModelParallel`, or the latter itself; a
+            `DMPCollection` itself; or an unsharded module.
+        table: a table with managed collision. Its rows must be cut at whole buckets (`row_wise(num_buckets=…)`) or not
+            at all.
         zch_size, total_num_buckets: see `ManagedCollisionEmbeddings.resize`.
-        optimizers: those that step the table, if none is attached, in one order on every rank. None: those of this
-            process that hold tiles of it.
+        optimizers: the optimizers that step the table if none is attached, in the same order on every rank. None:
+            those of this process that hold tiles of it.
 
     Returns:
-        What moved in this rank's buckets; and of all ranks, how many ids were kept and which found no place.
+        The moves of rows in this rank's buckets. `kept` and `dropped_ids` are over all ranks.
 
     Raises:
-        ConfigError: no such table, or several; sizes that do not fit; rows cut inside of a bucket; a tied table; an
-            optimizer that cannot follow; a rank that has no memory for its part, or whose `init_fn` fails (that rank
-            raises its own error). Nothing has changed then, on any rank.
+        ConfigError: no table or several tables have this name, the sizes do not fit, rows are cut inside a bucket, the
+            table is tied, or an optimizer has state that cannot follow. Also if another rank lacks memory or its
+            `init_fn` fails (that rank raises its own error). Nothing has changed then, on any rank.
     """
     two_d = vars(model).get("_two_d")
-    path, users = _users(model, table)
-    if not isinstance(users, ShardedManagedCollisionEmbeddings):
-        return users.resize(table, zch_size, total_num_buckets)
-    keeper = (
+    path, embeddings = _embeddings_of(model, table)
+    if not isinstance(embeddings, ShardedManagedCollisionEmbeddings):
+        return embeddings.resize(table, zch_size, total_num_buckets)
+    plan_holder = (
         cast(nn.Module, getattr(model, "module", model)) if hasattr(model, "_dmp_wrapped_module") else model
     )
-    path = next(path for path, part in keeper.named_modules() if part is users.embedding_module)
-    collection = cast(ShardedManagedCollisionCollection, users.managed_collision_collection)
+    path = next(path for path, part in plan_holder.named_modules() if part is embeddings.embedding_module)
+    collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     group = collection.exchange.group
     group.begin("resize_ids")
-    ready, failure = None, None
+    change, failure = None, None
     try:
-        ready = _checked(users, table, zch_size, total_num_buckets, plan_of(keeper), path, optimizers)
+        change = _check(
+            embeddings, table, zch_size, total_num_buckets, plan_of(plan_holder), path, optimizers
+        )
     except ConfigError as error:
         failure = error
-    said = {
+    facts = {
         "table": table,
         "rows": zch_size,
         "buckets": total_num_buckets,
         "checks": str(failure or "passed"),
-        "optimizers": ready.steppers.described() if ready else None,
+        "optimizers": change.steppers.described() if change else None,
     }
-    agree(group, "the new capacity", said)
+    agree(group, "the new capacity", facts)
     if failure is not None:
         raise failure
-    assert ready is not None
-    users.settle()
-    held, exchange = ready.held, collection.exchange
+    assert change is not None
+    embeddings.settle()
+    held, exchange = change.held, collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
-    ids = new_ids(collection, table, ready.new, ranges)
-    tables = cast(ShardedCollection, users.embedding_module)
+    ids = new_ids(collection, table, change.new, ranges)
+    tables = cast(ShardedCollection, embeddings.embedding_module)
     tiles = agreed(
         group,
         "new tiles",
         lambda: ResizedTable(
-            tables, held, ready.tiling, ids.old_rows_M, ids.new_rows_M, ready.steppers, table
+            tables, held, change.tiling, ids.old_rows_M, ids.new_rows_M, change.steppers, table
         ),
     )
-    everyone = cast(
+    moved_of_all = cast(
         "list[tuple[int, list[int]]]",
         group.all_gather_object((ids.moved.kept, ids.moved.dropped_ids.tolist())),
     )
-    dropped = torch.tensor([id_ for _, own in everyone for id_ in own], dtype=torch.int64)
-    old = ready.old
+    dropped = torch.tensor([id_ for _, own in moved_of_all for id_ in own], dtype=torch.int64)
+    old = change.old
     take_ids(collection, table, ids)
     tiles.switch()
-    keep_plan(keeper, ready.plan)
+    keep_plan(plan_holder, change.plan)
     if isinstance(two_d, TwoD):
-        _keep_in_2d(two_d, path, table, old, ready.new)
-    return ids.moved._replace(kept=sum(kept for kept, _ in everyone), dropped_ids=dropped)
+        _keep_in_2d(two_d, path, table, old, change.new)
+    return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 
-def _users(model: nn.Module, table: str) -> tuple[str, ManagedCollisionEmbeddings]:
+def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionEmbeddings]:
     found = {
         path: part
         for path, part in model.named_modules()
@@ -123,18 +127,18 @@ def _users(model: nn.Module, table: str) -> tuple[str, ManagedCollisionEmbedding
     }
     if len(found) != 1:
         raise ConfigError(
-            f"resize_ids: {len(found)} modules map a table '{table}'; "
+            f"resize_ids: table: got '{table}', which {len(found)} modules map; expected one. "
             + (
-                f"pass one of {list(found)[:8]}."
+                f"Pass one of {list(found)[:8]} as model."
                 if found
-                else "give the name of one that managed collision maps."
+                else "Give the name of a table with managed collision."
             )
         )
     return next(iter(found.items()))
 
 
-class _Ready(NamedTuple):
-    """A change of capacity, checked as far as one rank can."""
+class _CapacityChange(NamedTuple):
+    """A change of capacity that has passed the checks of this rank."""
 
     held: ShardedTable
     old: Buckets
@@ -144,30 +148,32 @@ class _Ready(NamedTuple):
     steppers: Steppers
 
 
-def _checked(
-    users: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
+def _check(
+    embeddings: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
     plan: ShardingPlan, path: str, optimizers: Sequence[Optimizer] | None,
-) -> _Ready:  # fmt: skip
-    collection = cast(ShardedManagedCollisionCollection, users.managed_collision_collection)
-    held = cast(ShardedTable, users.embedding_module._tables[table])
+) -> _CapacityChange:  # fmt: skip
+    collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
+    held = cast(ShardedTable, embeddings.embedding_module._tables[table])
     if len(held.rows.holders) > 1:
         raise ConfigError(
-            f"Table '{table}' is tied to another collection's, which would keep the old rows; resize before tying."
+            f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "
+            "tying."
         )
     module, size = collection.modules_by_table[table], collection.exchange.group.size
     old, new = module._buckets, module.resized(zch_size, total_num_buckets)
     if new.count < size:
         raise ConfigError(
-            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole ones."
+            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "
+            f"least {size} buckets."
         )
     tiling = scaled_tiling(table, held.tiling, old, new)
     steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)
     sharding = replace(plan.plan[path][table], tiling=tiling)
-    return _Ready(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
+    return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
 
 
 def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
-    """The plan of one sharding group follows, too."""
+    """Update the group plan of the part that holds the table."""
     parts = []
     for part in two_d.parts:
         if path in part.paths:

@@ -1,7 +1,7 @@
-"""A sharded table's tiles of another number of rows: made beside the old ones, then put in their place in one go.
+"""Tiles of a sharded table at another number of rows: built beside the old tiles, then switched at once.
 
-What is beside a tile follows its rows: optimizer slots, attached or not, `.grad`, and which rows replicas have touched.
-Rows that nobody moves to have their initial values, and state as before the first step.
+The state of a tile moves with its rows: slots of attached and other optimizers, `.grad`, `RowState`s, and marks of rows
+that replicas have touched. All other rows get initial values, and state as before the first step.
 
 Legend: M rows that move.
 """
@@ -28,16 +28,17 @@ from tilerec.storage.flat import flat_memory
 
 
 class ResizedTable:
-    """See the head of this file.
+    """The new tiles of a table and their state; the constructor builds them, `switch` puts them in place.
 
     Args:
-        collection: that the table is in.
-        tiling: the same tiles of other numbers of rows.
-        old_rows_M, new_rows_M: what moves, of the rows that this rank holds.
-        steppers: the optimizers that step the table, where none is attached; it is called `name` there.
+        collection: the collection of the table.
+        tiling: the current tiles, with other numbers of rows.
+        old_rows_M, new_rows_M: old and new row numbers of the moving rows in this rank's tiles.
+        steppers: the user's own optimizers that step the table, if none is attached.
+        name: the table's name in `steppers`.
 
     Raises:
-        ConfigError: something beside the tiles cannot follow.
+        ConfigError: some state of the tiles cannot follow.
     """
 
     @torch.no_grad()
@@ -66,12 +67,12 @@ class ResizedTable:
         self._states = [self._slots(i) for i in range(len(places))]
         self._grads = [self._grad(i, leaf.grad) for i, leaf in enumerate(leaves)]
         self._marks = [
-            None if rows.touched is None else self._moved(i, rows.touched.marks, 0)
+            None if rows.touched is None else self._with_moved_rows(i, rows.touched.marks, 0)
             for i, rows in enumerate(table.tile_rows)
         ]
-        self._held = {number: self._held_by(number) for number in steppers.of(name)}
+        self._states_by_stepper = {number: self._stepper_states(number) for number in steppers.of(name)}
         self._row_states = [
-            (state, {key: self._moved_parts(own) for key, own in state.parts().items()})
+            (state, {key: self._parts_with_moved_rows(own) for key, own in state.parts().items()})
             for state in _row_states(table)
         ]
         layouts = [
@@ -84,21 +85,21 @@ class ResizedTable:
         source, target = self._moves[i]
         made[target.to(made.device)] = old[source.to(old.device)]
 
-    def _moved(self, i: int, old: Tensor, fill: float) -> Tensor:
+    def _with_moved_rows(self, i: int, old: Tensor, fill: float) -> Tensor:
         made = old.new_full((self._shapes[i][0], *old.shape[1:]), fill)
         if not made.is_meta:
             self._move(i, old, made)
         return made
 
-    def _moved_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [self._moved(i, part, 0) for i, part in enumerate(parts)]
+    def _parts_with_moved_rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [self._with_moved_rows(i, part, 0) for i, part in enumerate(parts)]
 
     def _slots(self, i: int) -> dict[str, Tensor]:
-        """Optimizer slots of a tile; counts stay."""
+        """Return the optimizer slots of a new tile. Counts are unchanged."""
         rows = self._table.tile_rows[i]
         inits = {} if rows.spec is None else {slot.name: slot.init for slot in rows.spec.slots}
         return {
-            name: self._moved(i, value, inits[name]) if name in inits and value.dim() else value
+            name: self._with_moved_rows(i, value, inits[name]) if name in inits and value.dim() else value
             for name, value in rows.state.items()
         }
 
@@ -107,24 +108,26 @@ class ResizedTable:
             return None
         if grad.layout is not torch.strided:
             raise ConfigError(
-                f"Table '{self._config.name}' has a sparse .grad, which cannot follow its rows; step, and set it to "
-                "None, before."
+                f"Table '{self._config.name}' has a sparse .grad, which cannot follow its rows. Step, and set it to "
+                "None."
             )
-        return self._moved(i, grad, 0)
+        return self._with_moved_rows(i, grad, 0)
 
-    def _held_by(self, number: int) -> list[dict[str, Any]]:
-        """What a torch optimizer keeps, per tile."""
+    def _stepper_states(self, number: int) -> list[dict[str, Any]]:
+        """Return the state of one of the user's optimizers for each new tile."""
         held = self._steppers.held(number, self._name)
         made = []
         for i, leaf in enumerate(self._table.leaves()):
             own = {key: number_like(value, leaf) for key, value in held.numbers.items()}
             for key, values in (*held.cells.items(), *held.rows.items()):
-                own[key] = self._moved(i, values[i], self._steppers.initial(number, self._name, key))
+                own[key] = self._with_moved_rows(
+                    i, values[i], self._steppers.initial(number, self._name, key)
+                )
             made.append(own)
         return made
 
     def switch(self) -> None:
-        """The new tiles take the place of the old ones, on this rank. Must not fail."""
+        """Replace the old tiles by the new ones on this rank. Must not fail."""
         collection, table, config = self._collection, self._table, self._config
         before, touched = table.leaves(), [rows.touched for rows in table.tile_rows]
         table.config = config
@@ -135,7 +138,7 @@ class ResizedTable:
                 rows.touched.marks = marks
                 rows.touched.updates, rows.touched.state_updates = old.updates, old.state_updates
         self._steppers.follow(
-            self._name, before, after, {n: held for n, held in self._held.items() if any(held)}
+            self._name, before, after, {n: held for n, held in self._states_by_stepper.items() if any(held)}
         )
         self._steppers.refresh()
         for state, parts in self._row_states:
@@ -150,7 +153,7 @@ class ResizedTable:
 
 
 def _moves(old: Tile, new: Tile, old_rows_M: Tensor, new_rows_M: Tensor) -> tuple[Tensor, Tensor]:
-    """What moves inside of a tile: its rows before, and after."""
+    """Return the old and the new row numbers, relative to the tile, of the rows that move inside a tile."""
     inside = (old_rows_M >= old.r0) & (old_rows_M < old.r1)
     return old_rows_M[inside] - old.r0, new_rows_M[inside] - new.r0
 

@@ -1,12 +1,12 @@
-"""One table on its way from one tiling to another: what it brings along, its new memory, and the switch.
+"""The move of one table from one tiling to another: its tensors, its new memory, and the switch.
 
-    sources ──► described to all ranks ──► load (what travels) ──► new memory ──► transit ──► ready ──► switch
+    facts ──► settle: load ──► allocate ──► Transit ──► make_ready ──► switch
 
-Until the switch nothing of the table has changed; the switch is assignments only.
+Until the switch the table is unchanged. The switch consists of assignments only.
 
 Nouns
-  source  a tensor beside every tile of this rank that moves with the table
-  kind    what all ranks must know of a source: a rank that holds nothing of the table has none to look at
+  source  a tensor of every tile of this rank that moves with the table: weight, slot, gradient, state
+  kind    shape and dtype of a source. All ranks need it, also those that hold no tile of the table
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilerec.storage.flat import flat_memory
 
 
 class Kind(NamedTuple):
-    """What a source is: of the tile's shape (`cells`), or `[rows, *trailing]`."""
+    """Shape and dtype of a source: the tile's shape (`cells`), or `[rows, *trailing]`."""
 
     cells: bool
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank that holds tiles of a table says of its sources: kinds and numbers by name.
+    """Kinds of a rank's sources, and values that all its tiles share (`numbers`), by name.
 
     A name is a tuple: ("weight",), ("slot", name), ("grad",), ("touched",), ("state", optimizer, key), ("rows", number,
     name).
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a switch puts in place, one of each per new tile; `steppers` by number."""
+    """Objects that a switch puts in place, one of each per new tile. `steppers`: optimizer number -> state per tile."""
 
     peers: list[Peers]
     states: list[dict[str, Tensor]]
@@ -67,12 +67,13 @@ class Made(NamedTuple):
 
 
 class TableMove:
-    """A table (under all its names) that is to have another tiling.
+    """The move of a table, under all its names, to another tiling.
 
     Args:
-        names: paths and names; tied tables have several.
-        table: one of the holders.
-        new: the tiling to come.
+        names: (path, name) of the table; tied tables have several.
+        table: one of the tied tables.
+        new: the new tiling.
+        steppers: the user's own optimizers of the moving tables.
     """
 
     def __init__(
@@ -88,16 +89,16 @@ class TableMove:
 
     @property
     def key(self) -> str:
-        """The table, for messages."""
+        """The table's name, for messages."""
         return table_word(self.names[0])
 
     # ----------------------------------------------------------------------------------------------------- sources
 
     def facts(self) -> Facts | None:
-        """What this rank holds of the table; None if it holds nothing.
+        """Collect this rank's sources and return their facts; None if this rank holds no tile.
 
         Raises:
-            ConfigError: something beside the table cannot move.
+            ConfigError: some state of the table cannot move.
         """
         table = self.table
         kinds: dict[tuple[Any, ...], Kind] = {}
@@ -121,11 +122,11 @@ class TableMove:
             if values[0].dim():
                 source(("slot", slot), values, values[0].dim() == 2)
             else:
-                numbers[("slot", slot)] = values[0].to("cpu", copy=True)  # `bind` brings it where it belongs
+                numbers[("slot", slot)] = values[0].to("cpu", copy=True)  # `bind` moves it to its device
         grads = [leaf.grad for leaf in leaves]
         if any(grad is not None and grad.layout is not torch.strided for grad in grads):
             raise ConfigError(
-                f"reshard: table {self.key} has a sparse .grad, which cannot move; step, and set it to None, before."
+                f"reshard: table {self.key} has a sparse .grad, which cannot move. Step, and set it to None."
             )
         if any(grad is not None for grad in grads):
             dense = [
@@ -155,33 +156,36 @@ class TableMove:
         return list(vars(self.table).get("row_states", ()))
 
     def _check_rows_of(self, number: int, key: str) -> None:
-        for tiling, when in ((self.old, "is"), (self.new, "is to be")):
+        for tiling, when in ((self.old, "is"), (self.new, "will be")):
             if any(block.c0 for block in tiling.blocks):
                 raise ConfigError(
                     f"reshard: the state '{key}' that {self._steppers.word(number)} keeps of table {self.key} is a "
-                    f"number per row, and the table {when} cut by columns: each block has its own, of its own columns. "
+                    f"number per row, and the table {when} cut by columns, so each block has its own. "
                     "Attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
                 )
 
-    def settle(self, said: Sequence[Facts | None]) -> None:
-        """Hear what the holders say, and plan what travels.
+    def settle(self, facts_by_rank: Sequence[Facts | None]) -> None:
+        """Compare the facts of all ranks and make the load.
+
+        Args:
+            facts_by_rank: facts of each rank; None for ranks without a tile.
 
         Raises:
-            ConfigError: holders have different things beside the table.
+            ConfigError: ranks that hold tiles differ in the names, dtypes or shapes of their sources.
         """
-        holders = [(rank, facts) for rank, facts in enumerate(said) if facts is not None]
+        holders = [(rank, facts) for rank, facts in enumerate(facts_by_rank) if facts is not None]
         rank, ready = holders[0]
         kinds = dict(ready.kinds)
         for other, facts in holders[1:]:
-            # Gradients may be there on some ranks only: the others' are zero.
+            # Gradients may exist on some ranks only; those of other ranks are zero.
             kinds.update({name: kind for name, kind in facts.kinds.items() if name == ("grad",)})
             differ = (set(facts.kinds) ^ set(kinds)) - {("grad",)} or set(facts.numbers) ^ set(ready.numbers)
             if differ:
                 name = sorted(differ, key=str)[0]
                 has = name in facts.kinds or name in facts.numbers
                 raise ConfigError(
-                    f"reshard: {self._word(name)} of table {self.key} is on rank {other if has else rank} and not on "
-                    f"rank {rank if has else other}; take a step on all ranks, or call init_state()."
+                    f"reshard: {self._word(name)} of table {self.key} exists on rank {other if has else rank} and not "
+                    f"on rank {rank if has else other}. Take a step on all ranks, or call init_state()."
                 )
             for name, kind in facts.kinds.items():
                 known = kinds[name]
@@ -190,9 +194,9 @@ class TableMove:
                 ):
                     raise ConfigError(
                         f"reshard: {self._word(name)} of table {self.key} is {_kind_word(known)} on rank {rank} and "
-                        f"{_kind_word(kind)} on rank {other}; convert the model on all ranks alike."
+                        f"{_kind_word(kind)} on rank {other}. Convert the model on all ranks alike."
                     )
-                if kind.cells != known.cells:  # a tile of one column: its numbers per row look like cells
+                if kind.cells != known.cells:  # on tiles of one column, numbers per row look like cells
                     kinds[name] = kind if not kind.cells else known
         self._ready = Facts(kinds, ready.numbers)
         meta = self.table.weight.is_meta
@@ -210,7 +214,7 @@ class TableMove:
     # ------------------------------------------------------------------------------------------------------ switch
 
     def allocate(self) -> None:
-        """Make the new tiles' memory."""
+        """Allocate the memory of the new tiles."""
         assert self._ready is not None
         if ("grad",) in self._ready.kinds and ("grad",) not in self._sources and self.table.tiles:
             self._sources[("grad",)] = [torch.zeros_like(leaf) for leaf in self.table.leaves()]
@@ -220,7 +224,7 @@ class TableMove:
         places = places_of(self.new, self.table.tile_rows[0].peers.group.rank)
         device = self.table.weight.device
         for name, kind in self._ready.kinds.items():
-            if kind.cells:  # large ones in huge pages: new memory comes several times faster in them
+            if kind.cells:  # large tensors get huge pages, which makes new memory several times faster
                 shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
                 self._memory[name] = flat_memory(shapes, kind.dtype, device)
                 continue
@@ -231,13 +235,13 @@ class TableMove:
             part.after = self._memory[name] if held else []
 
     def drop(self) -> None:
-        """Give the new memory back: the table stays where it is."""
+        """Free the new memory. The table keeps its old tiles."""
         self._memory, self._made = {}, None
         for part in self.load.parts:
             part.after = []
 
     def make_ready(self) -> None:
-        """Make all that the switch puts in place: what can fail, fails here."""
+        """Build all objects that the switch puts in place. Operations that can fail are here, not in `switch`."""
         assert self._ready is not None
         table, kinds, numbers = self.table, self._ready.kinds, self._ready.numbers
         places = places_of(self.new, table.tile_rows[0].peers.group.rank)
@@ -276,9 +280,10 @@ class TableMove:
         return made
 
     def switch(self) -> Exception | None:
-        """The new tiles take the place of the old ones, on this rank: assignments, nothing is computed.
+        """Replace the old tiles by the new ones on this rank, by assignments alone.
 
-        Returns what others' objects (optimizers, `RowState`s) raised: the table has moved all the same.
+        Returns:
+            The first error that an optimizer or a `RowState` raised, or None. The table has moved in either case.
         """
         assert self._made is not None
         table, made = self.table, self._made
@@ -294,22 +299,22 @@ class TableMove:
         )
         for rows, touched in zip(table.tile_rows, made.touched, strict=True):
             rows.touched = touched
-        trouble: Exception | None = None
+        first_error: Exception | None = None
         try:
             self._steppers.follow(self.key, before, after, made.steppers)
         except Exception as error:
-            trouble = error
+            first_error = error
         held = bool(self.table.tiles)
         for number, state in enumerate(self._row_states()):
             own = {name[2]: parts for name, parts in self._memory.items() if name[:2] == ("rows", number)}
             try:
                 state.take({key: parts if held else [] for key, parts in own.items()})
             except Exception as error:
-                trouble = trouble or error
+                first_error = first_error or error
         self._memory, self._sources, self._made = {}, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
-        return trouble
+        return first_error
 
     def _state_of(self, number: int, i: int) -> dict[str, Any]:
         assert self._ready is not None
@@ -328,6 +333,6 @@ def _kind_word(kind: Kind) -> str:
 
 
 def table_word(name: Name) -> str:
-    """A table, for messages."""
+    """Return a table's name for messages."""
     path, table = name
     return f"'{table}' of module '{path}'" if path else f"'{table}'"

@@ -1,4 +1,4 @@
-// Colours, elements and canvases.
+// Colours, DOM elements and canvases.
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 let ink, track, line, over, rest, memoryColour, palette, dark;
@@ -8,7 +8,7 @@ function readTheme() {
   dark = matchMedia("(prefers-color-scheme: dark)").matches;
   hatch = makeHatch();
 }
-// A stage between hosts is hatched, in the colour of a stage inside them.
+// A stage between hosts is hatched and reuses the colour of a stage inside hosts.
 const hatched = data.stages.map((name) => name.endsWith(" between hosts"));
 const colourOf = data.stages.map((_, s) => hatched.slice(0, s).filter((one) => one === hatched[s]).length % 8);
 const stageColour = (s) => palette[colourOf[s]];
@@ -29,18 +29,18 @@ function makeHatch() {
   return pen.createPattern(tile, "repeat");
 }
 
-// Up to eight ranks have one colour each. With more ranks, hosts take the colours in turns and their ranks have tints;
-// on one host, ranks take the colours in turns. Labels, tips and lists name the ranks.
+// Up to eight ranks: one colour each. More ranks: one of eight colours per host, in tints per rank. More ranks on a
+// single host: eight colours that repeat. Labels, tooltips and lists name the ranks.
 function rankColour(rank) {
   if (R <= 8) return palette[rank];
   if (hosts.length === 1) return palette[rank % 8];
   const size = hosts[hostOf[rank]].length;
   return tinted(palette[hostOf[rank] % 8], size > 1 ? (0.6 * localOf[rank]) / (size - 1) : 0);
 }
-// A colour "#rrggbb" mixed with white, or with black on a dark page.
+// Return a colour "#rrggbb" mixed with white, or with black on a dark page. share: of white or black, 0 to 1.
 const tinted = (colour, share) =>
   `rgb(${[1, 3, 5].map((i) => Math.round(parseInt(colour.slice(i, i + 2), 16) * (1 - share) + (dark ? 0 : 255 * share))).join(" ")})`;
-// Black or white, whichever has more contrast with the colour.
+// Return black or white for text on a colour, by the colour's luma.
 const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 const inkKept = new Map();
 function inkOn(colour) {
@@ -57,7 +57,7 @@ function rampColour(share) {
   return dark ? `hsl(212 ${30 + 45 * at}% ${18 + 50 * at}%)` : `hsl(212 ${40 + 30 * at}% ${92 - 62 * at}%)`;
 }
 
-// element("li", {class: "x"}, "text", child): text is always text.
+// element("li", {class: "x"}, "text", child): strings become text nodes, never HTML.
 function element(tag, about = {}, ...inside) {
   const found = document.createElement(tag);
   for (const [key, value] of Object.entries(about)) {
@@ -73,7 +73,7 @@ const key = (colour, stripes) => element("span", { class: stripes ? "key hatch" 
 const stageKey = (s) => key(stageColour(s), hatched[s]);
 const at = (id) => document.getElementById(id);
 
-// A bar of segments [share of the width, colour, hatched, text], and a mark.
+// A bar of segments [share of the width, colour, hatched, text] and a mark at a share of the width.
 function bar(segments, { mark, label } = {}) {
   const found = element("div", { class: "bar", role: "img", "aria-label": label });
   for (const [share, colour, stripes, text] of segments)
@@ -82,7 +82,7 @@ function bar(segments, { mark, label } = {}) {
   return found;
 }
 
-// A canvas in CSS pixels, as sharp as the screen.
+// Size a canvas for the screen's resolution and return a pen in CSS pixels.
 function canvas(node, height) {
   const width = Math.max(1, node.clientWidth), tall = height || node.clientHeight || 1;
   const scale = Math.min(3, window.devicePixelRatio || 1);
@@ -94,14 +94,14 @@ function canvas(node, height) {
   return { pen, width, height: tall };
 }
 
-// A table's tiles in a box; copies are diagonal stripes of their ranks' colours.
+// Draw a table's tiles into a box. A tile with several owners has diagonal stripes in their colours.
 function drawTiles(pen, t, x, y, width, height, { labels = false } = {}) {
   const rows = data.rows[t], dim = data.dims[t];
   for (const block of blocksOf(t)) {
     const x0 = x + (width * block.c0) / dim, x1 = x + (width * block.c1) / dim;
     const many = block.who.length;
     if (many > height) {
-      // More row ranges than pixels: each line shows the range it falls in.
+      // More row ranges than pixels: each pixel line has the colour of the row range at its position.
       for (let p = 0; p < height; p++) {
         pen.fillStyle = rankColour(block.who[Math.floor((p / height) * many)][0]);
         pen.fillRect(x0, y + p, x1 - x0, 1);

@@ -1,8 +1,9 @@
-// A list of any length, with rows of one height, of which only visible rows exist; clicks on its heads sort it.
+// Virtual list of any length: rows have equal heights, and only visible rows are in the DOM. Column heads sort it.
 
 class List {
-  // columns: [{name, class, by(item) -> number or text, down: largest first}]; cells(item) -> elements; pick(item).
-  constructor(root, columns, items, { cells, pick, label, start, visible = 12, many = false, none = "Nothing matches." }) {
+  // columns: [{name, class, by(item) -> sort key, down: sort the largest first}]; cells(item) -> elements of a row;
+  // pick(item): called when the user picks a row; visible: largest number of rows in view; none: text of an empty list.
+  constructor(root, columns, items, { cells, pick, label, start, visible = 12, many = false, none = "No matches." }) {
     this.columns = columns;
     this.items = items;
     this.cells = cells;
@@ -86,7 +87,7 @@ class List {
       this.lines.set(i, node);
     }
   }
-  // Arrow keys move the focus by one row, Enter picks the row.
+  // Arrow keys, Home and End move the focus between rows. Enter and space pick a row.
   step(event) {
     const node = event.target.closest(".line");
     if (!node) return;

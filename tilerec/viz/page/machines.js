@@ -1,11 +1,11 @@
-// Hosts and their ranks as squares, and the figures of the machines.
+// Hosts with their ranks as squares, and the table of topology fields.
 
 let places = [];
 const ways = [
   ["time", (r) => loadOf[r], (v) => time(v)],
   ...data.stages.map((name, s) => [`time: ${name}`, (r) => data.load[r * S + s], (v) => time(v)]),
   ...tiersUsed.map((m) => [tierName(m), (r) => memoryOf(r, m), (v) => bytes(v)]),
-  ["rank, as tiles are", null, null],
+  ["rank (colours of the tiles)", null, null],
 ];
 function makeMachines() {
   at("by").append(...ways.map(([name], i) => element("option", { value: i }, name)));
@@ -19,7 +19,7 @@ function makeMachines() {
 function drawHosts() {
   const node = at("hosts"), [, value, text] = ways[Number(at("by").value) || 0], width = node.clientWidth || 1;
   const size = R > 2048 ? 7 : R > 256 ? 11 : R > 64 ? 18 : 30, pad = size > 12 ? 6 : 4;
-  // Hosts side by side, each a box of at most 8 ranks' width.
+  // Hosts are boxes side by side, at most 8 ranks wide.
   places = [];
   const shapes = hosts.map((ranks) => ({ ranks, across: Math.min(ranks.length, 8, Math.max(1, Math.floor((width - 2 * pad) / (size + 1)))) }));
   let x = 0, y = 0, tall = 0;
@@ -47,7 +47,7 @@ function drawHosts() {
     if (place.rank === chosenRank) { pen.strokeStyle = ink; pen.lineWidth = 2; pen.strokeRect(place.x + 1, place.y + 1, size - 2, size - 2); pen.lineWidth = 1; }
     if (size >= 18) { pen.fillStyle = inkOn(colour); pen.fillText(String(place.rank), place.x + size / 2, place.y + size / 2); }
   }
-  at("hosts-scale").textContent = value ? `From ${text(least)} (rank ${extreme(value, -1)}) to ${text(most)} (rank ${extreme(value, 1)}); the darkest ${dark ? "is least" : "is most"}.` : "A box is a host.";
+  at("hosts-scale").textContent = value ? `From ${text(least)} (rank ${extreme(value, -1)}) to ${text(most)} (rank ${extreme(value, 1)}); ${dark ? "brighter" : "darker"} is more.` : "Each box is a host.";
 }
 function extreme(value, way) {
   let best = 0;

@@ -1,4 +1,4 @@
-// Build the page, and redraw it when the width or the colours change.
+// Build the page, and redraw it when its width or colour scheme changes.
 
 function drawAll() {
   readTheme();

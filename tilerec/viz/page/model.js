@@ -1,5 +1,5 @@
 // Data of the page: the numbers of the report, and values derived from them.
-// Times are integer picoseconds, memory integer bytes; arrays over ranks are [rank * stages + stage].
+// Times are whole picoseconds, memory is whole bytes. Arrays over ranks and stages are flat: [rank * stages + stage].
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const R = data.ranks, S = data.stages.length, M = data.tiers.length, T = data.names.length;
@@ -26,7 +26,7 @@ const loadOf = new Float64Array(R);
 for (let r = 0; r < R; r++) for (let s = 0; s < S; s++) loadOf[r] += data.load[r * S + s];
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const largest = (values) => values.reduce((best, v, i) => (v > values[best] ? i : best), 0);
-// Ranks are balanced if the slowest has little more to do than the mean.
+// Ranks are balanced if the largest time is at most (1 + data.balanced) times the mean.
 const isBalanced = (most, mean) => most <= (1 + data.balanced) * mean;
 const stageOf = data.stages.map((_, s) => {
   const column = Float64Array.from({ length: R }, (_, r) => data.load[r * S + s]);
@@ -37,7 +37,7 @@ const tiersUsed = data.tiers.map((_, m) => m).filter((m) => m === data.tier || d
 const memoryOf = (r, m) => data.memory[r * M + m];
 const capOf = (r, m) => data.cap[r * M + m];
 
-// Ranks as text: "0-2,5" in order; owners of row ranges: replicas in braces, "0-1,{2,6}".
+// Parse ranks: "0-2,5" -> [0, 1, 2, 5]. Owners of row ranges, replicas in braces: "0-1,{2,6}" -> [[0], [1], [2, 6]].
 function runs(text) {
   const found = [];
   for (const part of text.split(",")) {
@@ -61,7 +61,7 @@ function owners(text) {
   return found;
 }
 
-// A table's blocks: columns [c0, c1), and for each row range its end and its owners.
+// Column blocks of a table: columns [c0, c1), and by row range its owners (who), start(i) and end(i).
 function blocksOf(t) {
   const rows = data.rows[t], dim = data.dims[t];
   return data.tilings[data.tiling[t]].map((block) => {
@@ -77,7 +77,7 @@ function tilesOf(t) {
     block.who.forEach((who, i) => found.push({ r0: block.start(i), r1: block.end(i), c0: block.c0, c1: block.c1, who }));
   return found;
 }
-// Cells of a table by rank, the largest number on one rank, and the number of all copies together.
+// Cells of a table by rank. most: the largest number on one rank; all: the sum over all copies.
 function heldBy(t) {
   const cells = new Map();
   let most = 0, all = 0;
@@ -103,7 +103,7 @@ function ranksOf(t) {
 }
 const nameOf = (t) => (data.paths[data.path[t]] ? `${data.paths[data.path[t]]}.${data.names[t]}` : data.names[t]);
 const shownName = (t) => (nameOf(t).trim() ? nameOf(t) : "(no name)");
-// Order of tables with equal keys: by module, then by table.
+// Compare tables by module, then by name: the order among equal sort keys.
 function inOrder(a, b) {
   const x = data.paths[data.path[a]], y = data.paths[data.path[b]];
   if (x !== y) return x < y ? -1 : 1;
@@ -117,7 +117,7 @@ const homePs = Float64Array.from({ length: T }, (_, t) => sum(data.home[t]));
 const homeOf = data.stages.map((_, s) => sum(data.home.map((one) => one[s] || 0)));
 const addsOf = (t) => ownPs[t] + homePs[t];
 
-// Time and bytes of each table on a rank: proportional to the cells that the rank holds.
+// Picoseconds (ps; by stage: by) and bytes of each table on a rank, in proportion to the rank's cells.
 function onRank(rank) {
   const found = [];
   for (let t = 0; t < T; t++) {

@@ -1,4 +1,4 @@
-// The step by stage, the ranks, and one rank: its work and the tables that cause it.
+// The step by stage, the list of ranks, and the card of one rank: its load, and the tables that cause it.
 
 function drawStep() {
   const parts = data.stages.map((name, s) => [name, stageOf[s].most, stageColour(s), hatched[s]]);
@@ -26,7 +26,7 @@ function drawStep() {
     body.append(element("tr", {}, element("td", {}, key(colour, stripes), name), ...cells.map((cell, i) => element("td", { class: i > 2 ? "n spare" : "n" }, cell))));
   });
 }
-// The text if it fits into the width, else null.
+// Return a name if it fits the width in pixels, else null.
 const fitting = (text, width) => (width > 7.5 * text.length + 8 ? text : null);
 const slowestOf = (one) => (!one.most ? "–" : R > 1 && isBalanced(one.most, one.mean) ? "balanced" : rankLink(one.rank));
 const rankLink = (rank) => element("button", { type: "button", class: "link", onclick: (event) => { event.stopPropagation(); pickRank(rank, true); } }, `rank ${rank}`);
@@ -69,7 +69,7 @@ function drawLegend() {
   at("legend").replaceChildren(...data.stages.map((name, s) => element("li", {}, stageKey(s), name)), element("li", {}, key(memoryColour), tierName(data.tier)));
 }
 
-// All ranks side by side. With more ranks than pixels a column shows the largest value of its ranks.
+// Overviews with one column per rank. With more ranks than pixels, a column shows the largest of its ranks.
 function columnsOf(width) {
   const count = Math.min(R, Math.floor(width));
   return Array.from({ length: count }, (_, i) => [Math.floor((i * R) / count), Math.floor(((i + 1) * R) / count)]);
@@ -142,24 +142,24 @@ function pickRank(rank, byHand) {
 function drawRank() {
   const rank = chosenRank, mean = sum(loadOf) / R, held = onRank(rank);
   const first = rank === largest(loadOf) && R > 1, balanced = R > 1 && isBalanced(loadOf[largest(loadOf)], mean);
-  const about = `host ${hostOf[rank]}${first ? (balanced ? "; it has the most to do, by little: the ranks are balanced" : "; the most loaded rank") : ""}`;
+  const about = `host ${hostOf[rank]}${first ? (balanced ? "; the most loaded rank, but the ranks are balanced" : "; the most loaded rank") : ""}`;
   const heaviest = [...held].sort((a, b) => b.ps - a.ps || inOrder(a.t, b.t)).slice(0, 10);
   const home = sum(homePs), here = sum(held.map((h) => h.ps));
-  // A network card serves the pieces of all ranks of its host; the remainder is the same for every placement.
+  // A host's network card carries the pieces of all its ranks. The remaining time (fixed) is the same under every plan.
   const link = sum(data.stages.map((_, s) => (hatched[s] ? Math.max(0, data.load[rank * S + s] - sum(held.map((h) => h.by[s])) - homeOf[s]) : 0)));
   const fixed = Math.max(0, loadOf[rank] - here - home - link);
-  const says = [`${time(loadOf[rank])} of work in all stages`, mean ? `, ${figure(loadOf[rank] / mean)} times the mean` : "", "."];
-  if (here || home) says.push(` ${time(here)} serves the pieces of ${whole(held.length)} table${held.length === 1 ? "" : "s"} that lie here, ${time(home)} is work on its own batch, as on every rank`,
-    link > 0.005 * loadOf[rank] ? `, ${time(link)} its network card spends on the tables of the other ${hosts[hostOf[rank]].length - 1} ranks of its host` : "",
-    fixed > 0.005 * loadOf[rank] ? `, ${time(fixed)} what a step takes for no single table: bookkeeping, and collectives that no plan avoids.` : ".");
-  if (heaviest.length && heaviest[0].ps) says.push(" ", element("bdi", {}, shownName(heaviest[0].t)), ` alone is ${percent(heaviest[0].ps / loadOf[rank])}.`);
+  const sentences = [`${time(loadOf[rank])} of work in all stages`, mean ? `, ${figure(loadOf[rank] / mean)} times the mean` : "", "."];
+  if (here || home) sentences.push(` ${time(here)} for the pieces of ${whole(held.length)} table${held.length === 1 ? "" : "s"} on this rank, ${time(home)} for its own batch, as on every rank`,
+    link > 0.005 * loadOf[rank] ? `, ${time(link)} of its network card for tables of the other ${hosts[hostOf[rank]].length - 1} ranks of its host` : "",
+    fixed > 0.005 * loadOf[rank] ? `, ${time(fixed)} for no single table: bookkeeping, and collectives that no plan avoids.` : ".");
+  if (heaviest.length && heaviest[0].ps) sentences.push(" ", element("bdi", {}, shownName(heaviest[0].t)), ` alone is ${percent(heaviest[0].ps / loadOf[rank])}.`);
   const most = heaviest.length ? heaviest[0].ps || 1 : 1;
   const fattest = [...held].sort((a, b) => b.bytes - a.bytes || inOrder(a.t, b.t)).slice(0, 5), fat = fattest.length ? fattest[0].bytes || 1 : 1;
   at("rank").replaceChildren(
     element("h3", { id: "rank-name" }, `Rank ${rank}`),
     element("p", { class: "muted", id: "rank-about" }, about),
-    element("p", { id: "rank-says" }, ...says),
-    element("h4", {}, "Stages; the mark is the mean of all ranks"),
+    element("p", { id: "rank-load" }, ...sentences),
+    element("h4", {}, "Stages (mark: mean of all ranks)"),
     element("ul", { class: "weigh" }, ...data.stages.map((name, s) => {
       const ps = data.load[rank * S + s], top = stageOf[s].most || 1;
       return element("li", {}, element("span", {}, stageKey(s), name, stageOf[s].rank === rank && ps && !isBalanced(stageOf[s].most, stageOf[s].mean) ? element("span", { class: "sub" }, " slowest") : null),
@@ -168,9 +168,9 @@ function drawRank() {
     element("h4", {}, "Memory"),
     element("ul", { class: "weigh" }, ...tiersUsed.map((m) => element("li", {}, element("span", {}, tierName(m)), memoryBar(rank, m),
       element("span", { class: "n", title: `of ${bytes(capOf(rank, m))}` }, capOf(rank, m) ? percent(memoryOf(rank, m) / capOf(rank, m)) : bytes(memoryOf(rank, m)))))),
-    ...(heaviest.length ? [element("h4", {}, "What takes most time here"), element("ul", { class: "weigh", id: "heaviest" }, ...heaviest.map((h) => weighed(h.t, h.ps / most, time(h.ps)))),
+    ...(heaviest.length ? [element("h4", {}, "Tables that take the most time here"), element("ul", { class: "weigh", id: "heaviest" }, ...heaviest.map((h) => weighed(h.t, h.ps / most, time(h.ps)))),
       ...others(held.length - heaviest.length, time(here - sum(heaviest.map((h) => h.ps))), rank)] : []),
-    ...(fattest.length ? [element("h4", {}, "What takes most memory here"), element("ul", { class: "weigh", id: "fattest" }, ...fattest.map((h) => weighed(h.t, h.bytes / fat, bytes(h.bytes)))),
+    ...(fattest.length ? [element("h4", {}, "Tables that take the most memory here"), element("ul", { class: "weigh", id: "fattest" }, ...fattest.map((h) => weighed(h.t, h.bytes / fat, bytes(h.bytes)))),
       ...others(held.length - fattest.length, bytes(sum(held.map((h) => h.bytes)) - sum(fattest.map((h) => h.bytes))), rank)] : []),
     ...(held.length ? [element("p", {}, allOf(rank, held.length > 1 ? `all ${whole(held.length)} tables of rank ${rank}` : `the one table of rank ${rank}`))] : []),
   );

@@ -1,4 +1,4 @@
-// The tables: a list to sort and search, and a card that shows one table's tiles.
+// The list of tables, to sort and search, and the card of one table with its tiles.
 
 let tableList;
 function makeTables() {
@@ -13,7 +13,7 @@ function makeTables() {
   ];
   tableList = new List(at("tables"), columns, Array.from({ length: T }, (_, t) => t), {
     label: "Tables", start: columns[6], visible: 14, pick: pickTable, many: true,
-    none: T ? "Nothing matches." : "There are no tables.",
+    none: T ? "No matches." : "There are no tables.",
     cells: (t) => {
       const picture = element("canvas", { "aria-hidden": "true" });
       picture.draw = () => {
@@ -40,7 +40,7 @@ let texts;
 function matches(words) {
   texts ||= Array.from({ length: T }, (_, t) => `${nameOf(t)} ${kindOf(t)} ${typeOf(t)} ${optionOf(t)}`.toLowerCase());
   const tests = words.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-    // An incomplete "rank:" or "cut:" is not a search for a table of that name, so it matches every table.
+    // Half-typed "rank:" and "cut:" match all tables.
     if (word === "rank:" || word === "cut:") return () => true;
     const rank = /^rank:(\d+)$/.exec(word);
     if (rank) return (t) => ranksOf(t).has(Number(rank[1]));
@@ -66,14 +66,14 @@ function pickTable(t, byHand) {
   drawTable();
   if (byHand && matchMedia("(max-width: 900px)").matches) at("table").scrollIntoView({ block: "nearest" });
 }
-// The reason for a table's tiling, and, folded, every way that was considered with the step it would give.
+// The reason for a table's cut, and a folded list of all ways to cut it with their step times.
 function whyOf(t) {
   const why = data.why[t];
-  if (!why) return [element("h4", {}, "Reason for this tiling"), element("p", { id: "why-not" }, data.why_not + (data.why_not.endsWith(".") ? "" : ` ${nameOf(t)}`))];
+  if (!why) return [element("h4", {}, "Why this cut"), element("p", { id: "why-not" }, data.why_not + (data.why_not.endsWith(".") ? "" : ` ${nameOf(t)}`))];
   const [reason, notes, ways] = why;
   const heads = ["way", "step then", "verdict", "pieces", "bytes each", "adds on owners", "on all ranks"];
   return [
-    element("h4", {}, "Reason for this tiling"),
+    element("h4", {}, "Why this cut"),
     element("p", { id: "why-so" }, reason),
     ...notes.map((note) => element("p", { class: "muted" }, note)),
     element("details", { id: "why" }, element("summary", {}, ways.length > 1 ? `The ${whole(ways.length)} ways that were considered` : "The one way there is"),
@@ -113,13 +113,13 @@ function drawTable() {
     picture,
     element("p", { class: "muted" }, `columns 0 to ${data.dims[t]}, rows 0 to ${whole(data.rows[t])}`),
     ...(stages.length ? [
-      element("h4", {}, "What it adds: on the rank that holds most of it, and (pale) on every rank"),
+      element("h4", {}, "Time that it adds: on the rank that holds most of it, and (pale) on every rank"),
       element("ul", { class: "weigh" }, ...stages.map(([name, own, home, s]) => {
         const one = bar([[own / top, stageColour(s), hatched[s]], [home / top, stageColour(s), hatched[s]]]);
         if (home && one.lastChild) one.lastChild.style.opacity = "0.45";
         return element("li", {}, element("span", {}, stageKey(s), name), one, element("span", { class: "n" }, time(own + home)));
-      }))] : [element("p", { class: "muted" }, "What it adds is not known.")]),
-    element("details", {}, element("summary", {}, `The ${tiles.length > 1 ? `${whole(tiles.length)} tiles` : "tile"} in numbers`),
+      }))] : [element("p", { class: "muted" }, "The time that it adds is not known.")]),
+    element("details", {}, element("summary", {}, `Rows, columns and ranks of the ${tiles.length > 1 ? `${whole(tiles.length)} tiles` : "tile"}`),
       element("div", { class: "scroll" }, element("table", { id: "tile-list" }, element("thead", {}, element("tr", {}, ...["rows", "columns", "ranks"].map((h) => element("th", {}, h)))),
         element("tbody", {}, ...tiles.slice(0, 200).map((tile) => element("tr", {}, element("td", {}, `[${whole(tile.r0)}, ${whole(tile.r1)})`), element("td", {}, `[${tile.c0}, ${tile.c1})`), element("td", {}, setOf(tile.who))))))),
       tiles.length > 200 ? element("p", { class: "muted" }, `and ${whole(tiles.length - 200)} more`) : null),
