@@ -184,7 +184,7 @@ def test_kernels_that_are_not_in_use_are_fused_in_device_memory_with_a_warning()
     assert all(p.grad is None for p in dmp.parameters())
     with (
         pytest.warns(UserWarning, match="'key_value' for table 'a' of module 'ebc', but no optimizer"),
-        pytest.warns(UserWarning, match="has the effect of 'fused'"),
+        pytest.warns(UserWarning, match="acts as 'fused'"),
     ):
         alone(plan=plan("key_value", None))
 
