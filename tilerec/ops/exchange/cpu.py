@@ -1,7 +1,7 @@
-"""The exchange ops by the native library: `route_ids`, `place_rows_` and `pick_rows` on CPU.
+"""Exchange ops on the native library: `route_ids`, `place_rows_` and `pick_rows` on CPU.
 
-`definition.py` says what they mean; here only arguments change form. Results are those of the reference, bit
-for bit, for any number of threads. Sums of other numbers than fp32 and fp64 go to the reference.
+`definition.py` specifies the ops; this file only converts arguments. Results equal the reference bit for bit, for any
+number of threads. The reference computes sums of dtypes other than fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SUM_BYTES = {torch.float32: 4, torch.float64: 8}
 def _raise_route(
     report: Report, names: str, cuts: Sequence[int], ranges: Sequence[int], ids: Tensor, offsets: Tensor
 ) -> NoReturn:
-    """Turn a report of `route_ids` into the error its caller sees."""
+    """Raise the error that a report of `route_ids` describes."""
     route = report.feature
     if report.status == NO_MEMORY:
         raise MemoryError("Routing found no memory for its working space.")
@@ -93,7 +93,7 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
         if begin(there):
             _raise_route(call.report, names, cuts, ranges, ids, offsets)
         try:
-            told = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # no fault: those are raised here
+            told = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # the fault stays 0: faults raise
             lengths = torch.empty(call.present, dtype=torch.int32)
             local = torch.empty(call.moved, dtype=dtype)
             slots = torch.empty(call.present, dtype=torch.int32)
@@ -115,7 +115,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
     def move_rows(
         flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False
     ) -> None:
-        """`lists`: those of `place_rows_`, without adds for `pick_rows`."""
+        """`lists`: the lists of `place_rows_`; `pick_rows` passes no `adds`."""
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
         numbers = array("q", itertools.chain.from_iterable(lists))
@@ -135,7 +135,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
 
 
 def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
-    """Whether the tensors are such as the library reads; the reference says what is wrong with others."""
+    """Return True if the library can read these tensors; the reference raises the errors for others."""
     return (
         flat.dtype == rows.dtype
         and slots.dtype == torch.int32
@@ -212,7 +212,7 @@ def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name."""
     return {
         "route_ids": _route_ids(library),
         "place_rows_": _place_rows_(library),
@@ -222,6 +222,6 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the native library serve the ops on CPU."""
+    """Register the native kernels for CPU tensors."""
     for name, kernel in kernels(library).items():
         LIBRARY.impl(name, kernel, "CPU", allow_override=True)

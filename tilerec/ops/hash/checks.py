@@ -1,7 +1,7 @@
-"""What the hash ops refuse, whichever backend runs: states that do not fit their buckets, numbers out of range.
+"""Argument checks of the hash ops, for every backend: states that do not match their buckets, numbers out of range.
 
-Shapes, types and numbers only, so that no device is waited for; ids of other buckets are found by who reads the ids.
-
+Shapes, dtypes and numbers only, so no check synchronizes with a device. Kernels that read the ids detect ids of other
+buckets.
 Legend: as in `definition.py`.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
-COUNTER_LIMIT = 2**31 - 1  # of what admission counts, and of an entry's occurrences
-MOST = 2**31  # of buckets, and of slots: their product with 32 bits of hash fits int64
-LONGEST = 2**61  # of clocks and times to live: their sum fits int64
+COUNTER_LIMIT = 2**31 - 1  # maximum of an admission counter, and of an entry's occurrences
+MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit hash fits int64
+LONGEST = 2**61  # maximum of clocks and times to live: their sum fits int64
 _POLICIES = 4
 
 
 def raise_wrong_bucket(
     op: str, position: int, id_: int, bucket: int, first: int, held: int, buckets: int
 ) -> NoReturn:
-    """An id that belongs to other ranks."""
+    """Raise the error for an id that belongs to other ranks."""
     raise InputError(
         f"{op}: id {id_} (position {position}) belongs to bucket {bucket} of {buckets}, this state holds buckets "
         f"[{first}, {first + held}); send ids to the rank that zch_buckets() names."
@@ -34,7 +34,7 @@ def raise_wrong_bucket(
 
 
 def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: int) -> NoReturn:
-    """A state that was not made by these ops, or for another number of buckets."""
+    """Raise the error for a state that these ops did not make, or made for another number of buckets."""
     raise InputError(
         f"{op}: row {row} (bucket {held}) holds id {id_}, which belongs to bucket {bucket} of {buckets}; the state was "
         f"made for another number of buckets or slots, or its slice begins elsewhere."
@@ -42,14 +42,14 @@ def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: 
 
 
 def raise_bad_count(op: str, position: int, count: int) -> NoReturn:
-    """An entry that stands for no occurrence, or too many."""
+    """Raise the error for an entry with no occurrence, or too many."""
     raise InputError(
         f"{op}: counts[{position}] is {count}, wanted 1 to 2**31 - 1; leave out ids that do not occur."
     )
 
 
 def raise_bad_ttl(op: str, position: int, ttl: int) -> NoReturn:
-    """A time to live that ended before it began."""
+    """Raise the error for a time to live that is negative or too long."""
     raise InputError(f"{op}: the time to live of ids[{position}] is {ttl}, wanted 0 to 2**61.")
 
 
@@ -74,7 +74,7 @@ def _number(op: str, name: str, value: int, least: int, most: int) -> None:
 
 
 def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: int) -> int:
-    """Check tensors of one length, whole buckets of it; returns how many."""
+    """Check that all tensors have one length of whole buckets; return the number of buckets."""
     _number(op, "the number of buckets", buckets, 1, MOST)
     _number(op, "the number of slots per bucket", slots, 1, MOST)
     rows = state["ids"].numel()
@@ -103,7 +103,7 @@ def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: i
 
 
 def _by_name(state: HashState) -> dict[str, Tensor]:
-    """Return the tensors with an entry per row, by the names that errors give them."""
+    """Return the tensors with an entry per row, by their names in errors."""
     return dict(zip(("ids", "used", "since", "last", "hits", "expires"), state[:6], strict=True))
 
 
@@ -198,7 +198,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "zch_assign_each_": _zch_assign_,
     "zch_resize": _zch_resize,
 }
-"""By op name: raises for arguments that do not fit, as kernels take them."""
+"""Checks by op name: they raise for invalid arguments, given in the form that kernels take."""
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "zch_assign_": AssignCall.unpack,
@@ -208,7 +208,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 def checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel behind its op's checks, with the op's arguments as the record that kernels take."""
+    """Return a kernel preceded by its op's checks; it converts the op's arguments to the record that kernels take."""
     check, unpack = CHECKS[op], _CALLS.get(op)
 
     def run(*arguments: Any) -> Any:
