@@ -1,6 +1,6 @@
-"""What the jagged ops refuse, whichever backend runs: tensors of the wrong number of dimensions, lists too short.
+"""Argument checks of the jagged ops, for every backend: wrong numbers of dimensions, lists that are too short.
 
-Shapes and types only, so that no device is waited for. What offsets hold is checked by whoever reads them on the CPU.
+Shapes and dtypes only, so no check synchronizes with a device. Kernels that read offsets on the CPU check their values.
 
 Legend: as in `definition.py`.
 """
@@ -117,11 +117,11 @@ CHECKS: dict[str, Callable[..., None]] = {
     "segment_sum": _segment_sum,
     "repeat_segments": _repeat_segments,
 }
-"""By op name: raises an `InputError` for arguments that do not fit, as the op takes them."""
+"""Checks by op name: they raise an `InputError` for invalid arguments, given as the op takes them."""
 
 
 def raise_bad_offsets(op: str, segment: int, offset: int) -> NoReturn:
-    """Raise the `InputError` for the offset after a segment, which descends or does not fit the number of items."""
+    """Raise the `InputError` for the offset after a segment: it descends or does not fit the number of items."""
     raise InputError(
         f"{op}: offset {offset} after segment {segment} descends or does not fit the number of items; wanted "
         f"non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
@@ -129,7 +129,7 @@ def raise_bad_offsets(op: str, segment: int, offset: int) -> NoReturn:
 
 
 def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
-    """Raise the `InputError` for a selected segment that is not there, or is shorter than its copy."""
+    """Raise the `InputError` for a selected segment that does not exist, or is shorter than its copy."""
     raise InputError(
         f"{op}: order[{position}] is segment {segment}, which is not there or holds fewer items than the output's "
         f"offsets say."
@@ -137,7 +137,7 @@ def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
 
 
 def checked(op: str, kernel: Callable[..., object]) -> Callable[..., object]:
-    """The kernel behind its op's checks."""
+    """Return the kernel, preceded by its op's checks."""
     check = CHECKS[op]
 
     def run(*arguments: object) -> object:

@@ -1,7 +1,7 @@
-"""What lookups refuse, whichever backend runs, and what they say about it.
+"""Argument checks of lookups, for every backend, and their error messages.
 
-Shapes, types and numbers that are on the host only, so that no device is waited for. What ids and offsets hold is
-found by whoever reads them; the messages are here.
+Checks use only shapes, dtypes and numbers on the host, so none synchronizes with a device. Kernels that read ids and
+offsets detect bad values; the messages are here.
 
 Legend: as in `definition.py`.
 """
@@ -26,7 +26,7 @@ def check_layout(
     means: Sequence[int],
     pooled: bool,
 ) -> None:
-    """Raise an `InputError` for tables that are no matrices and for features of tables or keys that do not exist."""
+    """Raise an `InputError` for tables that are not matrices, and for features of tables or keys that do not exist."""
     for t, shape in enumerate(shapes):
         if len(shape) != 2:
             raise InputError(f"Table {t} of a lookup: weight has shape {list(shape)}, wanted [rows, dim].")
@@ -43,7 +43,7 @@ def check_layout(
 
 
 def check_contiguous(weights: Sequence[Tensor]) -> None:
-    """Raise an `InputError` for a table whose rows do not follow each other."""
+    """Raise an `InputError` for a table whose rows are not contiguous."""
     if not all(map(Tensor.is_contiguous, weights)):
         t, weight = next((t, w) for t, w in enumerate(weights) if not w.is_contiguous())
         raise InputError(
@@ -53,7 +53,7 @@ def check_contiguous(weights: Sequence[Tensor]) -> None:
 
 
 def check_batch(ids: Tensor, offsets: Tensor, sample_weights: Tensor | None) -> None:
-    """Raise an `InputError` for a batch that is no flat lists of ids, offsets and weights."""
+    """Raise an `InputError` unless the batch consists of flat lists of ids, offsets and weights."""
     if sample_weights is not None and sample_weights.shape != ids.shape:
         raise InputError(
             f"A lookup's sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; wanted one "
@@ -79,7 +79,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def check_starts(starts: Tensor, features: int) -> None:
-    """Raise an `InputError` for starts of another number of features."""
+    """Raise an `InputError` for starts that do not match the number of features."""
     if starts.shape[0] != features + 1:
         raise InputError(
             f"A lookup of {features} features that are not pooled has {starts.shape[0]} starts, wanted "
@@ -95,10 +95,10 @@ def pooled_shape(
     offsets: Tensor,
     names: str,
 ) -> tuple[int, ...]:
-    """Shape of a pooled lookup's output: `[B, C]`, or flat for variable batches.
+    """Return the shape of a pooled lookup's output: `[B, C]`, or flat for variable batches.
 
-    `dims` are per feature; `last_key` is the largest of `keys` (-1: there are none). Raises an `InputError` if the
-    offsets hold fewer bags.
+    `dims` are per feature; `last_key` is the largest of `keys` (-1: no keys). Raises an `InputError` if the offsets
+    describe too few bags.
     """
     if len(batches) == 1:
         bags = batches[0] * (last_key + 1)
@@ -121,7 +121,7 @@ def pooled_shape(
 
 
 def check_gradient(grad: Tensor, wanted: Sequence[int], count: int) -> None:
-    """Raise an `InputError` for a gradient of another size than the lookup's output, whose shape is `wanted`."""
+    """Raise an `InputError` for a gradient whose size differs from the lookup's output of shape `wanted`."""
     if grad.numel() != count:
         raise InputError(
             f"sample_weight_grad: the gradient has shape {list(grad.shape)}, wanted {list(wanted)}, the shape of "
@@ -136,7 +136,7 @@ def _labels(names: str, feature: int, tables: Sequence[int]) -> tuple[str, str]:
 
 
 def raise_uncovered(position: int, value: int, ids: int) -> NoReturn:
-    """Raise the `InputError` for ids that lie in no bag: `offsets[position]`, the first or the last, is `value`."""
+    """Raise the `InputError` for ids outside of all bags: `offsets[position]`, the first or the last, is `value`."""
     if position == 0 and value:
         raise InputError(
             f"KeyedJaggedTensor: the first offset is {value}; expected 0, since values before it belong to no bag. "
@@ -149,7 +149,7 @@ def raise_uncovered(position: int, value: int, ids: int) -> NoReturn:
 
 
 def check_covered(offsets: Tensor, ids: Tensor) -> None:
-    """Raise an `InputError` unless the offsets begin at 0 and end at the number of ids. Waits for their device."""
+    """Raise an `InputError` unless offsets begin at 0 and end at the number of ids. Synchronizes with their device."""
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise_uncovered(0, first, ids.numel())
@@ -162,7 +162,7 @@ def raise_bad_offsets(
 ) -> NoReturn:
     """Raise the `InputError` for `offsets[position]`, which is `value`; `ids` is the number of the batch's values.
 
-    A negative feature: the offsets of the whole batch leave values out.
+    A negative feature means that the offsets of the whole batch do not cover all values.
     """
     if feature < 0:
         raise_uncovered(position, value, ids)

@@ -1,7 +1,7 @@
-"""What the update ops refuse, whichever backend runs: records, tables and phases that contradict themselves.
+"""Argument checks of the update ops, for every backend: inconsistent records, tables and phases.
 
-Every function raises an `InputError`. The reference calls them all; a backend calls the cheap ones, does the rest while
-it reads, and comes here for the words.
+Every function raises an `InputError`. The reference calls all of them. A backend calls the cheap ones, performs the
+others while it reads, and calls these functions for the error messages.
 
 Legend: per feature tables, starts, bags, grad_starts, grad_strides, means as in `update_rows_reference_`.
 """
@@ -18,18 +18,18 @@ from tilerec.ops.update.rules import Rule
 
 _INDEX_TYPES = (torch.int64, torch.int32)
 ANY_ROWS = (1 << 63) - 1
-"""How many rows a table has of which that is not known: every id of 64 bits but the last."""
+"""Number of rows of a table if it is unknown: it allows every 64-bit id but the last."""
 
 
 def slot_kinds(rule: Rule) -> str:
-    """Per slot of the rule "e" (one number per element) or "r" (one per row)."""
+    """Return one letter per slot of the rule: "e" (one number per element) or "r" (one per row)."""
     return "".join(kind[0] for kind in rule.slot_kinds)
 
 
 def check_record(
     op: str, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, *per_feature: Sequence[int]
 ) -> None:
-    """Raise an `InputError` for tensors of a record that are no flat lists, or lists that are not equally long.
+    """Raise an `InputError` for tensors of a record that are not flat lists, or for lists of different lengths.
 
     `per_feature`: tables, starts, bags, gradient starts, gradient strides, means.
     """
@@ -41,7 +41,7 @@ def check_record(
         and (offsets is None or (offsets.dim() == 1 and offsets.dtype in _INDEX_TYPES))
         and (sample_weights is None or sample_weights.shape == ids.shape)
     ):
-        return  # nearly always, and this is read at every update
+        return  # the usual case; this check runs at every update
     for name, values in zip(
         ("starts", "bags", "grad_starts", "grad_strides", "means"), per_feature[1:], strict=True
     ):
@@ -107,10 +107,10 @@ def check_tables(
     op: str, weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rule: str, column_offsets: Sequence[int],
     *per_table: tuple[Sequence[object], int],
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for tables, slots or per-table lists that do not belong together.
+    """Raise an `InputError` for tables, slots or per-table lists that do not match.
 
-    `kinds`: per slot of the rule "e" (one number per element) or "r" (one per row); `per_table`: lists, each with how
-    many entries it has per table.
+    `kinds`: per slot of the rule "e" (one number per element) or "r" (one per row); `per_table`: lists, each with its
+    number of entries per table.
     """
     count = len(weights)
     for values, each in ((column_offsets, 1), *per_table):
@@ -142,7 +142,7 @@ def check_tables(
 
 
 def check_names(op: str, row_names: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Names of rows as backends read them: per table int64 `[rows]`, contiguous, or empty."""
+    """Return row names in the form that backends read: per table int64 `[rows]`, contiguous, or empty."""
     if len(row_names) != len(rows):
         raise InputError(
             f"{op}: {len(row_names)} tensors of row names for {len(rows)} tables; wanted one each."
@@ -160,7 +160,7 @@ def check_parts(
     op: str, made: Rule, rule: str, weights: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
     scalars: Sequence[Tensor], dims: Sequence[int], phase: int | None,
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for arrays of a phase that do not fit; `phase` None: the apply, after all phases."""
+    """Raise an `InputError` for arrays of a phase that do not match; `phase` None: the apply, after all phases."""
     if phase is not None and not 0 <= phase < made.phases:
         raise InputError(
             f"{op}: phase {phase} of rule {rule!r}, which has {made.phases}; count them with the rule."
@@ -192,7 +192,7 @@ def check_parts(
 
 
 def raise_bad_row(op: str, id_: int, feature: int, position: int, rows: int, table: int) -> None:
-    """Raise the `InputError` for an id of a record that is no row of its table."""
+    """Raise the `InputError` for an id of a record that is not a row of its table."""
     raise InputError(
         f"{op}: id {id_} of feature number {feature} (position {position}) is outside [0, {rows}) of table number "
         f"{table}; the ids were changed after the lookup, or never looked up."
@@ -200,7 +200,7 @@ def raise_bad_row(op: str, id_: int, feature: int, position: int, rows: int, tab
 
 
 def raise_bad_offset(op: str, feature: int, position: int, value: int, ids: int) -> None:
-    """Raise the `InputError` for offsets that do not ascend within the ids."""
+    """Raise the `InputError` for offsets that do not ascend within the number of ids."""
     raise InputError(
         f"{op}: offsets of feature number {feature} fall, or leave the ids: offsets[{position}] is {value}; they must "
         f"ascend within [0, {ids}], the number of ids."
@@ -208,7 +208,7 @@ def raise_bad_offset(op: str, feature: int, position: int, value: int, ids: int)
 
 
 def check_sum(rows: int, dim: int) -> None:
-    """Raise an `InputError` for a table that cannot be."""
+    """Raise an `InputError` for a table with a negative number of rows or columns."""
     if rows < 0 or dim < 0:
         raise InputError(
             f"sum_row_gradients: a table of {rows} rows of {dim} columns; wanted no negative number."
@@ -219,7 +219,7 @@ def check_ids(
     op: str, ids: Tensor, offsets: Tensor | None, rows: Sequence[int], tables: Sequence[int], starts: Sequence[int],
     bags: Sequence[int],
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for the first offset or id that is not to be followed."""
+    """Raise an `InputError` for the first bad offset or id."""
     for f, (table, start, count) in enumerate(zip(tables, starts, bags, strict=True)):
         begin, end = start, start + count
         if offsets is not None and count:

@@ -1,6 +1,6 @@
-"""The update ops served by the native library: `native/update.h` says what its functions do.
+"""Update ops on the native library; `native/update.h` specifies its functions.
 
-Tensors the library does not read (fp64 rows or gradients, rows that are not contiguous) go to the reference.
+The reference handles tensors that the library cannot read: fp64 rows or gradients, rows that are not contiguous.
 
 Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, K sums of a phase.
 """
@@ -45,7 +45,7 @@ from tilerec.ops.update.rules import make_rule
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule as the library knows it: its number, and how many numbers its `hyper` has."""
+    """A rule's number in the library, and the length of its `hyper`."""
 
     number: int
     hypers: int
@@ -64,7 +64,7 @@ _RULES = {
 }
 
 
-# Empty tensors have no address, and none means to the library that every id is its own bag.
+# Empty tensors have a null address, which for the library would mean that every id is its own bag.
 _NOTHING = ctypes.c_int64()
 _NOWHERE = ctypes.addressof(_NOTHING)
 _FP32 = {torch.float32}
@@ -72,7 +72,7 @@ _SERVED = set(DTYPES)
 
 
 def _slot_kinds(rule: str, hyper: Sequence[float]) -> str:
-    """Per slot "e" (one value per element) or "r" (one per row): `update_checks.slot_kinds` without making the rule."""
+    """Return "e" (one value per element) or "r" (one per row) per slot: `checks.slot_kinds` without making the rule."""
     if rule == "sgd":
         return "e" if hyper[4] else ""
     if rule in ("adagrad", "lars_sgd"):
@@ -92,9 +92,9 @@ def _describe(
     sample_weights: Tensor | None,
     *per_feature: Sequence[int],
 ) -> tuple[Gradient, object]:
-    """The record as the library reads it, and what must stay alive as long: the memory behind its lists, and tensors.
+    """Return the record as the library reads it, and objects to keep alive: the memory of its lists, and tensors.
 
-    ids int32 or int64, offsets int64, weights fp32, all contiguous: what is so already is not copied.
+    ids are int32 or int64, offsets int64, weights fp32, all contiguous. Tensors of this form are not copied.
     """
     check_record(op, ids, offsets, sample_weights, *per_feature)
     grad = grad.contiguous()
@@ -128,7 +128,7 @@ def _describe_rows(
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
 ) -> tuple[Rows, object] | None:
-    """The tables as the library reads them, and the memory behind its lists; None: slots that it does not read."""
+    """Return the tables as the library reads them, and the memory of its lists; None: it cannot read the slots."""
     known = _RULES.get(rule)
     if known is None or (rule != "store" and len(hyper) != known.hypers):
         make_rule(rule, hyper)  # raises
@@ -150,7 +150,7 @@ def _describe_rows(
         if not fit:
             break
         own = slots[k :: len(kinds)]
-        # One number per row: only how many (its shape takes three times as long).
+        # Compare row slots by number of elements only (comparing shapes takes three times as long).
         fit = (
             [slot.shape for slot in own] == shapes if kind == "e" else [slot.numel() for slot in own] == rows
         )
@@ -163,7 +163,7 @@ def _describe_rows(
         return None
     at_weights, at_slots = [w.data_ptr() for w in weights], [s.data_ptr() for s in slots]
     names = None if row_names is None else check_names(op, row_names, rows)
-    at_names = [] if names is None else [n.data_ptr() for n in names]  # no memory: the table's rows have none
+    at_names = [] if names is None else [n.data_ptr() for n in names]  # null: the table's rows have no names
     numbers = array(
         "q", [*at_weights, *at_slots, *rows, *dims, *steps, *seeds, *row_offsets, *column_offsets, *at_names]
     )
@@ -218,7 +218,7 @@ def _served(grad: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the library serve the update ops on the CPU."""
+    """Register the native update kernels for CPU tensors."""
     pointer, number, count = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     call_update = _function(library, "tr_update_rows", None, pointer, pointer, number, pointer, pointer)
     call_begin = _function(library, "tr_sum_begin", pointer, *[pointer] * 3, count, number, pointer, pointer)
@@ -422,13 +422,13 @@ def _served_parts(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
 def _describe_parts(
     rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], dims: Sequence[int]
 ) -> tuple[Parts, object, list[int]]:
-    """The parts as the library reads them, what must stay alive as long, and how many rows each has."""
+    """Return the parts as the library reads them, objects to keep alive, and the number of rows of each part."""
     rows = [
         r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous() for r in rows
     ]
     grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
     strided = []
-    for s in scalars:  # sums may lie apart (of several tables, one after the other), a sum's rows may not
+    for s in scalars:  # sums may be strided (several tables share a tensor), the rows of a sum may not
         if s.dtype != torch.float32 or (s.shape[1] > 1 and s.stride(1) != 1):
             s = s.to(torch.float32).contiguous()
         strided.append(s)
