@@ -101,18 +101,18 @@ LIBRARY.define(
 
 
 def lines_given(
-    rows_M: Tensor, order_M: Tensor, liked_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
+    rows_M: Tensor, order_M: Tensor, uses_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
     count_E: Tensor, sets: int, ways: int,
 ) -> Tensor:  # fmt: skip
     """Return the line of its set that each row gets, or -1.
 
     The k-th wanting row of a set gets the k-th line in eviction order, if there is one: empty lines first, then by
-    `named`. With `liked_M` the order is by `count_E` first, and a line is taken only if its row's count is at most the
+    `named`. With `uses_M` the order is by `count_E` first, and a line is taken only if its row's count is at most the
     new row's.
 
     Args:
         order_M: positions of the rows in the order in which they get lines.
-        liked_M: number of requests with each row, including this one (LFU); None: LRU.
+        uses_M: number of requests with each row, including this one (LFU); None: LRU.
 
     Example: 1 set of 2 lines with rows (4, 6), named at (1, 2); rows (8, 2, 0) in this order -> lines (0, 1, -1).
     """
@@ -130,7 +130,7 @@ def lines_given(
     held_SW = ~empty_SW & held_L[lines_SW]
     by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
     first_SW = torch.argsort(by_age, dim=1, stable=True)
-    if liked_M is not None:
+    if uses_M is not None:
         count_SW = count_E[row_SW.clamp(min=0)].long()
         count_SW = count_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
         by_age = count_SW.gather(1, first_SW)
@@ -141,8 +141,8 @@ def lines_given(
     way_M = rank_M.clamp(max=ways - 1)
     value_M = by_age[inverse_M, way_M]
     gets = (rank_M < ways) & (value_M != _NEVER)
-    if liked_M is not None:
-        gets &= liked_M[order_M] >= value_M
+    if uses_M is not None:
+        gets &= uses_M[order_M] >= value_M
     line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
     given_M = torch.empty_like(rows_M)
     given_M[order_M] = line_M
@@ -232,11 +232,11 @@ def cache_ask_reference(
         rows_U, inverse = torch.unique(rows_n, return_inverse=True)
         first_U = torch.full_like(rows_U, total).scatter_reduce(0, inverse, where_n, "amin")
         line_U = line_of[rows_U].long()
-        has = line_U >= 0
-        named[line_U[has]] = serials[t]
-        flights[line_U[has]] |= bits[t]
-        line_of[rows_U[~has]] = NONE + serials[t]
-        wanting = ~has | (line_U >= count * ways)
+        has_line = line_U >= 0
+        named[line_U[has_line]] = serials[t]
+        flights[line_U[has_line]] |= bits[t]
+        line_of[rows_U[~has_line]] = NONE + serials[t]
+        wanting = ~has_line | (line_U >= count * ways)
         first, of_set, each = places[t]
         rows_M = rows_U[wanting]
         key_M = first + (rows_M % max(count, 1)) * of_set + rows_M // max(count, 1)
@@ -245,7 +245,7 @@ def cache_ask_reference(
             own = counts[rows_U]
             counts[rows_U] = own + (own < MOST).to(torch.int32)
         keys_N[first_U[wanting]] = key_M.to(dtype)
-        for column, number in ((Told.ROWS, rows_U), (Told.MISSES, rows_U[~has]), (Told.WANTING, rows_M)):
+        for column, number in ((Told.ROWS, rows_U), (Told.MISSES, rows_U[~has_line]), (Told.WANTING, rows_M)):
             header[t, column] = number.numel()
     if stranger is not None:
         tell_stranger(names, *stranger)
@@ -285,9 +285,9 @@ def cache_plan_reference(
         rows_M = segment_ids[order[first : first + wanting]]
         line_M = line_of[rows_M].long()
         held_L = (row_in >= 0) & (flights & alive[t] != 0)
-        liked_M = counts[rows_M].long() if counts.numel() else None
+        uses_M = counts[rows_M].long() if counts.numel() else None
         turns_M = torch.arange(wanting, device=ids.device)
-        given_M = lines_given(rows_M, turns_M, liked_M, held_L, row_in, named, counts, count, ways)
+        given_M = lines_given(rows_M, turns_M, uses_M, held_L, row_in, named, counts, count, ways)
         evicted = given_M[given_M >= 0]
         evictions = int((row_in[evicted] >= 0).sum())
         spare = (given_M < 0) & (line_M < 0)
@@ -329,7 +329,7 @@ def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     return own[:, own[Plan.TABLE] == t]
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _indexable(tensor: Tensor) -> Tensor:
     """Return the same bytes in a dtype that torch can index."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
@@ -349,7 +349,7 @@ def cache_move_reference_(
     """
     for line, home, t in zip(lines, host, tables, strict=True):
         _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
-        line, home = _plain(line), _plain(home)
+        line, home = _indexable(line), _indexable(home)
         if not comes:
             out = (dirty_M % 2 == 1) & (leaves_M >= 0)
             home[leaves_M[out]] = line[line_M[out]]
@@ -369,7 +369,7 @@ def cache_seat_reference_(
     """
     serials, bits, _ = clock.tolist()
     for t in range(header.shape[0]):
-        line_of, row_in, named, flights, _, dirty, told = books[BOOKS * t : BOOKS * (t + 1)]
+        line_of, row_in, named, flights, _, dirty, totals = books[BOOKS * t : BOOKS * (t + 1)]
         _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
         line_of[leaves_M[leaves_M >= 0]] = NONE
         released = (row_M < 0) & (leaves_M >= 0)
@@ -387,7 +387,7 @@ def cache_seat_reference_(
         flights[line_M[takes]] = bits_M[takes]
         dirty[line_M[takes]] = dirty_M[takes] >= 2
         if not header[t, Told.SEATED]:
-            told += header[t]
+            totals += header[t]
             header[t, Told.SEATED] = 1
 
 

@@ -89,22 +89,26 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), each_id, INDEX_TYPES[dtype],
             torch.get_num_threads(),
         )  # fmt: skip
-        there = ctypes.byref(call)
-        if begin(there):
+        call_pointer = ctypes.byref(call)
+        if begin(call_pointer):
             _raise_route(call.report, names, cuts, ranges, ids, offsets)
         try:
-            told = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # the fault stays 0: faults raise
+            summary = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # the fault stays 0: faults raise
             lengths = torch.empty(call.present, dtype=torch.int32)
             local = torch.empty(call.moved, dtype=dtype)
             slots = torch.empty(call.present, dtype=torch.int32)
             positions = torch.empty(call.moved, dtype=torch.int64)
-            call.counts, call.lengths, call.slots = told.data_ptr() + 8, lengths.data_ptr(), slots.data_ptr()
+            call.counts, call.lengths, call.slots = (
+                summary.data_ptr() + 8,
+                lengths.data_ptr(),
+                slots.data_ptr(),
+            )
             call.local, call.positions = local.data_ptr(), positions.data_ptr()
-            if finish(there):
+            if finish(call_pointer):
                 _raise_route(call.report, names, cuts, ranges, ids, offsets)
         finally:
             free(call.state)
-        return told, lengths, local, slots, positions
+        return summary, lengths, local, slots, positions
 
     return route_ids
 
@@ -134,7 +138,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
     return move_rows
 
 
-def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
+def _is_supported(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
     """Return True if the library can read these tensors; the reference raises the errors for others."""
     return (
         flat.dtype == rows.dtype
@@ -160,7 +164,7 @@ def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         adds: Sequence[int],
         fresh: bool = False,
     ) -> None:
-        if not _serves(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
+        if not _is_supported(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
             _place_rows_reference_(
                 out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh
             )
@@ -203,7 +207,7 @@ def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         places: Sequence[int],
         strides: Sequence[int],
     ) -> None:
-        if _serves(source, rows, slots):
+        if _is_supported(source, rows, slots):
             move(source, rows, slots, counts, widths, slot_starts, places, strides)
         else:
             _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)

@@ -80,7 +80,7 @@ class GradientSink(ABC):
         self.handle = next(_HANDLES)
         # Lookups whose backward reads the rows, each with its indices of this table (several if tables are tied).
         self.readers: weakref.WeakKeyDictionary[Reader, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        self.earlier: list[_Refusal] = []  # sinks of former handles that lookups may still use
+        self.earlier: list[_RejectingSink] = []  # sinks of former handles that lookups may still use
         _SINKS[self.handle] = self
 
     def about_to_write(self) -> None:
@@ -95,7 +95,7 @@ class GradientSink(ABC):
 
     def refuse_earlier(self, reason: str) -> None:
         """Reject gradients of earlier lookups with this reason, since the table's rows are renumbered."""
-        self.earlier = [*self.earlier, _Refusal(self.handle, reason)]
+        self.earlier = [*self.earlier, _RejectingSink(self.handle, reason)]
         self.handle = next(_HANDLES)
         _SINKS[self.handle] = self
 
@@ -126,10 +126,10 @@ class GradientSink(ABC):
             own = features_of(record, handles)
             for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
                 sums[handle].append(part)
-        return _of_sums(records[0].serial, sums)
+        return _record_of_sums(records[0].serial, sums)
 
 
-class _Refusal(GradientSink):
+class _RejectingSink(GradientSink):
     """Sink that raises an `InputError` for every record."""
 
     def __init__(self, handle: int, reason: str) -> None:
@@ -150,21 +150,21 @@ _SERIALS = itertools.count()
 
 
 @functools.cache
-def _hear_of_steps() -> None:
+def _hook_optimizer_steps() -> None:
     """Register a hook, once: torch's optimizers call it before they step a table's leaf."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
-        _tell_readers(optimizer)
+        _notify_readers(optimizer)
     elif any([hasattr(p, "_tilerec_sink") for group in optimizer.param_groups for p in group["params"]]):  # noqa: C419
         # A compiled step breaks its graph here, as torch does before a step: compiled code does not count all of its
         # writes (those of fused optimizers).
-        _tell_readers_eagerly(optimizer)
+        _notify_readers_eagerly(optimizer)
 
 
-def _tell_readers(optimizer: Optimizer) -> None:
+def _notify_readers(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
@@ -172,12 +172,12 @@ def _tell_readers(optimizer: Optimizer) -> None:
                 sink.about_to_write()
 
 
-_tell_readers_eagerly = disable_dynamo(_tell_readers)
+_notify_readers_eagerly = disable_dynamo(_notify_readers)
 
 
 def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
     """Make sinks call `reader.keep` before their rows are written. `handles`: by the reader's index of the table."""
-    _hear_of_steps()
+    _hook_optimizer_steps()
     for table, handle in handles.items():
         sink = _SINKS.get(handle)
         if sink is not None:
@@ -251,16 +251,18 @@ def deliver(records: Sequence[GradientRecord]) -> None:
     once = [handle for handle, count in seen.items() if count == 1]
     with torch.no_grad():
         for record in records:
-            for sinks, own in _together(once if len(records) == 1 else _common(once, record), record):
+            for sinks, own in _batchable_parts(
+                once if len(records) == 1 else _handles_in(once, record), record
+            ):
                 take(sinks, own)
         for handles in _mergeable([handle for handle, count in seen.items() if count > 1], records):
-            for sinks in _alike(handles):
+            for sinks in _batchable_sinks(handles):
                 take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
 
 
-def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
+def _batchable_sinks(handles: Iterable[int]) -> list[list[GradientSink]]:
     """Return the live sinks with these handles, grouped by which may take a record together."""
     groups: dict[Hashable, list[GradientSink]] = {}
     for handle in handles:
@@ -285,23 +287,23 @@ def _mergeable(handles: Sequence[int], records: Sequence[GradientRecord]) -> lis
     return [own for _, own in sorted(groups.items())]
 
 
-def _common(handles: Collection[int], record: GradientRecord) -> list[int]:
+def _handles_in(handles: Collection[int], record: GradientRecord) -> list[int]:
     named = set(record.sinks)
     return [handle for handle in handles if handle in named]
 
 
-def _together(
+def _batchable_parts(
     handles: Iterable[int], record: GradientRecord
 ) -> Iterator[tuple[list[GradientSink], GradientRecord]]:
     """Yield groups of sinks, each with its part of the record; the record contains all handles."""
-    for sinks in _alike(handles):
+    for sinks in _batchable_sinks(handles):
         own = {sink.handle for sink in sinks}
         yield sinks, record.only([f for f, handle in enumerate(record.sinks) if handle in own])
 
 
 def order_ahead(record: GradientRecord) -> None:
     """Make the sinks of a later lookup sort its ids in advance. `grad` may be any tensor on the ids' device."""
-    for sinks, own in _together(dict.fromkeys(record.sinks), record):
+    for sinks, own in _batchable_parts(dict.fromkeys(record.sinks), record):
         sinks[0].order(sinks, own)
 
 
@@ -317,7 +319,7 @@ def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, lis
     return {handle: own for handle, own in features.items() if own}
 
 
-def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
+def _record_of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
     """Combine row sums of several tables and lookups into one record, in which every row is its own bag."""
     parts = [part for own in sums.values() for part in own]
     counts = [sum(rows_U.numel() for rows_U, _ in own) for own in sums.values()]
@@ -369,7 +371,7 @@ def sum_rows_of_tables(
     ]
 
 
-def _spend(ticket: Tensor) -> int:
+def _use_ticket(ticket: Tensor) -> int:
     """Mark the ticket as used by the running pass; return its serial number."""
     serial, spent_by = ticket.tolist()
     task = graph_task_id()
@@ -412,18 +414,18 @@ def submit_pooled(
     Callers may bypass the dispatcher (`runtime/dispatch.py`): the function computes nothing that a profile would miss.
     """
     tables = tuple(tables)
-    own_dims, starts, bags, places, strides = _pooled_places(tuple(dims), tables, tuple(keys), tuple(batches))
+    own_dims, starts, bags, places, strides = _pooled_layout(tuple(dims), tables, tuple(keys), tuple(batches))
     handles = sinks.tolist()
     submit(
         GradientRecord(
-            _spend(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims, starts,
-            bags, places, strides, tuple(means),
+            _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims,
+            starts, bags, places, strides, tuple(means),
         )
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _pooled_places(
+def _pooled_layout(
     dims: tuple[int, ...], tables: tuple[int, ...], keys: tuple[int, ...], batches: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """Return dims, starts, bags, gradient starts and strides per feature of a pooled lookup; cached over steps."""
@@ -453,7 +455,7 @@ def _add(
 ) -> None:  # fmt: skip
     handles = sinks.tolist()
     record = GradientRecord(
-        _spend(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
+        _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
         tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
     )  # fmt: skip
     submit(record)

@@ -66,19 +66,19 @@ def joined(records: Sequence[GradientRecord]) -> GradientRecord:
         ids=torch.cat([record.ids for record in records]),
         offsets=_offsets(records, ids_before) if has_offsets else None,
         sample_weights=None if weighted is None else torch.cat([_weights(r, weighted) for r in records]),
-        sinks=_together(record.sinks for record in records),
-        dims=_together(record.dims for record in records),
+        sinks=_concatenated(record.sinks for record in records),
+        dims=_concatenated(record.dims for record in records),
         starts=tuple(starts),
-        bags=_together(record.bags for record in records),
+        bags=_concatenated(record.bags for record in records),
         grad_starts=tuple(places),
         grad_strides=tuple(strides),
-        means=_together(record.means for record in records),
+        means=_concatenated(record.means for record in records),
         order=tuple(order) if any(record.order for record in records) else (),
         agreed=all(record.agreed for record in records),
     )
 
 
-def _together(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+def _concatenated(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple([number for part in parts for number in part])
 
 

@@ -19,15 +19,15 @@ LIBRARY.define(
 )
 
 
-def _placed(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
+def _first_fit(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
     """Return the first empty slot of each id's window, if it has one. 4 slots, starts [3, 3, 0] -> [3, 0, 1]"""
     empty = [True] * slots
     placed: dict[int, int] = {}
-    for one in order:
-        for slot in window_of(starts[one], slots, max_probe):
+    for item in order:
+        for slot in window_of(starts[item], slots, max_probe):
             if empty[slot]:
                 empty[slot] = False
-                placed[one] = slot
+                placed[item] = slot
                 break
     return placed
 
@@ -95,12 +95,12 @@ def zch_resize_reference(
             key=lambda u: score_of(call.policy, call.exponent, call.step, last[u], hits[u], expires[u]),
             reverse=True,
         )
-        placed = _placed(positions, starts, new_slots, max_probe)
+        placed = _first_fit(positions, starts, new_slots, max_probe)
         if len(placed) < len(positions) <= new_slots:
             cut = _cut([starts[u] for u in positions], new_slots)
-            in_turn = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
-            everybody = _placed(in_turn, starts, new_slots, max_probe)
-            placed = everybody if len(everybody) == len(positions) else placed
+            by_start = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
+            all_placed = _first_fit(by_start, starts, new_slots, max_probe)
+            placed = all_placed if len(all_placed) == len(positions) else placed
         kept_old += [sources[u] for u in placed]
         kept_new += [bucket * new_slots + slot for slot in placed.values()]
     source, target = tensor_like(kept_old, torch.int64, ids_E), tensor_like(kept_new, torch.int64, ids_E)

@@ -95,17 +95,17 @@ def _pooled_lookup_reference(
         begin, end = int(bounds[0]), int(bounds[-1])
         ids_n = ids[begin:end].to(torch.int64)
         _check_ids(ids_n, begin, weight.shape[0], names, feature)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        rows_nD = weight[ids_n].to(wide)
+        accum_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows_nD = weight[ids_n].to(accum_dtype)
         if sample_weights is not None:
-            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+            rows_nD = rows_nD * sample_weights[begin:end].to(accum_dtype)[:, None]
         lengths_B = bounds[1:] - bounds[:-1]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(
-            0, bag_n, rows_nD
-        )
+        sums_BD = torch.zeros(
+            bags[feature], weight.shape[1], dtype=accum_dtype, device=ids.device
+        ).index_add_(0, bag_n, rows_nD)
         if means[feature]:
-            sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+            sums_BD = sums_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
         pooled.append(sums_BD.to(dtype))
     if tables:
         check_covered(offsets, ids)
@@ -157,17 +157,17 @@ def _sample_weight_grad_reference(
     flat = grad.contiguous().view(-1)
     for feature, table in enumerate(tables):
         weight = weights[table]
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         lengths_B = bounds[1:] - bounds[:-1]
         grad_BD = flat.as_strided(
             (bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()
-        ).to(wide)
+        ).to(accum_dtype)
         if means[feature]:
-            grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+            grad_BD = grad_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        rows_nD = weight[ids[begin:end].to(torch.int64)].to(wide)
+        rows_nD = weight[ids[begin:end].to(torch.int64)].to(accum_dtype)
         out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(out_N.dtype)
     return out_N
 

@@ -74,23 +74,23 @@ def renew_rows_reference_(
     values, and beside is [1, 0, 3, 4].
     """
     held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
-    own_M = _here(rows_N, row_offset, held)
+    own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
     local_M = own_M - row_offset if row_offset else own_M
     if tile is not None:
         made = tile.new_empty(own_M.shape[0], tile.shape[1])
         torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
-        _indexed(tile).index_copy_(0, local_M, _indexed(made))
+        _indexable(tile).index_copy_(0, local_M, _indexable(made))
     for tensor, number in zip(beside, numbers, strict=True):
         if tensor.dtype in (torch.float32, torch.float64):
             tensor.index_fill_(0, local_M, number)
             continue
-        value = _indexed(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
-        _indexed(tensor).index_fill_(0, local_M, value.item())
+        value = _indexable(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
+        _indexable(tensor).index_fill_(0, local_M, value.item())
 
 
-def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
+def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
     """Return the rows inside the tile, int64 [M]. If all are (usual on the CPU), return `rows_N` without a copy."""
     first, last = max(row_offset, 0), row_offset + held
     if rows_N.numel() and rows_N.device.type == "cpu":
@@ -100,7 +100,7 @@ def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
     return rows_N[(rows_N >= first) & (rows_N < last)]
 
 
-def _indexed(tensor: Tensor) -> Tensor:
+def _indexable(tensor: Tensor) -> Tensor:
     """Return a view in a dtype that torch can write by index: fp8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 

@@ -82,7 +82,7 @@ def raise_other_device(op: str, given: Mapping[str, Any], call: Mapping[str, Any
         given: the checked tensor arguments, by name.
         call: all arguments by name; a lookup's "tables" and "names" identify its tables in the message.
     """
-    tensors = list(_named(given))
+    tensors = list(_tensors_by_name(given))
     anchor = next((entry for entry in tensors if entry[0] in ("ids", "ids_N")), tensors[0])
     if anchor[1].is_meta:  # a single tensor left on meta is the most likely cause
         anchor = next((entry for entry in tensors if not entry[1].is_meta), anchor)
@@ -95,7 +95,7 @@ def raise_other_device(op: str, given: Mapping[str, Any], call: Mapping[str, Any
     )
 
 
-def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_by_name(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in given.items():
         if isinstance(value, Tensor):
             yield name, value

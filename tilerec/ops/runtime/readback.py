@@ -49,35 +49,37 @@ class _Copy(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _OfGraph:
+class _CapturedNumbers:
     numbers: Tensor
     use: Use
     on_its_way: bool = False
     used: int = 0  # part of the sum already passed to `use`
 
 
-class _Sent(NamedTuple):
+class _PendingCopy(NamedTuple):
     copy: _Copy
     use: Use
-    graph: _OfGraph | None
+    graph: _CapturedNumbers | None
 
 
 @dataclass
 class _Device:
     """Copies under way, buffers and captured ops of one device."""
 
-    sent: defaultdict[int, deque[_Sent]] = field(default_factory=lambda: defaultdict(deque))  # by stream
+    sent: defaultdict[int, deque[_PendingCopy]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )  # by stream
     copies: defaultdict[int, list[_Copy]] = field(
         default_factory=lambda: defaultdict(list)
     )  # free ones, by size
-    of_graphs: list[_OfGraph] = field(default_factory=list)
+    of_graphs: list[_CapturedNumbers] = field(default_factory=list)
     turn: int = 0  # index in of_graphs at which the next poll begins
     spares: defaultdict[int, list[Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )  # zeros, by size
 
 
-_EVERY: list[Arrivals] = []
+_ALL_ARRIVALS: list[Arrivals] = []
 
 
 class Arrivals:
@@ -87,7 +89,7 @@ class Arrivals:
         self._adds = adds
         self._lock = threading.RLock()  # reentrant: a finalizer may run another op while it is held
         self._devices: defaultdict[torch.device, _Device] = defaultdict(_Device)
-        _EVERY.append(self)
+        _ALL_ARRIVALS.append(self)
 
     def when_arrived(self, numbers: Tensor, use: Use) -> None:
         """Copy `numbers` (int64 `[n]`, written on the current stream) to the host and call `use` with them later."""
@@ -99,9 +101,9 @@ class Arrivals:
             spares = device.spares[numbers.shape[0]] if self._adds else None
             if torch.cuda.is_current_stream_capturing():
                 if spares is None:
-                    device.of_graphs.append(_OfGraph(numbers, use))
+                    device.of_graphs.append(_CapturedNumbers(numbers, use))
                 elif spares:
-                    device.of_graphs.append(_OfGraph(_added(spares.pop(), numbers), use))
+                    device.of_graphs.append(_CapturedNumbers(_accumulated(spares.pop(), numbers), use))
                 else:
                     warnings.warn(
                         f"tilerec does not report the rows that this captured op and later ones skip: {_SPARES} ops "
@@ -111,14 +113,14 @@ class Arrivals:
             else:
                 if spares is not None and len(spares) < _SPARES:
                     spares.extend(zeros(_SPARES, numbers.shape[0], numbers.device))
-                _send(device, numbers, use)
+                _start_copy(device, numbers, use)
 
     def use_arrived(self, where: torch.device) -> None:
         """Run the callbacks of finished copies; never blocks. If one raises, the others run at the next call."""
         self._use(where, _AT_A_LOOK)
 
-    def _use(self, where: torch.device, asked: int | None) -> None:
-        """Run the callbacks of finished copies and start copies for `asked` captured ops (None: for all)."""
+    def _use(self, where: torch.device, limit: int | None) -> None:
+        """Run the callbacks of finished copies and start copies for up to `limit` captured ops (None: for all)."""
         device = self._devices.get(where)
         if device is None:  # the CPU, or a device without copies
             return
@@ -130,22 +132,22 @@ class Arrivals:
                 numbers, use = arrived
                 use(numbers)
         count = len(device.of_graphs)
-        for _ in range(count if asked is None else min(asked, count)):
+        for _ in range(count if limit is None else min(limit, count)):
             with self._lock:
                 graph = device.of_graphs[device.turn % count]
                 device.turn += 1
                 if not graph.on_its_way:
-                    _send(device, graph.numbers, graph.use, graph)
+                    _start_copy(device, graph.numbers, graph.use, graph)
 
     def use_all(self, where: torch.device) -> None:
         """Wait for all copies under way and run their callbacks."""
-        if at_once(where) or (where := _numbered(where)) not in self._devices:
+        if at_once(where) or (where := _with_index(where)) not in self._devices:
             return
         for _ in range(2):  # first the copies under way, then new copies of the graphs' results
             torch.cuda.synchronize(where)
             self._use(where, None)
 
-    def _next_arrived(self, device: _Device, queue: deque[_Sent]) -> tuple[list[int], Use] | None:
+    def _next_arrived(self, device: _Device, queue: deque[_PendingCopy]) -> tuple[list[int], Use] | None:
         with self._lock:
             while queue:
                 # Remove it before the query: a finalizer may poll this queue in between.
@@ -167,18 +169,18 @@ class Arrivals:
             return None
 
 
-def _send(device: _Device, numbers: Tensor, use: Use, graph: _OfGraph | None = None) -> None:
+def _start_copy(device: _Device, numbers: Tensor, use: Use, graph: _CapturedNumbers | None = None) -> None:
     free = device.copies[numbers.shape[0]]
     copy = free.pop() if free else _new_copy(numbers.shape[0])
     copy.host.copy_(numbers, non_blocking=True)
     stream = torch.cuda.current_stream(numbers.device)
     copy.event.record(stream)
-    device.sent[stream.cuda_stream].append(_Sent(copy, use, graph))
+    device.sent[stream.cuda_stream].append(_PendingCopy(copy, use, graph))
     if graph is not None:
         graph.on_its_way = True
 
 
-def _added(total: Tensor, numbers: Tensor) -> Tensor:
+def _accumulated(total: Tensor, numbers: Tensor) -> Tensor:
     """Record the addition of `numbers` to the sum; return the sum.
 
     The count is added last: a reader that sees it also sees the numbers that belong to it.
@@ -212,7 +214,7 @@ def at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """Replace `cuda` by the current device with its index, as tensors report it."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
@@ -241,5 +243,5 @@ def use_all(device: torch.device) -> None:
 
 def hear_all(device: torch.device) -> None:
     """Wait for all pending reports of kernels: bad ids and skipped rows. Otherwise the next op would deliver them."""
-    for arrivals in _EVERY:
+    for arrivals in _ALL_ARRIVALS:
         arrivals.use_all(device)

@@ -36,11 +36,11 @@ def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device)
     # PyTorch reuses pinned memory only after the copy from it has run.
     pinned = host.pin_memory()
     if torch.cuda.is_current_stream_capturing():
-        _OF_GRAPHS.append(pinned)
+        _READ_BY_GRAPHS.append(pinned)
     return pinned.to(device, non_blocking=True)
 
 
-_OF_GRAPHS: list[object] = []
+_READ_BY_GRAPHS: list[object] = []
 """Objects that captured CUDA graphs read at every replay: pinned memory, and tensors uploaded before the capture."""
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 found = next((value for (_, known), value in list(memo.items()) if known == args), None)
                 if found is None:
                     return make(*args, **kwargs)
-                _OF_GRAPHS.append(found)
+                _READ_BY_GRAPHS.append(found)
                 return found
             key = (current_stream(), args)
             found = memo.get(key)
@@ -102,9 +102,9 @@ def constants(numbers: Sequence[int], device: torch.device) -> Tensor:
     # A tracer's tensors are valid only in its own program.
     if torch.compiler.is_compiling() or dispatch_mode_count():
         return upload(numbers, device)
-    return _kept(tuple(numbers), device)
+    return _cached_constants(tuple(numbers), device)
 
 
 @kept(512)
-def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(numbers, device)

@@ -75,30 +75,32 @@ def check_reach(
 
     `offsets_count` None: every id is its own bag. `dims`: columns per table.
     """
-    wide = zip(tables, starts, bags, grad_starts, grad_strides, strict=True)
-    for f, (table, start, count, place, stride) in enumerate(wide):
-        who = f"{op}: feature number {f}"
+    features = zip(tables, starts, bags, grad_starts, grad_strides, strict=True)
+    for f, (table, start, count, place, stride) in enumerate(features):
+        label = f"{op}: feature number {f}"
         if not 0 <= table < len(dims):
-            raise InputError(f"{who} reads table number {table}, wanted [0, {len(dims)}); check the tables.")
+            raise InputError(
+                f"{label} reads table number {table}, wanted [0, {len(dims)}); check the tables."
+            )
         if start < 0 or count < 0:
             raise InputError(
-                f"{who} has {count} bags from bag {start} on; wanted no negative number: check the batch sizes."
+                f"{label} has {count} bags from bag {start} on; wanted no negative number: check the batch sizes."
             )
         if count == 0:
             continue
         first, last = min(place, place + (count - 1) * stride), max(place, place + (count - 1) * stride)
         if first < 0 or last + dims[table] > grad_count:
             raise InputError(
-                f"{who} reads elements [{first}, {last + dims[table]}) of a gradient of {grad_count}; pass the "
+                f"{label} reads elements [{first}, {last + dims[table]}) of a gradient of {grad_count}; pass the "
                 "gradient of the lookup's whole output."
             )
         if offsets_count is None and start + count > ids_count:
             raise InputError(
-                f"{who} names ids [{start}, {start + count}) of {ids_count}; check the starts of the features."
+                f"{label} names ids [{start}, {start + count}) of {ids_count}; check the starts of the features."
             )
         if offsets_count is not None and start + count >= offsets_count:
             raise InputError(
-                f"{who} has bags [{start}, {start + count}), but there are {offsets_count} offsets, wanted "
+                f"{label} has bags [{start}, {start + count}), but there are {offsets_count} offsets, wanted "
                 f"{start + count + 1} or more; check the batch sizes."
             )
 

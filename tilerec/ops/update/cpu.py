@@ -65,10 +65,10 @@ _RULES = {
 
 
 # Empty tensors have a null address, which for the library would mean that every id is its own bag.
-_NOTHING = ctypes.c_int64()
-_NOWHERE = ctypes.addressof(_NOTHING)
+_EMPTY = ctypes.c_int64()
+_EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
 _FP32 = {torch.float32}
-_SERVED = set(DTYPES)
+_SUPPORTED = set(DTYPES)
 
 
 def _slot_kinds(rule: str, hyper: Sequence[float]) -> str:
@@ -108,7 +108,7 @@ def _describe(
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
     at = numbers.buffer_info()[0]
     record = Gradient(
-        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _NOWHERE,
+        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _EMPTY_ADDRESS,
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
         DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
@@ -137,7 +137,7 @@ def _describe_rows(
     count = len(weights)
     # Lists and sets, not generators: with 26 tables every tenth of a microsecond counts 26 times.
     shapes = [w.shape for w in weights]
-    fit = (
+    matches = (
         len(slots) == count * len(kinds)
         and len(steps) == len(row_offsets) == len(column_offsets) == count
         and len(seeds) == 2 * count
@@ -145,16 +145,16 @@ def _describe_rows(
     try:
         rows, dims = [rows for rows, _ in shapes], [dim for _, dim in shapes]
     except ValueError:
-        fit = False
+        matches = False
     for k, kind in enumerate(kinds):
-        if not fit:
+        if not matches:
             break
         own = slots[k :: len(kinds)]
         # Compare row slots by number of elements only (comparing shapes takes three times as long).
-        fit = (
+        matches = (
             [slot.shape for slot in own] == shapes if kind == "e" else [slot.numel() for slot in own] == rows
         )
-    if not fit:
+    if not matches:
         check_tables(
             op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
         )
@@ -210,11 +210,11 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], 
     )
 
 
-def _served(grad: Tensor, weights: Sequence[Tensor]) -> bool:
+def _is_supported(grad: Tensor, weights: Sequence[Tensor]) -> bool:
     if grad.dtype not in DTYPES:
         return False
     # Lists and sets, as above.
-    return {w.dtype for w in weights} <= _SERVED and all([w.is_contiguous() for w in weights])  # noqa: C419
+    return {w.dtype for w in weights} <= _SUPPORTED and all([w.is_contiguous() for w in weights])  # noqa: C419
 
 
 def register(library: ctypes.CDLL) -> None:
@@ -240,7 +240,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "update_rows_"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         rows = None
-        if _served(grad, weights):
+        if _is_supported(grad, weights):
             rows = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
@@ -332,7 +332,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "rule_partials"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
-        if _served_parts(weights, grads):
+        if _parts_are_supported(weights, grads):
             zeros = [0] * len(weights)
             described = _describe_rows(
                 op, weights, slots, rule, hyper, steps, zeros + zeros, zeros, column_offsets
@@ -384,7 +384,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "rule_apply_"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
-        if _served_parts(weights, grads):
+        if _parts_are_supported(weights, grads):
             described = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
@@ -415,8 +415,8 @@ def register(library: ctypes.CDLL) -> None:
         LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
-def _served_parts(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    return {g.dtype for g in grads} <= _FP32 and bool(grads) and _served(grads[0], weights)
+def _parts_are_supported(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    return {g.dtype for g in grads} <= _FP32 and bool(grads) and _is_supported(grads[0], weights)
 
 
 def _describe_parts(

@@ -79,7 +79,7 @@ LIBRARY.define(
 )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -165,13 +165,13 @@ def _sum_rows(
     bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the row sums of a record that has been checked."""
-    wide = _wide(grad.dtype)
+    accum_dtype = _accum_dtype(grad.dtype)
     flat = grad.contiguous().view(-1)  # `reshape` may return a strided view
     all_ids, all_rows = [], []
     for first, count, place, stride, mean in zip(starts, bags, grad_starts, grad_strides, means, strict=True):
         if count == 0:  # its place may be out of bounds
             continue
-        grad_BD = flat.as_strided((count, dim), (stride, 1), place + flat.storage_offset()).to(wide)
+        grad_BD = flat.as_strided((count, dim), (stride, 1), place + flat.storage_offset()).to(accum_dtype)
         if offsets is None:
             begin, end = first, first + count
             rows_nD = grad_BD
@@ -180,14 +180,14 @@ def _sum_rows(
             begin, end = int(bounds[0]), int(bounds[-1])
             lengths_B = bounds[1:] - bounds[:-1]
             if mean:
-                grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+                grad_BD = grad_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
             rows_nD = torch.repeat_interleave(grad_BD, lengths_B, dim=0)
         if sample_weights is not None:
-            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+            rows_nD = rows_nD * sample_weights[begin:end].to(accum_dtype)[:, None]
         all_ids.append(ids[begin:end].to(torch.int64))
         all_rows.append(rows_nD)
     if not all_ids:
-        return ids.new_zeros(0, dtype=torch.int64), grad.new_zeros((0, dim), dtype=wide)
+        return ids.new_zeros(0, dtype=torch.int64), grad.new_zeros((0, dim), dtype=accum_dtype)
     rows_U, inverse_N = torch.unique(torch.cat(all_ids), return_inverse=True)
     grads_ND = torch.cat(all_rows)
     # index_add_ adds in occurrence order on the CPU, so equal inputs give equal bits.
@@ -195,11 +195,11 @@ def _sum_rows(
 
 
 def _gather(weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, grad_scale: float) -> Any:
-    wide = _wide(weight.dtype)
-    g = grads.to(wide)
+    accum_dtype = _accum_dtype(weight.dtype)
+    g = grads.to(accum_dtype)
     if grad_scale != 1.0:
         g = g / grad_scale
-    return g, weight[rows].to(wide), [slot[rows].to(wide) for slot in slots]
+    return g, weight[rows].to(accum_dtype), [slot[rows].to(accum_dtype) for slot in slots]
 
 
 def rule_partials_reference(
@@ -506,7 +506,7 @@ def update_rows_reference_(
                 first_table, first_row = t, int(bad_U.min())
             skipped += int((~finite).sum())
             rows, grads = rows[finite], grads[finite]
-        scalars = grads.new_zeros((0, rows.numel()), dtype=_wide(weight.dtype))
+        scalars = grads.new_zeros((0, rows.numel()), dtype=_accum_dtype(weight.dtype))
         part = _Part(weight, slots[t * per_table : (t + 1) * per_table], rows, grads, scalars)
         for phase in range(made.phases):
             sums = _partials(made, part, phase, dim, steps[t], False, False, 0)
@@ -593,7 +593,7 @@ def _fake_sum_row_gradients(
 ) -> tuple[Tensor, Tensor]:
     distinct = torch.library.get_ctx().new_dynamic_size()
     return ids.new_empty(distinct, dtype=torch.int64), grad.new_empty(
-        (distinct, dim), dtype=_wide(grad.dtype)
+        (distinct, dim), dtype=_accum_dtype(grad.dtype)
     )
 
 
@@ -604,7 +604,7 @@ def _fake_sum_row_gradients_of_tables(
     context = torch.library.get_ctx()
     return (
         ids.new_empty(context.new_dynamic_size(), dtype=torch.int64),
-        grad.new_empty(context.new_dynamic_size(), dtype=_wide(grad.dtype)),
+        grad.new_empty(context.new_dynamic_size(), dtype=_accum_dtype(grad.dtype)),
         torch.empty(len(dims), dtype=torch.int64),
     )
 
@@ -619,7 +619,7 @@ def _fake_rule_partials_of_tables(
         own.shape[0] * kinds * (block_count(offset, weight.shape[1]) if exact else 1)
         for own, weight, offset in zip(rows, weights, column_offsets, strict=True)
     )
-    return grads[0].new_empty(size, dtype=_wide(weights[0].dtype))
+    return grads[0].new_empty(size, dtype=_accum_dtype(weights[0].dtype))
 
 
 @LIBRARY.fake("rule_apply_to_tables_")
@@ -634,7 +634,7 @@ def _fake_rule_partials(
 ) -> Tensor:  # fmt: skip
     blocks = block_count(column_offset, weight.shape[1]) if exact else 1
     return grads.new_empty(
-        (rows.shape[0], make_rule(rule, hyper).sums(phase), blocks), dtype=_wide(weight.dtype)
+        (rows.shape[0], make_rule(rule, hyper).sums(phase), blocks), dtype=_accum_dtype(weight.dtype)
     )
 
 

@@ -83,8 +83,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, LibraryStatus]:
 def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     if os.environ.get("TILEREC_NATIVE", "1").lower() in ("0", "off", "false", "no"):
         return None, LibraryStatus(None, "TILEREC_NATIVE=0")
-    named = os.environ.get("TILEREC_NATIVE_LIBRARY")
-    path = Path(named) if named else Path(__file__).with_name("libtilerec_cpu.so")
+    configured = os.environ.get("TILEREC_NATIVE_LIBRARY")
+    path = Path(configured) if configured else Path(__file__).with_name("libtilerec_cpu.so")
     if not path.is_file():
         return None, LibraryStatus(
             path, f"{path} does not exist; the package was installed without its C++ part"
