@@ -36,11 +36,11 @@ def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device)
     # PyTorch reuses pinned memory only after the copy from it has run.
     pinned = host.pin_memory()
     if torch.cuda.is_current_stream_capturing():
-        _READ_BY_GRAPHS.append(pinned)
+        _OF_GRAPHS.append(pinned)
     return pinned.to(device, non_blocking=True)
 
 
-_READ_BY_GRAPHS: list[object] = []
+_OF_GRAPHS: list[object] = []
 """Objects that captured CUDA graphs read at every replay: pinned memory, and tensors uploaded before the capture."""
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 found = next((value for (_, known), value in list(memo.items()) if known == args), None)
                 if found is None:
                     return make(*args, **kwargs)
-                _READ_BY_GRAPHS.append(found)
+                _OF_GRAPHS.append(found)
                 return found
             key = (current_stream(), args)
             found = memo.get(key)
