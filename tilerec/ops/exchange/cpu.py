@@ -30,10 +30,10 @@ from tilerec.ops.runtime.library import LIBRARY
 # `value` of a TR_BAD_ARGUMENT (native/exchange.h).
 _FEW_OFFSETS = 3
 _ROUTE_FAULTS = {
-    1: "lists of lengths that do not fit each other",
+    1: "lists whose lengths do not match",
     2: "a key that is not in the batch",
-    4: "cuts that fall or do not begin at 0",
-    5: "wire places that are not each used once",
+    4: "cuts that descend or do not begin at 0",
+    5: "wire positions that are used twice, or not at all",
 }
 _SEGMENT_FAULTS = {
     1: "a negative shape, or more rows than there are",
@@ -50,7 +50,7 @@ def _raise_route(
     """Raise the error that a report of `route_ids` describes."""
     route = report.feature
     if report.status == NO_MEMORY:
-        raise MemoryError("Routing found no memory for its working space.")
+        raise MemoryError("route_ids: out of memory for its workspace.")
     if report.status == BAD_ID:
         rows = cuts[sum(ranges[: route + 1]) + route]
         raise_bad_id(names, route, report.position, report.value, rows)
@@ -130,7 +130,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
-                raise MemoryError(f"{op} found no memory for its working space.")
+                raise MemoryError(f"{op}: out of memory for its workspace.")
             raise AssertionError(
                 f"{op}: segment {call.report.feature} has {_SEGMENT_FAULTS[call.report.value]}"
             )

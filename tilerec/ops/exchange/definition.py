@@ -58,15 +58,15 @@ def raise_bad_offsets(names: str, route: int, position: int, offset: int, ids: i
         raise_uncovered(position, offset, ids)
     raise InputError(
         f"Feature '{_feature(names, route) or route}': offsets[{position}] is {offset}; offsets must not fall and must "
-        f"lie in [0, {ids}] (the number of values); check how lengths and values were put together."
+        f"lie in [0, {ids}] (the number of values). Check how lengths and values were put together."
     )
 
 
 def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoReturn:
     """Raise the `InputError` for a key with fewer offsets than bags; `names` as in `raise_bad_id`."""
     raise InputError(
-        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes say "
-        f"({offsets} offsets in all, or a negative batch size); check the batch sizes per key."
+        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes "
+        f"require ({offsets} offsets in all, or a negative batch size). Check the batch sizes per key."
     )
 
 
@@ -93,13 +93,15 @@ def raise_fault(
 def check_route(cuts: Sequence[int], ranges: Sequence[int], wire: Sequence[int]) -> None:
     """Assert that cuts, ranges and wire are consistent; arguments as of `route_ids`."""
     lengths, parts = (sum(ranges) + len(ranges), sum(ranges)), sum(place >= 0 for place in wire)
-    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
-    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
+    assert (len(cuts), len(wire)) == lengths, "route_ids: lists whose lengths do not match"
+    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), (
+        "route_ids: wire uses a position twice, or not at all"
+    )
     at = 0
     for r, count in enumerate(ranges):
         own = cuts[at : at + count + 1]
         at += count + 1
-        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
+        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} descend or do not begin at 0"
 
 
 def _check_offsets(

@@ -378,8 +378,8 @@ def _use_ticket(ticket: Tensor) -> int:
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
             "A lookup's backward ran a second time (retain_graph=True), but its tables took their gradients in the "
-            "first (an attached optimizer updates, a sparse .grad adds up): look the features up again, or let tables "
-            "have dense gradients and step them by hand."
+            "first (an attached optimizer updates, a sparse .grad adds up). Look the features up again, or give the "
+            "tables dense gradients and step them yourself."
         )
     # Write through NumPy to bypass autograd: only this lookup reads the ticket. (It also takes a fifth of the time of
     # indexing a tensor.)

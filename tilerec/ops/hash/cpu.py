@@ -39,7 +39,7 @@ def _dense(values: Tensor | None) -> Tensor | None:
 def _raise(op: str, call: Zch) -> NoReturn:
     report = call.report
     if report.status == NO_MEMORY:
-        raise MemoryError(f"{op}: no memory for its working space.")
+        raise MemoryError(f"{op}: out of memory for its workspace.")
     if report.status == BAD_ID:
         bucket = _bucket(report.value, call.buckets)
         raise_wrong_bucket(op, report.position, report.value, bucket, call.first, call.held, call.buckets)
@@ -139,7 +139,7 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
-                raise MemoryError("zch_resize: no memory for its working space.")
+                raise MemoryError("zch_resize: out of memory for its workspace.")
             row, id_ = call.report.position, call.report.value
             raise_lost_id(
                 "zch_resize", row + first * slots, id_, _bucket(id_, buckets), row // slots + first, buckets

@@ -244,5 +244,5 @@ def _error(op: str, report: Report) -> Exception:
     if report.status == BAD_ID:
         raise_bad_order(op, report.position, report.value)
     if report.status == NO_MEMORY:
-        return MemoryError(f"{op}: no memory for its working space.")
-    return AssertionError(f"{op}: the native library refused argument {report.value}.")
+        return MemoryError(f"{op}: out of memory for its workspace.")
+    return AssertionError(f"{op}: the native library rejected argument {report.value}.")

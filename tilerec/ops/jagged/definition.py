@@ -478,9 +478,8 @@ def bucketize_by_cuts(
     """
     if cuts_C1.dim() != 1 or cuts_C1.shape[0] < 2:
         raise InputError(
-            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; give one ascending list with at "
-            f"least 2 entries, "
-            f"the first row of each bucket and the end of the last."
+            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; expected one ascending list with at "
+            f"least 2 entries: the first row of each bucket and the end of the last."
         )
     lengths_CS, local_ids_N, positions_N = _OPS.bucketize_by_cuts.default(ids_N, lengths_S, cuts_C1)
     bucketized_weights_N = None if weights_N is None else weights_N.index_select(0, positions_N)

@@ -102,7 +102,7 @@ def _raise(
 ) -> None:
     """Raise the error that a report describes."""
     if report.status == NO_MEMORY:
-        raise MemoryError("A lookup found no memory for its working space.")
+        raise MemoryError("A lookup: out of memory for its workspace.")
     if report.status == BAD_ID:
         rows = weights[tables[report.feature]].shape[0]
         raise_bad_id(names, report.feature, report.position, report.value, rows)
@@ -113,7 +113,9 @@ def _raise(
         raise_no_rows(names, tables, report.feature)
     if report.value == _BAD_DIM:
         raise_other_dim(names, tables, report.feature, report.position, weights[tables[0]].shape[1])
-    raise AssertionError(f"A lookup contradicts itself (feature {report.feature}, check {report.value})")
+    raise AssertionError(
+        f"A lookup has inconsistent arguments (feature {report.feature}, check {report.value})"
+    )
 
 
 def _ids(ids: Tensor) -> Tensor:

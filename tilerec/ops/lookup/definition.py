@@ -63,7 +63,7 @@ def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -
     name, _, table = names.split(",")[feature].rpartition("@")
     raise InputError(
         f"Table '{table}': id {id_} of feature '{name}' (position {position} of the batch's values) is outside "
-        f"[0, {rows}); remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
+        f"[0, {rows}). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
     )
 
 

@@ -55,7 +55,7 @@ class Reader:
         self._versions = {t: _version(leaf) for t, leaf in self._leaves.items()}
         self._copy = copy
         self._copies: dict[int, Tensor] = {}  # by feature
-        self._kept: set[int] = set()  # tables whose needed rows are copied, so they may be written
+        self._kept: set[int] = set()  # tables with saved rows, which may be written
 
     @torch.no_grad()
     def keep(self, table: int) -> None:
@@ -82,10 +82,10 @@ class Reader:
         for table in self._leaves:
             if table not in self._kept and self._written(table):
                 raise InputError(
-                    f"Table '{self._name(table)}': its rows were written between a lookup and its backward, and not by "
-                    "an optimizer, whose updates are known (weight.copy_() ...); the gradient of the lookup's sample "
-                    "weights needs the rows as they were. Run the backward before rows are written, or pass weights "
-                    "that need no gradient (weights.detach())."
+                    f"Table '{self._name(table)}': its rows were written between a lookup and its backward, but not by "
+                    "an optimizer (weight.copy_() ...). The gradient of the lookup's sample weights needs the rows as "
+                    "they were. Run the backward before rows are written, or pass weights that need no gradient "
+                    "(weights.detach())."
                 )
         if not self._copies:
             return None

@@ -51,8 +51,8 @@ def check_segments(
     op: str, numbers: Tensor, counts: Sequence[int], widths: Sequence[int], extra: int, format: str
 ) -> None:
     """Assert that the segments cover the tensor exactly; `extra`: bytes per row beside its numbers."""
-    assert format in LARGEST, f"{op}: format {format!r}, wanted one of {list(LARGEST)}"
-    assert numbers.dim() == 1, f"{op}: {numbers.dim()} dimensions, wanted 1"
+    assert format in LARGEST, f"{op}: format {format!r}; expected one of {list(LARGEST)}"
+    assert numbers.dim() == 1, f"{op}: {numbers.dim()} dimensions; expected 1"
     assert min(counts, default=0) >= 0, f"{op}: a negative number of rows"
     assert min(widths, default=0) >= 0, f"{op}: a negative width"
     held = sum([count * (width + extra) for count, width in zip(counts, widths, strict=True)])
@@ -191,9 +191,9 @@ def unpack_rows(packed_Rk: Tensor, format: str, dtype: torch.dtype = torch.float
 
 def _check_matrix(op: str, rows: Tensor, format: str, fits: bool, wanted: str) -> None:
     if format not in LARGEST:
-        raise ConfigError(f"{op}: format is {format!r}; use one of {list(LARGEST)}.")
+        raise ConfigError(f"{op}: got format={format!r}; expected one of {list(LARGEST)}.")
     if rows.dim() != 2 or not fits:
         raise ConfigError(
-            f"{op}: got {rows.dtype} of shape {list(rows.shape)}, wanted a matrix of {wanted} ({format}); "
+            f"{op}: got {rows.dtype} of shape {list(rows.shape)}; expected a matrix of {wanted} ({format}), "
             f"one row per line."
         )

@@ -88,13 +88,13 @@ def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: 
     """Raise a `ConfigError` for a tile without a valid position in a table, or for an unknown kind of numbers."""
     if out.dim() != 2 or not out.is_floating_point():
         raise ConfigError(
-            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}, wanted floating [rows, columns]."
+            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}; expected floating [rows, columns]."
         )
     if len(key) != 2:
-        raise ConfigError(f"random_fill_: a key of {len(key)} words, wanted 2; make it with table_key().")
+        raise ConfigError(f"random_fill_: a key of {len(key)} words; expected 2. Make it with table_key().")
     if row_offset < 0 or not 0 <= column_offset < 1 << 34:
         raise ConfigError(
-            f"random_fill_: a tile at row {row_offset}, column {column_offset}; wanted its place in the table, no "
+            f"random_fill_: a tile at row {row_offset}, column {column_offset}; expected its position in the table, no "
             "negative number, and fewer than 2^34 columns."
         )
     if kind not in ("uniform", "normal"):
@@ -160,8 +160,8 @@ def check_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: i
     check_fill(out, key, 0, column_offset, kind)
     if rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]:
         raise ConfigError(
-            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; wanted "
-            f"int64 [{out.shape[0]}], the place of each row in the table."
+            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; "
+            f"expected int64 [{out.shape[0]}], the position of each row in the table."
         )
 
 

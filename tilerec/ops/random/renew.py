@@ -42,12 +42,12 @@ def check_renew(
     held = [tensor.shape[0] for tensor in (*([] if tile is None else [tile]), *beside)]
     if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
         raise ConfigError(
-            f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for the {len(beside)} beside the tile; "
-            "wanted as many rows in each, and a number for each beside it."
+            f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
+            "expected equal numbers of rows, and one number per tensor in `beside`."
         )
     if rows_N.dtype != torch.int64 or rows_N.dim() != 1:
         raise ConfigError(
-            f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}, wanted a flat list of int64."
+            f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}; expected a flat list of int64."
         )
     return held[0] if held else 0
 

@@ -30,12 +30,12 @@ def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int],
         if here != device:
             label = names.split(",")[feature] if names else ""
             name, _, table = label.rpartition("@")
-            fix = "move one of them with .to()"
+            fix = "Move one of them with .to()"
             if here.type == "meta":
-                fix = "give it memory and its initial values with to_empty(device=...)"
+                fix = "Give it memory and its initial values with to_empty(device=...)"
             raise InputError(
                 f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' "
-                f"on {device}; {fix}."
+                f"are on {device}. {fix}."
             )
 
 

@@ -103,7 +103,7 @@ class Arrivals:
                 if spares is None:
                     device.of_graphs.append(_CapturedNumbers(numbers, use))
                 elif spares:
-                    device.of_graphs.append(_CapturedNumbers(_accumulated(spares.pop(), numbers), use))
+                    device.of_graphs.append(_CapturedNumbers(_added(spares.pop(), numbers), use))
                 else:
                     warnings.warn(
                         f"tilerec does not report the rows that this captured op and later ones skip: {_SPARES} ops "
@@ -180,7 +180,7 @@ def _start_copy(device: _Device, numbers: Tensor, use: Use, graph: _CapturedNumb
         graph.on_its_way = True
 
 
-def _accumulated(total: Tensor, numbers: Tensor) -> Tensor:
+def _added(total: Tensor, numbers: Tensor) -> Tensor:
     """Record the addition of `numbers` to the sum; return the sum.
 
     The count is added last: a reader that sees it also sees the numbers that belong to it.

@@ -28,23 +28,23 @@ def check_counts(
     """Raise an `InputError` for counts or a rate that are invalid or given twice."""
     if counts is None:
         if lr is not None:
-            raise InputError(f"{op}: got lr as a tensor without counts; pass both, or lr in hyper[0].")
+            raise InputError(f"{op}: got lr as a tensor without counts. Pass both, or lr in hyper[0].")
         return
     if len(steps):
         raise InputError(
-            f"{op}: got {len(steps)} steps and {len(counts)} counts, which say the same; pass steps=[]."
+            f"{op}: got {len(steps)} steps and {len(counts)} counts; expected one of the two. Pass steps=[]."
         )
     if len(counts) != tables:
-        raise InputError(f"{op}: got {len(counts)} counts for {tables} tables; wanted one each.")
+        raise InputError(f"{op}: got {len(counts)} counts for {tables} tables; expected one each.")
     if {count.dtype for count in counts} - {torch.int64} or any([count.dim() for count in counts]):  # noqa: C419
         t = next(t for t, count in enumerate(counts) if count.dtype != torch.int64 or count.dim())
         raise InputError(
-            f"{op}: the count of table number {t} has shape {list(counts[t].shape)} and type {counts[t].dtype}, wanted "
-            "int64 []; make it with torch.zeros((), dtype=torch.int64, device=...)."
+            f"{op}: the count of table number {t} has shape {list(counts[t].shape)} and type {counts[t].dtype}; "
+            "expected int64 []. Make it with torch.zeros((), dtype=torch.int64, device=...)."
         )
     if lr is not None and (lr.dim() or not lr.is_floating_point()):
         raise InputError(
-            f"{op}: lr has shape {list(lr.shape)} and type {lr.dtype}, wanted one floating-point number, []; make it "
+            f"{op}: lr has shape {list(lr.shape)} and type {lr.dtype}; expected one floating-point number, []. Make it "
             "with torch.tensor(0.1, device=...)."
         )
 

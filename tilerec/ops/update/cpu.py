@@ -186,7 +186,7 @@ _TOO_MANY, _BAD_COLUMN, _NO_ROWS = 5, 6, 7
 
 def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], ids: int) -> None:
     if report.status == NO_MEMORY:
-        raise MemoryError(f"{op}: no memory to sort the ids of {report.value} occurrences or columns.")
+        raise MemoryError(f"{op}: out of memory to sort the ids of {report.value} occurrences or columns.")
     if report.status == BAD_ID:
         table = tables[report.feature]
         raise_bad_row(op, report.value, report.feature, report.position, rows[table], table)
@@ -194,11 +194,11 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], 
         raise_bad_offset(op, report.feature, report.position, report.value, ids)
     if report.position == _TOO_MANY:
         raise InputError(
-            f"{op}: {report.value} ids read one table, wanted fewer than 2^32 - 1; split the batch."
+            f"{op}: {report.value} ids read one table; expected fewer than 2^32 - 1. Split the batch."
         )
     if report.position == _NO_ROWS:
         raise InputError(
-            f"{op}: table number {report.feature}, or its optimizer state, has no memory; give it memory with "
+            f"{op}: table number {report.feature}, or its optimizer state, has no memory. Give it memory with "
             "to_empty(device=...) and load it, or do not update it."
         )
     if report.position == _BAD_COLUMN:
@@ -206,7 +206,7 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], 
             f"{op}: column offset {report.value} of table number {report.feature} is outside [0, 2^34)."
         )
     raise AssertionError(
-        f"{op}: the gradient record contradicts itself (feature {report.feature}, check {report.position})"
+        f"{op}: the gradient record is inconsistent (feature {report.feature}, check {report.position})"
     )
 
 

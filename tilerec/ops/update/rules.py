@@ -55,7 +55,8 @@ class Rule:
         wanted = ("lr", "grad_scale", "weight_decay", "stochastic_rounding", *self.names)
         if len(hyper) != len(wanted):
             raise ConfigError(
-                f"row rule {type(self).__name__}: got {len(hyper)} numbers, wanted {len(wanted)}: {', '.join(wanted)}."
+                f"row rule {type(self).__name__}: got {len(hyper)} numbers; expected {len(wanted)}: "
+                f"{', '.join(wanted)}."
             )
         self.h = dict(zip(wanted, hyper, strict=True))
         self.lr, self.wd = self.h["lr"], self.h["weight_decay"]
@@ -299,7 +300,7 @@ _RULES: dict[str, type[Rule]] = {
 def make_rule(name: str, hyper: Sequence[float]) -> Rule:
     """Return the rule with this name and these numbers."""
     if name not in _RULES:
-        raise ConfigError(f"row rule {name!r} is unknown; the rules are {sorted(_RULES)}.")
+        raise ConfigError(f"row rule {name!r} is unknown; expected one of {sorted(_RULES)}.")
     return _RULES[name](hyper)
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from tilerec.ops.runtime.cpu.records import layout
 
 ABI_VERSION = 4  # TR_ABI_VERSION of native/tilerec.h
-_REBUILD = "build it again (make native)"
+_REBUILD = "Build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
 # Codes of native/tilerec.h.
@@ -95,7 +95,7 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
         version = int(found.tr_abi_version())
         if version != ABI_VERSION:
             return None, LibraryStatus(
-                path, f"{path} has interface {version}, wanted {ABI_VERSION}; {_REBUILD}"
+                path, f"{path} has interface {version}; expected {ABI_VERSION}. {_REBUILD}"
             )
         found.tr_layout.restype = ctypes.c_char_p
         text = found.tr_layout().decode()
@@ -103,7 +103,7 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
     if text != layout():
         return None, LibraryStatus(
-            path, f"{path} was built from other sources: {_difference(text)}; {_REBUILD}"
+            path, f"{path} was built from other sources: {_difference(text)}. {_REBUILD}"
         )
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
 
@@ -112,7 +112,7 @@ def _difference(text: str) -> str:
     """Describe the first record whose layout in the library differs."""
     lines = itertools.zip_longest(text.split("\n"), layout().split("\n"), fillvalue="nothing")
     theirs, ours = next(pair for pair in lines if pair[0] != pair[1])
-    return f"it has {theirs!r}, wanted {ours!r}"
+    return f"it has {theirs!r}; expected {ours!r}"
 
 
 def _promote_openmp() -> str:
