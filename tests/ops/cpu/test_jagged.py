@@ -170,7 +170,7 @@ def longs(*numbers: int) -> torch.Tensor:
 
 SHAPES = {
     "lengths in two dimensions": ("offsets_from_lengths", (torch.ones(2, 2, dtype=torch.int64),), "lengths have shape"),
-    "lengths that are no integers": ("offsets_from_lengths", (torch.ones(2),), "lengths are torch.float32; expected int"),
+    "lengths that are no integers": ("offsets_from_lengths", (torch.ones(2),), "are torch.float32; expected integers"),
     "offsets that are none": ("segment_ids", (longs(), 0), r"offsets have shape \[0\]; .* of 1 or more"),
     "offsets of no dimension": ("segment_ids", (torch.tensor(0), 0), r"offsets have shape \[\]"),
     "offsets in two dimensions": ("segment_sum", (torch.rand(3), torch.tensor([[0], [3]])), r"shape \[2, 1\]"),

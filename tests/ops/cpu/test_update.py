@@ -545,7 +545,7 @@ def test_a_table_whose_memory_was_freed_is_refused(victim: str) -> None:
     before = run.copy()
     (run.weights if victim == "weight" else run.slots)[1].untyped_storage().resize_(0)
     with pytest.raises(
-        InputError, match="table number 1, or its optimizer state, has no memory. Give it memory"
+        InputError, match=r"table number 1, or its optimizer state, has no memory\. Give it memory"
     ):
         ops.update_rows_(*run[:2], *run.rest)
     assert_same_bits([run.weights[0], run.slots[0]], [before.weights[0], before.slots[0]])
