@@ -114,7 +114,8 @@ def lines_given(
         order_M: positions of the rows in the order in which they get lines.
         uses_M: number of requests with each row, including this one (LFU); None: LRU.
 
-    Example: 1 set of 2 lines with rows (4, 6), named at (1, 2); rows (8, 2, 0) in this order -> lines (0, 1, -1).
+    Example: 1 set of 2 lines with rows (4, 6), last used by requests (1, 2); rows (8, 2, 0) in this order -> lines
+    (0, 1, -1).
     """
     if not sets or not rows_M.numel():
         return torch.full_like(rows_M, -1)

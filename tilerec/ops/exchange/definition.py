@@ -267,7 +267,7 @@ def _place_rows_reference_(
     Segments and their rows are processed in order, so sums of several rows have the same order on every machine. A
     segment contains each slot once. Segments that share elements of `out` must have the same stride and places less
     than one stride apart (they belong to one block of rows). A GPU processes all other segments concurrently, since
-    only the device knows the range of their slots.
+    the range of their slots is available only on the device.
 
     Args:
         slots: int32 row numbers; those of segment s begin at `slot_starts[s]`. -1: rows 0, 1, 2 …

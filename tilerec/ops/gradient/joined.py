@@ -1,9 +1,9 @@
 """Concatenation of several lookups' gradient records, without sums and without synchronization.
 
 Tables that several lookups of one backward pass read are updated once, by the sum of all. If each lookup's rows were
-summed first, the host would wait for the number of distinct rows. But it knows the length of each record. So gradients,
-ids, offsets and weights are concatenated, and starts are shifted by the elements before them. One sum then runs over
-(lookup, feature, occurrence).
+summed first, the host would wait for the number of distinct rows. But the length of each record is available on the
+host. So gradients, ids, offsets and weights are concatenated, and starts are shifted by the elements before them. One
+sum then runs over (lookup, feature, occurrence).
 
     lookup 0   ids (5, 7)      offsets (0, 1, 2)    a feature with bags 0, 1
     lookup 1   ids (7, 5, 5)   offsets (0, 3)       a feature with bag 0

@@ -2,6 +2,7 @@
 
 Shapes, dtypes and numbers only, so no check synchronizes with a device. Kernels that read the ids detect ids of other
 buckets.
+
 Legend: as in `definition.py`.
 """
 

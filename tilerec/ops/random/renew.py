@@ -1,7 +1,7 @@
 """Reset of rows: initial values for weights, initial numbers for slots and gradients.
 
-Managed collision reassigns rows to other ids. On a GPU the host knows neither which of a batch's ids took another id's
-row nor their number. So callers pass one entry per id, and most entries are -1.
+Managed collision reassigns rows to other ids. On a GPU neither the ids that took another id's row nor their number is
+available on the host. So callers pass one entry per id, and most entries are -1.
 
 Terms
   tile    the rows and columns of a table on this rank, from `row_offset` and `column_offset` on
