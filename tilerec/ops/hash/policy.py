@@ -10,7 +10,7 @@ Score: TypeAlias = "tuple[float, ...] | tuple[int, ...]"
 
 
 class Policy(enum.IntEnum):
-    """Eviction policies of a full window: the row with the least score is evicted; of ties, the first in probing order."""
+    """Eviction policies of a full window: the least score is evicted first; of ties, the first in probing order."""
 
     LRU = 0  # last
     LFU = 1  # hits, then last
