@@ -254,7 +254,7 @@ def test_routing_refuses_batch_sizes_that_the_offsets_do_not_hold(
     which: str, keys: list[int], sizes: list[int]
 ) -> None:
     batch = Batch(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3]), keys, sizes)
-    with pytest.raises(InputError, match=r"hold fewer bags than the batch sizes say \(3 offsets"):
+    with pytest.raises(InputError, match=r"hold fewer bags than the batch sizes require \(3 offsets"):
         ROUTE[which](*batch)
 
 

@@ -603,15 +603,15 @@ def _assign(state: HashState, table: HashRange = ONE, ids: Any = (1,), **options
     ("change", "message"),
     [
         ({"ids_E": torch.zeros(3, dtype=torch.int64)}, "3 rows, which are not whole buckets of 2 slots"),
-        ({"ids_E": torch.zeros(2, dtype=torch.int32)}, "ids is torch.int32, wanted torch.int64"),
-        ({"used_E": torch.zeros(2, dtype=torch.uint8)}, "used is torch.uint8, wanted torch.bool"),
-        ({"used_E": torch.zeros(4, dtype=torch.bool)}, r"used has shape \[4\], wanted \[2\]"),
+        ({"ids_E": torch.zeros(2, dtype=torch.int32)}, "ids is torch.int32; expected torch.int64"),
+        ({"used_E": torch.zeros(2, dtype=torch.uint8)}, "used is torch.uint8; expected torch.bool"),
+        ({"used_E": torch.zeros(4, dtype=torch.bool)}, r"used has shape \[4\]; expected \[2\]"),
         ({"last_E": torch.zeros(2)}, "last is torch.float32"),
-        ({"hits_E": torch.zeros(1, 2, dtype=torch.int64)}, r"hits has shape \[1, 2\], wanted \[2\]"),
+        ({"hits_E": torch.zeros(1, 2, dtype=torch.int64)}, r"hits has shape \[1, 2\]; expected \[2\]"),
         ({"since_E": torch.zeros(4, dtype=torch.int64)[::2]}, "since is not contiguous"),
-        ({"expires_E": torch.zeros(1, dtype=torch.int64)}, r"expires has shape \[1\], wanted \[2\]"),
+        ({"expires_E": torch.zeros(1, dtype=torch.int64)}, r"expires has shape \[1\]; expected \[2\]"),
         ({"expires_E": torch.zeros(0)}, "expires is torch.float32"),
-        ({"counters_BC": torch.zeros(2, 1, dtype=torch.int32)}, r"wanted int32 of shape \[1, counters"),
+        ({"counters_BC": torch.zeros(2, 1, dtype=torch.int32)}, r"expected int32 of shape \[1, counters"),
         ({"counters_BC": torch.zeros(1, 2, dtype=torch.int64)}, "counters are torch.int64"),
     ],
 )  # fmt: skip
@@ -623,14 +623,14 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, Tensor], message
 @pytest.mark.parametrize(
     ("table", "options", "message"),
     [
-        (HashRange(0, 2), {}, "number of buckets is 0, wanted 1 to"),
+        (HashRange(0, 2), {}, "number of buckets is 0; expected 1 to"),
         (HashRange(1, 0), {}, "slots per bucket is 0"),
         (HashRange(2**31 + 1, 2), {}, "number of buckets is 2147483649"),
         (HashRange(1, 2, 0), {}, "max_probe is 0"),
         (
             HashRange(1, 2, first=1),
             {},
-            r"holds buckets \[1, 2\) \(2 rows of 2 a bucket\), wanted them within \[0, 1\)",
+            r"holds buckets \[1, 2\) \(2 rows of 2 a bucket\); expected a range within \[0, 1\)",
         ),
         (HashRange(1, 2, first=-1), {}, r"buckets \[-1, 0\)"),
         (ONE, {"step": -1}, "step is -1"),
@@ -658,7 +658,7 @@ def test_clocks_and_times_to_live_reach_to_2_to_the_61() -> None:
     assert state.expires_E is not None
     assert state.expires_E.max() == 2**62
     for name in ("step", "now", "ttl"):
-        with pytest.raises(ConfigError, match=rf"{name} is {2**61 + 1}, wanted"):
+        with pytest.raises(ConfigError, match=rf"{name} is {2**61 + 1}; expected"):
             _assign(empty_state(1, 2), **{name: 2**61 + 1})
 
 
@@ -675,18 +675,18 @@ def test_finding_probes_one_slot_at_least(which: str) -> None:
     [
         (
             {"ids": torch.tensor([1], dtype=torch.int32)},
-            r"ids are torch.int32 of shape \[1\], wanted a flat list of int64",
+            r"ids are torch.int32 of shape \[1\]; expected a flat list of int64",
         ),
         ({"ids": torch.zeros(1, 1, dtype=torch.int64)}, r"shape \[1, 1\]"),
-        ({"counts_N": torch.tensor([1, 1])}, r"counts has shape \[2\], wanted \[1\] \(one per id\)"),
-        ({"counts_N": torch.tensor([0])}, r"counts\[0\] is 0, wanted 1"),
+        ({"counts_N": torch.tensor([1, 1])}, r"counts has shape \[2\]; expected \[1\] \(one per id\)"),
+        ({"counts_N": torch.tensor([0])}, r"counts\[0\] is 0; expected 1"),
         ({"counts_N": torch.tensor([2**31])}, r"counts\[0\] is 2147483648"),
-        ({"may_insert_N": torch.tensor([1])}, "may_insert is torch.int64, wanted torch.bool"),
+        ({"may_insert_N": torch.tensor([1])}, "may_insert is torch.int64; expected torch.bool"),
         ({"ttl": torch.tensor([-1])}, r"time to live of ids\[0\] is -1"),
         ({"ttl": torch.tensor([1.0])}, "ttl is torch.float32"),
         (
             {"step": torch.tensor([1])},
-            r"step is torch.int64 of shape \[1\] on cpu, wanted int64 of no dimension on cpu",
+            r"step is torch.int64 of shape \[1\] on cpu; expected int64 of no dimension on cpu",
         ),
         ({"now": torch.tensor(1.0)}, r"now is torch.float32 of shape \[\]"),
     ],
@@ -703,9 +703,7 @@ def test_an_id_of_another_rank_is_refused_before_anything_changes(which: str) ->
     state = empty_state(2, 4)
     ids = torch.arange(100)
     position = int((~((zch_buckets(ids, 6) == 2) | (zch_buckets(ids, 6) == 3))).nonzero()[0])
-    message = (
-        rf"id {position} \(position {position}\) belongs to bucket \d of 6, this state holds buckets \[2, 4\)"
-    )
+    message = rf"id {position} \(position {position}\) belongs to bucket \d of 6, but this state holds buckets \[2, 4\)"
     with pytest.raises(InputError, match=message):
         _both("zch_assign_")[which](ids, None, None, None, *state, 2, 6, 4, 9, 1, 0, 0, 1.0, 0, True, 1)
     with pytest.raises(InputError, match=message):
@@ -722,7 +720,7 @@ def test_resizing_refuses_what_cannot_be(which: str) -> None:
         numbers = {"slots": 4, "max_probe": 128, "step": 1, **options}
         return resize(*[v[:take] for v in state[:6]], first, buckets, held, new, *numbers.values(), 0, 1.0)
 
-    with pytest.raises(ConfigError, match="6 buckets cannot become 4; wanted a multiple or a divisor"):
+    with pytest.raises(ConfigError, match="6 buckets cannot become 4; expected a multiple or a divisor"):
         call(0, 6, 4, 4)
     with pytest.raises(ConfigError, match=r"buckets \[0, 3\) do not merge 2 by 2"):
         call(0, 6, 4, 3, 12)

@@ -160,7 +160,9 @@ def test_merging_buckets_gives_the_ids_back(lengths: list[int], cuts: list[int],
 
 def test_bucketize_needs_a_list_of_cuts() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(InputError, match=r"cuts have shape \[1\]; give one ascending list with at least 2"):
+    with pytest.raises(
+        InputError, match=r"cuts have shape \[1\]; expected one ascending list with at least 2"
+    ):
         jagged.bucketize_by_cuts(empty, empty, torch.tensor([0]))
 
 
@@ -308,6 +310,6 @@ def test_every_op_has_a_test_of_torchs_checks() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float16])
 def test_lengths_that_are_no_integers_are_refused_by_their_type(dtype: torch.dtype) -> None:
     with pytest.raises(
-        InputError, match=rf"lengths are {dtype}, wanted integers; convert them with .long\(\)"
+        InputError, match=rf"lengths are {dtype}; expected integers\. Convert them with .long\(\)"
     ):
         torch.ops.tilerec.offsets_from_lengths(torch.ones(3, dtype=dtype))

@@ -297,7 +297,7 @@ def test_a_table_on_another_device_than_the_ids_is_named() -> None:
     )
     bounds, message = (
         torch.tensor([0, 1]),
-        r"Table 't': its rows are on meta, the ids of feature 'f' on cpu; .*to_em",
+        r"Table 't': its rows are on meta, the ids of feature 'f' are on cpu. .*to_em",
     )
     with pytest.raises(InputError, match=message):
         torch.ops.tilerec.pooled_lookup(

@@ -74,16 +74,18 @@ def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(
 
 
 def test_what_is_no_matrix_of_such_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pack_rows: format is 'int4'; use one of \['int8', 'fp8'\]"):
+    with pytest.raises(ConfigError, match=r"pack_rows: got format='int4'; expected one of \['int8', 'fp8'\]"):
         pack_rows(torch.zeros(1, 2), "int4")
     with pytest.raises(
-        ConfigError, match=r"pack_rows: got torch.int64 of shape \[1, 2\], wanted a matrix of floats"
+        ConfigError, match=r"pack_rows: got torch.int64 of shape \[1, 2\]; expected a matrix of floats"
     ):
         pack_rows(torch.zeros(1, 2, dtype=torch.int64), "int8")
-    with pytest.raises(ConfigError, match=r"of shape \[2\], wanted a matrix"):
+    with pytest.raises(ConfigError, match=r"of shape \[2\]; expected a matrix"):
         pack_rows(torch.zeros(2), "int8")
     for wrong in (torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 3, dtype=torch.uint8), torch.zeros(8)):
-        with pytest.raises(ConfigError, match=r"unpack_rows: got .* wanted a matrix of packed rows \(fp8\)"):
+        with pytest.raises(
+            ConfigError, match=r"unpack_rows: got .* expected a matrix of packed rows \(fp8\)"
+        ):
             unpack_rows(wrong, "fp8")
 
 

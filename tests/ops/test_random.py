@@ -104,14 +104,14 @@ def test_random_fill_passes_opcheck() -> None:
     ("changed", "message"),
     [
         ({"kind": "cauchy"}, "kind 'cauchy' is not 'uniform' or 'normal'"),
-        ({"key": [1]}, "a key of 1 words, wanted 2"),
-        ({"key": [1, 2, 3]}, "a key of 3 words, wanted 2"),
+        ({"key": [1]}, "a key of 1 words; expected 2"),
+        ({"key": [1, 2, 3]}, "a key of 3 words; expected 2"),
         ({"row_offset": -1}, "a tile at row -1, column 0"),
         ({"column_offset": -8}, "a tile at row 0, column -8"),
         ({"column_offset": 2**34}, "fewer than 2.34 columns"),
-        ({"out": torch.zeros(8)}, r"shape \[8\] and type torch.float32, wanted floating"),
+        ({"out": torch.zeros(8)}, r"shape \[8\] and type torch.float32; expected floating"),
         ({"out": torch.zeros(2, 2, 2)}, r"shape \[2, 2, 2\]"),
-        ({"out": torch.zeros(2, 2, dtype=torch.int64)}, "type torch.int64, wanted floating"),
+        ({"out": torch.zeros(2, 2, dtype=torch.int64)}, "type torch.int64; expected floating"),
     ],
 )
 def test_a_tile_that_has_no_place_in_a_table_is_refused(fill, changed, message) -> None:
@@ -155,7 +155,7 @@ def test_rows_anywhere_have_the_bits_of_the_whole_table(fill, kind, dtype, colum
 )
 def test_rows_of_other_numbers_than_the_tile_has_are_refused(fill, rows) -> None:
     tile = torch.zeros(2, 4)
-    with pytest.raises(ConfigError, match=r"wanted int64 \[2\]"):
+    with pytest.raises(ConfigError, match=r"expected int64 \[2\]"):
         fill(tile, rows, KEY, 0, "uniform", 0.0, 1.0)
     assert not tile.any()
 

@@ -232,7 +232,7 @@ def test_a_capture_of_more_than_can_be_heard_of_warns(gpu: Gpu, monkeypatch: pyt
     when_arrived(torch.tensor([0]), keep([]))
     graphs = [Captured(gpu, 1, keep([])) for _ in range(2)]
     gpu.capturing = True
-    with pytest.warns(UserWarning, match="2 have been captured since a step was last run"):
+    with pytest.warns(UserWarning, match="2 ops were captured since the last step outside of a capture"):
         when_arrived(graphs[0].found, keep([]))
 
 

@@ -84,7 +84,7 @@ def test_where_no_row_lies_nothing_is_written() -> None:
     ("arguments", "message"),
     [
         (([[1.0]], [torch.zeros(2)], [0.0]), r"tensors of \[1, 2\] rows, and 1 numbers"),
-        (([[1.0]], [torch.zeros(1)], []), "0 numbers for the 1 beside"),
+        (([[1.0]], [torch.zeros(1)], []), "0 numbers for 1 tensors in `beside`"),
         (([1.0], [], []), r"a tile of shape \[1\]"),
     ],
 )

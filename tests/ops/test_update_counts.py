@@ -15,5 +15,5 @@ COUNT = torch.zeros((), dtype=torch.int64)
 @pytest.mark.parametrize("lr", [torch.tensor([0.1]), torch.tensor(1)])
 def test_a_learning_rate_of_another_shape_or_type_is_refused(lr: Tensor) -> None:
     check_counts("update", [], [COUNT], torch.tensor(0.1), 1)
-    with pytest.raises(InputError, match=r"update: lr has shape .* wanted one floating-point number"):
+    with pytest.raises(InputError, match=r"update: lr has shape .* expected one floating-point number"):
         check_counts("update", [], [COUNT], lr, 1)

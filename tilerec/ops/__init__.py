@@ -1,1 +1,1 @@
-"""The op families: schema, reference, fake kernel and autograd; backends register onto them."""
+"""Op families: schema, reference, fake kernel and autograd formula of each op. Backends register faster kernels."""

@@ -1,6 +1,6 @@
-"""Which kernels run: the plain-PyTorch reference everywhere, faster backends registered over it where they can be had.
+"""Registration of all ops: plain-PyTorch reference kernels, and native CPU and Triton kernels if available.
 
-Importing this file makes every op usable; nothing else imports a backend.
+Importing this file makes every op usable; no other file imports a backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilerec.ops.update import definition as update
 from tilerec.ops.update import order
 
 DEFINITIONS = (cache, exchange, gradient, hash, jagged, lookup, order, quantize, random, renew, update)
-"""Importing these defines the ops, with their reference kernels."""
+"""Modules that define the ops and their reference kernels on import."""
 
 
 def _register_cpu() -> bool:
@@ -61,13 +61,13 @@ def _register_gpu() -> bool:
 
 
 NATIVE_CPU = _register_cpu()
-"""Whether the native CPU library serves the ops of this process.
+"""True if the native CPU library provides CPU kernels in this process.
 
-`tilerec.ops.runtime.cpu.library.reason()` returns why it does not.
+Otherwise `tilerec.ops.runtime.cpu.library.reason()` returns the reason.
 """
 
 TRITON = _register_gpu()
-"""Whether Triton kernels serve the ops of this process on GPUs.
+"""True if Triton kernels run the ops on GPUs in this process.
 
-`tilerec.ops.runtime.triton.library.status()` returns why they do not.
+Otherwise `tilerec.ops.runtime.triton.library.status()` returns the reason.
 """

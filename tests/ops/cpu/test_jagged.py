@@ -170,18 +170,18 @@ def longs(*numbers: int) -> torch.Tensor:
 
 SHAPES = {
     "lengths in two dimensions": ("offsets_from_lengths", (torch.ones(2, 2, dtype=torch.int64),), "lengths have shape"),
-    "lengths that are no integers": ("offsets_from_lengths", (torch.ones(2),), "lengths are torch.float32, wanted int"),
-    "offsets that are none": ("segment_ids", (longs(), 0), r"offsets have shape \[0\], .* of 1 or more"),
+    "lengths that are no integers": ("offsets_from_lengths", (torch.ones(2),), "are torch.float32; expected integers"),
+    "offsets that are none": ("segment_ids", (longs(), 0), r"offsets have shape \[0\]; .* of 1 or more"),
     "offsets of no dimension": ("segment_ids", (torch.tensor(0), 0), r"offsets have shape \[\]"),
     "offsets in two dimensions": ("segment_sum", (torch.rand(3), torch.tensor([[0], [3]])), r"shape \[2, 1\]"),
-    "a total below 0": ("segment_ids", (longs(0, 0), -1), "total is -1, wanted 0 or more"),
+    "a total below 0": ("segment_ids", (longs(0, 0), -1), "total is -1; expected 0 or more"),
     "values of no dimension": ("segment_sum", (torch.tensor(1.0), longs(0, 1)), r"values have shape \[\]"),
     "no offsets to sum by": ("segment_sum", (torch.rand(3), longs()), "offsets have shape"),
     "no offsets to select from": ("select_segments", (torch.rand(3), longs(), longs(0), longs(0, 3), 3), "offsets"),
     "no offsets to select to": ("select_segments", (torch.rand(3), longs(0, 3), longs(), longs(), 0), "out offsets"),
     "out offsets too few": (
         "select_segments", (torch.rand(3), longs(0, 1, 3), longs(0, 1), longs(0, 3), 3),
-        "2 offsets for 2 selected segments, wanted 3",
+        "2 offsets for 2 selected segments; expected 3",
     ),
     "out offsets too many": (
         "select_segments", (torch.rand(3), longs(0, 3), longs(0), longs(0, 3, 3), 3), "3 offsets for 1 selected segm",
@@ -190,12 +190,12 @@ SHAPES = {
         "select_segments", (torch.rand(3), longs(0, 3), torch.zeros(1), longs(0, 3), 3), "order are torch.float32",
     ),
     "backward's out offsets too few": (
-        "select_segments_backward", (torch.rand(3), longs(0, 1, 3), longs(0, 1), longs(0, 3), 3), "wanted 3",
+        "select_segments_backward", (torch.rand(3), longs(0, 1, 3), longs(0, 1), longs(0, 3), 3), "expected 3",
     ),
     "backward's total below 0": (
         "select_segments_backward", (torch.rand(0), longs(0), longs(), longs(0), -1), "total is -1",
     ),
-    "cuts too few": ("bucketize_by_cuts", (longs(1), longs(1), longs(0)), r"cuts have shape \[1\], .* of 2 or more"),
+    "cuts too few": ("bucketize_by_cuts", (longs(1), longs(1), longs(0)), r"cuts have shape \[1\]; .* of 2 or more"),
     "ids in two dimensions": ("bucketize_by_cuts", (torch.ones(1, 2).long(), longs(2), longs(0, 9)), "ids have shape"),
     "ids that are no integers": ("bucketize_by_cuts", (torch.rand(2), longs(2), longs(0, 9)), "ids are torch.float32"),
     "lengths of no dimension": ("bucketize_by_cuts", (longs(1), torch.tensor(1), longs(0, 9)), "lengths have shape"),
@@ -205,7 +205,7 @@ SHAPES = {
     "offsets for more bags": ("padded_to_jagged", (torch.rand(1, 2), longs(0, 1, 2), 2), "3 offsets for 1 bags"),
     "padded in one dimension": ("padded_to_jagged", (torch.rand(3), longs(0, 1, 2, 3), 3), "2 or more dimensions"),
     "rows for fewer segments": ("repeat_segments", (torch.rand(1), longs(0, 1, 2), 2), "3 offsets for 1 rows"),
-    "rows for more segments": ("repeat_segments", (torch.rand(3), longs(0, 2), 2), "2 offsets for 3 rows, wanted 4"),
+    "rows for more segments": ("repeat_segments", (torch.rand(3), longs(0, 2), 2), "2 offsets for 3 rows; expected 4"),
 }  # fmt: skip
 
 

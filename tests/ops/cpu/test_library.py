@@ -200,16 +200,16 @@ class Text:
 
 
 OTHER_SOURCES = [
-    (1, layout(), "has interface 1, wanted"),
-    (999, layout(), "has interface 999, wanted"),
+    (1, layout(), "has interface 1; expected"),
+    (999, layout(), "has interface 999; expected"),
     (
         native.ABI_VERSION,
         layout().replace("keys 16+8", "keys 24+8"),
-        "it has 'tr_lookup .*, wanted 'tr_lookup",
+        "it has 'tr_lookup .*; expected 'tr_lookup",
     ),
-    (native.ABI_VERSION, layout().replace("tr_rows 1", "tr_rows 2"), "it has 'tr_rows .*, wanted 'tr_rows"),
-    (native.ABI_VERSION, layout().partition("\n")[0], "it has 'nothing', wanted 'tr_lookup"),
-    (native.ABI_VERSION, layout() + "\ntr_more 8: x 0+8", "it has 'tr_more 8: x 0.8', wanted 'nothing'"),
+    (native.ABI_VERSION, layout().replace("tr_rows 1", "tr_rows 2"), "it has 'tr_rows .*; expected 'tr_rows"),
+    (native.ABI_VERSION, layout().partition("\n")[0], "it has 'nothing'; expected 'tr_lookup"),
+    (native.ABI_VERSION, layout() + "\ntr_more 8: x 0+8", "it has 'tr_more 8: x 0.8'; expected 'nothing'"),
 ]
 
 
@@ -225,7 +225,7 @@ def test_a_library_built_from_other_sources_is_refused_and_to_be_built_again(
     found, state = native._load()
     assert found is None
     assert re.search(reason, state.reason), state.reason
-    assert state.reason.endswith("build it again (make native)")
+    assert state.reason.endswith("Build it again (make native)")
 
 
 def test_a_library_older_than_its_layout_function_is_refused(

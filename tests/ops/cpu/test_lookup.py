@@ -307,7 +307,7 @@ def test_starts_that_leave_the_ids_are_refused(starts: list[int]) -> None:
 
 
 def test_too_few_offsets_for_the_batch_sizes_are_refused() -> None:
-    with pytest.raises(InputError, match="fewer bags than the batch sizes say"):
+    with pytest.raises(InputError, match="fewer bags than the batch sizes require"):
         replace(big(), batches=[301]).native()
 
 
@@ -367,7 +367,7 @@ def test_strided_inputs_are_read_as_they_look() -> None:
 def test_a_strided_table_is_refused_by_its_number() -> None:
     case = make_pooled([6, 5], [torch.float32] * 2, [0, 1], [4])
     weights = [case.weights[0], torch.randn(5, 11).t()]
-    with pytest.raises(InputError, match=r"Table 1 of a lookup: .* wanted contiguous rows"):
+    with pytest.raises(InputError, match=r"Table 1 of a lookup: .* expected contiguous rows"):
         replace(case, weights=weights).native()
 
 
@@ -392,31 +392,31 @@ def two_features() -> Pooled:
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
     "ids of no dimension": ({"ids": torch.tensor(1)}, r"ids have shape \[\]"),
-    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
+    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32; expected a flat list of"),
     "ids that are truths": ({"ids": torch.ones(6, dtype=torch.bool)}, r"ids have .* type torch.bool"),
     "offsets in two dimensions": ({"offsets": torch.zeros(5, 2, dtype=torch.int64)}, r"offsets have shape \[5, 2\]"),
     "offsets that are no integers": ({"offsets": torch.zeros(5)}, r"offsets have .* type torch.float32"),
-    "offsets that are none": ({"offsets": torch.zeros(0, dtype=torch.int64)}, "fewer bags than the batch sizes say"),
-    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags, wanted 5\)"),
+    "offsets that are none": ({"offsets": torch.zeros(0, dtype=torch.int64)}, "fewer bags than the batch sizes req"),
+    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags; expected 5\)"),
     "offsets too few for the only key": (
         {"keys": [0], "tables": [0], "means": [0], "batches": [3], "offsets": torch.tensor([0, 2, 3])},
-        r"fewer bags .*\(3 offsets for 3 bags, wanted 4\)",
+        r"fewer bags .*\(3 offsets for 3 bags; expected 4\)",
     ),
-    "key behind the offsets": ({"keys": [0, 2]}, r"fewer bags .*\(5 offsets for 6 bags, wanted 7\)"),
-    "key that wraps": ({"keys": [0, 2**62]}, r"fewer bags than the batch sizes say"),
-    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; wanted no negative number"),
-    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3 .* sizes for 3 keys"),
-    "no batch sizes": ({"batches": []}, "reads key number 1 .* sizes for 0 keys"),
-    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes say"),
-    "an unread key's below 0": ({"batches": [2, -1, 2], "keys": [0, 2]}, "fewer bags than the batch sizes say"),
-    "batch size too large": ({"batches": [2**40]}, "fewer bags than the batch sizes say"),
-    "an unread key's too large": ({"batches": [2, 2**62, 2], "keys": [0, 2]}, "fewer bags than the batch sizes say"),
-    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2, wanted \[0, 2\)"),
-    "table below 0": ({"tables": [0, -1]}, r"Feature 1 of a lookup reads table -1, wanted \[0, 2\)"),
-    "keys too few": ({"keys": [0]}, "of 2 features names 1 keys and 2 poolings; wanted one of each"),
-    "poolings too few": ({"means": [0]}, "of 2 features names 2 keys and 1 poolings"),
-    "tables too few": ({"tables": [0]}, "of 1 features names 2 keys and 2 poolings"),
-    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\], wanted \[rows"),
+    "key behind the offsets": ({"keys": [0, 2]}, r"fewer bags .*\(5 offsets for 6 bags; expected 7\)"),
+    "key that wraps": ({"keys": [0, 2**62]}, r"fewer bags than the batch sizes require"),
+    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; expected numbers of at least 0"),
+    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3, .* sizes for 3 keys"),
+    "no batch sizes": ({"batches": []}, "reads key number 1, .* sizes for 0 keys"),
+    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes require"),
+    "an unread key's below 0": ({"batches": [2, -1, 2], "keys": [0, 2]}, "fewer bags than the batch sizes require"),
+    "batch size too large": ({"batches": [2**40]}, "fewer bags than the batch sizes require"),
+    "an unread key's too large": ({"batches": [2, 2**62, 2], "keys": [0, 2]}, "fewer bags than the batch sizes req"),
+    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2; expected \[0, 2\)"),
+    "table below 0": ({"tables": [0, -1]}, r"Feature 1 of a lookup reads table -1; expected \[0, 2\)"),
+    "keys too few": ({"keys": [0]}, "of 2 features: got 1 keys and 2 poolings; expected one of each"),
+    "poolings too few": ({"means": [0]}, "of 2 features: got 2 keys and 1 poolings"),
+    "tables too few": ({"tables": [0]}, "of 1 features: got 2 keys and 2 poolings"),
+    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\]; expected \[rows"),
     "table of three dimensions": ({"weights": [torch.ones(5, 3, 1), torch.ones(5, 2)]}, r"Table 0 .* \[5, 3, 1\]"),
     "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* outside \[0, 0\)"),
 }  # fmt: skip
@@ -438,7 +438,7 @@ def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
 @pytest.mark.parametrize("shape", [(5,), (7,), (6, 1), (0,), ()])
 def test_sample_weights_that_are_not_one_per_id_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        InputError, match=r"sample_weights have shape \[.*\], the ids \[6\]; wanted one weight per id"
+        InputError, match=r"sample_weights have shape \[.*\], the ids \[6\]; expected one weight per id"
     ):
         replace(two_features(), sample_weights=torch.ones(shape)).native()
 
@@ -454,10 +454,10 @@ def test_a_gradient_of_another_size_than_the_output_is_refused(shape: tuple[int,
     case = two_features()
     rest = (case.tables, case.keys, case.means)
     with pytest.raises(
-        InputError, match=r"the gradient has shape \[.*\], wanted \[2, 5\], the shape of the lookup's"
+        InputError, match=r"the gradient has shape \[.*\]; expected \[2, 5\], the shape of the lookup's"
     ):
         ops.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(shape), *rest, [2])
-    with pytest.raises(InputError, match=r"the gradient has shape \[.*\], wanted \[10\]"):
+    with pytest.raises(InputError, match=r"the gradient has shape \[.*\]; expected \[10\]"):
         ops.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(shape), *rest, [2, 2])
 
 
@@ -472,17 +472,17 @@ def test_the_lookup_that_tells_the_truth_is_served() -> None:
 
 
 SEQUENCE_LIES: dict[str, tuple[dict[str, Any], str]] = {
-    "starts too few": ({"starts": torch.tensor([0, 6])}, "of 2 features .* has 2 starts, wanted 3"),
-    "starts too many": ({"starts": torch.tensor([0, 2, 4, 6])}, "of 2 features .* has 4 starts, wanted 3"),
-    "starts that are none": ({"starts": torch.zeros(0, dtype=torch.int64)}, "has 0 starts, wanted 3"),
+    "starts too few": ({"starts": torch.tensor([0, 6])}, "lookup of 2 features has 2 starts; expected 3"),
+    "starts too many": ({"starts": torch.tensor([0, 2, 4, 6])}, "lookup of 2 features has 4 starts; expected 3"),
+    "starts that are none": ({"starts": torch.zeros(0, dtype=torch.int64)}, "has 0 starts; expected 3"),
     "starts in two dimensions": ({"starts": torch.zeros(3, 1, dtype=torch.int64)}, r"offsets have shape \[3, 1\]"),
     "starts behind the first id": ({"starts": torch.tensor([1, 2, 6])}, r"'f'.*offsets\[0\] is 1; .* begin at 0"),
     "starts before the last id": ({"starts": torch.tensor([0, 2, 5])}, r"'g'.*offsets\[2\] is 5; .* end there"),
     "starts behind the ids": ({"starts": torch.tensor([0, 2, 7])}, r"'g'.*offsets\[2\] is 7"),
     "starts that fall": ({"starts": torch.tensor([0, 7, 6])}, r"'f'.*offsets\[1\] is 7"),
     "ids in two dimensions": ({"ids": torch.zeros(6, 2, dtype=torch.int64)}, r"ids have shape \[6, 2\]"),
-    "table behind the last": ({"tables": [0, 2]}, r"reads table 2, wanted \[0, 2\)"),
-    "table below 0": ({"tables": [-1, 0]}, r"reads table -1, wanted \[0, 2\)"),
+    "table behind the last": ({"tables": [0, 2]}, r"reads table 2; expected \[0, 2\)"),
+    "table below 0": ({"tables": [-1, 0]}, r"reads table -1; expected \[0, 2\)"),
     "tables of other dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 4)]}, "'u': dim 4, but .* dim 3"),
     "tables of narrower dims": ({"weights": [torch.ones(5, 3), torch.ones(5, 2)]}, "'u': dim 2, but .* dim 3"),
     "table without rows": ({"weights": [torch.ones(0, 3), torch.ones(5, 3)]}, r"'t': id 1 of feature 'f'"),
@@ -505,7 +505,7 @@ def test_a_sequence_lookup_that_contradicts_itself_is_refused(lie: str, output: 
 def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
     case = two_features()
     case.weights[1].untyped_storage().resize_(0)
-    message = r"Table 't1': its rows have no memory .*; give it memory with to_empty"
+    message = r"Table 't1': its rows have no memory .*Give it memory with to_empty"
     with pytest.raises(InputError, match=message):
         case.native()
     with pytest.raises(InputError, match=message):
@@ -520,7 +520,7 @@ def test_a_table_on_another_device_is_refused_by_its_name() -> None:
     case = two_features()
     weights = [case.weights[0], case.weights[1].to("meta")]
     with pytest.raises(
-        InputError, match="Table 't1': its rows are on meta, the ids of feature 'f1' on cpu; give it"
+        InputError, match=r"Table 't1': its rows are on meta, the ids of feature 'f1' are on cpu\. Give it"
     ):
         replace(case, weights=weights).native()
 

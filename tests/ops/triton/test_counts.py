@@ -185,7 +185,7 @@ def test_counts_that_are_none_are_refused_with_the_references_words() -> None:
         ([1], good, None, r"got 1 steps and 1 counts"),
         ([1], None, lr, "lr as a tensor without counts"),
         ([], counts_of(1, 2), None, "got 2 counts for 1 tables"),
-        ([], [torch.tensor(1.0)], None, r"has shape \[\] and type torch.float32, wanted int64"),
+        ([], [torch.tensor(1.0)], None, r"has shape \[\] and type torch.float32; expected int64"),
         ([], [torch.tensor([1])], None, r"has shape \[1\] and type torch.int64"),
         ([], good, torch.tensor(1), "lr has shape"),
         ([], good, torch.ones(1), r"lr has shape \[1\]"),

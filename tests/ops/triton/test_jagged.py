@@ -329,14 +329,14 @@ BAD = [
 @pytest.mark.parametrize(("name", "arguments"), BAD)
 def test_offsets_that_lie_are_told_with_the_cpus_message(name: str, arguments: tuple[Any, ...]) -> None:
     wanted = (
-        rf"{name}: (offset -?\d+ after segment \d+ descends|order\[0\] is segment -?\d, which is not there)"
+        rf"{name}: (offset -?\d+ after segment \d+ descends|order\[0\] is segment -?\d, which does not exist)"
     )
     with pytest.raises(InputError, match=wanted):
         KERNELS[name](*arguments)
 
 
 def test_the_selected_segment_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match=r"select_segments: order\[1\] is segment 7, which is not there"):
+    with pytest.raises(InputError, match=r"select_segments: order\[1\] is segment 7, which does not exist"):
         KERNELS["select_segments"](
             torch.rand(3), torch.tensor([0, 1, 3]), torch.tensor([0, 7]), torch.tensor([0, 1, 2]), 2
         )

@@ -510,16 +510,16 @@ def test_ids_in_no_bag_are_refused(more: int, message: str) -> None:
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "ids in two dimensions": ({"ids": torch.ones(6, 1, dtype=torch.int64)}, r"ids have shape \[6, 1\]"),
-    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32, wanted a flat list of int"),
-    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags, wanted 5\)"),
-    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; wanted no negative number"),
-    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3 .* sizes for 3 keys"),
-    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes say"),
-    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2, wanted \[0, 2\)"),
-    "poolings too few": ({"means": [0]}, "of 2 features names 2 keys and 1 poolings"),
-    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\], wanted \[rows"),
+    "ids that are no integers": ({"ids": torch.ones(6)}, r"ids have .* type torch.float32; expected a flat list of"),
+    "offsets too few": ({"offsets": torch.tensor([0, 2, 3, 4])}, r"fewer bags .*\(4 offsets for 4 bags; expected 5\)"),
+    "key below 0": ({"keys": [0, -1]}, r"read keys \[0, -1\]; expected numbers of at least 0"),
+    "key without a batch size": ({"batches": [2, 1, 1], "keys": [0, 3]}, "reads key number 3, .* sizes for 3 keys"),
+    "batch size below 0": ({"batches": [-1]}, "fewer bags than the batch sizes require"),
+    "table behind the last": ({"tables": [0, 2]}, r"Feature 1 of a lookup reads table 2; expected \[0, 2\)"),
+    "poolings too few": ({"means": [0]}, "of 2 features: got 2 keys and 1 poolings"),
+    "table of one dimension": ({"weights": [torch.ones(5, 3), torch.ones(5)]}, r"Table 1 .* \[5\]; expected \[rows"),
     "table without rows": ({"weights": [torch.ones(5, 3), torch.ones(0, 2)]}, r"id 4 of feature .* outside \[0, 0\)"),
-    "strided table": ({"weights": [torch.ones(5, 3), torch.ones(2, 5).t()]}, "Table 1 .* wanted contiguous rows"),
+    "strided table": ({"weights": [torch.ones(5, 3), torch.ones(2, 5).t()]}, "Table 1 .* expected contiguous rows"),
     "table elsewhere": ({"weights": [torch.ones(5, 3), torch.ones(5, 2, device="meta")]}, "rows are on meta"),
 }  # fmt: skip
 
@@ -536,15 +536,15 @@ def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
 
 def test_sample_weights_and_gradients_of_another_size_are_refused() -> None:
     case = a_batch()
-    with pytest.raises(InputError, match="wanted one weight per id"):
+    with pytest.raises(InputError, match="expected one weight per id"):
         replace(case, sample_weights=torch.ones(5)).run()
-    with pytest.raises(InputError, match=r"the gradient has shape \[9\], wanted \[2, 5\]"):
+    with pytest.raises(InputError, match=r"the gradient has shape \[9\]; expected \[2, 5\]"):
         case.grads(torch.ones(9))
 
 
 def test_sequences_that_contradict_themselves_are_refused() -> None:
     ids = torch.tensor([1, 2, 3, 4, 0, 1])
-    with pytest.raises(InputError, match=r"of 2 features .* has 2 starts, wanted 3"):
+    with pytest.raises(InputError, match=r"lookup of 2 features has 2 starts; expected 3"):
         lookup.sequence_lookup(*sequence([torch.ones(5, 3)], ids, [0, 6], [0, 0]))
     with pytest.raises(InputError, match=r"'t1': dim 4, but .* dim 3"):
         lookup.sequence_lookup(*sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1]))
@@ -554,7 +554,7 @@ def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
     case = a_batch()
     case.weights[1].untyped_storage().resize_(0)
     with pytest.raises(
-        InputError, match=r"Table 't1': its rows have no memory .*; give it memory with to_empty"
+        InputError, match=r"Table 't1': its rows have no memory .*Give it memory with to_empty"
     ):
         case.run()
     assert replace(case, tables=[0], keys=[0], means=[0]).run().shape == (2, 3)

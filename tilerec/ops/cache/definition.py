@@ -1,32 +1,32 @@
-"""Which row of a host table is in which line of device memory: one request for all cached tables of a batch.
+"""Software cache of host tables in device memory. One request assigns lines to the rows of a batch, for all its tables.
 
-Nouns (more in `storage/cached.py`)
-  line      room for a row and its optimizer's state on the device; `ways` lines are a set, row r may have one of set
-            `r % sets` only; lines behind the sets are spare
-  books     what is known of a table's lines, `BOOKS` tensors of it one after the other:
-              line_of  int32 [E]   the row's line; a negative number: none
+Terms (more in `storage/cached.py`)
+  line      space for one row and its optimizer state on the device. `ways` lines form a set. Row r may be in a line of
+            set `r % sets` or in a spare line. Spare lines follow the sets
+  books     state of a table's cache: `BOOKS` tensors per table, in this order:
+              line_of  int32 [E]   the row's line; negative: none
               row_in   int64 [L]   the line's row; -1: none
-              named    int64 [L]   serial of the last request that named the row
-              flights  int32 [L]   a bit for each request that named the row; bits of batches that landed mean nothing
-              counts   int32 [E]   how many requests have named the row, up to the largest number; [0]: LRU, not LFU
-              dirty    bool  [L]   the line was updated since its row was read or written
-              told     int64 [8]   what `header` says, added up over requests (`Told`)
+              named    int64 [L]   serial of the last request with the row
+              flights  int32 [L]   one bit for each request with the row; bits of finished batches are ignored
+              counts   int32 [E]   number of requests with the row, at most `MOST`; shape [0]: LRU, not LFU
+              dirty    bool  [L]   the line was updated since its row was read from or written to the table
+              totals   int64 [8]   sum of `header` over all requests
   clock     int64 [3, T], per table: the request's serial (ascending, 1 to 2^31 - 2), its bit, and the bits of all
-            batches in flight, its own among them. A line whose row has one of these bits is held: not given away
-  segment   ids [begin, end) that read a table
-  wanting   a distinct row that has no line, or a spare one, and so would like a line of its set
-  plan      int64 [6, N + spare]: what is going to move (`Plan`); entry i < (number of wanting rows) is one of these,
-            entry N + s is spare line s (of all tables, one after another); what is between them means nothing
+            batches in flight including this one. A line whose row has one of these bits is held: it is not reassigned
+  segment   ids [begin, end) that read one table
+  wanting   a distinct row without a line, or in a spare line: it needs a line of its set
+  plan      int64 [6, N + spare]: the planned moves (`Plan`). Entry i < (number of wanting rows) is one wanting row.
+            Entry N + s is spare line s, counted over all tables. Entries in between are undefined
 
-A request is four ops, none of which needs a number of the device on the host:
+A request consists of four ops. None of them needs a device value on the host:
 
-    cache_ask_    the batch's distinct rows: hits are named and held, wanting rows sorted by set
-    cache_plan    set by set, the lines that go first are given; who gets none has a spare one. Nothing has changed yet
-    cache_move_   dirty rows that leave are written to the table; then (a second call) rows come in
-    cache_seat_   the books say so
+    cache_ask_    finds the batch's distinct rows: hits are marked and held, wanting rows are sorted by set
+    cache_plan    assigns lines set by set, in eviction order; the other rows get spare lines. Changes no books
+    cache_move_   first call: writes evicted dirty rows to the table; second call: loads the new rows into their lines
+    cache_seat_   records the moves in the books
 
-and `cache_lines_` turns ids into line numbers, as often as one likes. Between any two of them the host may be
-interrupted: rows are read from lines by nobody before `cache_seat_`, and what is overwritten was written back before.
+`cache_lines_` converts ids to line numbers; it may run any number of times. The host may be interrupted between any two
+of these ops: no row is read from a new line before `cache_seat_`, and overwritten rows were written back before.
 
 Legend: T tables, E rows, L lines, N ids of all segments, W ways, M wanting rows.
 """
@@ -48,37 +48,37 @@ BOOKS = 7
 LINE_OF, ROW_IN, NAMED, FLIGHTS, COUNTS, DIRTY, TOLD = range(BOOKS)
 
 NONE = torch.iinfo(torch.int32).min
-"""In `line_of`: no line. What lies between this and 0 is no line, either: `NONE + serial` says that the request with
-this serial has claimed the row."""
+"""Value in `line_of` for a row without a line. Every negative value means no line: `NONE + serial` marks a row that the
+request with this serial has claimed."""
 
 MOST = torch.iinfo(torch.int32).max
-"""That is counted of a row's requests, and of serials."""
+"""Upper limit of a row's request count, and of serials."""
 
 _NEVER = torch.iinfo(torch.int64).max
 
 
 class Told(IntEnum):
-    """Columns of a request's header, int64 [T, 8]."""
+    """Columns of a request's header, int64 [T, 8], and of the running totals."""
 
-    ROWS = 0  # distinct ones
-    MISSES = 1  # of them: without a line
+    ROWS = 0  # distinct rows
+    MISSES = 1  # distinct rows without a line
     WANTING = 2
-    SPARE = 3  # wanting rows that must have a spare line: conflict misses
-    FREE = 4  # spare lines that may be given
+    SPARE = 3  # wanting rows that need a spare line: conflict misses
+    FREE = 4  # spare lines that can be assigned
     EVICTIONS = 5
-    WRITES = 6  # dirty rows that leave
-    SEATED = 7  # 1 when `told` has it
+    WRITES = 6  # evicted dirty rows
+    SEATED = 7  # 1 once the header has been added to the totals
 
 
 class Plan(IntEnum):
-    """Rows of a plan."""
+    """Rows of a plan, int64 [6, N + spare]."""
 
-    TABLE = 0  # -1: nothing moves
-    ROW = 1  # that gets the line; -1: nobody
-    LINE = 2  # -1: it keeps its spare one
-    LEAVES = 3  # the row that was there; -1: none
-    FROM = 4  # the spare line that ROW had; -1: it comes from the table
-    DIRTY = 5  # 1: LEAVES is, 2: FROM is; their sum
+    TABLE = 0  # -1: no move
+    ROW = 1  # row that gets the line; -1: none
+    LINE = 2  # new line of ROW; -1: ROW stays in its spare line
+    LEAVES = 3  # row evicted from LINE; -1: none
+    FROM = 4  # spare line that holds ROW now; -1: ROW is loaded from the table
+    DIRTY = 5  # 1 if LEAVES is dirty, plus 2 if FROM is dirty
 
 
 LIBRARY.define(
@@ -101,19 +101,21 @@ LIBRARY.define(
 
 
 def lines_given(
-    rows_M: Tensor, order_M: Tensor, liked_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
+    rows_M: Tensor, order_M: Tensor, uses_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
     count_E: Tensor, sets: int, ways: int,
 ) -> Tensor:  # fmt: skip
-    """For each row the line of its set that it gets, -1 for none.
+    """Return the line of its set that each row gets, or -1.
 
-    The k-th row of a set that wants one gets the k-th line to go, if there are so many: empty ones, then by `named`;
-    with `liked_M` by `count_E` first, and only if that is not more than the row's own entry.
+    The k-th wanting row of a set gets the k-th line in eviction order, if there is one: empty lines first, then by
+    `named`. With `uses_M` the order is by `count_E` first, and a line is taken only if its row's count is at most the
+    new row's.
 
     Args:
-        order_M: the rows' turns, by position.
-        liked_M: how often each row was named, this time among them (LFU); None: LRU.
+        order_M: positions of the rows in the order in which they get lines.
+        uses_M: number of requests with each row, including this one (LFU); None: LRU.
 
-    Example: 1 set of 2 lines with rows (4, 6), named at (1, 2); rows (8, 2, 0) in this order -> lines (0, 1, -1).
+    Example: 1 set of 2 lines with rows (4, 6), last used by requests (1, 2); rows (8, 2, 0) in this order -> lines
+    (0, 1, -1).
     """
     if not sets or not rows_M.numel():
         return torch.full_like(rows_M, -1)
@@ -129,7 +131,7 @@ def lines_given(
     held_SW = ~empty_SW & held_L[lines_SW]
     by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
     first_SW = torch.argsort(by_age, dim=1, stable=True)
-    if liked_M is not None:
+    if uses_M is not None:
         count_SW = count_E[row_SW.clamp(min=0)].long()
         count_SW = count_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
         by_age = count_SW.gather(1, first_SW)
@@ -140,8 +142,8 @@ def lines_given(
     way_M = rank_M.clamp(max=ways - 1)
     value_M = by_age[inverse_M, way_M]
     gets = (rank_M < ways) & (value_M != _NEVER)
-    if liked_M is not None:
-        gets &= liked_M[order_M] >= value_M
+    if uses_M is not None:
+        gets &= uses_M[order_M] >= value_M
     line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
     given_M = torch.empty_like(rows_M)
     given_M[order_M] = line_M
@@ -151,10 +153,10 @@ def lines_given(
 def key_places(
     books: Sequence[Tensor], sets: Sequence[int]
 ) -> tuple[list[tuple[int, int, int]], int, torch.dtype]:
-    """Per table its first key, keys of a set and rows of a set; the key behind the last; a type that holds them.
+    """Return each table's (first key, keys per set, rows per set), the end of all keys, and a dtype that holds it.
 
-    Wanting rows have keys that ascend by table, set, with LFU times named (descending), and row:
-    `first + (row % sets) * of_set + (2^31 - 1 - count) * rows_of_set + row // sets` (LRU: without the middle).
+    Keys of wanting rows ascend by table, set, number of requests (LFU only, descending) and row:
+    `first + (row % sets) * of_set + (2^31 - 1 - count) * rows_of_set + row // sets` (LRU: without the third term).
 
     Example: a table of 5 rows and 2 sets, LRU: rows 0 to 4 have keys 0, 3, 1, 4, 2.
     """
@@ -170,7 +172,7 @@ def key_places(
 
 
 def spare_starts(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> list[int]:
-    """Per table where its spare lines begin among all tables', and how many there are in all."""
+    """Return the start of each table's spare lines, counted over all tables, and last the number of spare lines."""
     starts = [0]
     for t, count in enumerate(sets):
         starts.append(starts[-1] + books[BOOKS * t + ROW_IN].shape[0] - count * ways)
@@ -178,7 +180,7 @@ def spare_starts(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> lis
 
 
 def tell_stranger(names: str, segment: int, position: int, id_: int, rows: int, table: int) -> None:
-    """Raise the `InputError` for an id that is no row of its table."""
+    """Raise the `InputError` for an id that is not a row of its table."""
     if names:
         raise_bad_id(names, segment, position, id_, rows)
     raise_bad_row("cache_ask_", id_, segment, position, rows, table)
@@ -188,24 +190,24 @@ def cache_ask_reference(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], books: Sequence[Tensor],
     sets: Sequence[int], ways: int, clock: Tensor, names: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Name and hold the rows that a batch names; find those that want a line.
+    """Mark and hold the batch's rows; find the rows that need a line.
 
     Args:
         ids: int32 or int64.
         begins, ends, tables: per segment.
-        books, sets, ways: per table, see the top of the file; a table of 0 sets has spare lines only.
-        names: "feature@table" per segment, "," between, for messages; or empty.
+        books, sets, ways: per table, see the top of the file; a table with 0 sets has only spare lines.
+        names: "feature@table" per segment, separated by ",", for messages; or empty.
 
     Returns:
-        header: `Told`, of which the last five are zeros still.
-        keys `[N]` ascending: of wanting rows those of `key_places`, then the key behind the last.
-        order int64 `[N]`: an occurrence of the row that the key is of, counted over all segments.
+        header: see `Told`; the last five columns are still zero.
+        keys `[N]` ascending: the keys of wanting rows (`key_places`), padded with the end of all keys.
+        order int64 `[N]`: position, over all segments, of one occurrence of each key's row.
 
     Raises:
-        InputError: an id that is no row (on a GPU at a later op). The others are asked for.
+        InputError: an id that is not a row of its table (on a GPU, a later op raises it). All other ids are processed.
 
-    Example: 2 sets of 2 ways, rows 4, 6, 1 in lines 0, 1, 2; ids (6, 8, 6, 8): row 6 is named and held, 8 is wanting:
-    distinct rows 2, misses 1, wanting 1; in a table of 9 rows keys (4, 10, 10, 10), and order begins with 1 or 3.
+    Example: 2 sets of 2 ways, rows 4, 6, 1 in lines 0, 1, 2; ids (6, 8, 6, 8): row 6 is marked and held, row 8 is
+    wanting: distinct rows 2, misses 1, wanting 1. With 9 rows, keys are (4, 10, 10, 10); order begins with 1 or 3.
     """
     places, last, dtype = key_places(books, sets)
     serials, bits, _ = clock.tolist()
@@ -231,11 +233,11 @@ def cache_ask_reference(
         rows_U, inverse = torch.unique(rows_n, return_inverse=True)
         first_U = torch.full_like(rows_U, total).scatter_reduce(0, inverse, where_n, "amin")
         line_U = line_of[rows_U].long()
-        has = line_U >= 0
-        named[line_U[has]] = serials[t]
-        flights[line_U[has]] |= bits[t]
-        line_of[rows_U[~has]] = NONE + serials[t]
-        wanting = ~has | (line_U >= count * ways)
+        has_line = line_U >= 0
+        named[line_U[has_line]] = serials[t]
+        flights[line_U[has_line]] |= bits[t]
+        line_of[rows_U[~has_line]] = NONE + serials[t]
+        wanting = ~has_line | (line_U >= count * ways)
         first, of_set, each = places[t]
         rows_M = rows_U[wanting]
         key_M = first + (rows_M % max(count, 1)) * of_set + rows_M // max(count, 1)
@@ -244,7 +246,7 @@ def cache_ask_reference(
             own = counts[rows_U]
             counts[rows_U] = own + (own < MOST).to(torch.int32)
         keys_N[first_U[wanting]] = key_M.to(dtype)
-        for column, number in ((Told.ROWS, rows_U), (Told.MISSES, rows_U[~has]), (Told.WANTING, rows_M)):
+        for column, number in ((Told.ROWS, rows_U), (Told.MISSES, rows_U[~has_line]), (Told.WANTING, rows_M)):
             header[t, column] = number.numel()
     if stranger is not None:
         tell_stranger(names, *stranger)
@@ -256,18 +258,18 @@ def cache_plan_reference(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], books: Sequence[Tensor],
     sets: Sequence[int], ways: int, clock: Tensor, header: Tensor, keys: Tensor, order: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Who gets which line, and who leaves: `Plan`. Fills the header; changes nothing else.
+    """Return the planned assignments and evictions (`Plan`). Fills the header and changes nothing else.
 
-    Spare lines whose row nobody in flight names are free, and lose it. The k-th row (by key) that its set has no line
-    for gets the k-th free one of its table.
+    Spare lines whose row is in no batch in flight are free; they lose this row. The k-th row (by key) that gets no line
+    in its set gets the k-th free spare line of its table.
 
-    Args: as of `cache_ask_`; header, keys and order are what it returned.
+    Args: as of `cache_ask_`; header, keys and order are its results.
 
     Returns:
-        plan. Where `header` has SPARE beyond FREE it is not to be used: make more spare lines, and plan again.
+        plan. It is unusable if SPARE exceeds FREE in `header`: add spare lines, and plan again.
 
-    Example: above, LRU: row 4 was named longest ago, so the plan's first column is (table 0, row 8, line 0, leaves 4,
-    from -1, dirty as line 0 is).
+    Example: above, LRU: row 4 was used longest ago, so the plan's first column is (table 0, row 8, line 0, leaves 4,
+    from -1, dirty if line 0 is).
     """
     starts = spare_starts(books, sets, ways)
     alive = clock[2].tolist()
@@ -284,9 +286,9 @@ def cache_plan_reference(
         rows_M = segment_ids[order[first : first + wanting]]
         line_M = line_of[rows_M].long()
         held_L = (row_in >= 0) & (flights & alive[t] != 0)
-        liked_M = counts[rows_M].long() if counts.numel() else None
+        uses_M = counts[rows_M].long() if counts.numel() else None
         turns_M = torch.arange(wanting, device=ids.device)
-        given_M = lines_given(rows_M, turns_M, liked_M, held_L, row_in, named, counts, count, ways)
+        given_M = lines_given(rows_M, turns_M, uses_M, held_L, row_in, named, counts, count, ways)
         evicted = given_M[given_M >= 0]
         evictions = int((row_in[evicted] >= 0).sum())
         spare = (given_M < 0) & (line_M < 0)
@@ -323,13 +325,13 @@ def cache_plan_reference(
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """The plan's entries of a table: wanting rows, then spare lines."""
+    """Return a table's entries of the plan: wanting rows, then spare lines."""
     own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
     return own[:, own[Plan.TABLE] == t]
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The same bytes in a type that torch moves by index."""
+def _indexable(tensor: Tensor) -> Tensor:
+    """Return the same bytes in a dtype that torch can index."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -337,17 +339,18 @@ def cache_move_reference_(
     plan: Tensor, header: Tensor, lines: Sequence[Tensor], host: Sequence[Tensor], tables: Sequence[int], ids: int,
     comes: bool,
 ) -> None:  # fmt: skip
-    """Move what a plan says. Done twice it is as if done once.
+    """Move rows as planned. Idempotent.
 
     Args:
-        lines, host: rows and slots by line, and by row; host tensors are such that the device reads and writes them.
+        lines, host: rows and slots, by line and by row; the device can read and write the host tensors.
         tables: per tensor.
         ids: N.
-        comes: rows come in, from the table or from their spare lines; else dirty ones that leave are written to it.
+        comes: True loads rows into their lines, from the table or from spare lines. False writes evicted dirty rows to
+            the table.
     """
     for line, home, t in zip(lines, host, tables, strict=True):
         _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
-        line, home = _plain(line), _plain(home)
+        line, home = _indexable(line), _indexable(home)
         if not comes:
             out = (dirty_M % 2 == 1) & (leaves_M >= 0)
             home[leaves_M[out]] = line[line_M[out]]
@@ -361,13 +364,13 @@ def cache_move_reference_(
 def cache_seat_reference_(
     plan: Tensor, header: Tensor, books: Sequence[Tensor], clock: Tensor, ids: int
 ) -> None:
-    """Let the books say what a plan has moved. Done twice it is as if done once.
+    """Record a plan's moves in the books. Idempotent.
 
-    Example: above: row 8 has line 0, named and held by this request; row 4 has none.
+    Example: above: row 8 is in line 0, marked and held by this request; row 4 has no line.
     """
     serials, bits, _ = clock.tolist()
     for t in range(header.shape[0]):
-        line_of, row_in, named, flights, _, dirty, told = books[BOOKS * t : BOOKS * (t + 1)]
+        line_of, row_in, named, flights, _, dirty, totals = books[BOOKS * t : BOOKS * (t + 1)]
         _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
         line_of[leaves_M[leaves_M >= 0]] = NONE
         released = (row_M < 0) & (leaves_M >= 0)
@@ -385,7 +388,7 @@ def cache_seat_reference_(
         flights[line_M[takes]] = bits_M[takes]
         dirty[line_M[takes]] = dirty_M[takes] >= 2
         if not header[t, Told.SEATED]:
-            told += header[t]
+            totals += header[t]
             header[t, Told.SEATED] = 1
 
 
@@ -393,16 +396,16 @@ def cache_lines_reference_(
     ids: Tensor, begins: Sequence[int], ends: Sequence[int], tables: Sequence[int], line_of: Sequence[Tensor],
     dirty: Sequence[Tensor], strangers: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """The line of each id, segment after segment; a negative number where its row has none.
+    """Return the line of each id, segment after segment; negative if its row has none.
 
     Args:
-        tables: per segment; -1: of no cached table, ids stay what they are.
-        dirty: per table; these lines are going to be updated. Or none.
-        strangers: per table, what an id is given that is no row; -1 where it is to be left out, or a line of zeros,
-            where another op has told of it.
+        tables: per segment; -1: not a cached table, its ids are returned unchanged.
+        dirty: per table; marks these lines as dirty, since an update follows. May be empty.
+        strangers: per table, the result for ids that are not rows of it: -1 to skip the id, or a line of zeros. Another
+            op has reported the id.
 
     Returns:
-        int32, or the ids' type where some stay.
+        int32, or the dtype of the ids if some are returned unchanged.
 
     Example: rows 7 and 2 in lines 0 and 5, a table of 9 rows, ids (2, 7, 11), stranger 6 -> (5, 0, 6).
     """
@@ -423,7 +426,7 @@ def cache_lines_reference_(
 
 
 def lines_type(ids: Tensor, tables: Sequence[int]) -> torch.dtype:
-    """Of what `cache_lines_` returns."""
+    """Return the dtype of the result of `cache_lines_`."""
     return ids.dtype if min(tables, default=0) < 0 else torch.int32
 
 

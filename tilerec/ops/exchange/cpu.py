@@ -1,7 +1,7 @@
-"""The exchange ops by the native library: `route_ids`, `place_rows_` and `pick_rows` on CPU.
+"""Exchange ops on the native library: `route_ids`, `place_rows_` and `pick_rows` on CPU.
 
-`definition.py` says what they mean; here only arguments change form. Results are those of the reference, bit
-for bit, for any number of threads. Sums of other numbers than fp32 and fp64 go to the reference.
+`definition.py` specifies the ops; this file only converts arguments. Results equal the reference bit for bit, for any
+number of threads. The reference computes sums of dtypes other than fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tilerec.ops.runtime.library import LIBRARY
 # `value` of a TR_BAD_ARGUMENT (native/exchange.h).
 _FEW_OFFSETS = 3
 _ROUTE_FAULTS = {
-    1: "lists of lengths that do not fit each other",
+    1: "lists whose lengths do not match",
     2: "a key that is not in the batch",
-    4: "cuts that fall or do not begin at 0",
-    5: "wire places that are not each used once",
+    4: "cuts that descend or do not begin at 0",
+    5: "wire positions that are used twice, or not at all",
 }
 _SEGMENT_FAULTS = {
     1: "a negative shape, or more rows than there are",
@@ -47,10 +47,10 @@ _SUM_BYTES = {torch.float32: 4, torch.float64: 8}
 def _raise_route(
     report: Report, names: str, cuts: Sequence[int], ranges: Sequence[int], ids: Tensor, offsets: Tensor
 ) -> NoReturn:
-    """Turn a report of `route_ids` into the error its caller sees."""
+    """Raise the error that a report of `route_ids` describes."""
     route = report.feature
     if report.status == NO_MEMORY:
-        raise MemoryError("Routing found no memory for its working space.")
+        raise MemoryError("route_ids: out of memory for its workspace.")
     if report.status == BAD_ID:
         rows = cuts[sum(ranges[: route + 1]) + route]
         raise_bad_id(names, route, report.position, report.value, rows)
@@ -89,22 +89,26 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), each_id, INDEX_TYPES[dtype],
             torch.get_num_threads(),
         )  # fmt: skip
-        there = ctypes.byref(call)
-        if begin(there):
+        call_pointer = ctypes.byref(call)
+        if begin(call_pointer):
             _raise_route(call.report, names, cuts, ranges, ids, offsets)
         try:
-            told = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # no fault: those are raised here
+            summary = torch.zeros(1 + 2 * call.parts, dtype=torch.int64)  # the fault stays 0: faults raise
             lengths = torch.empty(call.present, dtype=torch.int32)
             local = torch.empty(call.moved, dtype=dtype)
             slots = torch.empty(call.present, dtype=torch.int32)
             positions = torch.empty(call.moved, dtype=torch.int64)
-            call.counts, call.lengths, call.slots = told.data_ptr() + 8, lengths.data_ptr(), slots.data_ptr()
+            call.counts, call.lengths, call.slots = (
+                summary.data_ptr() + 8,
+                lengths.data_ptr(),
+                slots.data_ptr(),
+            )
             call.local, call.positions = local.data_ptr(), positions.data_ptr()
-            if finish(there):
+            if finish(call_pointer):
                 _raise_route(call.report, names, cuts, ranges, ids, offsets)
         finally:
             free(call.state)
-        return told, lengths, local, slots, positions
+        return summary, lengths, local, slots, positions
 
     return route_ids
 
@@ -115,7 +119,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
     def move_rows(
         flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False
     ) -> None:
-        """`lists`: those of `place_rows_`, without adds for `pick_rows`."""
+        """`lists`: the lists of `place_rows_`; `pick_rows` passes no `adds`."""
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
         numbers = array("q", itertools.chain.from_iterable(lists))
@@ -126,7 +130,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
-                raise MemoryError(f"{op} found no memory for its working space.")
+                raise MemoryError(f"{op}: out of memory for its workspace.")
             raise AssertionError(
                 f"{op}: segment {call.report.feature} has {_SEGMENT_FAULTS[call.report.value]}"
             )
@@ -134,8 +138,8 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
     return move_rows
 
 
-def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
-    """Whether the tensors are such as the library reads; the reference says what is wrong with others."""
+def _is_supported(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
+    """Return True if the library can read these tensors; the reference raises the errors for others."""
     return (
         flat.dtype == rows.dtype
         and slots.dtype == torch.int32
@@ -160,7 +164,7 @@ def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         adds: Sequence[int],
         fresh: bool = False,
     ) -> None:
-        if not _serves(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
+        if not _is_supported(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
             _place_rows_reference_(
                 out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh
             )
@@ -203,7 +207,7 @@ def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
         places: Sequence[int],
         strides: Sequence[int],
     ) -> None:
-        if _serves(source, rows, slots):
+        if _is_supported(source, rows, slots):
             move(source, rows, slots, counts, widths, slot_starts, places, strides)
         else:
             _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
@@ -212,7 +216,7 @@ def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name."""
     return {
         "route_ids": _route_ids(library),
         "place_rows_": _place_rows_(library),
@@ -222,6 +226,6 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the native library serve the ops on CPU."""
+    """Register the native kernels for CPU tensors."""
     for name, kernel in kernels(library).items():
         LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -1,12 +1,12 @@
-"""What a rank prepares for its peers and takes from them: ids by destination, rows put into and read out of place.
+"""Preparation of exchanges between ranks: sort ids by destination, scatter received rows, gather rows to send.
 
-Nouns
-  route        one feature's ids against one set of row cuts: route r reads the bags of key `keys[r]`
-  part         one row range of a route; the ids of a part travel to one rank
-  wire order   the order in which parts lie in what is sent: `wire[p]` is the place of part p in it
-  present bag  a bag that has at least one id in the part; only these travel
-  segment      `count` rows of `width` columns, contiguous in the wire buffer; their places in the other tensor
-               are  place + slot * stride,  slot = row number (dense) or read from `slots`
+Terms
+  route        one feature's ids, split by one set of row cuts: route r reads the bags of key `keys[r]`
+  part         one row range of a route; the ids of a part are sent to one rank
+  wire order   the order of parts in the send buffer: `wire[p]` is the position of part p
+  present bag  a bag with at least one id in the part; only present bags are sent
+  segment      `count` rows of `width` columns, contiguous in the wire buffer. In the other tensor, a row begins at
+               element  place + slot * stride,  slot = row number (dense) or an entry of `slots`
 
   local id = id - first row of its part;   P = present bags of a part, N = its ids
 
@@ -50,28 +50,28 @@ def _feature(names: str, route: int) -> str:
 
 
 def raise_bad_offsets(names: str, route: int, position: int, offset: int, ids: int) -> NoReturn:
-    """Raise the `InputError` for an offset that falls, or that leaves `[0, ids]`; `names` as in `raise_bad_id`.
+    """Raise the `InputError` for an offset that descends or is outside of `[0, ids]`; `names` as in `raise_bad_id`.
 
-    A negative route: the offsets of the whole batch leave values out.
+    A negative route means that the offsets of the whole batch do not cover all values.
     """
     if route < 0:
         raise_uncovered(position, offset, ids)
     raise InputError(
         f"Feature '{_feature(names, route) or route}': offsets[{position}] is {offset}; offsets must not fall and must "
-        f"lie in [0, {ids}] (the number of values); check how lengths and values were put together."
+        f"lie in [0, {ids}] (the number of values). Check how lengths and values were put together."
     )
 
 
 def raise_few_offsets(names: str, route: int, key: int, offsets: int) -> NoReturn:
-    """Raise the `InputError` for a key whose bags the offsets do not hold; `names` as in `raise_bad_id`."""
+    """Raise the `InputError` for a key with fewer offsets than bags; `names` as in `raise_bad_id`."""
     raise InputError(
-        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes say "
-        f"({offsets} offsets in all, or a negative batch size); check the batch sizes per key."
+        f"Feature '{_feature(names, route) or f'number {key}'}': the offsets hold fewer bags than the batch sizes "
+        f"require ({offsets} offsets in all, or a negative batch size). Check the batch sizes per key."
     )
 
 
-# A fault is one number, the larger the earlier: LAST_FAULT - (route, whether an id, position). So the first of several
-# is told, whichever program comes first.
+# A fault is one number: LAST_FAULT - (route, 1 for an id and 0 for an offset, position). An earlier fault has a larger
+# number, so a maximum keeps the first fault, whatever the order of programs.
 ROUTE_BITS = 43
 ID_BIT = 1 << 42
 LAST_FAULT = (1 << 62) - 1
@@ -80,32 +80,34 @@ LAST_FAULT = (1 << 62) - 1
 def raise_fault(
     fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], names: str
 ) -> NoReturn:
-    """Raise the `InputError` for what `route_ids` has told in its first number; arguments as there."""
+    """Raise the `InputError` for `route_ids`' first result, a fault; other arguments as of `route_ids`."""
     route, rest = divmod(LAST_FAULT - fault, 1 << ROUTE_BITS)
     of_id, position = divmod(rest, ID_BIT)
     if of_id:
         rows = cuts[sum(ranges[: route + 1]) + route]
         raise_bad_id(names, route, position, int(ids[position]), rows)
-    route = -1 if route == len(ranges) else route  # behind the last: of the whole batch
+    route = -1 if route == len(ranges) else route  # behind the last route: offsets of the whole batch
     raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
 
 
 def check_route(cuts: Sequence[int], ranges: Sequence[int], wire: Sequence[int]) -> None:
-    """Assert that a layout of routes does not contradict itself; arguments as in `route_ids`."""
+    """Assert that cuts, ranges and wire are consistent; arguments as of `route_ids`."""
     lengths, parts = (sum(ranges) + len(ranges), sum(ranges)), sum(place >= 0 for place in wire)
-    assert (len(cuts), len(wire)) == lengths, "route_ids: lists that do not fit each other"
-    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), "route_ids: each place is used once"
+    assert (len(cuts), len(wire)) == lengths, "route_ids: lists whose lengths do not match"
+    assert sorted(wire)[len(wire) - parts :] == list(range(parts)), (
+        "route_ids: wire uses a position twice, or not at all"
+    )
     at = 0
     for r, count in enumerate(ranges):
         own = cuts[at : at + count + 1]
         at += count + 1
-        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} fall or do not begin at 0"
+        assert [0, *own[1:]] == sorted(own), f"route_ids: cuts of route {r} descend or do not begin at 0"
 
 
 def _check_offsets(
     offsets: Tensor, bounds: Tensor, first: int, bags: int, ids: int, names: str, r: int, key: int
 ) -> None:
-    """Raise an `InputError` unless a route's offsets are all there, do not fall and lie in `[0, ids]`."""
+    """Raise an `InputError` unless a route's offsets are complete, ascending and in `[0, ids]`."""
     if bags < 0 or bounds.numel() != bags + 1:
         raise_few_offsets(names, r, key, offsets.numel())
     bad = (bounds < 0) | (bounds > ids)
@@ -132,35 +134,36 @@ def _route_ids_reference(
     Args:
         ids, offsets: of the jagged batch, as in `pooled_lookup`.
         keys: per route, the key it reads; batches: as in `pooled_lookup`.
-        cuts: per route its row cuts, `ranges[r] + 1` of them, ascending from 0 to the table's rows; all in a row.
-        ranges: per route, how many parts it has.
-        wire: per part (route after route), its place in wire order; -1: its ids do not travel (an earlier route of
-            the feature takes them there). Places are 0 to K - 1, each once.
+        cuts: concatenated row cuts of all routes, `ranges[r] + 1` each, ascending from 0 to the table's rows.
+        ranges: per route, its number of parts.
+        wire: per part (route after route), its position in wire order; -1: the part is not sent, since an earlier route
+            of the feature sends its ids. Positions are 0 to K - 1, each used once.
         each_id: every id is a bag of its own, numbered within its key (sequence lookups).
         dtype: of the local ids, int32 or int64.
-        names: "feature@table" per route, "," between, for messages.
+        names: "feature@table" per route, separated by ",", for messages.
 
     Returns:
-        told: int64 `[1 + 2 K]`: 0, or the fault (below); then present bags and ids of each part, in wire order.
-        lengths: int32 `[P]`: ids of each present bag.
+        summary: int64 `[1 + 2 K]`: 0 or a fault (below), then the present bags and ids of each part, in wire order.
+        lengths: int32 `[P]`: number of ids of each present bag.
         local: `dtype` `[N]`: local ids.
         slots: int32 `[P]`: number of each present bag within its key.
-        positions: int64 `[N]`: where each id stands in `ids`.
+        positions: int64 `[N]`: position of each id in `ids`.
 
-        On a GPU nobody knows P and N but `told`, so there the last four are longer, at most by what the host knows: as
-        many as ids, for each route of the key that most routes read. What is behind the first P (or N) is nothing.
+        On a GPU only `summary` contains P and N. There the last four tensors have an upper bound as their length: the
+        number of ids, times the largest number of routes that read one key. Elements behind P (or N) are undefined.
 
     Raises:
-        InputError: an id outside its table; offsets that fall, leave the ids or hold fewer bags than the batch sizes
-            say. On a GPU the last at once, the others by the one who reads `told`: `raise_fault`.
+        InputError: an id outside its table; offsets that descend, exceed the number of ids or are too few for the batch
+            sizes. On a GPU too few offsets raise at once. The caller raises the other errors: it reads `summary` and
+            calls `raise_fault`.
 
-    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> told (0, 1, 1, 2, 2),
+    Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> summary (0, 1, 1, 2, 2),
     lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
     """
     device, parts = ids.device, sum(place >= 0 for place in wire)
     check_route(cuts, ranges, wire)
     first_bags, bags = bag_starts(keys, batches)
-    lower: list[int] = []  # first linearised row of every part
+    lower: list[int] = []  # first row of every part; rows are numbered through all routes
     base = at = 0
     pieces: list[tuple[Tensor, Tensor, Tensor]] = []
     for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
@@ -190,7 +193,7 @@ def _route_ids_reference(
     part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
     wire_N = torch.tensor(wire, device=device)[part_N]
     local_N = linear_N - lower_K[part_N]
-    if min(wire) < 0:  # rows that another route of the same feature feeds
+    if min(wire) < 0:  # drop ids that another route of the same feature sends
         kept = wire_N >= 0
         wire_N, bag_N, position_N, local_N = wire_N[kept], bag_N[kept], position_N[kept], local_N[kept]
     order_N = torch.argsort(wire_N, stable=True)
@@ -213,8 +216,8 @@ def _route_ids_reference(
 
 class _Segment(NamedTuple):
     here: Tensor  # its rows, `[count, width]`
-    there: Tensor  # a view of the other tensor in which its places are rows
-    slots: Tensor  # which of them
+    there: Tensor  # view of the other tensor, one row per slot
+    slots: Tensor  # rows of `there`
     number: int
 
 
@@ -222,7 +225,7 @@ def _segments(
     rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
 ) -> list[_Segment]:  # fmt: skip
-    """The segments that have rows; every one is checked before any is used."""
+    """Return the segments that have rows, after checking all segments."""
     at, found = 0, []
     flat = other.view(-1)
     lists = zip(counts, widths, slot_starts, places, strides, strict=True)
@@ -259,18 +262,19 @@ def _place_rows_reference_(
     adds: Sequence[int],
     fresh: bool = False,
 ) -> None:
-    """Put the segments of `rows` (1-D, one after another) into `out` (contiguous), or add them where `adds` says so.
+    """Write the segments of `rows` (1-D, concatenated) into `out` (contiguous); `adds` selects addition per segment.
 
-    Segments and their rows are taken in order, so sums of several rows have one order on every machine. A segment
-    names each slot once. Segments that meet in an element have one stride, and places less than it apart (they are of
-    one block of rows): on a GPU others run at once, since only the device knows how far their slots reach.
+    Segments and their rows are processed in order, so sums of several rows have the same order on every machine. A
+    segment contains each slot once. Segments that share elements of `out` must have the same stride and places less
+    than one stride apart (they belong to one block of rows). A GPU processes all other segments concurrently, since
+    the range of their slots is available only on the device.
 
     Args:
-        slots: int32 row numbers; `slot_starts[s]` is where segment s finds its own, -1: rows 0, 1, 2 …
+        slots: int32 row numbers; those of segment s begin at `slot_starts[s]`. -1: rows 0, 1, 2 …
         counts, widths: shape of each segment.
-        places, strides: element of row 0 of the segment's places in `out`, and elements from row to row.
-        adds: 1 adds, 0 writes.
-        fresh: what is in `out` counts for nothing: it is as if it held zeros.
+        places, strides: element of `out` at which slot 0 begins, and elements from one slot to the next.
+        adds: 1 adds, 0 overwrites.
+        fresh: ignore the content of `out` and treat it as zeros.
 
     Example: rows (1, 2, 3, 4), one segment of 2 x 2, slots (0, 2), place 1, stride 3, out 9 zeros -> (0, 1, 2, 0, 0, 0,
     0, 3, 4).
@@ -294,7 +298,7 @@ def _pick_rows_reference(
     places: Sequence[int],
     strides: Sequence[int],
 ) -> Tensor:
-    """The transpose of `place_rows_`: read the segments out of `source` (contiguous) into a 1-D tensor."""
+    """Gather the segments of `source` (contiguous) into a 1-D tensor: the transpose of `place_rows_`."""
     rows = torch.empty(
         sum(count * width for count, width in zip(counts, widths, strict=True)),
         dtype=source.dtype,
@@ -314,7 +318,7 @@ def _pick_rows_reference_(
     places: Sequence[int],
     strides: Sequence[int],
 ) -> None:
-    """`pick_rows` into a 1-D tensor that is there (contiguous, at least as long)."""
+    """Run `pick_rows` into an existing 1-D tensor `rows` (contiguous, at least as long)."""
     for here, there, slots_P, _ in _segments(
         rows, source, slots, counts, widths, slot_starts, places, strides
     ):

@@ -1,16 +1,16 @@
-"""Where row gradients go: collected during a backward pass, handed over once at its end.
+"""Collection of row gradients during a backward pass, and their delivery at its end.
 
-Nouns
-  sink     takes the row gradients of one table: an attached optimizer, or a sparse `.grad`
-  record   one lookup's row gradients, not materialised (`ops/update/definition.py` says how it is read)
-  pass     one run of autograd's engine; all records of a table in it are summed before its sink takes them
+Terms
+  sink     receives the row gradients of one table: an attached optimizer, or a sparse `.grad`
+  record   one lookup's row gradients, not materialised (`ops/update/definition.py` describes its format)
+  pass     one run of autograd's engine; all records of a table in it are summed before its sink receives them
 
-A table may be looked up several times in one step (two collections share it, a module is called twice). Every
-lookup's backward submits its record; when the pass ends, each sink takes all of its records at once. So a
-table is updated exactly once per backward pass, after every gradient that reads its weights.
+A table may be looked up several times in one step: two collections share it, or a module is called twice. Each lookup's
+backward submits its record. At the end of the pass each sink receives all of its records at once. So a table is updated
+exactly once per backward pass, after the last gradient computation that reads its weights.
 
-Ops carry tensors and numbers only, so a sink travels as a number (its handle), which also lets a compiled
-graph submit to it. The table of handles holds its sinks weakly.
+Ops accept only tensors and numbers, so they identify a sink by an integer, its handle. This also lets a compiled graph
+submit to it. The table of handles holds weak references to sinks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 class GradientRecord:
     """One lookup's row gradients; per-feature tuples are parallel to `sinks`.
 
-    `grad` and `ids` are kept alive until the pass ends: the sums read them then.
+    The record keeps `grad` and `ids` alive until the pass ends, since the sums read them then.
     """
 
     serial: int  # order of the lookups' forwards
@@ -56,12 +56,12 @@ class GradientRecord:
     grad_starts: tuple[int, ...]
     grad_strides: tuple[int, ...]
     means: tuple[int, ...]
-    # Place of each feature in the sum over all ranks, where a record is one rank's of several; empty: as they stand.
+    # Position of each feature in the sum over all ranks, if the record is one of several ranks'; empty: 0, 1, 2 …
     order: tuple[int, ...] = ()
-    agreed: bool = False  # holds the gradients of all ranks that have copies of these rows
+    agreed: bool = False  # contains the gradients of all ranks with copies of these rows
 
     def only(self, features: Sequence[int]) -> GradientRecord:
-        """The record of some of its features."""
+        """Return the record restricted to some of its features."""
         if len(features) == len(self.sinks):
             return self
         names = ["sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means"]
@@ -74,47 +74,48 @@ class GradientRecord:
 
 
 class GradientSink(ABC):
-    """Takes the row gradients of one table at the end of a backward pass."""
+    """Receiver of one table's row gradients at the end of a backward pass."""
 
     def __init__(self) -> None:
         self.handle = next(_HANDLES)
-        # Lookups whose backward reads the rows, with the table's numbers among theirs: tied ones have several.
+        # Lookups whose backward reads the rows, each with its indices of this table (several if tables are tied).
         self.readers: weakref.WeakKeyDictionary[Reader, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        self.earlier: list[_Refusal] = []  # in the place of handles that lookups may still know
+        self.earlier: list[_RejectingSink] = []  # sinks of former handles that lookups may still use
         _SINKS[self.handle] = self
 
     def about_to_write(self) -> None:
-        """Called before the table's rows are written: lookups whose backward reads them keep them as they are."""
+        """Make lookups whose backward reads the rows save them; called before the rows are written."""
         while self.readers:
             try:
                 reader, tables = self.readers.popitem()
-            except KeyError:  # those that were left have just been let go, in another thread
+            except KeyError:  # another thread has just released the last ones
                 return
             for table in tables:
                 reader.keep(table)
 
     def refuse_earlier(self, reason: str) -> None:
-        """Rows have other numbers from now on: gradients of earlier lookups are refused, for this reason."""
-        self.earlier = [*self.earlier, _Refusal(self.handle, reason)]
+        """Reject gradients of earlier lookups with this reason, since the table's rows are renumbered."""
+        self.earlier = [*self.earlier, _RejectingSink(self.handle, reason)]
         self.handle = next(_HANDLES)
         _SINKS[self.handle] = self
 
     @abstractmethod
     def batch_key(self) -> Hashable:
-        """Sinks with equal keys (and one class) may take a record together."""
+        """Return a key; sinks of one class with equal keys may take a record together."""
 
     @abstractmethod
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
-        """Apply a record whose features all belong to `sinks`, each of which it names at least once."""
+        """Apply a record whose features all belong to `sinks`; each sink has at least one feature."""
 
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:  # noqa: B027 - most have none
-        """Make ready for the `take` of a batch that is still to come what its ids decide; `record.grad` is not read."""
+        """Sort the ids of a later batch in advance, for its `take`; `record.grad` is not read."""
 
     def merge(self, sinks: Sequence[GradientSink], records: Sequence[GradientRecord]) -> GradientRecord:
-        """Several lookups of each of `sinks` as one record.
+        """Merge several lookups of each of `sinks` into one record.
 
-        On the CPU each lookup's row sums, in the order of the forwards. Elsewhere the host would have to wait for how
-        many rows these are: there the lookups' occurrences are laid end to end, and one sum runs over all.
+        On the CPU the record contains each lookup's row sums, in the order of the forwards. On other devices the host
+        would have to wait for the number of these rows. There the lookups' occurrences are concatenated, and one sum
+        covers all.
         """
         handles = [sink.handle for sink in sinks]
         if records[0].grad.device.type != "cpu":
@@ -125,11 +126,11 @@ class GradientSink(ABC):
             own = features_of(record, handles)
             for handle, part in zip(own, sum_rows_of_tables(record, list(own.values())), strict=True):
                 sums[handle].append(part)
-        return _of_sums(records[0].serial, sums)
+        return _record_of_sums(records[0].serial, sums)
 
 
-class _Refusal(GradientSink):
-    """Takes nothing any more."""
+class _RejectingSink(GradientSink):
+    """Sink that raises an `InputError` for every record."""
 
     def __init__(self, handle: int, reason: str) -> None:
         self.handle, self.reason = handle, reason
@@ -149,20 +150,21 @@ _SERIALS = itertools.count()
 
 
 @functools.cache
-def _hear_of_steps() -> None:
-    """From the first reader on: optimizers of torch say when they are about to step a table's leaf."""
+def _hook_optimizer_steps() -> None:
+    """Register a hook, once: torch's optimizers call it before they step a table's leaf."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
-        _tell_readers(optimizer)
+        _notify_readers(optimizer)
     elif any([hasattr(p, "_tilerec_sink") for group in optimizer.param_groups for p in group["params"]]):  # noqa: C419
-        # A compiled step breaks here, as torch's own do before: its writes are not all counted (fused ones).
-        _tell_readers_eagerly(optimizer)
+        # A compiled step breaks its graph here, as torch does before a step: compiled code does not count all of its
+        # writes (those of fused optimizers).
+        _notify_readers_eagerly(optimizer)
 
 
-def _tell_readers(optimizer: Optimizer) -> None:
+def _notify_readers(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sink = _SINKS.get(getattr(parameter, "_tilerec_sink", -1))
@@ -170,12 +172,12 @@ def _tell_readers(optimizer: Optimizer) -> None:
                 sink.about_to_write()
 
 
-_tell_readers_eagerly = disable_dynamo(_tell_readers)
+_notify_readers_eagerly = disable_dynamo(_notify_readers)
 
 
 def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
-    """Have sinks tell a reader before rows are written. `handles`: by the reader's number of the table."""
-    _hear_of_steps()
+    """Make sinks call `reader.keep` before their rows are written. `handles`: by the reader's index of the table."""
+    _hook_optimizer_steps()
     for table, handle in handles.items():
         sink = _SINKS.get(handle)
         if sink is not None:
@@ -183,19 +185,19 @@ def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
 
 
 def new_ticket() -> Tensor:
-    """A lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that spent it (-1: none yet)."""
+    """Return a lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that used it (-1: none)."""
     return torch.frombuffer(
         array("q", (next_serial(), -1)), dtype=torch.int64
     )  # a third of torch.tensor's time
 
 
 def next_serial() -> int:
-    """The number of the next lookup, in the order of the forwards."""
+    """Return the next lookup's serial number; serials follow the order of the forwards."""
     return next(_SERIALS)
 
 
 class _BackwardPass:
-    """The records of one backward pass. Only the pass itself keeps them alive: one that dies takes them along."""
+    """Records of one backward pass. Only the pass references them, so they are freed with a pass that fails."""
 
     def __init__(self) -> None:
         self.records: list[GradientRecord] = []
@@ -208,9 +210,9 @@ _PASSES: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDict
 
 
 def _collect(record: GradientRecord) -> None:
-    """Keep the record until the running backward pass ends (passes nest, and run in several threads)."""
+    """Store the record until the running backward pass ends (passes nest, and run in several threads)."""
     task = graph_task_id()
-    if task == -1:  # called outside autograd's engine: there is no later moment to wait for
+    if task == -1:  # outside of autograd's engine: no pass will end
         deliver([record])
         return
     running = _PASSES.get(task)
@@ -221,7 +223,7 @@ def _collect(record: GradientRecord) -> None:
 
 
 def submit(record: GradientRecord) -> None:
-    """Hand in a lookup's row gradients, from its backward; features whose sink is -1 are left out."""
+    """Submit a lookup's row gradients, from its backward; features with sink -1 are dropped."""
     if -1 in record.sinks:
         record = record.only([f for f, handle in enumerate(record.sinks) if handle != -1])
     if record.sinks:
@@ -229,17 +231,17 @@ def submit(record: GradientRecord) -> None:
 
 
 def deliver(records: Sequence[GradientRecord]) -> None:
-    """Hand records to their sinks: together where a table stands in one record, merged where it stands in several.
+    """Pass records to their sinks: tables in one record together, tables in several records merged.
 
-    A sink that raises a `TilerecError` (a gradient that is not finite) does not keep the others from theirs: they may
-    be what other ranks wait for. The first of these errors is raised in the end.
+    If a sink raises a `TilerecError` (a non-finite gradient), the other sinks still receive their records, since other
+    ranks may wait for them. The first of these errors is raised at the end.
     """
     failures: list[TilerecError] = []
 
     def take(sinks: Sequence[GradientSink], *own: GradientRecord) -> None:
         try:
             sinks[0].take(sinks, own[0] if len(own) == 1 else sinks[0].merge(sinks, own))
-        except CommsError:  # nobody is there to wait for
+        except CommsError:  # no other rank can continue
             raise
         except TilerecError as error:
             failures.append(error)
@@ -249,17 +251,19 @@ def deliver(records: Sequence[GradientRecord]) -> None:
     once = [handle for handle, count in seen.items() if count == 1]
     with torch.no_grad():
         for record in records:
-            for sinks, own in _together(once if len(records) == 1 else _common(once, record), record):
+            for sinks, own in _batchable_parts(
+                once if len(records) == 1 else _handles_in(once, record), record
+            ):
                 take(sinks, own)
         for handles in _mergeable([handle for handle, count in seen.items() if count > 1], records):
-            for sinks in _alike(handles):
+            for sinks in _batchable_sinks(handles):
                 take(sinks, *[r for r in records if any(sink.handle in r.sinks for sink in sinks)])
     if failures:
         raise failures[0]
 
 
-def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
-    """The sinks behind these handles that are still there, in groups that may take a record together."""
+def _batchable_sinks(handles: Iterable[int]) -> list[list[GradientSink]]:
+    """Return the live sinks with these handles, grouped by which may take a record together."""
     groups: dict[Hashable, list[GradientSink]] = {}
     for handle in handles:
         sink = _SINKS.get(handle)
@@ -269,10 +273,10 @@ def _alike(handles: Iterable[int]) -> list[list[GradientSink]]:
 
 
 def _mergeable(handles: Sequence[int], records: Sequence[GradientRecord]) -> list[list[int]]:
-    """Handles in groups whose merged records have one dtype, and sample weights or none.
+    """Group handles so that the merged records of a group have one dtype, and all or none have sample weights.
 
-    Both follow from the lookups of each table alone, so replicas of a tile send its gradients in one format, whatever
-    other tables their ranks hold. Groups come in one order on all ranks.
+    Both depend only on the lookups of each table. So replicas of a tile send its gradients in one format, whatever
+    other tables their ranks hold. The order of groups is the same on all ranks.
     """
     groups: dict[tuple[str, bool], list[int]] = {}
     for handle in handles:
@@ -283,28 +287,28 @@ def _mergeable(handles: Sequence[int], records: Sequence[GradientRecord]) -> lis
     return [own for _, own in sorted(groups.items())]
 
 
-def _common(handles: Collection[int], record: GradientRecord) -> list[int]:
+def _handles_in(handles: Collection[int], record: GradientRecord) -> list[int]:
     named = set(record.sinks)
     return [handle for handle in handles if handle in named]
 
 
-def _together(
+def _batchable_parts(
     handles: Iterable[int], record: GradientRecord
 ) -> Iterator[tuple[list[GradientSink], GradientRecord]]:
-    """Groups of sinks, each with its part of the record; handles are of the record's own."""
-    for sinks in _alike(handles):
+    """Yield groups of sinks, each with its part of the record; the record contains all handles."""
+    for sinks in _batchable_sinks(handles):
         own = {sink.handle for sink in sinks}
         yield sinks, record.only([f for f, handle in enumerate(record.sinks) if handle in own])
 
 
 def order_ahead(record: GradientRecord) -> None:
-    """Have the sinks of a lookup that is still to come sort its ids. `grad` may be any tensor of the ids' device."""
-    for sinks, own in _together(dict.fromkeys(record.sinks), record):
+    """Make the sinks of a later lookup sort its ids in advance. `grad` may be any tensor on the ids' device."""
+    for sinks, own in _batchable_parts(dict.fromkeys(record.sinks), record):
         sinks[0].order(sinks, own)
 
 
 def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, list[int]]:
-    """The features of each of these sinks, in the order of `handles`; sinks that the record does not name are left out.
+    """Return each sink's features, in the order of `handles`; sinks without features in the record are omitted.
 
     Example: sinks (7, 9, 7), handles (9, 8, 7) -> {9: [1], 7: [0, 2]}.
     """
@@ -315,8 +319,8 @@ def features_of(record: GradientRecord, handles: Sequence[int]) -> dict[int, lis
     return {handle: own for handle, own in features.items() if own}
 
 
-def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
-    """Row sums of several tables, each of several lookups, as one record in which every row is its own bag."""
+def _record_of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> GradientRecord:
+    """Combine row sums of several tables and lookups into one record, in which every row is its own bag."""
     parts = [part for own in sums.values() for part in own]
     counts = [sum(rows_U.numel() for rows_U, _ in own) for own in sums.values()]
     dims = [own[0][1].shape[1] for own in sums.values()]
@@ -329,9 +333,9 @@ def _of_sums(serial: int, sums: dict[int, list[tuple[Tensor, Tensor]]]) -> Gradi
 
 
 def sum_rows(record: GradientRecord, rows: int = 0) -> tuple[Tensor, Tensor]:
-    """Distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table.
+    """Return the distinct rows `[U]` and summed gradients `[U, D]` of a record whose features all read one table.
 
-    `rows`: of the table; 0: not known.
+    `rows`: number of the table's rows; 0: unknown.
     """
     return sum_rows_of_tables(record, [range(len(record.sinks))], [rows])[0]
 
@@ -340,12 +344,12 @@ def sum_rows_of_tables(
     record: GradientRecord, features: Sequence[Sequence[int]], rows: Sequence[int] = (),
     ordered: Sequence[Tensor] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Distinct rows `[U]` and summed gradients `[U, D]` of each table, all in one go.
+    """Return the distinct rows `[U]` and summed gradients `[U, D]` of each table, computed by one op.
 
     Args:
         features: per table, the features of the record that read it, at least one, ascending.
-        rows: of each table, where they are known: a GPU would look for the largest id, and the host wait for it.
-        ordered: as the op takes it.
+        rows: number of rows per table, if known. Otherwise a GPU searches for the largest id, and the host waits.
+        ordered: as for the op.
     """
     if not features:
         return []
@@ -367,18 +371,18 @@ def sum_rows_of_tables(
     ]
 
 
-def _spend(ticket: Tensor) -> int:
-    """Mark the ticket as used by the running pass; returns its serial number."""
+def _use_ticket(ticket: Tensor) -> int:
+    """Mark the ticket as used by the running pass; return its serial number."""
     serial, spent_by = ticket.tolist()
     task = graph_task_id()
     if spent_by not in (-1, task) or (spent_by != -1 and task == -1):
         raise RuntimeError(
             "A lookup's backward ran a second time (retain_graph=True), but its tables took their gradients in the "
-            "first (an attached optimizer updates, a sparse .grad adds up): look the features up again, or let tables "
-            "have dense gradients and step them by hand."
+            "first (an attached optimizer updates, a sparse .grad adds up). Look the features up again, or give the "
+            "tables dense gradients and step them yourself."
         )
-    # Behind autograd's back on purpose: the ticket is this lookup's own and nothing else reads it. (NumPy writes a
-    # number in a fifth of the time that indexing a tensor takes.)
+    # Write through NumPy to bypass autograd: only this lookup reads the ticket. (It also takes a fifth of the time of
+    # indexing a tensor.)
     ticket.numpy()[1] = task if task != -1 else -2
     return int(serial)
 
@@ -405,26 +409,26 @@ def submit_pooled(
     means: Sequence[int],
     batches: Sequence[int],
 ) -> None:
-    """Submit a pooled lookup's output gradient. `sinks` [T] is declared as changed because the tables behind it are.
+    """Submit a pooled lookup's output gradient. `sinks` [T] is declared as mutated because the tables behind it are.
 
-    Called as a function where nobody watches (`watchers.py`): it computes nothing, and no profile misses it.
+    Callers may bypass the dispatcher (`runtime/dispatch.py`): the function computes nothing that a profile would miss.
     """
     tables = tuple(tables)
-    own_dims, starts, bags, places, strides = _pooled_places(tuple(dims), tables, tuple(keys), tuple(batches))
+    own_dims, starts, bags, places, strides = _pooled_layout(tuple(dims), tables, tuple(keys), tuple(batches))
     handles = sinks.tolist()
     submit(
         GradientRecord(
-            _spend(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims, starts,
-            bags, places, strides, tuple(means),
+            _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims,
+            starts, bags, places, strides, tuple(means),
         )
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _pooled_places(
+def _pooled_layout(
     dims: tuple[int, ...], tables: tuple[int, ...], keys: tuple[int, ...], batches: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Dims, starts, bags, gradient starts and strides of a pooled lookup's features: the same from step to step."""
+    """Return dims, starts, bags, gradient starts and strides per feature of a pooled lookup; cached over steps."""
     of_features = tuple([dims[t] for t in tables])
     starts, bags = bag_starts(keys, batches)
     places, strides = pooled_blocks(of_features, bags, len(batches) == 1)
@@ -451,7 +455,7 @@ def _add(
 ) -> None:  # fmt: skip
     handles = sinks.tolist()
     record = GradientRecord(
-        _spend(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
+        _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
         tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
     )  # fmt: skip
     submit(record)
@@ -472,7 +476,7 @@ def _fake_submit_sequence(*args: Any) -> None:
 
 
 def bag_starts(keys: Sequence[int], batches: Sequence[int]) -> tuple[list[int], list[int]]:
-    """First bag and number of bags of each feature.
+    """Return the first bag and the number of bags of each feature.
 
     Example: keys [0, 2], batches [4] -> ([0, 8], [4, 4]); batches [4, 1, 2] (variable) -> ([0, 5], [4, 2]).
     """
@@ -483,9 +487,9 @@ def bag_starts(keys: Sequence[int], batches: Sequence[int]) -> tuple[list[int], 
 
 
 def pooled_blocks(dims: Sequence[int], bags: Sequence[int], uniform: bool) -> tuple[list[int], list[int]]:
-    """Where feature f's bag b lies in the pooled output: element `starts[f] + b * strides[f]`.
+    """Return starts and strides: feature f's bag b begins at element `starts[f] + b * strides[f]` of the pooled output.
 
-    Uniform batches give `[B, C]` with features side by side; variable ones a flat tensor, feature after feature.
+    Uniform batches have the shape `[B, C]` with features side by side; variable ones are flat, feature after feature.
     """
     starts, total = [], 0
     for dim, count in zip(dims, bags, strict=True):

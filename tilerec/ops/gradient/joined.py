@@ -1,16 +1,16 @@
-"""Several lookups' gradient records laid end to end as one: nothing is summed yet, and nobody waits.
+"""Concatenation of several lookups' gradient records, without sums and without synchronization.
 
-Tables that several lookups of one backward pass read are updated once, by the sum of all. Summing each lookup's rows
-first gives tensors as long as the number of distinct rows, for which the host would wait; how long records are, it
-knows. So gradients, ids, offsets and weights are concatenated, and starts are shifted by what lies before them. The
-one sum then runs over (lookup, feature, occurrence).
+Tables that several lookups of one backward pass read are updated once, by the sum of all. If each lookup's rows were
+summed first, the host would wait for the number of distinct rows. But the length of each record is available on the
+host. So gradients, ids, offsets and weights are concatenated, and starts are shifted by the elements before them. One
+sum then runs over (lookup, feature, occurrence).
 
-    lookup 0   ids (5, 7)      offsets (0, 1, 2)    a feature of bags 0, 1
-    lookup 1   ids (7, 5, 5)   offsets (0, 3)       a feature of bag 0
-    joined     ids (5, 7, 7, 5, 5)   offsets (0, 1, 2 | 2, 5)   features of bags 0, 1 and of bag 3
+    lookup 0   ids (5, 7)      offsets (0, 1, 2)    a feature with bags 0, 1
+    lookup 1   ids (7, 5, 5)   offsets (0, 3)       a feature with bag 0
+    joined     ids (5, 7, 7, 5, 5)   offsets (0, 1, 2 | 2, 5)   features with bags 0, 1 and with bag 3
 
-A lookup without offsets (every id is its own bag) gets some where another has them, and weights of 1 where another has
-weights. Types are promoted.
+If any lookup has offsets, lookups without them (every id is its own bag) get some. If any has sample weights, the
+others get weights of 1. Dtypes are promoted.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from tilerec.ops.gradient.definition import GradientRecord
 
 ALIGNED = 8
-"""Every block of gradients begins at a multiple of this many elements: as many as a GPU reads at once."""
+"""Alignment of gradient blocks, in elements: the number that a GPU reads at once."""
 _LOOKUP = 1 << 32
-"""Places in the sum over ranks (`GradientRecord.order`) that one lookup has."""
+"""Positions that one lookup takes in the sum over ranks (`GradientRecord.order`)."""
 
 
 def joined(records: Sequence[GradientRecord]) -> GradientRecord:
-    """One record of them all, in their order; each of some of the features of its lookup (`GradientRecord.only`)."""
+    """Return the concatenation of records, each of which may contain a part of its lookup (`GradientRecord.only`)."""
     first = records[0]
     has_offsets = any(record.offsets is not None for record in records)
     weighted = next((r.sample_weights for r in records if r.sample_weights is not None), None)
@@ -52,7 +52,7 @@ def joined(records: Sequence[GradientRecord]) -> GradientRecord:
             grads.append(block)
             grads_before += block.numel()
             if block.numel() % ALIGNED:
-                gap = ALIGNED - block.numel() % ALIGNED  # which is not read
+                gap = ALIGNED - block.numel() % ALIGNED  # never read
                 grads.append(block.new_empty(gap))
                 grads_before += gap
         own_order = record.order or range(len(record.sinks))
@@ -66,35 +66,36 @@ def joined(records: Sequence[GradientRecord]) -> GradientRecord:
         ids=torch.cat([record.ids for record in records]),
         offsets=_offsets(records, ids_before) if has_offsets else None,
         sample_weights=None if weighted is None else torch.cat([_weights(r, weighted) for r in records]),
-        sinks=_together(record.sinks for record in records),
-        dims=_together(record.dims for record in records),
+        sinks=_concatenated(record.sinks for record in records),
+        dims=_concatenated(record.dims for record in records),
         starts=tuple(starts),
-        bags=_together(record.bags for record in records),
+        bags=_concatenated(record.bags for record in records),
         grad_starts=tuple(places),
         grad_strides=tuple(strides),
-        means=_together(record.means for record in records),
+        means=_concatenated(record.means for record in records),
         order=tuple(order) if any(record.order for record in records) else (),
         agreed=all(record.agreed for record in records),
     )
 
 
-def _together(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+def _concatenated(parts: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple([number for part in parts for number in part])
 
 
 def _blocks(record: GradientRecord) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """The record's gradients as flat blocks, each with the places and strides of the features that lie in it.
+    """Yield the record's gradients as flat blocks, with the starts and strides of the features in each.
 
-    As they are; or feature by feature, where these are less than half of them (one table of many is shared).
+    Yields the whole gradient at once; or each feature's part, if together they are less than half of it (a lookup of
+    many tables of which one is shared).
     """
-    flat = record.grad.contiguous().view(-1)  # `reshape` may keep a stride
+    flat = record.grad.contiguous().view(-1)  # `reshape` may return a strided view
     read = sum(dim * count for dim, count in zip(record.dims, record.bags, strict=True))
     if 2 * read >= flat.numel():
         yield flat, list(record.grad_starts), list(record.grad_strides)
         return
     per_feature = zip(record.dims, record.bags, record.grad_starts, record.grad_strides, strict=True)
     for dim, count, place, stride in per_feature:
-        if count == 0:  # its place may lie anywhere
+        if count == 0:  # its place may be out of bounds
             yield flat[:0], [0], [dim]
         else:
             rows = flat.as_strided((count, dim), (stride, 1), flat.storage_offset() + place)
@@ -102,7 +103,7 @@ def _blocks(record: GradientRecord) -> Iterator[tuple[Tensor, list[int], list[in
 
 
 def _offsets(records: Sequence[GradientRecord], ids_count: int) -> Tensor:
-    """Offsets of all, counted through; int64 where ids are too many for what they are."""
+    """Return the concatenated offsets, shifted; int64 if the ids are too many for the records' offset type."""
     parts: list[Tensor] = []
     before = 0
     for record in records:

@@ -1,4 +1,4 @@
-"""Giving ids rows, one after the other: `zch_assign_`, `zch_assign_each_`. Nouns as in `definition.py`."""
+"""Assignment of rows to ids, in order: `zch_assign_`, `zch_assign_each_`. Terms as in `definition.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilerec.ops.hash.policy import Outcome, Policy, Score, score_of
 from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.library import LIBRARY
 
-# `AssignCall.packed`, in its order.
+# Order of `AssignCall.packed`.
 _ARGUMENTS = (
     "(Tensor ids_N, Tensor?[] entries, Tensor(a!)[] state, int[] table, SymInt[] numbers, float exponent, "
     "Tensor?[] clocks)"
@@ -24,7 +24,7 @@ LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor
 
 
 class Bucket(NamedTuple):
-    """One bucket as lists, for loops in Python."""
+    """One bucket as Python lists."""
 
     ids: list[int]
     used: list[bool]
@@ -35,7 +35,7 @@ class Bucket(NamedTuple):
     counters: list[int]
 
     def search(self, id_: int, window: Iterable[int]) -> tuple[int | None, bool, int]:
-        """The slot of the id or the first empty one (None: neither), whether the id is there, slots looked at."""
+        """Return the slot of the id or the first empty one (None: neither), whether the id is there, and probes."""
         probes = 0
         for probes, slot in enumerate(window, 1):
             if not self.used[slot]:
@@ -74,22 +74,23 @@ class Bucket(NamedTuple):
 
 
 def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Give every id a row, one after the other.
+    """Assign a row to every id, in order.
 
-    Entry n stands for `counts_N[n]` occurrences (1 without). In its window, up to the first empty slot:
-    1. found: a hit. `last` becomes `step`, `hits` grows, `expires` becomes the later of itself and now + ttl.
-    2. otherwise, if `may_insert_N[n]` is false: missing. Nothing changes.
-    3. otherwise, if `threshold` > 1: the lesser of the id's two counters, plus its occurrences (at most 2**31 - 1), is
-       written to those of the two that are less; below the threshold the id is not admitted.
-    4. otherwise, an empty slot: inserted there.
-    5. otherwise, if `evict` divides the step (0: never): of the slots that this step has not touched (and with TTL:
-       that have expired), the least by `policy` is evicted and the id inserted in its place.
-    6. otherwise rejected.
+    Entry n stands for `counts_N[n]` occurrences (default 1). In its window, up to the first empty slot:
+    1. If the id is found: a hit. `last` becomes `step`, `hits` grows, `expires` becomes the later of itself and
+       now + ttl.
+    2. Otherwise, if `may_insert_N[n]` is False: missing. Nothing changes.
+    3. Otherwise, if `threshold` > 1: take the lesser of the id's two counters plus its occurrences (at most 2**31 - 1).
+       Lesser counters are raised to this number. If it is below the threshold, the id is not admitted.
+    4. Otherwise, if there is an empty slot: the id is inserted there.
+    5. Otherwise, if `evict` divides the step (0: never): candidates are the slots that this step has not touched (with
+       TTL: that have also expired). The one with the least score by `policy` is evicted, and the id takes its place.
+    6. Otherwise the id is rejected.
     An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
 
-    Returns rows_N (int64, of the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32, slots looked at
-    to find the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of their evictors; a row is
-    there at most once).
+    Returns rows_N (int64, numbered over the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32,
+    slots searched for the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of the evicting
+    entries; each row occurs at most once).
 
     1 bucket of 2 slots, LRU, step 9, both used: ids [5, 6], last [3, 9]. Assigning [7, 8]: 7 evicts 5 (6 is touched)
     and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
@@ -184,13 +185,13 @@ Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`zch_assign_each_` by way of `zch_assign_`, which lists the same evictions in the same order."""
+    """Return `zch_assign_each_` based on `zch_assign_`, which lists the same evictions in the same order."""
 
     def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`zch_assign_` whose results have the batch's length, so that no device must be waited for.
+        """Run `zch_assign_` with results of the batch's length, so that the host needs no synchronization.
 
-        Returns rows_N, outcomes_N, probes_N as there, and evicted_ids_N: whom entry n evicted from its row, where its
-        outcome is EVICTED; 0 elsewhere.
+        Returns rows_N, outcomes_N, probes_N as `zch_assign_`, and evicted_ids_N: the id that entry n evicted if its
+        outcome is EVICTED, else 0.
         """
         rows_N, outcomes_N, probes_N, _, evicted_ids_M = assign(*arguments)
         evicted_ids_N = torch.zeros_like(rows_N)

@@ -1,6 +1,7 @@
-"""What the hash ops refuse, whichever backend runs: states that do not fit their buckets, numbers out of range.
+"""Argument checks of the hash ops, for every backend: states that do not match their buckets, numbers out of range.
 
-Shapes, types and numbers only, so that no device is waited for; ids of other buckets are found by who reads the ids.
+Shapes, dtypes and numbers only, so no check synchronizes with a device. Kernels that read the ids detect ids of other
+buckets.
 
 Legend: as in `definition.py`.
 """
@@ -17,24 +18,24 @@ from torch import Tensor
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
-COUNTER_LIMIT = 2**31 - 1  # of what admission counts, and of an entry's occurrences
-MOST = 2**31  # of buckets, and of slots: their product with 32 bits of hash fits int64
-LONGEST = 2**61  # of clocks and times to live: their sum fits int64
+COUNTER_LIMIT = 2**31 - 1  # maximum of an admission counter, and of an entry's occurrences
+MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit hash fits int64
+LONGEST = 2**61  # maximum of clocks and times to live: their sum fits int64
 _POLICIES = 4
 
 
 def raise_wrong_bucket(
     op: str, position: int, id_: int, bucket: int, first: int, held: int, buckets: int
 ) -> NoReturn:
-    """An id that belongs to other ranks."""
+    """Raise the error for an id that belongs to other ranks."""
     raise InputError(
-        f"{op}: id {id_} (position {position}) belongs to bucket {bucket} of {buckets}, this state holds buckets "
-        f"[{first}, {first + held}); send ids to the rank that zch_buckets() names."
+        f"{op}: id {id_} (position {position}) belongs to bucket {bucket} of {buckets}, but this state holds buckets "
+        f"[{first}, {first + held}). Send ids to the rank that zch_buckets() names."
     )
 
 
 def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: int) -> NoReturn:
-    """A state that was not made by these ops, or for another number of buckets."""
+    """Raise the error for a state that these ops did not make, or made for another number of buckets."""
     raise InputError(
         f"{op}: row {row} (bucket {held}) holds id {id_}, which belongs to bucket {bucket} of {buckets}; the state was "
         f"made for another number of buckets or slots, or its slice begins elsewhere."
@@ -42,68 +43,68 @@ def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: 
 
 
 def raise_bad_count(op: str, position: int, count: int) -> NoReturn:
-    """An entry that stands for no occurrence, or too many."""
+    """Raise the error for an entry with no occurrence, or too many."""
     raise InputError(
-        f"{op}: counts[{position}] is {count}, wanted 1 to 2**31 - 1; leave out ids that do not occur."
+        f"{op}: counts[{position}] is {count}; expected 1 to 2**31 - 1. Leave out ids that do not occur."
     )
 
 
 def raise_bad_ttl(op: str, position: int, ttl: int) -> NoReturn:
-    """A time to live that ended before it began."""
-    raise InputError(f"{op}: the time to live of ids[{position}] is {ttl}, wanted 0 to 2**61.")
+    """Raise the error for a time to live that is negative or too long."""
+    raise InputError(f"{op}: the time to live of ids[{position}] is {ttl}; expected 0 to 2**61.")
 
 
 def _flat(op: str, name: str, values: Tensor, dtype: torch.dtype, length: int, why: str) -> None:
     if values.dtype != dtype:
-        raise InputError(f"{op}: {name} is {values.dtype}, wanted {dtype}; convert it before.")
+        raise InputError(f"{op}: {name} is {values.dtype}; expected {dtype}. Convert it before.")
     if values.dim() != 1 or values.shape[0] != length:
-        raise InputError(f"{op}: {name} has shape {list(values.shape)}, wanted [{length}] ({why}).")
+        raise InputError(f"{op}: {name} has shape {list(values.shape)}; expected [{length}] ({why}).")
 
 
 def _ids(op: str, ids_N: Tensor) -> None:
     if ids_N.dtype != torch.int64 or ids_N.dim() != 1:
         raise InputError(
-            f"{op}: ids are {ids_N.dtype} of shape {list(ids_N.shape)}, wanted a flat list of int64; "
-            f"use .long() and .flatten()."
+            f"{op}: ids are {ids_N.dtype} of shape {list(ids_N.shape)}; expected a flat list of int64. "
+            f"Use .long() and .flatten()."
         )
 
 
 def _number(op: str, name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise ConfigError(f"{op}: {name} is {value}, wanted {least} to {most}.")
+        raise ConfigError(f"{op}: {name} is {value}; expected {least} to {most}.")
 
 
 def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: int) -> int:
-    """Check tensors of one length, whole buckets of it; returns how many."""
+    """Check that all tensors have one length of whole buckets; return the number of buckets."""
     _number(op, "the number of buckets", buckets, 1, MOST)
     _number(op, "the number of slots per bucket", slots, 1, MOST)
     rows = state["ids"].numel()
     if rows % slots:
         raise InputError(
-            f"{op}: the state has {rows} rows, which are not whole buckets of {slots} slots; "
-            "give the slices of whole buckets."
+            f"{op}: the state has {rows} rows, which are not whole buckets of {slots} slots. "
+            "Pass the slices of whole buckets."
         )
     held = rows // slots
     if first < 0 or first + held > buckets:
         raise ConfigError(
-            f"{op}: the state holds buckets [{first}, {first + held}) ({rows} rows of {slots} a bucket), wanted them "
-            f"within [0, {buckets}); first is the number of its first bucket."
+            f"{op}: the state holds buckets [{first}, {first + held}) ({rows} rows of {slots} a bucket); expected a "
+            f"range within [0, {buckets}). first is the number of its first bucket."
         )
     for name, values in state.items():
         dtype = torch.bool if name == "used" else torch.int64
         if name != "expires" or values.numel():
             _flat(op, name, values, dtype, rows, "one per row, as ids has")
         elif values.dtype != dtype:
-            raise InputError(f"{op}: {name} is {values.dtype}, wanted {dtype}; convert it before.")
+            raise InputError(f"{op}: {name} is {values.dtype}; expected {dtype}. Convert it before.")
         if not values.is_contiguous():
             raise InputError(
-                f"{op}: {name} is not contiguous; give it as one slice of memory (a clone would lose writes)."
+                f"{op}: {name} is not contiguous. Pass one slice of memory (a clone would lose writes)."
             )
     return held
 
 
 def _by_name(state: HashState) -> dict[str, Tensor]:
-    """Return the tensors with an entry per row, by the names that errors give them."""
+    """Return the tensors with an entry per row, by their names in errors."""
     return dict(zip(("ids", "used", "since", "last", "hits", "expires"), state[:6], strict=True))
 
 
@@ -113,9 +114,9 @@ def _policy(op: str, policy: int, exponent: float, state: HashState) -> None:
             f"{op}: policy {policy} is none of tilerec.ops.hash.definition.Policy (0 to {_POLICIES - 1})."
         )
     if not (math.isfinite(exponent) and 0 <= exponent <= 16):
-        raise ConfigError(f"{op}: the exponent is {exponent}, wanted 0 to 16.")
+        raise ConfigError(f"{op}: the exponent is {exponent}; expected 0 to 16.")
     if policy == _POLICIES - 1 and state.ids_E.numel() and not state.expires_E.numel():
-        raise ConfigError(f"{op}: policy TTL needs `expires`, one per row; make the state with expires=True.")
+        raise ConfigError(f"{op}: policy TTL needs `expires`, one per row. Make the state with expires=True.")
 
 
 def _zch_buckets(ids_N: Tensor, buckets: int) -> None:
@@ -144,11 +145,11 @@ def _zch_assign_(call: AssignCall) -> None:
     held = _state(op, _by_name(call.state), call.table.first, call.table.buckets, call.table.slots)
     if counters_BC.dtype != torch.int32 or counters_BC.dim() != 2 or counters_BC.shape[0] != held:
         raise InputError(
-            f"{op}: counters are {counters_BC.dtype} of shape {list(counters_BC.shape)}, wanted int32 of shape "
-            f"[{held}, counters per bucket]; without admission [{held}, 0]."
+            f"{op}: counters are {counters_BC.dtype} of shape {list(counters_BC.shape)}; expected int32 of shape "
+            f"[{held}, counters per bucket], or [{held}, 0] without admission."
         )
     if not counters_BC.is_contiguous():
-        raise InputError(f"{op}: counters are not contiguous; give them as one slice of memory.")
+        raise InputError(f"{op}: counters are not contiguous. Pass one slice of memory.")
     _number(op, "the number of counters per bucket", counters_BC.shape[1], 0, MOST)
     _number(op, "max_probe", call.table.max_probe, 1, MOST)
     _number(op, "step", call.step, 0, LONGEST)
@@ -158,13 +159,13 @@ def _zch_assign_(call: AssignCall) -> None:
     for name, value in (("step", call.step_there), ("now", call.now_there)):
         if value is not None and (value.dtype != torch.int64 or value.dim() or value.device != ids_N.device):
             raise InputError(
-                f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}, wanted int64 of no "
-                f"dimension on {ids_N.device}, where the ids are; or give a number."
+                f"{op}: {name} is {value.dtype} of shape {list(value.shape)} on {value.device}; expected int64 of no "
+                f"dimension on {ids_N.device}, the ids' device, or a number."
             )
     _number(op, "threshold", call.threshold, 1, 2**31 - 1)
     if call.threshold > 1 and counters_BC.shape[1] == 0 and ids_N.shape[0]:
         raise ConfigError(
-            f"{op}: threshold {call.threshold} needs counters, the state has none; make it with "
+            f"{op}: threshold {call.threshold} needs counters, but the state has none. Make it with "
             "empty_state(counters=...)."
         )
     _policy(op, call.policy, call.exponent, call.state)
@@ -180,14 +181,14 @@ def _zch_resize(call: ResizeCall) -> None:
     _policy(op, call.policy, call.exponent, call.state)
     if new_buckets % buckets and buckets % new_buckets:
         raise ConfigError(
-            f"{op}: {buckets} buckets cannot become {new_buckets}; wanted a multiple or a divisor, "
+            f"{op}: {buckets} buckets cannot become {new_buckets}; expected a multiple or a divisor, "
             "so that buckets split or merge."
         )
     merged = max(buckets // new_buckets, 1)
     if first % merged or held % merged:
         raise ConfigError(
-            f"{op}: buckets [{first}, {first + held}) do not merge {merged} by {merged} into whole ones; "
-            f"give a range whose ends are multiples of {merged}."
+            f"{op}: buckets [{first}, {first + held}) do not merge {merged} by {merged} into whole ones. "
+            f"Pass a range whose ends are multiples of {merged}."
         )
 
 
@@ -198,7 +199,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "zch_assign_each_": _zch_assign_,
     "zch_resize": _zch_resize,
 }
-"""By op name: raises for arguments that do not fit, as kernels take them."""
+"""Checks by op name: they raise for invalid arguments, given in the form that kernels take."""
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "zch_assign_": AssignCall.unpack,
@@ -208,7 +209,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 def checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel behind its op's checks, with the op's arguments as the record that kernels take."""
+    """Return a kernel preceded by its op's checks; it converts the op's arguments to the record that kernels take."""
     check, unpack = CHECKS[op], _CALLS.get(op)
 
     def run(*arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The hash ops by the native library (native/hash.cpp): `zch_buckets`, `zch_find`, `zch_assign_`, `zch_resize` on CPU.
+"""Hash ops on the native library (native/hash.cpp): `zch_buckets`, `zch_find`, `zch_assign_`, `zch_resize` on CPU.
 
-`definition.py` says what they mean; here only arguments change form. Results are those of the reference, bit for
-bit, for any number of threads.
+`definition.py` specifies the ops; this file only converts arguments. Results equal the reference bit for bit, for any
+number of threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _dense(values: Tensor | None) -> Tensor | None:
 def _raise(op: str, call: Zch) -> NoReturn:
     report = call.report
     if report.status == NO_MEMORY:
-        raise MemoryError(f"{op}: no memory for its working space.")
+        raise MemoryError(f"{op}: out of memory for its workspace.")
     if report.status == BAD_ID:
         bucket = _bucket(report.value, call.buckets)
         raise_wrong_bucket(op, report.position, report.value, bucket, call.first, call.held, call.buckets)
@@ -139,7 +139,7 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
         )  # fmt: skip
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
-                raise MemoryError("zch_resize: no memory for its working space.")
+                raise MemoryError("zch_resize: out of memory for its workspace.")
             row, id_ = call.report.position, call.report.value
             raise_lost_id(
                 "zch_resize", row + first * slots, id_, _bucket(id_, buckets), row // slots + first, buckets
@@ -150,7 +150,7 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """The kernels by op name, behind their ops' checks."""
+    """Return the kernels by op name, behind their ops' checks."""
     made: dict[str, Callable[..., Any]] = {
         "zch_buckets": _zch_buckets(library),
         "zch_find": _zch_find(library),
@@ -161,6 +161,6 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the native library serve the ops on CPU."""
+    """Register the native kernels for CPU tensors."""
     for name, kernel in kernels(library).items():
         LIBRARY.impl(name, kernel, "CPU", allow_override=True)

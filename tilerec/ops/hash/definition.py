@@ -1,30 +1,32 @@
-"""Which row an id has: a hash table whose slots are the rows of an embedding table, cut into buckets.
+"""Mapping of ids to rows: a hash table whose slots are the rows of an embedding table, divided into buckets.
 
-Nouns
-    bucket    S neighbouring rows; a table has B of them. An id never leaves its bucket, so its row does not depend on
-              how many ranks there are: a rank holds the buckets [first, first + B') and their state is one slice
+Terms
+    bucket    S consecutive rows; a table has B buckets. An id never leaves its bucket, so its row does not depend on
+              the number of ranks: a rank holds the buckets [first, first + B'), whose state is one slice
     slot      one row of a bucket:  row = bucket * S + slot
     window    the slots where an id may be: from its start on, circular inside its bucket, at most min(max_probe, S)
-    state     what is kept per row: the id, whether the slot is used, step of its insertion (`since`), step of its last
-              use (`last`), uses (`hits`), and when it expires (`expires`, kept only where it has a place)
+    state     data per row: the id, whether the slot is used, step of its insertion (`since`), step of its last use
+              (`last`), number of uses (`hits`), and time of expiry (`expires`, may be empty)
     touched   a slot whose `last` is not before this step: a sample of this batch uses the row, so it is not evicted
-    counters  what admission counts per bucket: two of them for every id that has no row
+    counters  admission counters of a bucket; each id without a row uses two of them
 
     mixed  = the finaliser of splitmix64 (Steele, Lea, Flood 2014) of the id's 64 bits; any int64 is an id
     bucket = ((mixed >> 32) * B) >> 32           start = ((mixed & 0xffffffff) * S) >> 32
-    so k B buckets cut bucket b into k b ... k b + k - 1
+    so k B buckets split bucket b into k b ... k b + k - 1
 
-A used slot becomes empty only when its whole bucket is cleared or resized (eviction replaces in place), so a search
-ends at the first empty slot. The meaning of `zch_assign_` is that of its entries taken one after the other; different
-buckets share nothing, so a backend may take them at once and gives the same bits.
+A used slot becomes empty only when its whole bucket is cleared or resized (eviction replaces in place). So a search
+ends at the first empty slot. `zch_assign_` is defined by processing its entries in order. Buckets are independent, so a
+backend may process them concurrently, with bitwise equal results.
 
 Shapes
-    N ids, E' = B' * S rows that are held, M evictions, C counters per bucket
+    N ids, E' = B' * S held rows, M evictions, C counters per bucket
 
-Here are the ops' registration and, at the end, the typed way to call them. The schemas, the plain references (any
-device; Python loops over the buckets that are hit) and the fake kernels are in `hash_find.py`, `hash_assign.py` and
-`hash_resize.py`, on the ground of `hash_place.py` (where an id may be), `hash_policy.py` (who goes) and `state.py`
-(what is kept).
+This file registers the ops and contains, at its end, typed functions that call them. Other files of this folder:
+
+    find.py, assign.py, resize.py   schemas, references (any device; Python loops over the used buckets), fake kernels
+    place.py                        positions where an id may be
+    policy.py                       eviction policies
+    state.py                        records of state and results
 """
 
 from __future__ import annotations
@@ -69,26 +71,26 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 REFERENCE: dict[str, Callable[..., Any]] = {
     name: checked(name, reference) for name, (reference, _) in _KERNELS.items()
 }
-"""The reference kernels by op name, behind their checks: what every backend is tested against."""
+"""Reference kernels by op name, behind their checks. Tests compare every backend with them."""
 
 for _name, (_, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
     LIBRARY.fake(_name)(checked(_name, _fake))
-# A backend that has `zch_assign_` has this too.
+# `zch_assign_each_` on CPU calls the backend's `zch_assign_`.
 LIBRARY.impl("zch_assign_each_", each_by(_OPS.zch_assign_.default), "CPU")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# the typed way to call them
+# typed functions that call the ops
 
 
 def zch_buckets(ids_N: Tensor, buckets: int) -> Tensor:
-    """int64 [N]: the bucket of every id (int64, any value)."""
+    """Return the bucket of every id (int64 [N], any value) as int64 [N]."""
     return _OPS.zch_buckets.default(ids_N, buckets)
 
 
 def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
-    """Rows of ids (-1: not there) and slots looked at; changes nothing."""
+    """Return the rows of ids (-1: none) and the probes; changes nothing."""
     return Found(
         *_OPS.zch_find.default(
             ids_N, state.ids_E, state.used_E, table.first, table.buckets, table.slots, table.max_probe
@@ -97,14 +99,14 @@ def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
 
 
 def zch_assign_(ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions) -> Assigned:
-    """Give ids rows, in their order; `state` changes in place."""
+    """Assign rows to ids, in order; changes `state` in place."""
     return Assigned(*_OPS.zch_assign_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 
 
 def zch_assign_each_(
     ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions
 ) -> AssignedEach:
-    """`zch_assign_` without a list of evictions, whose length a host would have to wait for: all have the batch's."""
+    """Run `zch_assign_` with results of the batch's length, in place of eviction lists that need a synchronization."""
     return AssignedEach(*_OPS.zch_assign_each_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 
 
@@ -118,10 +120,10 @@ def zch_resize(
     policy: Policy = Policy.LRU,
     exponent: float = 1.0,
 ) -> Resized:
-    """The state for other numbers of buckets and slots: `HashRange(new_buckets, new_slots, table.max_probe, ...)`.
+    """Return the state for new numbers of buckets and slots: `HashRange(new_buckets, new_slots, table.max_probe, ...)`.
 
-    One number of buckets must divide the other, and whole new buckets must be held. Counters of a bucket that is split
-    go to each of its children; those of buckets that merge are added.
+    One number of buckets must divide the other, and the held buckets must form whole new buckets. A split bucket's
+    counters are copied to each of its parts; counters of merged buckets are added.
     """
     call = ResizeCall(state, table, new_buckets, new_slots, step, int(policy), exponent)
     results = _OPS.zch_resize.default(*call.packed())
@@ -133,7 +135,7 @@ def zch_resize(
 def score(
     policy: Policy, *, step: int, last: int, hits: int, expires: int = 0, exponent: float = 1.0
 ) -> Score:
-    """What a policy compares of one row; the row with the least is evicted first.
+    """Return a row's score under a policy; the row with the least score is evicted first.
 
     LFU, last 3, hits 2 -> (2, 3); DISTANCE_LFU, step 7, last 3, hits 2, exponent 1 -> (0.5,)
     """

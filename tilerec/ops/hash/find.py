@@ -1,4 +1,4 @@
-"""Looking ids up: `zch_buckets` and `zch_find`, which change nothing. Nouns as in `definition.py`."""
+"""Read-only lookup of ids: `zch_buckets` and `zch_find`. Terms as in `definition.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARY.define("zch_buckets(Tensor ids_N, int buckets) -> Tensor")
 
 
 def zch_buckets_reference(ids_N: Tensor, buckets: int) -> Tensor:
-    """The bucket of every id, int64.
+    """Return the bucket of every id, int64.
 
     ids [0, 1, -1], 768 buckets -> [0, 259, 542]: mixed are 0, 0x5692161d100b05e5, 0xb4d055fcf2cbbd7b
     """
@@ -32,7 +32,7 @@ LIBRARY.define(
 def zch_find_reference(
     ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
 ) -> tuple[Tensor, Tensor]:
-    """The row of every id (int64, of the whole table; -1: none), and the slots looked at (int32). Reads only.
+    """Return the row of every id (int64, numbered over the whole table; -1: none), and the probes (int32). Read-only.
 
     1 bucket of 4 slots holds [1, -, 8, 3], max_probe 3. 8 starts at slot 2: row 2, 1 probe. 2 starts at slot 0, and
     slot 1 is empty: row -1, 2 probes. 5 starts at slot 2 and is in none of 2, 3 and 0: row -1, 3 probes.

@@ -1,7 +1,4 @@
-"""Whom a full window evicts, and what can become of an id.
-
-Nouns as in `definition.py`.
-"""
+"""Eviction policies, and the outcomes of an assignment. Terms as in `definition.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ Score: TypeAlias = "tuple[float, ...] | tuple[int, ...]"
 
 
 class Policy(enum.IntEnum):
-    """Whom a full window evicts: the least of, and of equals the first in the order of probing."""
+    """Eviction policies of a full window: the least score is evicted first; of ties, the first in probing order."""
 
     LRU = 0  # last
     LFU = 1  # hits, then last
@@ -22,20 +19,20 @@ class Policy(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """What became of one id."""
+    """Outcome of an assignment for one id."""
 
     HIT = 0  # it had a row
     INSERTED = 1  # it took an empty slot
     EVICTED = 2  # it took the row of an evicted id
-    REJECTED = 3  # its window is full, and nobody in it was to be evicted
-    NOT_ADMITTED = 4  # not seen often enough yet
-    MISSING = 5  # not there, and not to be inserted
+    REJECTED = 3  # its window is full, and no row in it may be evicted
+    NOT_ADMITTED = 4  # fewer occurrences than the threshold
+    MISSING = 5  # not found, and insertion is disabled
 
 
 def power(age: int, exponent: float) -> float:
-    """age ** exponent, taken to the nearest 1/256, by products and square roots: every machine rounds them alike.
+    """Return age ** exponent, with the exponent rounded to 1/256.
 
-    9 ** 1.5 -> 9 * sqrt(9) = 27
+    It uses only products and square roots, which every machine rounds alike. 9 ** 1.5 -> 9 * sqrt(9) = 27
     """
     whole, part = divmod(int(exponent * 256 + 0.5), 256)
     result, base, root = 1.0, float(age), float(age)
@@ -51,7 +48,7 @@ def power(age: int, exponent: float) -> float:
 
 
 def score_of(policy: int, exponent: float, step: int, last: int, hits: int, expires: int) -> Score:
-    """What a policy compares: the least goes first."""
+    """Return a row's score under a policy: the least is evicted first."""
     if policy == Policy.LRU:
         return (last,)
     if policy == Policy.LFU:

@@ -1,4 +1,4 @@
-"""Other numbers of buckets and slots: `zch_resize`. Nouns as in `definition.py`."""
+"""Change of the numbers of buckets and slots: `zch_resize`. Terms as in `definition.py`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ LIBRARY.define(
 )
 
 
-def _placed(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
-    """The first empty slot of each one's window, for those that find one. 4 slots, starts [3, 3, 0] -> [3, 0, 1]"""
+def _first_fit(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
+    """Return the first empty slot of each id's window, if it has one. 4 slots, starts [3, 3, 0] -> [3, 0, 1]"""
     empty = [True] * slots
     placed: dict[int, int] = {}
-    for one in order:
-        for slot in window_of(starts[one], slots, max_probe):
+    for item in order:
+        for slot in window_of(starts[item], slots, max_probe):
             if empty[slot]:
                 empty[slot] = False
-                placed[one] = slot
+                placed[item] = slot
                 break
     return placed
 
 
 def _cut(starts: Sequence[int], slots: int) -> int:
-    """The slot from which to count starts, so that nobody who is placed in their order passes the end.
+    """Return the slot at which to begin counting starts, so that ids placed in this order do not wrap past the end.
 
-    That is the slot after the one where (ids that start up to here) - (slots up to here) is least. Windows are equally
-    long, so who starts first must be placed first: in this order nobody is further from its start than the worst off in
-    any other arrangement. 4 slots, starts [3, 3, 0]: 1 - 1, 1 - 2, 1 - 3 and 3 - 4 up to slots 0 to 3 -> 3
+    It is the slot after the minimum of (ids that start up to here) - (slots up to here). Windows are equally long, so
+    the id with the earliest start must be placed first: this order minimizes the largest distance of an id from its
+    start. 4 slots, starts [3, 3, 0]: 1 - 1, 1 - 2, 1 - 3 and 3 - 4 up to slots 0 to 3 -> 3
     """
     balance, least, cut = 0, 1, 0
     per_slot = [0] * slots
@@ -53,15 +53,15 @@ def _cut(starts: Sequence[int], slots: int) -> int:
 def zch_resize_reference(
     call: ResizeCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The state of another number of slots, or of k times (or a k-th of) the buckets; the old one is left as it is.
+    """Return the state for another number of slots, or k times (or a k-th of) the buckets; the old state is unchanged.
 
-    In every new bucket the ids that `policy` would evict last are placed first, equals in the order of their old rows,
-    each in the first empty slot of its window. If somebody finds none, they are placed in the order of their starts
-    instead, provided that this keeps everybody; it does wherever some arrangement would (`_cut`), so splitting buckets,
-    or a resize to the same numbers, drops nobody. Otherwise whoever found none is dropped.
+    In every new bucket the ids that `policy` would evict last are placed first, each in the first empty slot of its
+    window; ties go in the order of the old rows. If an id finds no slot, the ids are placed in the order of their
+    starts instead, provided that this keeps all of them. It does whenever any arrangement would (`_cut`), so splitting
+    buckets, or a resize to the same numbers, drops no id. Otherwise the ids without a slot are dropped.
 
-    Returns the new state (ids, used, since, last, hits, expires) and moved_E (int64): the new row of every old one, of
-    the whole table; -1: not used, -2: its id was dropped.
+    Returns the new state (ids, used, since, last, hits, expires) and moved_E (int64): each old row's new row, numbered
+    over the whole table; -1: not used, -2: its id was dropped.
 
     1 bucket of 2 slots to 1 slot, LRU, ids [5, 6], last [3, 9] -> ids [6], moved [-2, 0].
     """
@@ -95,12 +95,12 @@ def zch_resize_reference(
             key=lambda u: score_of(call.policy, call.exponent, call.step, last[u], hits[u], expires[u]),
             reverse=True,
         )
-        placed = _placed(positions, starts, new_slots, max_probe)
+        placed = _first_fit(positions, starts, new_slots, max_probe)
         if len(placed) < len(positions) <= new_slots:
             cut = _cut([starts[u] for u in positions], new_slots)
-            in_turn = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
-            everybody = _placed(in_turn, starts, new_slots, max_probe)
-            placed = everybody if len(everybody) == len(positions) else placed
+            by_start = sorted(positions, key=lambda u, cut=cut: (starts[u] - cut) % new_slots)  # type: ignore[misc]
+            all_placed = _first_fit(by_start, starts, new_slots, max_probe)
+            placed = all_placed if len(all_placed) == len(positions) else placed
         kept_old += [sources[u] for u in placed]
         kept_new += [bucket * new_slots + slot for slot in placed.values()]
     source, target = tensor_like(kept_old, torch.int64, ids_E), tensor_like(kept_new, torch.int64, ids_E)
@@ -119,7 +119,7 @@ def zch_resize_fake(call: ResizeCall) -> tuple[Tensor, ...]:
 
 
 def resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Tensor:
-    """Still at least what was counted of every id: a counter's place in its bucket does not depend on the bucket."""
+    """Return counters that are no lower than before for any id; a counter's index does not depend on the bucket."""
     if new_buckets >= buckets:
         return counters_BC.repeat_interleave(new_buckets // buckets, 0)
     merged = counters_BC.unflatten(0, (-1, buckets // new_buckets)).sum(1)

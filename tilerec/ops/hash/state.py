@@ -1,7 +1,4 @@
-"""What is kept of a table of ids, and what the hash ops give back, as records.
-
-Nouns as in `definition.py`.
-"""
+"""Records of the hash ops: the state of a table, calls and results. Terms as in `definition.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ def _number_or_tensor(number: int | Tensor) -> tuple[Tensor | None, int]:
 
 
 class HashRange(NamedTuple):
-    """The shape of a table, and where the part that is held begins; rows = buckets * slots."""
+    """Shape of a table, and the first bucket of the held part; rows = buckets * slots."""
 
     buckets: int
     slots: int
@@ -29,7 +26,7 @@ class HashRange(NamedTuple):
 
 
 class HashState(NamedTuple):
-    """What is kept of the buckets that are held, bucket after bucket. `expires_E` may be empty: nothing expires."""
+    """State of the held buckets, bucket after bucket. If `expires_E` is empty, no id expires."""
 
     ids_E: Tensor  # int64
     used_E: Tensor  # bool
@@ -41,7 +38,7 @@ class HashState(NamedTuple):
 
 
 class AssignOptions(NamedTuple):
-    """How `zch_assign_` gives ids rows.
+    """Options of `zch_assign_`.
 
     Args:
         step: of training; `since` and `last` are steps. Rows used in a step are not evicted in it. Steps must not
@@ -51,9 +48,10 @@ class AssignOptions(NamedTuple):
         now: the clock of expiry; a number, or a tensor as `step`.
         ttl: the time an id lives after its last use; a number, or int64 [N].
         evict: ids whose window is full evict in the steps that this number divides. In other steps, and with 0, they
-            are rejected.
+        evict: ids with a full window evict in steps that this number divides. In other steps, and with 0, they are
+            rejected.
         threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.
-        counts_N: int64, how many occurrences each id stands for. may_insert_N: bool, False only looks an id up.
+        counts_N: int64, number of occurrences per id. may_insert_N: bool, False only looks the id up.
     """
 
     step: int | Tensor
@@ -68,9 +66,9 @@ class AssignOptions(NamedTuple):
 
 
 class AssignCall(NamedTuple):
-    """One call of `zch_assign_` as kernels take it: each number as a number or as a tensor.
+    """One call of `zch_assign_` in the form that kernels take: each number as a number or as a tensor.
 
-    step_there, now_there: int64 of no dimension, on the ids' device, read in place of `step` and `now`.
+    step_there, now_there: 0-d int64 on the ids' device; if given, they replace `step` and `now`.
     """
 
     ids_N: Tensor
@@ -91,7 +89,7 @@ class AssignCall(NamedTuple):
 
     @staticmethod
     def of(ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions) -> AssignCall:
-        """Return the call of a batch."""
+        """Return the call for a batch."""
         ttl_N, ttl = _number_or_tensor(options.ttl)
         step_there, step = _number_or_tensor(options.step)
         now_there, now = _number_or_tensor(options.now)
@@ -105,7 +103,7 @@ class AssignCall(NamedTuple):
         ids_N: Tensor, entries: Sequence[Tensor | None], state: Sequence[Tensor], table: Sequence[int],
         numbers: Sequence[int], exponent: float, clocks: Sequence[Tensor | None],
     ) -> AssignCall:  # fmt: skip
-        """Return the call that the arguments of the op stand for; the inverse of `packed`."""
+        """Return the call from the op's arguments; the inverse of `packed`."""
         counts_N, may_insert_N, ttl_N = entries
         step, now, policy, ttl, evict, threshold = numbers
         return AssignCall(
@@ -123,21 +121,21 @@ class AssignCall(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Buckets that the state holds."""
+        """Number of buckets in the state."""
         return self.state.ids_E.shape[0] // self.table.slots
 
     def evicts(self, step: int) -> bool:
-        """Return whether ids may evict in a step. evict 4: not in step 6, but in step 8."""
+        """Return True if ids may evict in this step. evict 4: not in step 6, but in step 8."""
         return self.evict > 0 and step % self.evict == 0
 
     def numbers(self) -> tuple[int, int]:
-        """Return the step and the time, for a host that may read the device."""
+        """Return the step and the time as ints; this may synchronize with the device."""
         step = self.step if self.step_there is None else int(self.step_there)
         return step, self.now if self.now_there is None else int(self.now_there)
 
 
 class ResizeCall(NamedTuple):
-    """One call of `zch_resize` as kernels take it. The state's counters are not used."""
+    """One call of `zch_resize` in the form that kernels take. The state's counters are not used."""
 
     state: HashState
     table: HashRange
@@ -151,7 +149,7 @@ class ResizeCall(NamedTuple):
     def unpack(
         state: Sequence[Tensor], table: Sequence[int], numbers: Sequence[int], exponent: float
     ) -> ResizeCall:
-        """Return the call that the arguments of the op stand for; the inverse of `packed`."""
+        """Return the call from the op's arguments; the inverse of `packed`."""
         new_buckets, new_slots, step, policy = numbers
         return ResizeCall(
             HashState(*state), HashRange(*table), new_buckets, new_slots, step, policy, exponent
@@ -164,11 +162,11 @@ class ResizeCall(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Buckets that the state holds."""
+        """Number of buckets in the state."""
         return self.state.ids_E.shape[0] // self.table.slots
 
     def become(self, buckets: int) -> int:
-        """Return how many new buckets some old ones become, which is also the new number of the bucket behind them."""
+        """Return the number of new buckets made from some old ones; it also converts the number of a first bucket."""
         return buckets * self.new_buckets // self.table.buckets
 
 
@@ -199,7 +197,7 @@ class AssignedEach(NamedTuple):
 
 
 class Resized(NamedTuple):
-    """A new state, and the new row of every old one (-1: it was not used, -2: its id was dropped)."""
+    """A new state, and each old row's new row (-1: it was not used, -2: its id was dropped)."""
 
     state: HashState
     moved_E: Tensor
@@ -213,7 +211,7 @@ def empty_state(
     counters: int = 0,
     device: torch.device | str | None = None,
 ) -> HashState:
-    """The state of `held` buckets without any id; `counters` per bucket are for admission."""
+    """Return the state of `held` empty buckets; `counters` per bucket are for admission."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

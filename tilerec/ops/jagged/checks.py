@@ -1,6 +1,6 @@
-"""What the jagged ops refuse, whichever backend runs: tensors of the wrong number of dimensions, lists too short.
+"""Argument checks of the jagged ops, for every backend: wrong numbers of dimensions, lists that are too short.
 
-Shapes and types only, so that no device is waited for. What offsets hold is checked by whoever reads them on the CPU.
+Shapes and dtypes only, so no check synchronizes with a device. Kernels that read offsets on the CPU check their values.
 
 Legend: as in `definition.py`.
 """
@@ -23,31 +23,31 @@ def _flat(op: str, name: str, values: Tensor, least: int = 0) -> None:
         return
     dtype = values.dtype
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise InputError(f"{op}: {name} are {dtype}, wanted integers; convert them with .long().")
+        raise InputError(f"{op}: {name} are {dtype}; expected integers. Convert them with .long().")
     if values.dim() != 1 or values.shape[0] < least:
         raise InputError(
-            f"{op}: {name} have shape {list(values.shape)}, wanted a flat list of {least} or more; "
-            f"{'offsets begin with 0, also those of no segment' if least == 1 else 'flatten them'}."
+            f"{op}: {name} have shape {list(values.shape)}; expected a flat list of {least} or more. "
+            f"{'Offsets begin with 0, even without segments' if least == 1 else 'Flatten them'}."
         )
 
 
 def _items(op: str, name: str, values: Tensor, leading: int = 1) -> None:
     if values.dim() < leading:
         raise InputError(
-            f"{op}: {name} have shape {list(values.shape)}, wanted {leading} or more dimensions; "
+            f"{op}: {name} have shape {list(values.shape)}; expected {leading} or more dimensions: "
             f"{'[bags, length, ...]' if leading == 2 else '[items, ...]'}."
         )
 
 
 def _count(op: str, name: str, count: int) -> None:
     if count < 0:
-        raise InputError(f"{op}: {name} is {count}, wanted 0 or more; take it from the last offset.")
+        raise InputError(f"{op}: {name} is {count}; expected 0 or more. Take it from the last offset.")
 
 
 def _segments(op: str, name: str, segments: int, offsets: Tensor) -> None:
     if offsets.shape[0] != segments + 1:
         raise InputError(
-            f"{op}: {offsets.shape[0]} offsets for {segments} {name}, wanted {segments + 1}; make them with "
+            f"{op}: {offsets.shape[0]} offsets for {segments} {name}; expected {segments + 1}. Make them with "
             "offsets_from_lengths()."
         )
 
@@ -117,27 +117,27 @@ CHECKS: dict[str, Callable[..., None]] = {
     "segment_sum": _segment_sum,
     "repeat_segments": _repeat_segments,
 }
-"""By op name: raises an `InputError` for arguments that do not fit, as the op takes them."""
+"""Checks by op name: they raise an `InputError` for invalid arguments, given as the op takes them."""
 
 
 def raise_bad_offsets(op: str, segment: int, offset: int) -> NoReturn:
-    """Raise the `InputError` for the offset after a segment, which descends or does not fit the number of items."""
+    """Raise the `InputError` for the offset after a segment: it descends or does not fit the number of items."""
     raise InputError(
-        f"{op}: offset {offset} after segment {segment} descends or does not fit the number of items; wanted "
-        f"non-negative lengths that sum to it; validate_keyed_jagged_tensor() names the feature and the bag."
+        f"{op}: offset {offset} after segment {segment} descends or does not fit the number of items; expected "
+        f"non-negative lengths that sum to it. validate_keyed_jagged_tensor() names the feature and the bag."
     )
 
 
 def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
-    """Raise the `InputError` for a selected segment that is not there, or is shorter than its copy."""
+    """Raise the `InputError` for a selected segment that does not exist, or is shorter than its copy."""
     raise InputError(
-        f"{op}: order[{position}] is segment {segment}, which is not there or holds fewer items than the output's "
-        f"offsets say."
+        f"{op}: order[{position}] is segment {segment}, which does not exist or has fewer items than the output's "
+        f"offsets require."
     )
 
 
 def checked(op: str, kernel: Callable[..., object]) -> Callable[..., object]:
-    """The kernel behind its op's checks."""
+    """Return the kernel, preceded by its op's checks."""
     check = CHECKS[op]
 
     def run(*arguments: object) -> object:

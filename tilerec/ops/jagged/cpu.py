@@ -1,7 +1,7 @@
-"""Jagged ops on the native CPU library (native/jagged.cpp); `definition.py` says what each computes.
+"""Jagged ops on the native CPU library (native/jagged.cpp); `definition.py` specifies each op.
 
-Results are those of the reference, bit for bit, for any number of threads. What the library does not read (sums of
-halves and of unusual integers, padding of elements wider than 8 bytes) is converted or handed to the reference.
+Results equal the reference bit for bit, for any number of threads. Inputs that the library cannot read (sums of halves
+and of unusual integers, padding of elements wider than 8 bytes) are converted, or the reference computes the op.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Register these kernels over the reference for tensors on the CPU."""
+    """Register these kernels over the reference for CPU tensors."""
     for name, kernel in kernels(library).items():
         LIBRARY.impl(name, kernel, "CPU", allow_override=True)
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """The kernels by op name."""
+    """Return the kernels by op name."""
     native = {}
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
@@ -244,5 +244,5 @@ def _error(op: str, report: Report) -> Exception:
     if report.status == BAD_ID:
         raise_bad_order(op, report.position, report.value)
     if report.status == NO_MEMORY:
-        return MemoryError(f"{op}: no memory for its working space.")
-    return AssertionError(f"{op}: the native library refused argument {report.value}.")
+        return MemoryError(f"{op}: out of memory for its workspace.")
+    return AssertionError(f"{op}: the native library rejected argument {report.value}.")

@@ -1,24 +1,23 @@
 """Jagged algebra: the ops under `KeyedJaggedTensor`.
 
-Glossary
+Terms
     item      one row of a jagged tensor's values: a scalar id, or a vector
-    segment   a run of neighbouring items: a bag, or all bags of one key
+    segment   a run of consecutive items: a bag, or all bags of one key
     lengths   items per segment, int32 or int64
-    offsets   where segments begin, int64:  offsets[s + 1] = offsets[s] + lengths[s],  offsets[0] = 0
-    order     which segments to take, in the order wanted; repeats and gaps are allowed
+    offsets   starts of segments, int64:  offsets[s + 1] = offsets[s] + lengths[s],  offsets[0] = 0
+    order     selected segments in output order; repeats and gaps are allowed
     cut       a row number where one bucket ends and the next begins
 
-One idea carries most of this file: keys, samples of one key and bags are all *segments*, so "permute keys", "select
-samples" and "drop bags" are the same op, `select_segments`, with offsets of a different grain. The size of
-every output is an argument or follows from shapes: no op asks the device how much it produced, so none of them
-waits for it.
+Keys, samples of one key and bags are all *segments*. So "permute keys", "select samples" and "drop bags" are the same
+op, `select_segments`, with offsets of different granularity. The size of every output is an argument or follows from
+shapes: no op reads a size from the device, so none of them synchronizes.
 
 Shapes
-    S segments, N items going in, P selected segments, M items coming out, B bags, L padded length, C buckets
-    `values_N` may carry trailing dimensions; they travel with their item.
+    S segments, N input items, P selected segments, M output items, B bags, L padded length, C buckets
+    `values_N` may have trailing dimensions; they belong to their item.
 
-Here stand the schema, the plain-PyTorch reference (any device), the fake kernel and the autograd formula of each op.
-The functions at the end are the typed way to call them.
+This file contains the schema, the plain-PyTorch reference (any device), the fake kernel and the autograd formula of
+each op. Its last section has typed functions that call the ops.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LIBRARY.define("offsets_from_lengths(Tensor lengths_S) -> Tensor")
 
 
 def _offsets_from_lengths(lengths_S: Tensor) -> Tensor:
-    """Where segments begin, with the end of the last one: always int64, so a sum past 2**31 is safe.
+    """Return starts of segments and the end of the last one, always in int64, so a sum past 2**31 is safe.
 
     lengths [2, 0, 1] -> offsets [0, 2, 2, 3]
     """
@@ -64,7 +63,7 @@ LIBRARY.define("segment_ids(Tensor offsets_S1, SymInt total) -> Tensor")
 
 
 def _segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
-    """The segment of every item, int64.
+    """Return the segment of every item, int64.
 
     offsets [0, 2, 2, 3], total 3 -> [0, 0, 2]
     """
@@ -89,7 +88,7 @@ LIBRARY.define(
 
 
 def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int) -> Tensor:
-    """For every item of the output, which item of the input it is."""
+    """Return the position in the input of every output item."""
     segment_M = _segment_ids(out_offsets_P1, total)
     shift_P = offsets_S1.index_select(0, order_P) - out_offsets_P1[:-1]
     return torch.arange(total, device=order_P.device) + shift_P.index_select(0, segment_M)
@@ -98,13 +97,13 @@ def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tenso
 def _select_segments(
     values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
-    """Items of the segments `order_P`, one after the other.
+    """Return the items of the segments `order_P`, concatenated.
 
     values [a, b, c], offsets [0, 2, 2, 3] (segments [a b] [] [c]), order [2, 0, 2], out offsets [0, 1, 3, 4], total 4
     -> [c, a, b, c]
 
-    `out_offsets_P1` are the offsets of the chosen lengths and `total` is their last: they are arguments because ids and
-    weights of one batch share them.
+    `out_offsets_P1` are the offsets of the selected lengths, and `total` is the last of them. They are arguments
+    because the ids and weights of one batch share them.
     """
     return values_N.index_select(0, _source_positions(offsets_S1, order_P, out_offsets_P1, total))
 
@@ -118,12 +117,12 @@ def _select_segments_fake(
 def _select_segments_backward(
     grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
-    """The transpose: each input item receives the sum over its copies, zero where it was not selected.
+    """Return the transpose: each input item receives the sum over its copies, zero if it was not selected.
 
     grad [1, 2, 4, 8] for the example above -> [2, 4, 1 + 8]
 
-    Copies are added in output order, halves in fp32 with one rounding at the end. They are sorted by their
-    item and summed as segments: torch's accumulating writes add in whatever order its threads arrive.
+    Copies are added in output order, halves in fp32 with one rounding at the end. They are sorted by their item and
+    summed as segments, since torch's accumulating writes add in a varying order of threads.
     """
     position_M = _source_positions(offsets_S1, order_P, out_offsets_P1, grad_M.shape[0])
     copies_N = torch.zeros(total, dtype=torch.int64, device=grad_M.device)
@@ -141,18 +140,19 @@ LIBRARY.define(
 
 
 def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Deal ids to buckets of rows: bucket c owns rows [cuts[c], cuts[c + 1]).
+    """Distribute ids to buckets of rows: bucket c owns rows [cuts[c], cuts[c + 1]).
 
-    Returns `lengths_CS` (ids of each segment in each bucket, the dtype of `lengths_S`, flat and bucket-major),
-    `local_ids_N` (id minus the first row of its bucket, the dtype of `ids_N`) and `positions_N` (which input item each
-    output item is, int64). Output items stand bucket by bucket, in a bucket segment by segment, in a segment in their
+    Returns `lengths_CS` (number of ids of each segment in each bucket, in the dtype of `lengths_S`, flat and
+    bucket-major), `local_ids_N` (id minus the first row of its bucket, in the dtype of `ids_N`) and `positions_N`
+    (position in the input of each output item, int64). Output items are ordered by bucket, then by segment, then by
+    their original position.
     original order.
 
     ids [7, 1, 4], lengths [2, 1] (segments [7 1] [4]), cuts [0, 4, 10]
     -> lengths [1, 0, 1, 1], local ids [1, 3, 0], positions [1, 0, 2]
 
-    Cuts ascend; equal neighbours make an empty bucket. An id outside of [cuts[0], cuts[-1]) is not lost: it goes to
-    the first or the last bucket with a local id outside of that bucket's rows, where the owner's range check names it.
+    Cuts ascend; equal neighbours make an empty bucket. An id outside of [cuts[0], cuts[-1]) is not lost: it is put into
+    the first or last bucket with a local id outside of that bucket's rows, which the owner's range check reports.
     """
     buckets = cuts_C1.shape[0] - 1
     segments = lengths_S.shape[0]
@@ -182,7 +182,7 @@ LIBRARY.define("padded_to_jagged(Tensor padded_BL, Tensor offsets_B1, SymInt tot
 
 
 def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
-    """Bags as rows of one width: the first `length` items of each, `padding` after its end.
+    """Pad bags to rows of one width: the first `length` items of each bag, then `padding`.
 
     values [a, b, c, d], offsets [0, 1, 4], length 2, padding p -> [[a, p], [b, c]]
     """
@@ -205,7 +205,7 @@ def _jagged_to_padded_fake(values_N: Tensor, offsets_B1: Tensor, length: int, pa
 
 
 def _padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
-    """The items of each row, one bag after the other; zero where a bag is longer than the row.
+    """Return the items of each row, concatenated by bag; zero where a bag is longer than its row.
 
     padded [[a, x], [b, c]], offsets [0, 1, 4], total 4 -> [a, b, c, 0]
     """
@@ -232,12 +232,12 @@ LIBRARY.define("repeat_segments(Tensor rows_S, Tensor offsets_S1, SymInt total) 
 
 
 def _segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
-    """The sum over each segment's items, in the dtype of the values; zero for an empty segment.
+    """Return the sum of each segment's items, in the dtype of the values; zero for an empty segment.
 
     values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]
 
-    Floating items are added first to last, halves in fp32 with one rounding at the end; integers are added in int64
-    and wrap like torch's.
+    Floating-point items are added from first to last, halves in fp32 with one rounding at the end. Integers are added
+    in int64 and wrap as in torch.
     """
     item_shape = values_N.shape[1:]
     segments = offsets_S1.shape[0] - 1
@@ -258,7 +258,7 @@ def _segment_sum_fake(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
 
 
 def _repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
-    """One row per segment, copied to each of its items: the transpose of `segment_sum`.
+    """Copy each segment's row to each of its items: the transpose of `segment_sum`.
 
     rows [a, b, c], offsets [0, 2, 2, 3], total 3 -> [a, a, c]
     """
@@ -285,7 +285,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 REFERENCE: dict[str, Callable[..., Any]] = {name: kernels[0] for name, kernels in _KERNELS.items()}
-"""The plain-PyTorch kernels by op name: what every backend is tested against. They stand behind `CHECKS`."""
+"""Plain-PyTorch kernels by op name, without `CHECKS`. Tests compare every backend with them."""
 
 for _name, (_reference, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, checked(_name, _reference), "CompositeExplicitAutograd")
@@ -295,9 +295,9 @@ for _name, (_reference, _fake) in _KERNELS.items():
 # ---------------------------------------------------------------------------------------------------------------
 # autograd
 #
-# Each floating op is linear, so its backward is its transpose and the pair closes under differentiation. The formulas
-# are written as `autograd.Function`s under the Autograd key: `torch.library.register_autograd` costs about five times
-# as much per call.
+# Each floating-point op is linear, so its backward is its transpose, and each pair of ops is closed under
+# differentiation. The formulas are `autograd.Function`s registered for the Autograd key, since
+# `torch.library.register_autograd` costs about five times as much per call.
 
 
 class _SelectSegments(torch.autograd.Function):
@@ -378,7 +378,7 @@ class _RepeatSegments(torch.autograd.Function):
 
 
 def _below(op: Callable[..., Any], *args: Any) -> Any:
-    """Call `op` past the Autograd key, where the formula already stands."""
+    """Call `op` below the Autograd key, since the formula already provides autograd."""
     with BelowAutograd():
         return op(*args)
 
@@ -387,7 +387,7 @@ def _differentiable(name: str, formula: type[torch.autograd.Function]) -> None:
     op = getattr(_OPS, name).default
 
     def kernel(values: Tensor, *args: Any) -> Tensor:
-        # Ids are the common payload and need no graph node.
+        # Values are usually ids, which need no graph node.
         if values.requires_grad and torch.is_grad_enabled():
             return formula.apply(values, *args)
         return _below(op, values, *args)
@@ -404,11 +404,11 @@ _differentiable("repeat_segments", _RepeatSegments)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# the typed way to call them
+# typed functions that call the ops
 
 
 class Bucketized(NamedTuple):
-    """Ids dealt to buckets of rows; see `bucketize_by_cuts`."""
+    """Ids by bucket of rows; see `bucketize_by_cuts`."""
 
     lengths_CS: Tensor
     local_ids_N: Tensor
@@ -417,7 +417,7 @@ class Bucketized(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """Segments chosen from a jagged tensor; see `select_jagged`."""
+    """Segments selected from a jagged tensor; see `select_jagged`."""
 
     lengths_P: Tensor
     values_M: Tensor
@@ -426,19 +426,19 @@ class Selected(NamedTuple):
 
 
 def offsets_from_lengths(lengths_S: Tensor) -> Tensor:
-    """int64 [S + 1]: where segments begin. lengths [2, 0, 1] -> [0, 2, 2, 3]."""
+    """Return starts of segments, int64 [S + 1]. lengths [2, 0, 1] -> [0, 2, 2, 3]."""
     return _OPS.offsets_from_lengths.default(lengths_S)
 
 
 def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
-    """int64 [total]: the segment of every item. offsets [0, 2, 2, 3] -> [0, 0, 2]."""
+    """Return the segment of every item, int64 [total]. offsets [0, 2, 2, 3] -> [0, 0, 2]."""
     return _OPS.segment_ids.default(offsets_S1, total)
 
 
 def select_segments(
     values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
-    """Items of the segments `order_P`, one after the other; differentiable in `values_N`."""
+    """Return the items of the segments `order_P`, concatenated; differentiable in `values_N`."""
     return _OPS.select_segments.default(values_N, offsets_S1, order_P, out_offsets_P1, total)
 
 
@@ -450,10 +450,10 @@ def select_jagged(
     offsets_S1: Tensor | None = None,
     total: int | None = None,
 ) -> Selected:
-    """Lengths, values and weights of the segments `order_P` (keys, samples or bags; repeats allowed).
+    """Return lengths, values and weights of the segments `order_P` (keys, samples or bags; repeats allowed).
 
-    `offsets_S1` spares a cumulative sum. `total`, the items selected, spares a wait for the device: without it, it is
-    read from the result's offsets.
+    `offsets_S1` saves a cumulative sum. `total`, the number of selected items, saves a synchronization: without it, it
+    is read from the result's offsets.
     """
     if offsets_S1 is None:
         offsets_S1 = offsets_from_lengths(lengths_S)
@@ -471,16 +471,15 @@ def select_jagged(
 def bucketize_by_cuts(
     ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor, weights_N: Tensor | None = None
 ) -> Bucketized:
-    """Deal ids, and weights along with them, to buckets of rows [cuts[c], cuts[c + 1]).
+    """Distribute ids, and weights if given, to buckets of rows [cuts[c], cuts[c + 1]).
 
     ids [7, 1, 4], lengths [2, 1], cuts [0, 4, 10]
     -> lengths [1, 0, 1, 1], local ids [1, 3, 0], positions [1, 0, 2]
     """
     if cuts_C1.dim() != 1 or cuts_C1.shape[0] < 2:
         raise InputError(
-            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; give one ascending list with at "
-            f"least 2 entries, "
-            f"the first row of each bucket and the end of the last."
+            f"bucketize_by_cuts: cuts have shape {list(cuts_C1.shape)}; expected one ascending list with at "
+            f"least 2 entries: the first row of each bucket and the end of the last."
         )
     lengths_CS, local_ids_N, positions_N = _OPS.bucketize_by_cuts.default(ids_N, lengths_S, cuts_C1)
     bucketized_weights_N = None if weights_N is None else weights_N.index_select(0, positions_N)
@@ -488,12 +487,12 @@ def bucketize_by_cuts(
 
 
 def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float = 0.0) -> Tensor:
-    """[B, length, ...]: bags as rows of one width, cut or padded at the end; differentiable in `values_N`."""
+    """Return bags as rows of one width [B, length, ...], cut or padded at the end; differentiable in `values_N`."""
     return _OPS.jagged_to_padded.default(values_N, offsets_B1, length, padding)
 
 
 def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int | None = None) -> Tensor:
-    """[total, ...]: the items of each row, one bag after the other; zero where a bag is longer than its row.
+    """Return the items of each row [total, ...], concatenated by bag; zero where a bag is longer than its row.
 
     `total` is the last offset; without it, it is read from the device.
     """
@@ -503,10 +502,10 @@ def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int | None = 
 
 
 def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
-    """[S, ...]: the sum over each segment's items. values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]."""
+    """Return the sum of each segment's items [S, ...]. values [1, 2, 4], offsets [0, 2, 2, 3] -> [3, 0, 4]."""
     return _OPS.segment_sum.default(values_N, offsets_S1)
 
 
 def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
-    """[total, ...]: one row per segment, copied to each of its items."""
+    """Copy each segment's row to each of its items [total, ...]."""
     return _OPS.repeat_segments.default(rows_S, offsets_S1, total)

@@ -1,8 +1,8 @@
-"""Lookups by the native library: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on CPU.
+"""Lookups on the native library: `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on CPU.
 
-`definition.py` says what they mean; here only arguments change form. What a layout (tables, keys, means, shapes
-and dtypes) needs as C arrays is made once and kept: a call with 26 tables must cost microseconds. Tables in fp64 go to
-the reference.
+`definition.py` specifies the ops; this file only converts arguments. The C arrays of a layout (tables, keys, means,
+shapes and dtypes) are made once and cached: a call with 26 tables must cost microseconds. The reference computes tables
+in fp64.
 
 Legend: T tables, F features, N ids, B samples, C sum of the features' dims.
 """
@@ -45,7 +45,7 @@ from tilerec.ops.runtime.library import LIBRARY
 
 @dataclass(frozen=True)
 class _Layout:
-    """What stays the same from call to call; `head` are the first fields of `Lookup`, addresses of `arrays`."""
+    """Constants shared by consecutive calls; `head` are the first fields of `Lookup`, addresses of `arrays`."""
 
     head: tuple[int, ...]
     dims: tuple[int, ...]  # per feature
@@ -100,9 +100,9 @@ def _raise(
     ids: Tensor,
     pooled: bool = True,
 ) -> None:
-    """Turn a report into the error its caller sees."""
+    """Raise the error that a report describes."""
     if report.status == NO_MEMORY:
-        raise MemoryError("A lookup found no memory for its working space.")
+        raise MemoryError("A lookup: out of memory for its workspace.")
     if report.status == BAD_ID:
         rows = weights[tables[report.feature]].shape[0]
         raise_bad_id(names, report.feature, report.position, report.value, rows)
@@ -113,7 +113,9 @@ def _raise(
         raise_no_rows(names, tables, report.feature)
     if report.value == _BAD_DIM:
         raise_other_dim(names, tables, report.feature, report.position, weights[tables[0]].shape[1])
-    raise AssertionError(f"A lookup contradicts itself (feature {report.feature}, check {report.value})")
+    raise AssertionError(
+        f"A lookup has inconsistent arguments (feature {report.feature}, check {report.value})"
+    )
 
 
 def _ids(ids: Tensor) -> Tensor:
@@ -227,7 +229,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the native library serve the three ops on CPU."""
+    """Register the native kernels of the three ops for CPU tensors."""
     kernels = {
         "pooled_lookup": _pooled_lookup(library.tr_pooled_lookup),
         "sequence_lookup": _sequence_lookup(library.tr_sequence_lookup),

@@ -1,21 +1,21 @@
-"""Looking rows up: pooled per bag, or one by one.
+"""Lookups of rows: pooled per bag, or one row per id.
 
-Nouns
+Terms
   table    `weights[t]`, a leaf `[rows, dim]`; dims and dtypes may differ
-  feature  f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
-  bag      bag i holds `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample; every id is in
+  feature  feature f reads table `tables[f]` with the ids of key `keys[f]` of the jagged batch
+  bag      bag i contains `ids[offsets[i] : offsets[i + 1]]`; key k owns a run of bags, one per sample; every id is in
            a bag: offsets begin at 0 and end at N
-  sinks    int64 [T]: per table the handle of what takes its row gradients (`ops/gradient`), -1 for nobody;
+  sinks    int64 [T]: per table the handle of the sink that receives its row gradients (`ops/gradient`), -1: none;
            or int64 [0]: gradients become ordinary `.grad`s
-  ticket   one pair of numbers per lookup; spent by its backward, so that a second backward cannot update twice
+  ticket   two numbers per lookup; its backward marks them as used, so that a second backward cannot update twice
 
   out[f, b] = s * sum_p w_p * W[ids_p],   s = 1 (sum) or 1 / L (mean),  p over the L ids of the bag; an empty
   bag gives 0
 
 Legend: T tables, F features, K keys, N ids, B samples, D columns of a table, C = sum of D over features.
 
-Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` on their device;
-the autograd formulas below serve all of them.
+Backends override the kernels of `pooled_lookup`, `sequence_lookup` and `sample_weight_grad` for their device. The
+autograd formulas below are shared by all backends.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ LIBRARY.define(
 
 
 def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -> None:
-    """Raise the `InputError` for an id outside its table; `names` lists "feature@table" per feature, "," between."""
+    """Raise the `InputError` for an id outside its table; `names`: "feature@table" per feature, separated by ","."""
     name, _, table = names.split(",")[feature].rpartition("@")
     raise InputError(
         f"Table '{table}': id {id_} of feature '{name}' (position {position} of the batch's values) is outside "
-        f"[0, {rows}); remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
+        f"[0, {rows}). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
     )
 
 
@@ -95,17 +95,17 @@ def _pooled_lookup_reference(
         begin, end = int(bounds[0]), int(bounds[-1])
         ids_n = ids[begin:end].to(torch.int64)
         _check_ids(ids_n, begin, weight.shape[0], names, feature)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        rows_nD = weight[ids_n].to(wide)
+        accum_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows_nD = weight[ids_n].to(accum_dtype)
         if sample_weights is not None:
-            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+            rows_nD = rows_nD * sample_weights[begin:end].to(accum_dtype)[:, None]
         lengths_B = bounds[1:] - bounds[:-1]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=wide, device=ids.device).index_add_(
-            0, bag_n, rows_nD
-        )
+        sums_BD = torch.zeros(
+            bags[feature], weight.shape[1], dtype=accum_dtype, device=ids.device
+        ).index_add_(0, bag_n, rows_nD)
         if means[feature]:
-            sums_BD = sums_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+            sums_BD = sums_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
         pooled.append(sums_BD.to(dtype))
     if tables:
         check_covered(offsets, ids)
@@ -137,7 +137,7 @@ def _sequence_lookup_reference(
 
 
 def _sum_dtype(weights: Sequence[Tensor]) -> torch.dtype:
-    """In which sums over several tables are given: fp64 as soon as one of them is."""
+    """Return the dtype of sums over several tables: fp64 if any table is fp64, else fp32."""
     return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
 
 
@@ -157,17 +157,17 @@ def _sample_weight_grad_reference(
     flat = grad.contiguous().view(-1)
     for feature, table in enumerate(tables):
         weight = weights[table]
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        accum_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         lengths_B = bounds[1:] - bounds[:-1]
         grad_BD = flat.as_strided(
             (bags[feature], weight.shape[1]), (strides[feature], 1), blocks[feature] + flat.storage_offset()
-        ).to(wide)
+        ).to(accum_dtype)
         if means[feature]:
-            grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+            grad_BD = grad_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        rows_nD = weight[ids[begin:end].to(torch.int64)].to(wide)
+        rows_nD = weight[ids[begin:end].to(torch.int64)].to(accum_dtype)
         out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(out_N.dtype)
     return out_N
 
@@ -204,28 +204,28 @@ def _fake_sample_weight_grad(
     return ids.new_empty((ids.shape[0],), dtype=_sum_dtype(weights))
 
 
-# Autograd. The leaves are plain attributes: an update between this forward and its backward is legal (two forwards,
-# then two backwards), and leaves outlive the graph anyway. The batch goes through save_for_backward, so it is freed
-# with the graph, and writing into it between forward and backward is an error.
+# Autograd. The leaves are plain attributes of ctx: an update between this forward and its backward is allowed (two
+# forwards, then two backwards), and leaves outlive the graph anyway. The batch's tensors use save_for_backward, so they
+# are freed with the graph, and an in-place write between forward and backward raises an error.
 
 
 class _Reach(NamedTuple):
-    """Which tables a backward pass reaches, and how."""
+    """Tables that a backward pass reaches."""
 
     sinks: Tensor  # -1 where the pass does not accumulate into the leaf
-    submits: bool  # whether any sink is left
-    captured: list[bool]  # autograd.grad(loss, [leaf]): the caller wants the gradient itself
+    submits: bool  # True if any sink is left
+    captured: list[bool]  # autograd.grad(loss, [leaf]): the caller requests the gradient itself
 
 
 def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
-    """What the running pass asks of each wanted table.
+    """Return which of the wanted tables the running backward pass reaches.
 
-    `loss.backward()` reaches every leaf. `torch.autograd.grad` and `backward(inputs=...)` reach some: a table that was
-    not asked for must not be updated.
+    `loss.backward()` reaches every leaf. `torch.autograd.grad` and `backward(inputs=...)` reach only some leaves: other
+    tables must not be updated.
     """
     nowhere = [False] * len(wanted)
     if graph_task_id() == -1 or isinstance(grad, (FakeTensor, FunctionalTensor)):
-        return _Reach(sinks, True, nowhere)  # a compiled graph is asked for all of its leaves or none
+        return _Reach(sinks, True, nowhere)  # a compiled graph computes all leaves' gradients or none
     nodes = ctx.next_functions[-len(wanted) :]
     reached, captured = list(wanted), nowhere
     for t, want in enumerate(wanted):
@@ -233,7 +233,7 @@ def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
             continue
         try:
             reached[t] = will_execute(nodes[t][0])
-        except RuntimeError:  # how torch says that the pass returns this leaf's gradient to its caller
+        except RuntimeError:  # torch raises it if the pass returns this leaf's gradient to its caller
             reached[t], captured[t] = False, True
     if reached == wanted:
         return _Reach(sinks, True, captured)
@@ -247,7 +247,7 @@ def _dense_grads(
     sample_weights: Tensor | None, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
     batches: Sequence[int],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Dense gradients of the wanted tables, None for the others."""
+    """Return dense gradients of the wanted tables, None for the others."""
     chosen = [t for t, want in enumerate(wanted) if want]
     dense = torch.ops.tilerec.dense_weight_grads(
         [weights[t] for t in chosen], [w.shape[1] for w in weights], chosen, grad, ids, offsets, sample_weights, tables,
@@ -262,8 +262,10 @@ def _dense_grads(
 def _reader(
     weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: Sequence[Any], names: str
 ) -> Reader | None:
-    """The rows that the gradient of sample weights is to read. None while torch traces: compiled programs save the
-    tables as torch's own ops do, and refuse to read what was written since."""
+    """Return a reader of the rows that the gradient of sample weights needs; None while torch traces.
+
+    Compiled programs save the tables as torch's own ops do, and raise an error if they were written in between.
+    """
     if isinstance(ids, (FakeTensor, FunctionalTensor)):
         return None
     tables, keys, _, batches = layout
@@ -280,7 +282,7 @@ def _reader(
         ]
 
     reader = Reader(tables, {t: weights[t] for t in used}, name, copy)
-    # Rows without an attached optimizer are reset, loaded and moved, too: their leaf knows its sink.
+    # Rows without an attached optimizer may be reset, loaded and moved as well; their leaf stores its sink.
     handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
     expect_reads({t: handles[t] for t in used}, reader)
     return reader
@@ -290,7 +292,7 @@ def _sample_weight_grad(
     reader: Reader | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
     tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """The op, of the rows as the forward read them."""
+    """Return the gradient of sample weights, computed from the rows as the forward read them."""
     rows = None if reader is None else reader.rows()
     if rows is not None:
         ids = places_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
@@ -302,7 +304,7 @@ def _sample_weight_grad(
 
 
 class _PooledLookup(torch.autograd.Function):
-    """Inputs: what is no tensor of the batch, the batch's tensors, the tables (every input costs autograd time)."""
+    """Inputs: non-tensors in one tuple, the batch's tensors, the tables (every input costs autograd time)."""
 
     @staticmethod
     def forward(
@@ -396,7 +398,7 @@ _POOLED, _SEQUENCE = 4, 3  # inputs before the weights
 
 
 def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) -> bool:
-    """Whether anything here needs a gradient; skipping autograd saves its bookkeeping per table."""
+    """Return True if any input needs a gradient; skipping autograd saves its bookkeeping per table."""
     if not torch.is_grad_enabled():
         return False
     return any([w.requires_grad for w in weights]) or (  # noqa: C419 - a list is faster for few items
@@ -435,15 +437,18 @@ LIBRARY.impl("sequence_lookup", _sequence_lookup_autograd, "Autograd")
 
 
 def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
-    """The op `tilerec::pooled_lookup`. Where nobody watches its formula is called as a function: the dispatcher,
-    which would come here, turns all arguments into its own and back."""
+    """Run the op `tilerec::pooled_lookup`.
+
+    Call its autograd formula directly if no mode or tracer is active: the dispatcher would call the same function, but
+    box and unbox all arguments first.
+    """
     if unwatched((ids, *weights)):
         return _pooled_lookup_autograd(weights, sinks, ids, *rest)
     return torch.ops.tilerec.pooled_lookup(weights, sinks, ids, *rest)
 
 
 def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
-    """The op `tilerec::sequence_lookup`, as `pooled_lookup`."""
+    """Run the op `tilerec::sequence_lookup`; bypasses the dispatcher as `pooled_lookup` does."""
     if unwatched((ids, *weights)):
         return _sequence_lookup_autograd(weights, sinks, ids, *rest)
     return torch.ops.tilerec.sequence_lookup(weights, sinks, ids, *rest)
@@ -468,9 +473,9 @@ def _dense_weight_grads(
     means: Sequence[int],
     batches: Sequence[int],
 ) -> list[Tensor]:
-    """Dense gradients `[rows, dim]` of the chosen tables.
+    """Return dense gradients `[rows, dim]` of the chosen tables.
 
-    `bounds` are the offsets, or without `batches` the starts of a sequence lookup.
+    `bounds` are the offsets of a pooled lookup, or, if `batches` is empty, the starts of a sequence lookup.
     """
     out = [torch.zeros_like(w) for w in weights]
     if batches:

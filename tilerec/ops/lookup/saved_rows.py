@@ -1,20 +1,21 @@
-"""Rows that a backward reads: as the forward read them, whatever is written in between.
+"""Rows that a backward needs, with the values that the forward read, even if they are overwritten in between.
 
-The gradient of an id's weight is the product of its row and of its bag's gradient, so it is about the row that the
-forward read. Rows move meanwhile: another lookup's backward updates them, a checkpoint is loaded, a row is reset.
+The gradient of an id's sample weight is the product of its row and its bag's gradient, so it needs the row that the
+forward read. Rows may change meanwhile: another lookup's backward updates them, a checkpoint is loaded, a row is reset.
 
-Nouns
+Terms
   reader  one lookup whose backward reads rows; it lives from the forward to the backward
-  copies  of the rows that it wants, one per id: made only of tables that are about to be written while it waits
+  copies  the rows that the reader needs, one per id: made only for tables that are about to be written before its
+          backward
 
-    forward 1, forward 2, backward 1    its update says that it is about to write: reader 2 copies its rows
+    forward 1, forward 2, backward 1    before its update, reader 2 copies its rows
     backward 2                          reads the copies
 
-Whoever writes rows here says so first (`GradientSink.about_to_write`), and so do optimizers of torch: `step()` calls
-hooks before it writes, with `fused=True`, too. What others write (`weight.copy_()`) shows in torch's version counters,
-and the backward refuses; but for writes through `weight.data`, which torch does not count for its own ops either.
-Table by table: what is known of one does not depend on which others a rank holds, so ranks
-that do the same refuse the same.
+tilerec announces each of its own writes (`GradientSink.about_to_write`). torch's optimizers do so as well: `step()`
+calls hooks before it writes, also with `fused=True`. Other writes (`weight.copy_()`) change torch's version counters,
+and the backward raises an error. Writes through `weight.data` stay undetected: torch does not count them for its own
+ops either. Tables are handled one by one: a table's outcome does not depend on the other tables of a rank, so ranks
+that do the same raise the same errors.
 
 Legend: N ids, D columns of a table, F features.
 """
@@ -33,15 +34,17 @@ from tilerec.torch_private import keeps_graph
 
 @final
 class Reader:
-    """One lookup whose backward reads rows. Its backwards keep it alive, and let it go; what writes rows only knows
-    of it.
+    """Rows that one lookup's backward reads.
+
+    The backward keeps the reader alive and releases it. Sinks, which announce writes of rows, hold only weak
+    references to it.
 
     Args:
-        tables: per feature, its table.
-        leaves: by table, what others may write to. Those of cached tables are left out: lines that go back to their
-            table are written there, too.
-        name: a table's, for messages.
-        copy: copies of the rows of these features, `[ids of the feature, D]` each, as they are now.
+        tables: the table of each feature.
+        leaves: by table, the tensor that other code may write to. Cached tables are left out: writing a line back to
+            its table would count as a write, too.
+        name: returns a table's name, for messages.
+        copy: returns copies of the current rows of these features, `[ids of the feature, D]` each.
     """
 
     def __init__(
@@ -52,12 +55,12 @@ class Reader:
         self._versions = {t: _version(leaf) for t, leaf in self._leaves.items()}
         self._copy = copy
         self._copies: dict[int, Tensor] = {}  # by feature
-        self._kept: set[int] = set()  # tables that may be written, of which what is read is copied
+        self._kept: set[int] = set()  # tables with saved rows, which may be written
 
     @torch.no_grad()
     def keep(self, table: int) -> None:
-        """A table's rows are about to be written."""
-        if not self._written(table):  # else `rows` will say so, to whom it concerns
+        """Copy the rows of a table that is about to be written."""
+        if not self._written(table):  # otherwise `rows` raises an error, if it is ever called
             self._kept.add(table)
             self._take([f for f, t in enumerate(self._tables) if t == table and f not in self._copies])
 
@@ -71,18 +74,18 @@ class Reader:
 
     @torch.no_grad()
     def rows(self) -> list[Tensor] | None:
-        """Per feature, the rows as they were. None: they are where they were, all of them.
+        """Return the rows of each feature as the forward read them; None if all tables still hold them.
 
         Raises:
-            InputError: they are not, and nobody has said so before.
+            InputError: a table was written without a preceding call of `keep`.
         """
         for table in self._leaves:
             if table not in self._kept and self._written(table):
                 raise InputError(
-                    f"Table '{self._name(table)}': its rows were written between a lookup and its backward, and not by "
-                    "an optimizer, whose updates are known (weight.copy_() ...); the gradient of the lookup's sample "
-                    "weights needs the rows as they were. Run the backward before rows are written, or pass weights "
-                    "that need no gradient (weights.detach())."
+                    f"Table '{self._name(table)}': its rows were written between a lookup and its backward, but not by "
+                    "an optimizer (weight.copy_() ...). The gradient of the lookup's sample weights needs the rows as "
+                    "they were. Run the backward before rows are written, or pass weights that need no gradient "
+                    "(weights.detach())."
                 )
         if not self._copies:
             return None
@@ -91,21 +94,21 @@ class Reader:
 
 
 def let_go(reader: Reader | None) -> Reader | None:
-    """What a backward that has read keeps: the reader if it may come again (`retain_graph=True`), else nothing."""
+    """Return the reader if the backward may run again (`retain_graph=True`), else None."""
     return reader if keeps_graph() else None
 
 
 def copied(weight: Tensor, ids_n: Tensor) -> Tensor:
-    """Rows of some ids `[n, D]`. Bad ids count as zeros and are told elsewhere; here they may be anything."""
+    """Copy the rows of some ids, `[n, D]`. Bad ids give any rows: they count as zeros, and kernels report them."""
     if not weight.shape[0]:
         return weight.new_zeros(ids_n.numel(), weight.shape[1])
     return weight.detach()[ids_n.long().clamp(0, weight.shape[0] - 1)]
 
 
 def places_in_copies(ids: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
-    """Where the row of each id [N] is among its feature's copies. Two segments are the same, or apart.
+    """Return the position of each id's row [N] among its feature's copies. Two segments are equal or disjoint.
 
-    Example: features' ids at (0, 1) and (1, 3) of three -> (0, 0, 1).
+    Example: two features with the ids (0, 1) and (1, 3) of three -> (0, 0, 1).
     """
     places = torch.zeros_like(ids)
     for begin, end in segments:
@@ -114,11 +117,11 @@ def places_in_copies(ids: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor
 
 
 def id_segments(offsets: Tensor, starts: Sequence[int], bags: Sequence[int]) -> list[tuple[int, int]]:
-    """Where the ids of each feature lie. On a GPU this waits.
+    """Return the range of each feature's ids. On a GPU this synchronizes.
 
     Example: offsets (0, 2, 3, 3, 7), features of 2 bags from bag 2 and from bag 0 -> (3, 7), (0, 3).
     """
-    # Features without bags may begin anywhere.
+    # The start of a feature without bags may be out of bounds.
     first = [start if count else 0 for start, count in zip(starts, bags, strict=True)]
     edges = torch.tensor([*first, *[s + b for s, b in zip(first, bags, strict=True)]], dtype=torch.int64)
     bounds = offsets[edges.to(offsets.device)].tolist()

@@ -1,10 +1,10 @@
-"""Initial values by the native library: `random_fill_` and `random_rows_` on CPU.
+"""Initial values on the native library: `random_fill_` and `random_rows_` on CPU.
 
-The words are those of `definition.py`, bit for bit, and so are uniform values. Normal values go through the
-library's own logarithm, sine and cosine in float64, the same bits on every machine; after rounding to fp32 they equal
-the reference's except where the two lie on either side of a rounding boundary (about once in a million values).
+Random words and uniform values equal those of `definition.py` bit for bit. Normal values use the library's own
+logarithm, sine and cosine in float64, with the same bits on every machine. After rounding to fp32 they equal the
+reference's, except where the two lie on different sides of a rounding boundary (about once in a million values).
 
-fp64 tiles and others the library does not read go to the reference.
+The reference fills tiles in fp64 and other tiles that the library cannot read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _random_rows(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the native library serve `random_fill_` and `random_rows_` on CPU."""
+    """Register the native `random_fill_` and `random_rows_` for CPU tensors."""
     function = library.tr_random_fill
     function.restype = None
     function.argtypes = [

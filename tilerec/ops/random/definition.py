@@ -1,7 +1,7 @@
-"""Random numbers that depend on where, not on when: a counter-based generator keyed by table, row and column.
+"""Random numbers that depend on position, not on order: a counter-based generator keyed by table, row and column.
 
 Initial values and stochastic rounding draw from Philox4x32-10 (Salmon, Moraes, Dror & Shaw, "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011). The counter of an element is its global place, so a tile has the same
+numbers: as easy as 1, 2, 3", SC 2011). The counter of an element is its global position. So a tile has the same
 bits as the slice of the whole table, on any rank, in any order.
 
   key      (seed word, table word), 32 bits each
@@ -29,15 +29,15 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 
 def table_key(seed: int, table: str) -> list[int]:
-    """The Philox key of a table: `[32-bit seed word, CRC-32 of the table's name mixed with the seed's upper half]`."""
+    """Return a table's Philox key: `[32-bit seed word, CRC-32 of the table's name xor the seed's upper half]`."""
     return [seed & _MASK, zlib.crc32(table.encode()) ^ ((seed >> 32) & _MASK)]
 
 
 def block_seed(key: Sequence[int], block: int) -> int:
-    """What torch's generators are seeded with for one block of a table's rows.
+    """Return the seed of torch's generators for one block of a table's rows.
 
-    `word 0 of philox(0, 0, 2^32 - 1, 0) + block` in the lower 32 bits, which are all that torch's CPU generator
-    takes: no two of a table's blocks have the same. Word 1 of it in the upper ones.
+    Lower 32 bits: `word 0 of philox(0, 0, 2^32 - 1, 0) + block`. torch's CPU generator uses only these bits; they
+    differ between a table's blocks. Upper 32 bits: word 1.
     """
     zero, last = torch.zeros((), dtype=torch.int64, device="cpu"), torch.tensor(_MASK, device="cpu")
     low, high, _, _ = philox((zero, zero, last, zero), key)
@@ -45,13 +45,13 @@ def block_seed(key: Sequence[int], block: int) -> int:
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, held in int64 (which wraps, keeping the right bits)."""
+    """Return high and low 32 bits of a 32 x 32 bit product, in int64 (which wraps, but keeps the right bits)."""
     product = a * constant
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words.
+    """Apply ten rounds of Philox4x32 to int64 tensors of 32-bit words.
 
     Example: counter (0, 0, 0, 0) under key (0, 0) gives 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8 (the published
     known answer).
@@ -67,8 +67,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Sequence[int]) -
 
 
 def random_words(rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, stream: int) -> Tensor:
-    """32-bit words `[R, width]` (int64) for the given global rows and columns `[column_offset, "
-    "column_offset + width)`."""
+    """Return 32-bit words `[R, width]` (int64) of these global rows and columns
+    `[column_offset, column_offset + width)`."""
     first, last = column_offset // 4, (column_offset + width + 3) // 4
     blocks = torch.arange(first, last, device=rows_R.device)
     row = rows_R.to(torch.int64)[:, None].expand(-1, blocks.numel())
@@ -85,16 +85,16 @@ LIBRARY.define(
 
 
 def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:
-    """Raise a `ConfigError` for a tile that has no place in a table, or a kind of numbers that there is not."""
+    """Raise a `ConfigError` for a tile without a valid position in a table, or for an unknown kind of numbers."""
     if out.dim() != 2 or not out.is_floating_point():
         raise ConfigError(
-            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}, wanted floating [rows, columns]."
+            f"random_fill_: a tile of shape {list(out.shape)} and type {out.dtype}; expected floating [rows, columns]."
         )
     if len(key) != 2:
-        raise ConfigError(f"random_fill_: a key of {len(key)} words, wanted 2; make it with table_key().")
+        raise ConfigError(f"random_fill_: a key of {len(key)} words; expected 2. Make it with table_key().")
     if row_offset < 0 or not 0 <= column_offset < 1 << 34:
         raise ConfigError(
-            f"random_fill_: a tile at row {row_offset}, column {column_offset}; wanted its place in the table, no "
+            f"random_fill_: a tile at row {row_offset}, column {column_offset}; expected its position in the table, no "
             "negative number, and fewer than 2^34 columns."
         )
     if kind not in ("uniform", "normal"):
@@ -104,12 +104,12 @@ def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: 
 def random_fill_reference_(
     out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
 ) -> None:
-    """Fill a tile `[rows, width]` with the values that the whole table has there.
+    """Fill a tile `[rows, width]` with the values that the whole table has at its position.
 
-    kind "uniform": `a + (b - a) * u` with u = (word >> 8) / 2^24, in fp32. kind "normal": mean a, deviation b, by
-    Box-Muller on neighbouring words: `r = sqrt(-2 ln((w0>>8) + 1) / 2^24))`, columns get `r cos`, `r sin`.
+    kind "uniform": `a + (b - a) * u` with u = (word >> 8) / 2^24, in fp32. kind "normal": mean a, standard deviation b,
+    by Box-Muller on neighbouring words: `r = sqrt(-2 ln(((w0 >> 8) + 1) / 2^24))`, columns get `r cos`, `r sin`.
 
-    Example: a [10, 4] tile at row_offset 5 equals rows 5..15 of the table filled in one go.
+    Example: a [10, 4] tile at row_offset 5 equals rows 5 to 14 of the whole table.
     """
     check_fill(out, key, row_offset, column_offset, kind)
     rows, width = out.shape
@@ -130,7 +130,7 @@ def random_rows(
     b: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`random_fill_`'s values `[R, width]` of any global rows; `a` and `b` as there."""
+    """Return `random_fill_`'s values `[R, width]` of any global rows; `a` and `b` as there."""
     if kind == "uniform":
         words = random_words(rows_R, width, key, column_offset, 0)
         u = (words >> 8).to(torch.float32) * 2.0**-24
@@ -156,12 +156,12 @@ LIBRARY.define(
 
 
 def check_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str) -> None:
-    """`check_fill` for rows anywhere; that they are no negative numbers is the caller's to know."""
+    """Run `check_fill` for any rows. The caller guarantees that row numbers are not negative."""
     check_fill(out, key, 0, column_offset, kind)
     if rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]:
         raise ConfigError(
-            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; wanted "
-            f"int64 [{out.shape[0]}], the place of each row in the table."
+            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; "
+            f"expected int64 [{out.shape[0]}], the position of each row in the table."
         )
 
 
@@ -170,7 +170,7 @@ def random_rows_reference_(
 ) -> None:
     """Fill `[R, width]` with the values that the whole table has in these rows; see `random_fill_`.
 
-    Example: rows [7, 2] of a table are rows 7 and 2 of what `random_fill_` writes into all of it.
+    Example: rows [7, 2] equal rows 7 and 2 of the whole table as `random_fill_` fills it.
     """
     check_rows(out, rows_R, key, column_offset, kind)
     if out.numel():
@@ -196,16 +196,16 @@ def _fake_random_rows(
 
 
 ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-"""Types of rows that take part in stochastic rounding."""
+"""Dtypes of rows that support stochastic rounding."""
 
 
 def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 to bf16, fp16 or fp8 (e4m3) up or down with a probability that makes the mean exact.
+    """Round fp32 to bf16, fp16 or fp8 (e4m3), up or down with probabilities that make the mean exact.
 
-    The discarded mantissa bits are compared with random bits by adding and truncating. Example, bf16: 1.0 +
-    2^-9 lies a quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
+    Random bits are added to the discarded mantissa bits, and the sum is truncated. Example, bf16: 1.0 + 2^-9 lies a
+    quarter of the way from 1.0 to the next bf16 (1.0078125), and one word in four rounds it up.
 
-    e4m3 has no infinity: what is beyond 448, its largest number, becomes that.
+    e4m3 has no infinity: values beyond 448, its largest number, become 448.
     """
     if dtype not in ROUNDED:
         return values_RC.to(dtype)
@@ -215,7 +215,7 @@ def stochastic_round(values_RC: Tensor, words_RC: Tensor, dtype: torch.dtype) ->
     if dtype is torch.bfloat16:
         kept = _from_bits((bits + (words_RC & 0xFFFF)) & 0xFFFF0000)
         return torch.where(finite, kept, values).to(torch.bfloat16)
-    # dropped bits; normal numbers begin at 2^normal; below, steps are 2^step apart
+    # dropped: mantissa bits; 2^normal: smallest normal number; 2^step: distance of subnormal numbers
     dropped, normal, step = (13, -14, -24) if dtype is torch.float16 else (20, -6, -9)
     noise = words_RC & ((1 << dropped) - 1)
     kept = _from_bits((bits + noise) & (_MASK << dropped & _MASK))

@@ -1,11 +1,11 @@
-"""Rows that begin anew: initial values, and what lies beside them (slots, gradients) as it was before the first step.
+"""Reset of rows: initial values for weights, initial numbers for slots and gradients.
 
-Whose row is given to another id, say the ids themselves (managed collision). On a GPU the host does not know which of a
-batch's ids took another's row, nor how many did; so rows come beside all ids, and most of them are none.
+Managed collision reassigns rows to other ids. On a GPU neither the ids that took another id's row nor their number is
+available on the host. So callers pass one entry per id, and most entries are -1.
 
-Nouns
-  tile    rows and columns of a table that lie here, from `row_offset` and `column_offset` on
-  beside  tensors of as many rows as the tile, each with the number that it begins with
+Terms
+  tile    the rows and columns of a table on this rank, from `row_offset` and `column_offset` on
+  beside  tensors with as many rows as the tile, each with the number that it is reset to
 
 Legend: N entries, E rows of the tile, C its columns.
 """
@@ -36,18 +36,18 @@ def check_renew(
     key: Sequence[int],
     numbers: Sequence[float],
 ) -> int:
-    """How many rows lie here; a `ConfigError` for what does not fit together."""
+    """Return the number of rows on this rank; raise a `ConfigError` for arguments that do not match."""
     if tile is not None:
         check_fill(tile, key, row_offset, column_offset, "uniform")
     held = [tensor.shape[0] for tensor in (*([] if tile is None else [tile]), *beside)]
     if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
         raise ConfigError(
-            f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for the {len(beside)} beside the tile; "
-            "wanted as many rows in each, and a number for each beside it."
+            f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
+            "expected equal numbers of rows, and one number per tensor in `beside`."
         )
     if rows_N.dtype != torch.int64 or rows_N.dim() != 1:
         raise ConfigError(
-            f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}, wanted a flat list of int64."
+            f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}; expected a flat list of int64."
         )
     return held[0] if held else 0
 
@@ -63,35 +63,35 @@ def renew_rows_reference_(
     high: float,
     numbers: Sequence[float],
 ) -> None:
-    """Write initial values into some rows of a tile, and a number into the same rows of what lies beside it.
+    """Write initial values into some rows of a tile, and a number into the same rows of each tensor in `beside`.
 
     Args:
-        rows_N: int64, rows of the whole table; those that do not lie here, and -1, are none. A row may come twice.
-        tile: `[E, C]`; it gets what `random_fill_` writes there, uniform in [low, high). None: the rows are left alone.
+        rows_N: int64, rows of the whole table. Rows outside of the tile, and -1, are skipped; duplicates are allowed.
+        tile: `[E, C]`; it gets the values of `random_fill_`, uniform in [low, high). None: no weights are reset.
         beside: `[E]` or `[E, …]`, each with its entry of `numbers`.
 
-    Tile of rows 4 to 7, beside it [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile has its initial
-    values, and beside it is [1, 0, 3, 4].
+    Tile of rows 4 to 7, beside [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile gets its initial
+    values, and beside is [1, 0, 3, 4].
     """
     held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
-    own_M = _here(rows_N, row_offset, held)
+    own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
     local_M = own_M - row_offset if row_offset else own_M
     if tile is not None:
         made = tile.new_empty(own_M.shape[0], tile.shape[1])
         torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
-        _indexed(tile).index_copy_(0, local_M, _indexed(made))
+        _indexable(tile).index_copy_(0, local_M, _indexable(made))
     for tensor, number in zip(beside, numbers, strict=True):
         if tensor.dtype in (torch.float32, torch.float64):
             tensor.index_fill_(0, local_M, number)
             continue
-        value = _indexed(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
-        _indexed(tensor).index_fill_(0, local_M, value.item())
+        value = _indexable(torch.tensor(number, dtype=tensor.dtype, device="cpu"))
+        _indexable(tensor).index_fill_(0, local_M, value.item())
 
 
-def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
-    """int64 [M]: those that lie in these rows. Where all do, as on the CPU as a rule, none is copied."""
+def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
+    """Return the rows inside the tile, int64 [M]. If all are (usual on the CPU), return `rows_N` without a copy."""
     first, last = max(row_offset, 0), row_offset + held
     if rows_N.numel() and rows_N.device.type == "cpu":
         least, most = rows_N.aminmax()
@@ -100,8 +100,8 @@ def _here(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
     return rows_N[(rows_N >= first) & (rows_N < last)]
 
 
-def _indexed(tensor: Tensor) -> Tensor:
-    """In a type that torch writes by index: of fp8 the bytes."""
+def _indexable(tensor: Tensor) -> Tensor:
+    """Return a view in a dtype that torch can write by index: fp8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 

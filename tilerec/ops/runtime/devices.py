@@ -1,6 +1,6 @@
-"""The device of a call: every tensor that an op reads or writes is on one.
+"""Check that all tensors of an op call are on one device.
 
-Devices are known on the host, so the check waits for nothing. It costs some 50 ns per tensor.
+A tensor's device is available on the host, so the check does not synchronize. It takes about 50 ns per tensor.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from tilerec.errors import InputError
 from tilerec.torch_private import device_of
 
 ANYWHERE = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
-"""Tensor arguments that may be on another device: numbers that the host reads, and rows that a cache reads from host
-memory."""
+"""Tensor arguments that may be on another device: numbers that the host reads, and table rows in host memory that a
+cache reads."""
 
 HOST_LAST = frozenset({"ordered"})
-"""Lists of tensors of which the host reads the last one."""
+"""Tensor-list arguments whose last tensor is read by the host."""
 
 
 def check_devices(weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], names: str) -> None:
-    """Raise an `InputError` for a table that is not where the ids are; `names` as in `raise_bad_id`."""
+    """Raise an `InputError` for a table on another device than the ids; `names` as in `raise_bad_id`."""
     device = ids.device
     for feature, t in enumerate(tables):
         here = weights[t].device
         if here != device:
             label = names.split(",")[feature] if names else ""
             name, _, table = label.rpartition("@")
-            fix = "move one of them with .to()"
+            fix = "Move one of them with .to()"
             if here.type == "meta":
-                fix = "give it memory and its initial values with to_empty(device=...)"
+                fix = "Give it memory and its initial values with to_empty(device=...)"
             raise InputError(
                 f"Table '{table or t}': its rows are on {here}, the ids of feature '{name or feature}' "
-                f"on {device}; {fix}."
+                f"are on {device}. {fix}."
             )
 
 
 def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[..., Any]:
-    """Return the kernel behind the check that its tensors are on one device.
+    """Return the kernel, preceded by a check that its tensors are on one device.
 
     Args:
-        op: its name, for messages.
-        schema: of the op (`torch.FunctionSchema`).
+        op: the op's name, for messages.
+        schema: the op's `torch.FunctionSchema`.
     """
     names = [argument.name for argument in schema.arguments]
     single: list[int] = []
@@ -58,7 +58,7 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
 
     @functools.wraps(kernel)
     def run(*args: Any, **named: Any) -> Any:
-        # The dispatcher leaves out trailing arguments that have their defaults.
+        # The dispatcher omits trailing arguments that equal their defaults.
         count = len(args)
         found = [args[at] for at in single if at < count and args[at] is not None]
         for at in lists:
@@ -78,15 +78,15 @@ def raise_other_device(op: str, given: Mapping[str, Any], call: Mapping[str, Any
     """Raise the `InputError` for a call whose tensors are on several devices.
 
     Args:
-        op: its name.
-        given: the tensor arguments that the check covers, by name.
-        call: all arguments, by name: "tables" and "names" of a lookup name its tables.
+        op: the op's name.
+        given: the checked tensor arguments, by name.
+        call: all arguments by name; a lookup's "tables" and "names" identify its tables in the message.
     """
-    tensors = list(_named(given))
+    tensors = list(_tensors_by_name(given))
     anchor = next((entry for entry in tensors if entry[0] in ("ids", "ids_N")), tensors[0])
-    if anchor[1].is_meta:  # one tensor of a call left on meta is likelier than all but one
+    if anchor[1].is_meta:  # a single tensor left on meta is the most likely cause
         anchor = next((entry for entry in tensors if not entry[1].is_meta), anchor)
-    elif "weights" in given and "names" in call:  # a lookup, which has names for its tables
+    elif "weights" in given and "names" in call:  # a lookup, whose tables have names
         check_devices(given["weights"], anchor[1], call["tables"], call["names"])
     name, tensor = next(entry for entry in tensors if entry[1].device != anchor[1].device)
     raise InputError(
@@ -95,7 +95,7 @@ def raise_other_device(op: str, given: Mapping[str, Any], call: Mapping[str, Any
     )
 
 
-def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors_by_name(given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for name, value in given.items():
         if isinstance(value, Tensor):
             yield name, value

@@ -1,8 +1,9 @@
-"""Who watches ops: tracers, modes and transforms see a call only if it goes by way of the dispatcher.
+"""Detection of tracers, modes and transforms: they see a call only if it passes through the dispatcher.
 
-The dispatcher turns every argument into its own and back, which costs an op of many lists some 10 us each time. An op
-that computes nothing itself (a formula that calls the op below autograd, a record that is handed in) may be called as
-the Python function that it is, if nobody watches; the op that computes is called by way of the dispatcher, always.
+The dispatcher boxes and unboxes every argument, which costs an op with many lists about 10 us per call. Some functions
+compute nothing themselves: an autograd formula that calls the op below autograd, or an op that passes on a record. They
+may be called directly as Python functions if no tracer, mode or transform is active. Ops that compute are always called
+through the dispatcher.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ _OWN = frozenset((Tensor, nn.Parameter))
 
 
 def unwatched(tensors: Iterable[Tensor]) -> bool:
-    """Whether nobody but autograd watches what is done to these: they are torch's own tensors, and no tracer, mode or
-    transform is active."""
+    """Return True if a call with these tensors may bypass the dispatcher.
+
+    It may if all are of torch's own tensor types and no tracer, mode or transform is active. Autograd does not count.
+    """
     return not (
-        torch.compiler.is_compiling()  # the rest is not asked while a graph is traced
+        torch.compiler.is_compiling()  # a tracer evaluates only this condition
         or dispatch_mode_count()
         or function_mode_count()
         or torch.jit.is_tracing()

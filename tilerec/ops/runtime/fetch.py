@@ -1,7 +1,7 @@
-"""Numbers of tensors, read together: a device is waited for once, however many there are.
+"""Read many device scalars with one synchronization per device.
 
-counts of 26 tables on a GPU, `int(count)` each     26 waits
-fetch(counts)                                       1 wait
+int(count) for each of 26 tables' counts on a GPU     26 synchronizations
+fetch(counts)                                         1 synchronization
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 
 def fetch(numbers: Sequence[Tensor]) -> list[int]:
-    """What integers (0-d, any type, any devices) are, in their order. Waits once per device, not at all for the host's.
+    """Return the values of 0-d integer tensors (any dtypes and devices), in order.
 
-    Example: tensors 4 on the host, 7 and 9 on a GPU -> [4, 7, 9], after one wait.
+    Synchronizes once per device, and not at all for CPU tensors.
+
+    Example: tensors 4 on the host, 7 and 9 on a GPU -> [4, 7, 9], after one synchronization.
     """
     places: dict[torch.device, list[int]] = {}
     for at, number in enumerate(numbers):

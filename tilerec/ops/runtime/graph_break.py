@@ -1,7 +1,7 @@
-"""Functions that a compiled program calls as they are.
+"""`graph_break`: keep a function out of compiled graphs without importing the compiler.
 
-`torch.compiler.disable` imports the compiler where it decorates, `torch._disable_dynamo` where the function is first
-called: 800 modules, two seconds. A program that never compiles needs neither.
+`torch.compiler.disable` imports the compiler at decoration, `torch._disable_dynamo` at the function's first call: 800
+modules, two seconds. A program that never compiles avoids this import.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _T = TypeVar("_T")
 
 
 def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function that is never traced: graphs break around it, and nothing it calls is compiled.
+    """Decorate a function that is never traced: graphs break at its calls, and its callees are not compiled.
 
-    Code that compiles imports the compiler; this module does not.
+    Only code that compiles imports the compiler; this module does not.
     """
     disabled = disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # The first condition is a constant to a tracer, which so never sees the second.
+        # The first condition is a constant for a tracer, so the tracer never evaluates the second.
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)

@@ -1,11 +1,10 @@
 """The `tilerec` operator namespace.
 
 Each family (`ops/lookup`, `ops/update`, …) defines its ops here, with a plain-PyTorch reference, a fake kernel
-and an autograd formula. Backends register faster kernels onto the same names.
+and an autograd formula. Backends register faster kernels for the same names.
 
-Every kernel, fake ones too, runs behind one check: the tensors of a call are on one device (`devices.py`). Without
-it the dispatcher picks a kernel by the tensors it finds, and one tensor on meta makes it the fake kernel, whose output
-nobody writes.
+Every kernel, including fake ones, is preceded by a check that all tensors of a call are on one device (`devices.py`).
+Without the check, one tensor on meta would make the dispatcher choose the fake kernel, which never writes its output.
 """
 
 from __future__ import annotations
@@ -23,10 +22,14 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 @final
 class OpLibrary(torch.library.Library):
-    """The ops of one namespace; their kernels refuse tensors of several devices."""
+    """The ops of one namespace; their kernels raise an error for tensors on several devices."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
-        """Register a kernel. An autograd formula calls one, and torch makes the one for meta of the fake kernel."""
+        """Register a kernel behind the device check.
+
+        Autograd and Meta kernels need no check: the former call a checked kernel, torch derives the latter from the
+        fake kernel.
+        """
         if dispatch_key not in ("Autograd", "Meta"):
             fn = self._checked(op_name, fn)
         super().impl(op_name, fn, dispatch_key, **options)

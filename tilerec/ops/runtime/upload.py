@@ -1,7 +1,7 @@
-"""Numbers on their way from the host to a device, without the host waiting for them.
+"""Asynchronous upload of integers from the host to a device.
 
-`torch.tensor(numbers, device="cuda")` waits until everything the device was given before is done. What a step sends
-goes through pinned memory instead; what stays the same from step to step is sent once.
+`torch.tensor(numbers, device="cuda")` blocks until the device has finished all earlier work. Numbers that change per
+step are copied through pinned memory instead; numbers that stay the same are copied once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilerec.torch_private import current_device, current_raw_stream, dispatch_m
 
 
 def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """int64 [len(numbers)] on the device."""
+    """Return the numbers as int64 [len(numbers)] on the device."""
     if torch.compiler.is_compiling():
         return torch.tensor(list(numbers), dtype=torch.int64, device=device)
     if isinstance(numbers, np.ndarray):
@@ -33,7 +33,7 @@ def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device)
         return host
     if device.type != "cuda":
         return host.to(device, non_blocking=True)
-    # Pinned memory is given out again only after the copy out of it has run.
+    # PyTorch reuses pinned memory only after the copy from it has run.
     pinned = host.pin_memory()
     if torch.cuda.is_current_stream_capturing():
         _OF_GRAPHS.append(pinned)
@@ -41,20 +41,21 @@ def upload(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device)
 
 
 _OF_GRAPHS: list[object] = []
-"""What captured CUDA graphs read at every replay: pinned memory, and what was sent before the capture."""
+"""Objects that captured CUDA graphs read at every replay: pinned memory, and tensors uploaded before the capture."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """What a function of hashable arguments makes of numbers sent to a device, made once and kept; the `most` latest.
+    """Cache the results of a function that uploads numbers to a device; keep the `most` latest results.
 
-    Once per stream: a tensor is sent on the stream that asks for it, and no other stream waits for that. So its memory,
-    when it is given up, is used again only behind the kernels that read it.
+    Arguments must be hashable and positional. Results are cached per stream: a tensor is uploaded on the stream that
+    uses it, and no other stream waits for the upload. Its memory is therefore reused only behind the kernels that
+    read it.
 
-    Under capture nothing is kept, since what is sent then is there when the graph runs, and not before. What has been
-    made, on whichever stream, is used, and stays for as long as the process, as graphs hold no references.
+    Under capture no new result is cached, since a captured upload runs only when the graph does. A result cached
+    earlier, on any stream, is used; it then lives as long as the process, since graphs hold no references.
     """
 
     def keep(make: Callable[P, T]) -> Callable[P, T]:
@@ -74,7 +75,7 @@ def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
             if found is None:
                 found = make(*args, **kwargs)
                 while len(memo) >= most:
-                    for oldest in list(memo)[:1]:  # a list: other threads write, too
+                    for oldest in list(memo)[:1]:  # a list, since other threads may write to memo
                         memo.pop(oldest, None)
                 memo[key] = found
             return found
@@ -85,25 +86,25 @@ def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def capturing() -> bool:
-    """Whether the current stream's launches go into a CUDA graph."""
+    """Return True if the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_stream() -> int:
-    """The current device's current stream, 0 without GPUs."""
+    """Return the raw handle of the current device's current stream; 0 without GPUs."""
     if not torch.cuda.is_initialized():
         return 0
     return int(current_raw_stream(current_device()))
 
 
 def constants(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """The same, made once for the numbers of a layout (`kept`); never write to it."""
-    # A tracer's tensors are of its program only.
+    """Return the numbers as a cached int64 tensor on the device (see `kept`). Never write to it."""
+    # A tracer's tensors are valid only in its own program.
     if torch.compiler.is_compiling() or dispatch_mode_count():
         return upload(numbers, device)
-    return _kept(tuple(numbers), device)
+    return _cached_constants(tuple(numbers), device)
 
 
 @kept(512)
-def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(numbers, device)

@@ -1,7 +1,7 @@
-"""What the update ops refuse, whichever backend runs: records, tables and phases that contradict themselves.
+"""Argument checks of the update ops, for every backend: inconsistent records, tables and phases.
 
-Every function raises an `InputError`. The reference calls them all; a backend calls the cheap ones, does the rest while
-it reads, and comes here for the words.
+Every function raises an `InputError`. The reference calls all of them. A backend calls the cheap ones, performs the
+others while it reads, and calls these functions for the error messages.
 
 Legend: per feature tables, starts, bags, grad_starts, grad_strides, means as in `update_rows_reference_`.
 """
@@ -18,18 +18,18 @@ from tilerec.ops.update.rules import Rule
 
 _INDEX_TYPES = (torch.int64, torch.int32)
 ANY_ROWS = (1 << 63) - 1
-"""How many rows a table has of which that is not known: every id of 64 bits but the last."""
+"""Number of rows of a table if it is unknown: it allows every 64-bit id but the last."""
 
 
 def slot_kinds(rule: Rule) -> str:
-    """Per slot of the rule "e" (one number per element) or "r" (one per row)."""
+    """Return one letter per slot of the rule: "e" (one number per element) or "r" (one per row)."""
     return "".join(kind[0] for kind in rule.slot_kinds)
 
 
 def check_record(
     op: str, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, *per_feature: Sequence[int]
 ) -> None:
-    """Raise an `InputError` for tensors of a record that are no flat lists, or lists that are not equally long.
+    """Raise an `InputError` for tensors of a record that are not flat lists, or for lists of different lengths.
 
     `per_feature`: tables, starts, bags, gradient starts, gradient strides, means.
     """
@@ -41,29 +41,29 @@ def check_record(
         and (offsets is None or (offsets.dim() == 1 and offsets.dtype in _INDEX_TYPES))
         and (sample_weights is None or sample_weights.shape == ids.shape)
     ):
-        return  # nearly always, and this is read at every update
+        return  # the usual case; this check runs at every update
     for name, values in zip(
         ("starts", "bags", "grad_starts", "grad_strides", "means"), per_feature[1:], strict=True
     ):
         if len(values) != features:
             raise InputError(
-                f"{op}: {name} has {len(values)} entries for {features} features; wanted one per feature: "
-                "check how the record was made."
+                f"{op}: {name} has {len(values)} entries for {features} features; expected one per feature. "
+                "Check how the record was made."
             )
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(
-            f"{op}: ids have shape {list(ids.shape)} and type {ids.dtype}, wanted a flat list of integers; "
-            "flatten them as the lookup does."
+            f"{op}: ids have shape {list(ids.shape)} and type {ids.dtype}; expected a flat list of integers. "
+            "Flatten them as the lookup does."
         )
     if offsets is not None and (offsets.dim() != 1 or offsets.is_floating_point()):
         raise InputError(
-            f"{op}: offsets have shape {list(offsets.shape)} and type {offsets.dtype}, wanted a flat list of "
-            "integers; make them with offsets_from_lengths()."
+            f"{op}: offsets have shape {list(offsets.shape)} and type {offsets.dtype}; expected a flat list of "
+            "integers. Make them with offsets_from_lengths()."
         )
     if sample_weights is not None and sample_weights.shape != ids.shape:
         raise InputError(
             f"{op}: sample_weights have shape {list(sample_weights.shape)}, the ids {list(ids.shape)}; "
-            "wanted one weight per id: check how weights and values were put together."
+            "expected one weight per id. Check how weights and values were put together."
         )
 
 
@@ -75,31 +75,33 @@ def check_reach(
 
     `offsets_count` None: every id is its own bag. `dims`: columns per table.
     """
-    wide = zip(tables, starts, bags, grad_starts, grad_strides, strict=True)
-    for f, (table, start, count, place, stride) in enumerate(wide):
-        who = f"{op}: feature number {f}"
+    features = zip(tables, starts, bags, grad_starts, grad_strides, strict=True)
+    for f, (table, start, count, place, stride) in enumerate(features):
+        label = f"{op}: feature number {f}"
         if not 0 <= table < len(dims):
-            raise InputError(f"{who} reads table number {table}, wanted [0, {len(dims)}); check the tables.")
+            raise InputError(
+                f"{label} reads table number {table}; expected [0, {len(dims)}). Check the tables."
+            )
         if start < 0 or count < 0:
             raise InputError(
-                f"{who} has {count} bags from bag {start} on; wanted no negative number: check the batch sizes."
+                f"{label} has {count} bags from bag {start} on; expected no negative number. Check the batch sizes."
             )
         if count == 0:
             continue
         first, last = min(place, place + (count - 1) * stride), max(place, place + (count - 1) * stride)
         if first < 0 or last + dims[table] > grad_count:
             raise InputError(
-                f"{who} reads elements [{first}, {last + dims[table]}) of a gradient of {grad_count}; pass the "
+                f"{label} reads elements [{first}, {last + dims[table]}) of a gradient of {grad_count}. Pass the "
                 "gradient of the lookup's whole output."
             )
         if offsets_count is None and start + count > ids_count:
             raise InputError(
-                f"{who} names ids [{start}, {start + count}) of {ids_count}; check the starts of the features."
+                f"{label} reads ids [{start}, {start + count}) of {ids_count}. Check the starts of the features."
             )
         if offsets_count is not None and start + count >= offsets_count:
             raise InputError(
-                f"{who} has bags [{start}, {start + count}), but there are {offsets_count} offsets, wanted "
-                f"{start + count + 1} or more; check the batch sizes."
+                f"{label} has bags [{start}, {start + count}), but there are {offsets_count} offsets; expected "
+                f"{start + count + 1} or more. Check the batch sizes."
             )
 
 
@@ -107,16 +109,16 @@ def check_tables(
     op: str, weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rule: str, column_offsets: Sequence[int],
     *per_table: tuple[Sequence[object], int],
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for tables, slots or per-table lists that do not belong together.
+    """Raise an `InputError` for tables, slots or per-table lists that do not match.
 
-    `kinds`: per slot of the rule "e" (one number per element) or "r" (one per row); `per_table`: lists, each with how
-    many entries it has per table.
+    `kinds`: per slot of the rule "e" (one number per element) or "r" (one per row); `per_table`: lists, each with its
+    number of entries per table.
     """
     count = len(weights)
     for values, each in ((column_offsets, 1), *per_table):
         if len(values) != each * count:
             raise InputError(
-                f"{op}: a list of {len(values)} numbers for {count} tables, wanted {each} per table (steps, seeds, "
+                f"{op}: a list of {len(values)} numbers for {count} tables; expected {each} per table (steps, seeds, "
                 "row_offsets, column_offsets)."
             )
     for t, offset in enumerate(column_offsets):
@@ -124,34 +126,34 @@ def check_tables(
             raise InputError(f"{op}: column offset {offset} of table number {t} is outside [0, 2^34).")
     if len(slots) != count * len(kinds):
         raise InputError(
-            f"{op}: rule {rule!r} got {len(slots)} slots for {count} tables, wanted {len(kinds)} per table; make them "
-            "from the optimizer's spec."
+            f"{op}: rule {rule!r} got {len(slots)} slots for {count} tables; expected {len(kinds)} per table. Make "
+            "them from the optimizer's spec."
         )
     for t, weight in enumerate(weights):
         if weight.dim() != 2:
             raise InputError(
-                f"{op}: the weight of table number {t} has shape {list(weight.shape)}, wanted [rows, dim]."
+                f"{op}: the weight of table number {t} has shape {list(weight.shape)}; expected [rows, dim]."
             )
         for k, kind in enumerate(kinds):
             slot = slots[t * len(kinds) + k]
             if slot.shape != (weight.shape if kind == "e" else weight.shape[:1]):
                 raise InputError(
-                    f"{op}: slot {k} of table number {t} (rule {rule!r}) has shape {list(slot.shape)}, wanted "
-                    f"{list(weight.shape if kind == 'e' else weight.shape[:1])}; make it from the optimizer's spec."
+                    f"{op}: slot {k} of table number {t} (rule {rule!r}) has shape {list(slot.shape)}; expected "
+                    f"{list(weight.shape if kind == 'e' else weight.shape[:1])}. Make it from the optimizer's spec."
                 )
 
 
 def check_names(op: str, row_names: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Names of rows as backends read them: per table int64 `[rows]`, contiguous, or empty."""
+    """Return row names in the form that backends read: per table int64 `[rows]`, contiguous, or empty."""
     if len(row_names) != len(rows):
         raise InputError(
-            f"{op}: {len(row_names)} tensors of row names for {len(rows)} tables; wanted one each."
+            f"{op}: {len(row_names)} tensors of row names for {len(rows)} tables; expected one each."
         )
     for t, (names, count) in enumerate(zip(row_names, rows, strict=True)):
         if names.dtype != torch.int64 or names.dim() != 1 or names.shape[0] not in (0, count):
             raise InputError(
-                f"{op}: row names of table number {t} have shape {list(names.shape)} and type {names.dtype}, wanted "
-                f"int64 [{count}], or [0] where rows have their own numbers."
+                f"{op}: row names of table number {t} have shape {list(names.shape)} and type {names.dtype}; expected "
+                f"int64 [{count}], or [0] if rows use their own numbers."
             )
     return [names.contiguous() for names in row_names]
 
@@ -160,15 +162,13 @@ def check_parts(
     op: str, made: Rule, rule: str, weights: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
     scalars: Sequence[Tensor], dims: Sequence[int], phase: int | None,
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for arrays of a phase that do not fit; `phase` None: the apply, after all phases."""
+    """Raise an `InputError` for arrays of a phase that do not match; `phase` None: the apply, after all phases."""
     if phase is not None and not 0 <= phase < made.phases:
-        raise InputError(
-            f"{op}: phase {phase} of rule {rule!r}, which has {made.phases}; count them with the rule."
-        )
+        raise InputError(f"{op}: phase {phase} of rule {rule!r}, which has {made.phases} phases.")
     sizes = {"rows": len(rows), "gradients": len(grads), "scalars": len(scalars), "dims": len(dims)}
     for name, size in sizes.items():
         if size != len(weights):
-            raise InputError(f"{op}: {size} {name} for {len(weights)} tables; wanted one per table.")
+            raise InputError(f"{op}: {size} {name} for {len(weights)} tables; expected one per table.")
     wanted = sum(made.sums(p) for p in range(made.phases if phase is None else phase))
     for t, (weight, rows_U, grads_UW, scalars_PU) in enumerate(
         zip(weights, rows, grads, scalars, strict=True)
@@ -176,42 +176,42 @@ def check_parts(
         distinct, width = rows_U.numel(), weight.shape[1]
         if rows_U.dim() != 1 or rows_U.is_floating_point():
             raise InputError(
-                f"{op}: rows have shape {list(rows_U.shape)} and type {rows_U.dtype}, wanted flat integers (table "
+                f"{op}: rows have shape {list(rows_U.shape)} and type {rows_U.dtype}; expected flat integers (table "
                 f"number {t})."
             )
         if grads_UW.shape != (distinct, width):
             raise InputError(
-                f"{op}: gradients have shape {list(grads_UW.shape)}, wanted [{distinct}, {width}] (rows, the part's "
+                f"{op}: gradients have shape {list(grads_UW.shape)}; expected [{distinct}, {width}] (rows, the part's "
                 f"columns; table number {t})."
             )
         if scalars_PU.shape != (wanted, distinct):
             raise InputError(
-                f"{op}: scalars have shape {list(scalars_PU.shape)}, wanted [{wanted}, {distinct}]: the row sums of "
-                f"the phases so far, one after the other (table number {t})."
+                f"{op}: scalars have shape {list(scalars_PU.shape)}; expected [{wanted}, {distinct}]: the row sums of "
+                f"the phases so far, concatenated (table number {t})."
             )
 
 
 def raise_bad_row(op: str, id_: int, feature: int, position: int, rows: int, table: int) -> None:
-    """Raise the `InputError` for an id of a record that is no row of its table."""
+    """Raise the `InputError` for an id of a record that is not a row of its table."""
     raise InputError(
         f"{op}: id {id_} of feature number {feature} (position {position}) is outside [0, {rows}) of table number "
-        f"{table}; the ids were changed after the lookup, or never looked up."
+        f"{table}. The ids were changed after the lookup, or never looked up."
     )
 
 
 def raise_bad_offset(op: str, feature: int, position: int, value: int, ids: int) -> None:
-    """Raise the `InputError` for offsets that do not ascend within the ids."""
+    """Raise the `InputError` for offsets that do not ascend within the number of ids."""
     raise InputError(
-        f"{op}: offsets of feature number {feature} fall, or leave the ids: offsets[{position}] is {value}; they must "
-        f"ascend within [0, {ids}], the number of ids."
+        f"{op}: offsets of feature number {feature}: offsets[{position}] is {value}; expected ascending numbers in "
+        f"[0, {ids}], up to the number of ids."
     )
 
 
 def check_sum(rows: int, dim: int) -> None:
-    """Raise an `InputError` for a table that cannot be."""
+    """Raise an `InputError` for a table with a negative number of rows or columns."""
     if rows < 0 or dim < 0:
         raise InputError(
-            f"sum_row_gradients: a table of {rows} rows of {dim} columns; wanted no negative number."
+            f"sum_row_gradients: a table of {rows} rows of {dim} columns; expected no negative number."
         )
 
 
@@ -219,7 +219,7 @@ def check_ids(
     op: str, ids: Tensor, offsets: Tensor | None, rows: Sequence[int], tables: Sequence[int], starts: Sequence[int],
     bags: Sequence[int],
 ) -> None:  # fmt: skip
-    """Raise an `InputError` for the first offset or id that is not to be followed."""
+    """Raise an `InputError` for the first bad offset or id."""
     for f, (table, start, count) in enumerate(zip(tables, starts, bags, strict=True)):
         begin, end = start, start + count
         if offsets is not None and count:

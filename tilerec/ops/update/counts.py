@@ -1,13 +1,13 @@
-"""Update counts and learning rates that lie where the rows are, so that a captured step goes on with every replay.
+"""Update counts and learning rates in tensors, so that every replay of a captured step uses new values.
 
-Nouns
-  count   how many updates a table has had: int64, 0-d. An update reads t = count + 1 and leaves t there
-  rate    the learning rate: floating point, 0-d; whoever schedules it writes into it
+Terms
+  count   number of a table's updates: int64, 0-d. An update reads t = count + 1 and writes t back
+  rate    the learning rate: floating point, 0-d; a schedule writes into it
 
-A number that an op gets by value is frozen in a CUDA graph. What an op reads from a tensor is not: so `update_rows_`
-and the ops of parts take counts and rate as tensors, too. On the CPU they mean the same.
+A CUDA graph freezes numbers that an op gets by value, but not the content of tensors. So `update_rows_` and the ops of
+parts also accept counts and the rate as tensors, with the same meaning on the CPU.
 
-    counts (4, 7), rate 0.1    one update    tables see t = 5 and t = 8, and lr 0.1; counts are (5, 8)
+    counts (4, 7), rate 0.1    one update    tables use t = 5 and t = 8, and lr 0.1; counts are (5, 8)
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tilerec.torch_private import foreach_add_
 def check_counts(
     op: str, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None, tables: int
 ) -> None:
-    """Raise an `InputError` for counts or a rate that are none, or that are given twice."""
+    """Raise an `InputError` for counts or a rate that are invalid or given twice."""
     if counts is None:
         if lr is not None:
-            raise InputError(f"{op}: got lr as a tensor without counts; pass both, or lr in hyper[0].")
+            raise InputError(f"{op}: got lr as a tensor without counts. Pass both, or lr in hyper[0].")
         return
     if len(steps):
         raise InputError(
-            f"{op}: got {len(steps)} steps and {len(counts)} counts, which say the same; pass steps=[]."
+            f"{op}: got {len(steps)} steps and {len(counts)} counts; expected one of the two. Pass steps=[]."
         )
     if len(counts) != tables:
-        raise InputError(f"{op}: got {len(counts)} counts for {tables} tables; wanted one each.")
+        raise InputError(f"{op}: got {len(counts)} counts for {tables} tables; expected one each.")
     if {count.dtype for count in counts} - {torch.int64} or any([count.dim() for count in counts]):  # noqa: C419
         t = next(t for t, count in enumerate(counts) if count.dtype != torch.int64 or count.dim())
         raise InputError(
-            f"{op}: the count of table number {t} has shape {list(counts[t].shape)} and type {counts[t].dtype}, wanted "
-            "int64 []; make it with torch.zeros((), dtype=torch.int64, device=...)."
+            f"{op}: the count of table number {t} has shape {list(counts[t].shape)} and type {counts[t].dtype}; "
+            "expected int64 []. Make it with torch.zeros((), dtype=torch.int64, device=...)."
         )
     if lr is not None and (lr.dim() or not lr.is_floating_point()):
         raise InputError(
-            f"{op}: lr has shape {list(lr.shape)} and type {lr.dtype}, wanted one floating-point number, []; make it "
+            f"{op}: lr has shape {list(lr.shape)} and type {lr.dtype}; expected one floating-point number, []. Make it "
             "with torch.tensor(0.1, device=...)."
         )
 
@@ -53,7 +53,7 @@ def numbers_of_step(
     op: str, steps: Sequence[int], hyper: Sequence[float], counts: Sequence[Tensor] | None, lr: Tensor | None,
     tables: int,
 ) -> tuple[Sequence[int], Sequence[float]]:  # fmt: skip
-    """`steps` and `hyper` with what the tensors say in their places; waits for a device that they lie on."""
+    """Return `steps` and `hyper` with the tensors' values in their places; synchronizes with the tensors' device."""
     check_counts(op, steps, counts, lr, tables)
     if counts is None:
         return steps, hyper
@@ -63,16 +63,16 @@ def numbers_of_step(
 
 
 def read_counts(counts: Sequence[Tensor]) -> list[int]:
-    """The numbers; waits for a device that they lie on."""
+    """Return the counts as ints; synchronizes with their device."""
     return list(map(int, map(Tensor.item, counts)))
 
 
 def advance(counts: Sequence[Tensor] | None) -> None:
-    """An update has been made."""
+    """Add 1 to each count after an update."""
     if not counts:
         return
     if all([count.dtype == torch.int64 and count.is_cpu for count in counts]):  # noqa: C419
-        # In place, in a quarter of the time of an op per count: a step has as many as tables.
+        # Write through ctypes, in a quarter of the time of an op per count: a step has one count per table.
         for number in map(ctypes.c_int64.from_address, map(Tensor.data_ptr, counts)):
             number.value += 1
     else:

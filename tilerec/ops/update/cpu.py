@@ -1,6 +1,6 @@
-"""The update ops served by the native library: `native/update.h` says what its functions do.
+"""Update ops on the native library; `native/update.h` specifies its functions.
 
-Tensors the library does not read (fp64 rows or gradients, rows that are not contiguous) go to the reference.
+The reference handles tensors that the library cannot read: fp64 rows or gradients, rows that are not contiguous.
 
 Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, K sums of a phase.
 """
@@ -45,7 +45,7 @@ from tilerec.ops.update.rules import make_rule
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule as the library knows it: its number, and how many numbers its `hyper` has."""
+    """A rule's number in the library, and the length of its `hyper`."""
 
     number: int
     hypers: int
@@ -64,15 +64,15 @@ _RULES = {
 }
 
 
-# Empty tensors have no address, and none means to the library that every id is its own bag.
-_NOTHING = ctypes.c_int64()
-_NOWHERE = ctypes.addressof(_NOTHING)
+# Empty tensors have a null address, which for the library would mean that every id is its own bag.
+_EMPTY = ctypes.c_int64()
+_EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
 _FP32 = {torch.float32}
-_SERVED = set(DTYPES)
+_SUPPORTED = set(DTYPES)
 
 
 def _slot_kinds(rule: str, hyper: Sequence[float]) -> str:
-    """Per slot "e" (one value per element) or "r" (one per row): `update_checks.slot_kinds` without making the rule."""
+    """Return "e" (one value per element) or "r" (one per row) per slot: `checks.slot_kinds` without making the rule."""
     if rule == "sgd":
         return "e" if hyper[4] else ""
     if rule in ("adagrad", "lars_sgd"):
@@ -92,9 +92,9 @@ def _describe(
     sample_weights: Tensor | None,
     *per_feature: Sequence[int],
 ) -> tuple[Gradient, object]:
-    """The record as the library reads it, and what must stay alive as long: the memory behind its lists, and tensors.
+    """Return the record as the library reads it, and objects to keep alive: the memory of its lists, and tensors.
 
-    ids int32 or int64, offsets int64, weights fp32, all contiguous: what is so already is not copied.
+    ids are int32 or int64, offsets int64, weights fp32, all contiguous. Tensors of this form are not copied.
     """
     check_record(op, ids, offsets, sample_weights, *per_feature)
     grad = grad.contiguous()
@@ -108,7 +108,7 @@ def _describe(
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
     at = numbers.buffer_info()[0]
     record = Gradient(
-        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _NOWHERE,
+        grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _EMPTY_ADDRESS,
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
         DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
@@ -128,7 +128,7 @@ def _describe_rows(
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
 ) -> tuple[Rows, object] | None:
-    """The tables as the library reads them, and the memory behind its lists; None: slots that it does not read."""
+    """Return the tables as the library reads them, and the memory of its lists; None: it cannot read the slots."""
     known = _RULES.get(rule)
     if known is None or (rule != "store" and len(hyper) != known.hypers):
         make_rule(rule, hyper)  # raises
@@ -137,7 +137,7 @@ def _describe_rows(
     count = len(weights)
     # Lists and sets, not generators: with 26 tables every tenth of a microsecond counts 26 times.
     shapes = [w.shape for w in weights]
-    fit = (
+    matches = (
         len(slots) == count * len(kinds)
         and len(steps) == len(row_offsets) == len(column_offsets) == count
         and len(seeds) == 2 * count
@@ -145,16 +145,16 @@ def _describe_rows(
     try:
         rows, dims = [rows for rows, _ in shapes], [dim for _, dim in shapes]
     except ValueError:
-        fit = False
+        matches = False
     for k, kind in enumerate(kinds):
-        if not fit:
+        if not matches:
             break
         own = slots[k :: len(kinds)]
-        # One number per row: only how many (its shape takes three times as long).
-        fit = (
+        # Compare row slots by number of elements only (comparing shapes takes three times as long).
+        matches = (
             [slot.shape for slot in own] == shapes if kind == "e" else [slot.numel() for slot in own] == rows
         )
-    if not fit:
+    if not matches:
         check_tables(
             op, weights, slots, kinds, rule, column_offsets, (steps, 1), (seeds, 2), (row_offsets, 1)
         )
@@ -163,7 +163,7 @@ def _describe_rows(
         return None
     at_weights, at_slots = [w.data_ptr() for w in weights], [s.data_ptr() for s in slots]
     names = None if row_names is None else check_names(op, row_names, rows)
-    at_names = [] if names is None else [n.data_ptr() for n in names]  # no memory: the table's rows have none
+    at_names = [] if names is None else [n.data_ptr() for n in names]  # null: the table's rows have no names
     numbers = array(
         "q", [*at_weights, *at_slots, *rows, *dims, *steps, *seeds, *row_offsets, *column_offsets, *at_names]
     )
@@ -186,7 +186,7 @@ _TOO_MANY, _BAD_COLUMN, _NO_ROWS = 5, 6, 7
 
 def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], ids: int) -> None:
     if report.status == NO_MEMORY:
-        raise MemoryError(f"{op}: no memory to sort the ids of {report.value} occurrences or columns.")
+        raise MemoryError(f"{op}: out of memory to sort the ids of {report.value} occurrences or columns.")
     if report.status == BAD_ID:
         table = tables[report.feature]
         raise_bad_row(op, report.value, report.feature, report.position, rows[table], table)
@@ -194,11 +194,11 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], 
         raise_bad_offset(op, report.feature, report.position, report.value, ids)
     if report.position == _TOO_MANY:
         raise InputError(
-            f"{op}: {report.value} ids read one table, wanted fewer than 2^32 - 1; split the batch."
+            f"{op}: {report.value} ids read one table; expected fewer than 2^32 - 1. Split the batch."
         )
     if report.position == _NO_ROWS:
         raise InputError(
-            f"{op}: table number {report.feature}, or its optimizer state, has no memory; give it memory with "
+            f"{op}: table number {report.feature}, or its optimizer state, has no memory. Give it memory with "
             "to_empty(device=...) and load it, or do not update it."
         )
     if report.position == _BAD_COLUMN:
@@ -206,19 +206,19 @@ def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], 
             f"{op}: column offset {report.value} of table number {report.feature} is outside [0, 2^34)."
         )
     raise AssertionError(
-        f"{op}: the gradient record contradicts itself (feature {report.feature}, check {report.position})"
+        f"{op}: the gradient record is inconsistent (feature {report.feature}, check {report.position})"
     )
 
 
-def _served(grad: Tensor, weights: Sequence[Tensor]) -> bool:
+def _is_supported(grad: Tensor, weights: Sequence[Tensor]) -> bool:
     if grad.dtype not in DTYPES:
         return False
     # Lists and sets, as above.
-    return {w.dtype for w in weights} <= _SERVED and all([w.is_contiguous() for w in weights])  # noqa: C419
+    return {w.dtype for w in weights} <= _SUPPORTED and all([w.is_contiguous() for w in weights])  # noqa: C419
 
 
 def register(library: ctypes.CDLL) -> None:
-    """Let the library serve the update ops on the CPU."""
+    """Register the native update kernels for CPU tensors."""
     pointer, number, count = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     call_update = _function(library, "tr_update_rows", None, pointer, pointer, number, pointer, pointer)
     call_begin = _function(library, "tr_sum_begin", pointer, *[pointer] * 3, count, number, pointer, pointer)
@@ -240,7 +240,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "update_rows_"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         rows = None
-        if _served(grad, weights):
+        if _is_supported(grad, weights):
             rows = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
@@ -332,7 +332,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "rule_partials"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
-        if _served_parts(weights, grads):
+        if _parts_are_supported(weights, grads):
             zeros = [0] * len(weights)
             described = _describe_rows(
                 op, weights, slots, rule, hyper, steps, zeros + zeros, zeros, column_offsets
@@ -384,7 +384,7 @@ def register(library: ctypes.CDLL) -> None:
         op = "rule_apply_"
         steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
         described = None
-        if _served_parts(weights, grads):
+        if _parts_are_supported(weights, grads):
             described = _describe_rows(
                 op, weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names
             )
@@ -415,20 +415,20 @@ def register(library: ctypes.CDLL) -> None:
         LIBRARY.impl(kernel.__name__, kernel, "CPU")
 
 
-def _served_parts(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    return {g.dtype for g in grads} <= _FP32 and bool(grads) and _served(grads[0], weights)
+def _parts_are_supported(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    return {g.dtype for g in grads} <= _FP32 and bool(grads) and _is_supported(grads[0], weights)
 
 
 def _describe_parts(
     rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], dims: Sequence[int]
 ) -> tuple[Parts, object, list[int]]:
-    """The parts as the library reads them, what must stay alive as long, and how many rows each has."""
+    """Return the parts as the library reads them, objects to keep alive, and the number of rows of each part."""
     rows = [
         r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous() for r in rows
     ]
     grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
     strided = []
-    for s in scalars:  # sums may lie apart (of several tables, one after the other), a sum's rows may not
+    for s in scalars:  # sums may be strided (several tables share a tensor), the rows of a sum may not
         if s.dtype != torch.float32 or (s.shape[1] > 1 and s.stride(1) != 1):
             s = s.to(torch.float32).contiguous()
         strided.append(s)

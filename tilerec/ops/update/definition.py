@@ -1,18 +1,17 @@
-"""Updating rows: sum the step's gradients per row, apply a row rule once per distinct row.
+"""Update of rows: sum the step's gradients per row, apply a row rule once per distinct row.
 
-Nouns
-  gradient record   row gradients not yet materialised: an output gradient, the ids it belongs to, and where
-      each feature's
-                    bags lie in both
-  distinct rows     the step's (table, row) pairs, each once, ascending
-  part              some columns of a table; its rule runs in phases, the row sums being added over the parts
-                    in between
+Terms
+  gradient record   row gradients that are not yet materialised: an output gradient, its ids, and the position of each
+                    feature's bags in both
+  distinct rows     the step's (table, row) pairs without repetition, ascending
+  part              some columns of a table; its rule runs in phases, and row sums are added over the parts after each
+                    phase
 
-  G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in the order (feature,
-  occurrence), in fp32 row, slots = rule(G, row, slots)      exactly once per distinct row
+  G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in fp32, ordered by (feature, occurrence)
+  row, slots = rule(G, row, slots)      exactly once per distinct row
 
-The ops about distinct rows exist for one table and for several at once (`..._of_tables`, `..._to_tables_`): one
-table is a list of one.
+Ops on distinct rows exist for one table and for several tables (`..._of_tables`, `..._to_tables_`). The former call
+the latter with lists of one table.
 
 Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W columns of a part, P row sums of the
 phases so far, K terms of a phase, S slots per table.
@@ -80,7 +79,7 @@ LIBRARY.define(
 )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -97,9 +96,9 @@ def sum_row_gradients_reference(
     grad_strides: Sequence[int],
     means: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Distinct rows of one table `[U]` (int64, ascending) and their summed gradients `[U, D]`.
+    """Return the distinct rows of one table `[U]` (int64, ascending) and their summed gradients `[U, D]`.
 
-    `rows` 0: how many rows the table has is not known. ids, offsets and the lists per feature: as in
+    `rows` 0: the table's number of rows is unknown. ids, offsets and the lists per feature: as in
     `update_rows_reference_`.
 
     Example: two bags, ids (3, 1 | 3), gradient rows (1), (10) of dim 1 -> rows (1, 3), gradients (1, 11).
@@ -126,16 +125,16 @@ def sum_row_gradients_of_tables_reference(
     means: Sequence[int],
     ordered: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct rows of T tables, and their summed gradients.
+    """Return the distinct rows of T tables, and their summed gradients.
 
     Args:
-        rows, dims: per table: rows (0: not known) and columns.
+        rows, dims: per table: rows (0: unknown) and columns.
         tables: per feature, the table it reads; the rest as in `update_rows_reference_`.
-        ordered: what `order_rows` gave for tables of these rows and one column each; read where occurrences are sorted.
+        ordered: the result of `order_rows` for tables of these rows and one column each; read by backends that sort.
 
     Returns:
-        rows (int64, ascending in each table) and gradients (flat), table after table, and how many rows each has (int64
-        `[T]`, on the CPU).
+        rows (int64, ascending in each table) and gradients (flat), table after table, and the number of distinct rows
+        per table (int64 `[T]`, on the CPU).
 
     Example: tables of 1 and 2 columns, each with one bag, ids (3, 3 | 0), gradient row (1, 5, 7) -> rows (3, 0),
     gradients (2, 5, 7), counts (1, 1).
@@ -165,14 +164,14 @@ def _sum_rows(
     grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, dim: int, starts: Sequence[int],
     bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums of a record that is known to be good."""
-    wide = _wide(grad.dtype)
-    flat = grad.contiguous().view(-1)  # `reshape` may keep a stride
+    """Return the row sums of a record that has been checked."""
+    accum_dtype = _accum_dtype(grad.dtype)
+    flat = grad.contiguous().view(-1)  # `reshape` may return a strided view
     all_ids, all_rows = [], []
     for first, count, place, stride, mean in zip(starts, bags, grad_starts, grad_strides, means, strict=True):
-        if count == 0:  # its places may lie anywhere
+        if count == 0:  # its place may be out of bounds
             continue
-        grad_BD = flat.as_strided((count, dim), (stride, 1), place + flat.storage_offset()).to(wide)
+        grad_BD = flat.as_strided((count, dim), (stride, 1), place + flat.storage_offset()).to(accum_dtype)
         if offsets is None:
             begin, end = first, first + count
             rows_nD = grad_BD
@@ -181,14 +180,14 @@ def _sum_rows(
             begin, end = int(bounds[0]), int(bounds[-1])
             lengths_B = bounds[1:] - bounds[:-1]
             if mean:
-                grad_BD = grad_BD / lengths_B.clamp(min=1).to(wide)[:, None]
+                grad_BD = grad_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
             rows_nD = torch.repeat_interleave(grad_BD, lengths_B, dim=0)
         if sample_weights is not None:
-            rows_nD = rows_nD * sample_weights[begin:end].to(wide)[:, None]
+            rows_nD = rows_nD * sample_weights[begin:end].to(accum_dtype)[:, None]
         all_ids.append(ids[begin:end].to(torch.int64))
         all_rows.append(rows_nD)
     if not all_ids:
-        return ids.new_zeros(0, dtype=torch.int64), grad.new_zeros((0, dim), dtype=wide)
+        return ids.new_zeros(0, dtype=torch.int64), grad.new_zeros((0, dim), dtype=accum_dtype)
     rows_U, inverse_N = torch.unique(torch.cat(all_ids), return_inverse=True)
     grads_ND = torch.cat(all_rows)
     # index_add_ adds in occurrence order on the CPU, so equal inputs give equal bits.
@@ -196,11 +195,11 @@ def _sum_rows(
 
 
 def _gather(weight: Tensor, slots: Sequence[Tensor], rows: Tensor, grads: Tensor, grad_scale: float) -> Any:
-    wide = _wide(weight.dtype)
-    g = grads.to(wide)
+    accum_dtype = _accum_dtype(weight.dtype)
+    g = grads.to(accum_dtype)
     if grad_scale != 1.0:
         g = g / grad_scale
-    return g, weight[rows].to(wide), [slot[rows].to(wide) for slot in slots]
+    return g, weight[rows].to(accum_dtype), [slot[rows].to(accum_dtype) for slot in slots]
 
 
 def rule_partials_reference(
@@ -217,7 +216,7 @@ def rule_partials_reference(
     hyper: Sequence[float],
     step: int,
 ) -> Tensor:
-    """This part's share of the row sums of a phase: `[U, K, 1]`, or `[U, K, blocks]` if exact."""
+    """Return this part's contribution to the row sums of a phase: `[U, K, 1]`, or `[U, K, blocks]` if exact."""
     flat = rule_partials_of_tables_reference(
         [weight],
         slots,
@@ -240,13 +239,13 @@ def _of_one_table(
     flat: Tensor, weight: Tensor, rows: Tensor, phase: int, exact: bool, column_offset: int, rule: str,
     hyper: Sequence[float],
 ) -> Tensor:  # fmt: skip
-    """The sums of one table's part in their shape."""
+    """Return the sums of one table's part as a view of shape `[U, K, blocks]`."""
     blocks = block_count(column_offset, weight.shape[1]) if exact else 1
     return flat.view(rows.numel(), make_rule(rule, hyper).sums(phase), blocks)
 
 
 def block_count(column_offset: int, width: int) -> int:
-    """How many aligned blocks of 8 columns a part touches. Example: columns 5..10 -> 2."""
+    """Return the number of aligned blocks of 8 columns that a part touches. Example: columns 5 to 10 -> 2."""
     return (column_offset % BLOCK + width + BLOCK - 1) // BLOCK
 
 
@@ -267,15 +266,17 @@ def rule_partials_of_tables_reference(
     counts: Sequence[Tensor] | None = None,
     lr: Tensor | None = None,
 ) -> Tensor:
-    """Shares of T parts in the row sums of a phase, flat: per part `[U, K, 1]`, or `[U, K, blocks]` if exact.
+    """Return the contributions of T parts to the row sums of a phase, flat.
+
+    Each part has `[U, K, 1]` sums, or `[U, K, blocks]` if exact.
 
     Args:
-        weights, slots, steps, column_offsets, counts, lr: as in `update_rows_reference_`, but counts stay as they are:
-            the update is still to come.
+        weights, slots, steps, column_offsets, counts, lr: as in `update_rows_reference_`, but counts do not change,
+            since the update follows later.
         rows, grads, scalars: per part: distinct rows `[U]`, their gradients `[U, W]`, the row sums so far `[P, U]`.
         dims: per part, the columns of the whole row.
-        exact: a sum for every aligned block of 8 global columns that the part touches.
-        finite: one more sum, K + 1 in all: in every place 1 if the row's gradient is finite in this part, else 0.
+        exact: return one sum per aligned block of 8 global columns that the part touches.
+        finite: return one more sum, K + 1 in all: 1 everywhere if the row's gradient is finite in this part, else 0.
 
     Example: a part of 2 columns, "rowwise_adagrad", gradient rows (3, 4), (1, inf), finite -> (25, 1, inf, 0).
     """
@@ -294,7 +295,7 @@ def rule_partials_of_tables_reference(
 
 
 class _Part(NamedTuple):
-    """One part of a table, and the step's rows of it."""
+    """One part of a table, and the part's rows in this step."""
 
     weight: Tensor
     slots: Sequence[Tensor]
@@ -340,7 +341,7 @@ def rule_apply_reference_(
     row_offset: int,
     column_offset: int,
 ) -> None:
-    """Write the rows and slots of a part, given the reduced row sums `[P, U]` of all phases."""
+    """Update the rows and slots of a part, given the reduced row sums `[P, U]` of all phases."""
     rule_apply_to_tables_reference_(
         [weight],
         slots,
@@ -374,7 +375,7 @@ def rule_apply_to_tables_reference_(
     counts: Sequence[Tensor] | None = None,
     lr: Tensor | None = None,
 ) -> None:
-    """Write the rows and slots of T parts, given the reduced row sums of all phases.
+    """Update the rows and slots of T parts, given the reduced row sums of all phases.
 
     weights, slots, steps, seeds, row_offsets, column_offsets, row_names, counts, lr: as in `update_rows_reference_`;
     rows, grads, scalars, dims: as in `rule_partials_of_tables_reference`.
@@ -398,7 +399,7 @@ def rule_apply_to_tables_reference_(
 
 
 def _names(op: str, row_names: Sequence[Tensor] | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Per table the names of its rows, None where they have none."""
+    """Return the row names of each table, None for a table without."""
     if row_names is None:
         return [None] * len(weights)
     checked = check_names(op, row_names, [weight.shape[0] for weight in weights])
@@ -445,30 +446,30 @@ def update_rows_reference_(
     lr: Tensor | None = None,
     ordered: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Sum and apply for tables that share a rule; rows whose summed gradient is not finite are left alone.
+    """Sum gradients and apply one rule to several tables. Rows whose summed gradient is not finite are skipped.
 
-    The rule "store" (dense gradients) leaves none alone: infinities and NaNs are stored, and none is counted.
+    The rule "store" (dense gradients) skips no row: it stores infinities and NaNs, and counts none.
 
     Args:
         weights: T tables `[rows, dim]`; `slots[t * S + k]` is slot k of table t.
         grad: output gradient; the row gradient of feature f's bag b begins at element `grad_starts[f] + b *
             grad_strides[f]`.
-        ids, offsets, sample_weights: as in the lookup; `offsets=None` says that every id is its own bag.
-        tables, starts, bags, means: per feature: its table, its first bag, how many bags, 1 for mean pooling.
-        hyper: the rule's numbers, `spec/optimizer.py` gives their order.
+        ids, offsets, sample_weights: as in the lookup; with `offsets=None` every id is its own bag.
+        tables, starts, bags, means: per feature: its table, first bag, number of bags, 1 for mean pooling.
+        hyper: the rule's numbers, in the order that `spec/optimizer.py` defines.
         steps: per table, its update count after this update.
-        seeds, row_offsets, column_offsets: key words (two per table) and global place for stochastic rounding.
-        row_names: per table int64 `[rows]`, or `[0]`: row r goes by the number `names[r]` in random words and in what
-            is returned (a cache's lines hold rows of all numbers). None: by r.
-        counts: per table its update count where the ids are, int64 0-d. The update reads `counts[t] + 1` in place of
-            `steps` (then empty) and leaves it there, whether or not the record has rows of the table: a captured call
-            counts on with every replay.
-        lr: 0-d, with `counts`: the learning rate, in place of `hyper[0]`.
-        ordered: what `order_rows` made of the same tables, ids, weights and lists per feature, for backends that sort;
-            this one has no use for it.
+        seeds, row_offsets, column_offsets: key words (two per table) and global position, for stochastic rounding.
+        row_names: per table int64 `[rows]`, or `[0]`: random words and the result use the number `names[r]` for row r
+            (lines of a cache hold rows with any numbers). None: they use r.
+        counts: per table its update count on the ids' device, int64 0-d. The update reads `counts[t] + 1` in place of
+            `steps` (then empty) and writes it back, even if the record has no rows of the table. So a captured call
+            advances the count with every replay.
+        lr: 0-d, only with `counts`: the learning rate, in place of `hyper[0]`.
+        ordered: the result of `order_rows` for the same tables, ids, weights and lists per feature, for backends that
+            sort; the reference ignores it.
 
     Returns:
-        int64 `[3]`, where the ids are: rows skipped, and the table and row of the first of them (-1, -1 if none).
+        int64 `[3]`, on the ids' device: number of skipped rows, then table and row of the first one (-1, -1 if none).
 
     Example: one table of one column, w = (1, 1, 1), ids (2, 2), gradient rows (1), (3), "sgd" with lr 0.1 ->
     w = (1, 1, 0.6).
@@ -505,7 +506,7 @@ def update_rows_reference_(
                 first_table, first_row = t, int(bad_U.min())
             skipped += int((~finite).sum())
             rows, grads = rows[finite], grads[finite]
-        scalars = grads.new_zeros((0, rows.numel()), dtype=_wide(weight.dtype))
+        scalars = grads.new_zeros((0, rows.numel()), dtype=_accum_dtype(weight.dtype))
         part = _Part(weight, slots[t * per_table : (t + 1) * per_table], rows, grads, scalars)
         for phase in range(made.phases):
             sums = _partials(made, part, phase, dim, steps[t], False, False, 0)
@@ -520,7 +521,7 @@ def _sum_row_gradients(
     grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: int, dim: int,
     starts: Sequence[int], *per_feature: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op of one table, on whichever backend serves that of several."""
+    """Run the op of several tables for one table, on its backend."""
     rows_U, grads, _ = torch.ops.tilerec.sum_row_gradients_of_tables(
         grad, ids, offsets, sample_weights, [rows], [dim], [0] * len(starts), starts, *per_feature
     )
@@ -592,7 +593,7 @@ def _fake_sum_row_gradients(
 ) -> tuple[Tensor, Tensor]:
     distinct = torch.library.get_ctx().new_dynamic_size()
     return ids.new_empty(distinct, dtype=torch.int64), grad.new_empty(
-        (distinct, dim), dtype=_wide(grad.dtype)
+        (distinct, dim), dtype=_accum_dtype(grad.dtype)
     )
 
 
@@ -603,7 +604,7 @@ def _fake_sum_row_gradients_of_tables(
     context = torch.library.get_ctx()
     return (
         ids.new_empty(context.new_dynamic_size(), dtype=torch.int64),
-        grad.new_empty(context.new_dynamic_size(), dtype=_wide(grad.dtype)),
+        grad.new_empty(context.new_dynamic_size(), dtype=_accum_dtype(grad.dtype)),
         torch.empty(len(dims), dtype=torch.int64),
     )
 
@@ -618,7 +619,7 @@ def _fake_rule_partials_of_tables(
         own.shape[0] * kinds * (block_count(offset, weight.shape[1]) if exact else 1)
         for own, weight, offset in zip(rows, weights, column_offsets, strict=True)
     )
-    return grads[0].new_empty(size, dtype=_wide(weights[0].dtype))
+    return grads[0].new_empty(size, dtype=_accum_dtype(weights[0].dtype))
 
 
 @LIBRARY.fake("rule_apply_to_tables_")
@@ -633,7 +634,7 @@ def _fake_rule_partials(
 ) -> Tensor:  # fmt: skip
     blocks = block_count(column_offset, weight.shape[1]) if exact else 1
     return grads.new_empty(
-        (rows.shape[0], make_rule(rule, hyper).sums(phase), blocks), dtype=_wide(weight.dtype)
+        (rows.shape[0], make_rule(rule, hyper).sums(phase), blocks), dtype=_accum_dtype(weight.dtype)
     )
 
 

@@ -1,17 +1,17 @@
-"""The order of an update: a step's occurrences, row by row. It depends on ids alone, so it may be made ahead.
+"""Order of an update: a step's occurrences sorted by row. It depends only on ids, so it can be computed in advance.
 
-Nouns
-  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
-  key          which row it is: the first key of its table + the id
-  sentinel     the key after the last: what no feature reads, or an id that is no row; sorts behind everything
-  place        element of the output gradient at which the occurrence's row begins
-  scale        what that row is multiplied by: sample weight * (mean pooling) 1 / length of the bag
+Terms
+  occurrence   one id that one feature reads; occurrence q of N, ordered by (feature, position of the id)
+  key          number of the row: the first key of its table + the id
+  sentinel     the key after the last row: for ids that no feature reads, and bad ids; sorted last
+  place        element of the output gradient at which the occurrence's gradient row begins
+  scale        factor of that row: sample weight * (mean pooling) 1 / length of the bag
 
-A backend that sorts occurrences (the Triton kernels) takes an order that was made before, at the forward or while the
-batch before it trains: `update_rows_(..., ordered=order_rows(...))`, and the bits are the same. The others find the
-rows in their own way and leave it unread.
+Backends that sort occurrences (the Triton kernels) accept an order computed earlier, at the forward or during the
+preceding step: `update_rows_(..., ordered=order_rows(...))`, with bitwise equal results. Other backends find the rows
+in their own way and ignore it.
 
-Legend: T tables, F features, N occurrences (bound).
+Legend: T tables, F features, N occurrences (upper bound).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _INT16, _INT32 = 15, 31
 
 
 def key_type(bits: int) -> torch.dtype:
-    """The narrowest signed type that holds keys of so many bits."""
+    """Return the narrowest signed dtype for keys of so many bits."""
     return torch.int16 if bits <= _INT16 else torch.int32 if bits <= _INT32 else torch.int64
 
 
 def layers(starts: Sequence[int], bags: Sequence[int]) -> int:
-    """How many features read one bag at most. Example: bags [0, 4), [4, 8), [0, 4) -> 2."""
+    """Return the largest number of features that read one bag. Example: bags [0, 4), [4, 8), [0, 4) -> 2."""
     edges: list[tuple[int, int]] = []
     for start, count in zip(starts, bags, strict=True):
         if count:
@@ -57,7 +57,7 @@ def reach(
     dims: Sequence[int], tables: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
     grad_strides: Sequence[int],
 ) -> int:  # fmt: skip
-    """How many elements the output gradient has at least, for all features' rows to lie in it."""
+    """Return the minimum number of elements of an output gradient that contains all features' rows."""
     ends = [
         max(place, place + (count - 1) * stride) + dims[t]
         for t, count, place, stride in zip(tables, bags, grad_starts, grad_strides, strict=True)
@@ -78,18 +78,21 @@ def order_rows_reference(
     grad_strides: Sequence[int],
     means: Sequence[int],
 ) -> list[Tensor]:
-    """Occurrences by row, for `update_rows_` of the same tables, ids and lists per feature.
+    """Sort occurrences by row, for `update_rows_` with the same tables, ids and lists per feature.
 
-    Args: as in `update_rows_`; of weights the shapes, types and addresses count, not the numbers.
+    Args: as in `update_rows_`; only shapes, dtypes and addresses of the weights matter.
 
     Returns:
-        keys `[N]` ascending; the place `[N]` and the scale (fp32 `[N]`, or `[0]` where all are 1) of the occurrence
-        that each key belongs to, equal keys in the order of the occurrences; on the CPU, int64 `[T + 1]`, the first
-        key of each table and the sentinel, by which an update checks that its tables still lie as they did. N is as
-        many times all ids as features read one bag at most, or (no offsets) the sum of `bags`. Numbers behind the
-        last occurrence have the sentinel for a key; their places and scales are undefined.
+        keys `[N]`, ascending.
+        places `[N]` and scales (fp32 `[N]`, or `[0]` if all are 1) of the keys' occurrences; equal keys keep the order
+            of occurrences.
+        int64 `[T + 1]` on the CPU: the first key of each table and the sentinel. An update uses them to check that the
+            layout of its tables is unchanged.
 
-    Example: tables of 5 and 3 rows and 2 columns, a bag each, ids (4, 1 | 2), gradient rows at 0 and 2 -> keys
+        N is the number of ids times the largest number of features that read one bag, or, without offsets, the sum of
+        `bags`. Entries behind the last occurrence have the sentinel as key, and undefined places and scales.
+
+    Example: tables of 5 and 3 rows and 2 columns, one bag each, ids (4, 1 | 2), gradient rows at 0 and 2 -> keys
     (1, 4, 7), places (0, 0, 2), no scales, first keys and sentinel (0, 5, 8).
     """
     op = "order_rows"

@@ -1,18 +1,18 @@
-"""Row rules: how one row of a table takes its summed gradient. The plain-PyTorch reference.
+"""Row rules: update of one row of a table by its summed gradient. The plain-PyTorch reference.
 
-Nouns
+Terms
   rule     an optimizer's arithmetic for a row, in phases
   slot     state of a rule, one value per row (`[rows]`) or per element (`[rows, dim]`)
-  scalar   a sum over a whole row that the rule needs (for example the mean of g^2); a column part of a row has
-           only a part of it, so a rule first gives `terms` to be summed over the row, phase by phase, and then
-           `apply`s with the sums
+  scalar   a sum over a whole row that the rule needs (for example the mean of g^2). A column part of a row has only a
+           share of it. So a rule first returns `terms`, which are summed over the row, phase by phase; then `apply`
+           uses the sums
 
   G = summed gradient of the row       g = G / grad_scale      w = the row in fp32      t = the table's update count
 
-Row sums are taken per aligned block of 8 global columns, `((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7))`, and the blocks
-are added in ascending order: however a row is cut into columns, its sums can be given the same bits.
+Row sums are computed per aligned block of 8 global columns, `((x0+x1)+(x2+x3))+((x4+x5)+(x6+x7))`, and blocks are added
+in ascending order. So the sums can have the same bits for any split of a row into columns.
 
-Legend: U distinct rows of the step, W columns at hand, P phases' scalars.
+Legend: U distinct rows of the step, W columns of the part, P scalars of the phases so far.
 
 Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LAMB, arXiv 1904.00962;
 LARS, arXiv 1708.03888; row-wise Adagrad keeps the mean of g^2 over a row instead of one accumulator per element.
@@ -33,7 +33,7 @@ BLOCK = 8
 
 
 class Step(NamedTuple):
-    """What a rule sees of one step: rows gathered, in fp32 (fp64 for fp64 tables)."""
+    """Inputs of a rule in one step: gathered rows, in fp32 (fp64 for fp64 tables)."""
 
     g_UW: Tensor
     w_UW: Tensor
@@ -44,37 +44,38 @@ class Step(NamedTuple):
 
 
 class Rule:
-    """One optimizer's arithmetic. `hyper` begins lr, grad_scale, weight_decay, stochastic_rounding for every rule."""
+    """One optimizer's arithmetic. `hyper` always begins with lr, grad_scale, weight_decay, stochastic_rounding."""
 
     phases: int = 0
     slot_kinds: tuple[str, ...] = ()
-    keeps: ClassVar[bool] = True  # rows whose gradient is not finite are left as they are
+    keeps: ClassVar[bool] = True  # rows whose gradient is not finite stay unchanged
     names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, hyper: Sequence[float]) -> None:
         wanted = ("lr", "grad_scale", "weight_decay", "stochastic_rounding", *self.names)
         if len(hyper) != len(wanted):
             raise ConfigError(
-                f"row rule {type(self).__name__}: got {len(hyper)} numbers, wanted {len(wanted)}: {', '.join(wanted)}."
+                f"row rule {type(self).__name__}: got {len(hyper)} numbers; expected {len(wanted)}: "
+                f"{', '.join(wanted)}."
             )
         self.h = dict(zip(wanted, hyper, strict=True))
         self.lr, self.wd = self.h["lr"], self.h["weight_decay"]
 
     def sums(self, phase: int) -> int:
-        """How many row sums the phase takes: as many as it has `terms`."""
+        """Return the number of row sums of the phase, equal to its number of `terms`."""
         return 1
 
     def terms(self, phase: int, step: Step) -> list[Tensor]:
-        """Elementwise terms `[U, W]` whose row sums this phase needs."""
+        """Return the elementwise terms `[U, W]` whose row sums this phase needs."""
         raise AssertionError(f"{type(self).__name__} has no phase {phase}")
 
     def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
-        """New row values `[U, W]` and new slots."""
+        """Return new row values `[U, W]` and new slots."""
         raise AssertionError
 
 
 class Store(Rule):
-    """w = G: writes the summed gradient itself, infinities and NaNs too; how a dense `.grad` is made."""
+    """w = G: stores the summed gradient itself, including infinities and NaNs; produces a dense `.grad`."""
 
     keeps = False
 
@@ -119,8 +120,8 @@ class Adagrad(Rule):
 class RowWiseAdagrad(Rule):
     """s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g.
 
-    g' = g + wd w and c = 1 - k wd with L2 decay, c = 1 - lr wd decoupled, else g' = g and c = 1. With max_norm
-    > 0 the new row is scaled back to that norm if it is longer. Example: g (3, 4), s 0, lr 1, eps 0 -> s 12.5,
+    L2 decay: g' = g + wd w and c = 1 - k wd. Decoupled decay: g' = g and c = 1 - lr wd. Otherwise g' = g and c = 1.
+    With max_norm > 0 a longer new row is scaled back to that norm. Example: g (3, 4), s 0, lr 1, eps 0 -> s 12.5,
     k 0.2828.
     """
 
@@ -170,7 +171,7 @@ class _Moments(Rule):
             self.slot_kinds += ("row",)
 
     def _moments(self, step: Step, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """m [U, W], v broadcastable to [U, W], and the new slots."""
+        """Return m [U, W], v broadcastable to [U, W], and the new slots."""
         b1, b2 = self.h["beta1"], self.h["beta2"]
         m = b1 * step.slots[0] + (1 - b1) * g
         if self.row_wise_second:
@@ -184,7 +185,7 @@ class _Moments(Rule):
         return m, v, slots
 
     def _corrections(self, step: Step, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
-        """1 - beta1^t and 1 - beta2^t, computed in double."""
+        """Return 1 - beta1^t and 1 - beta2^t, computed in double."""
         if self.h["row_step"]:
             t = slots[2].double()[:, None]
             c1, c2 = 1 - torch.pow(self.h["beta1"], t), 1 - torch.pow(self.h["beta2"], t)
@@ -192,7 +193,7 @@ class _Moments(Rule):
         return 1 - self.h["beta1"] ** step.t, 1 - self.h["beta2"] ** step.t
 
     def _update(self, step: Step) -> tuple[Tensor, list[Tensor]]:
-        """u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate."""
+        """Return u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate, and the new slots."""
         m, v, slots = self._moments(step, step.g_UW)
         c1, c2 = self._corrections(step, slots)
         return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
@@ -234,7 +235,7 @@ class PartialRowWiseAdam(_Moments):
 
 
 class LAMB(_Moments):
-    """u = m^ / (sqrt(v^) + eps) + wd w;  w -= lr |w| / |u| u, the ratio 1 where either norm is 0."""
+    """u = m^ / (sqrt(v^) + eps) + wd w;  w -= lr |w| / |u| u, with ratio 1 if either norm is 0."""
 
     names = ("eps", "beta1", "beta2", "row_step")
     phases = 1
@@ -263,7 +264,7 @@ class PartialRowWiseLAMB(LAMB):
 
 
 class LarsSGD(Rule):
-    """a = lr eta |w| / (|g| + wd |w|), or lr where a norm is 0;  m = mu m + a (g + wd w);  w -= m."""
+    """a = lr eta |w| / (|g| + wd |w|), or lr if either norm is 0;  m = mu m + a (g + wd w);  w -= m."""
 
     names = ("momentum", "trust")
     phases = 1
@@ -297,28 +298,28 @@ _RULES: dict[str, type[Rule]] = {
 
 
 def make_rule(name: str, hyper: Sequence[float]) -> Rule:
-    """The rule of that name with its numbers."""
+    """Return the rule with this name and these numbers."""
     if name not in _RULES:
-        raise ConfigError(f"row rule {name!r} is unknown; the rules are {sorted(_RULES)}.")
+        raise ConfigError(f"row rule {name!r} is unknown; expected one of {sorted(_RULES)}.")
     return _RULES[name](hyper)
 
 
 def block_sums(terms_UW: Tensor, column_offset: int) -> Tensor:
-    """Sums over the aligned blocks of 8 global columns that the columns touch: `[U, blocks]`.
+    """Return sums `[U, blocks]` over the aligned blocks of 8 global columns that the columns touch.
 
-    Example: columns 5..10 of ones (column_offset 5, width 6) -> blocks 5..7 and 8..10 -> (3, 3).
+    Example: columns 5 to 10 of ones (column_offset 5, width 6) -> blocks 5 to 7 and 8 to 10 -> (3, 3).
     """
     before = column_offset % BLOCK
     after = -(before + terms_UW.shape[1]) % BLOCK
     padded = torch.nn.functional.pad(terms_UW, (before, after))
-    x = padded.reshape(terms_UW.shape[0], padded.shape[1] // BLOCK, BLOCK)  # no -1: there may be no rows
+    x = padded.reshape(terms_UW.shape[0], padded.shape[1] // BLOCK, BLOCK)  # no -1: U may be 0
     pairs = x[..., 0::2] + x[..., 1::2]
     quads = pairs[..., 0::2] + pairs[..., 1::2]
     return quads[..., 0] + quads[..., 1]
 
 
 def add_blocks(sums_UB: Tensor) -> Tensor:
-    """Blocks added in ascending order: `[U]`."""
+    """Add blocks in ascending order: `[U]`."""
     total = sums_UB.new_zeros(sums_UB.shape[0])
     for block in sums_UB.unbind(dim=1):
         total = total + block

@@ -1,19 +1,19 @@
-"""The native CPU library: finding it, loading it, and what its callers share.
+"""Native CPU library: find it, load it, and share helpers with its callers.
 
-`libtilerec_cpu.so` lies beside this file, in a checkout (`cmake -S . -B build/native && cmake --build build/native`)
-as in an installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes: it knows neither Python's nor
-PyTorch's version. Where it is missing, built from other sources or unwanted, `library()` is None, the reference kernels
-run, and one log line says why.
+`libtilerec_cpu.so` lies beside this file, both in a checkout (`cmake -S . -B build/native && cmake --build
+build/native`) and in an installed wheel. It is plain C (`native/tilerec.h`), loaded with ctypes, and independent of the
+versions of Python and PyTorch. If it is missing, disabled or was built from other sources, `library()` returns None,
+the reference kernels run, and one log line gives the reason.
 
-OpenMP. The library is compiled with OpenMP and linked without it; its few OpenMP symbols resolve to the runtime PyTorch
-has loaded, so both share one pool of threads. PyTorch loads that runtime for itself only, so it is made visible
-("promoted") to the whole process first. Where there is no such runtime the library works on one thread. In a process
-forked from one with threads it works on one thread too (GNU's runtime would wait for threads that the child lacks).
+OpenMP. The library is compiled with OpenMP but not linked to a runtime. Its few OpenMP symbols resolve to the runtime
+that PyTorch has loaded, so both share one thread pool. PyTorch loads that runtime with local visibility, so it is first
+made visible ("promoted") to the whole process. Without such a runtime the library uses one thread. It also uses one
+thread in a process forked from a multi-threaded one (GNU's runtime would wait for threads that the child lacks).
 
 Environment, read once at the first use
   TILEREC_NATIVE=0            never load it
   TILEREC_NATIVE_LIBRARY=...  load this file instead
-  TILEREC_ISA=base|avx2       do not use wider vectors (default: the widest of the machine, up to AVX-512)
+  TILEREC_ISA=base|avx2       limit the vector width (default: the widest of the machine, up to AVX-512)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from tilerec.ops.runtime.cpu.records import layout
 
 ABI_VERSION = 4  # TR_ABI_VERSION of native/tilerec.h
-_REBUILD = "build it again (make native)"
+_REBUILD = "Build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
 # Codes of native/tilerec.h.
@@ -45,12 +45,12 @@ ISAS = ("base", "avx2", "avx512")
 
 @dataclass(frozen=True)
 class LibraryStatus:
-    """What became of the native library; `reason` says why it is not used, or is empty."""
+    """Outcome of loading the native library; `reason` is empty if it is used."""
 
     path: Path | None
     reason: str
     isa: str = ""
-    openmp: str = ""  # the runtime's file; empty: one thread
+    openmp: str = ""  # file of the OpenMP runtime; empty: one thread
 
     def __str__(self) -> str:
         if self.reason:
@@ -59,17 +59,17 @@ class LibraryStatus:
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None: then the reference kernels serve. The first call loads it."""
+    """Return the native library, or None if the reference kernels run. The first call loads it."""
     return _loaded()[0]
 
 
 def status() -> LibraryStatus:
-    """Where the library came from, or why there is none."""
+    """Return the path of the loaded library, or the reason why none is used."""
     return _loaded()[1]
 
 
 def reason() -> str:
-    """Why the library does not serve; empty when it does."""
+    """Return the reason why the library is not used; empty if it is."""
     return status().reason
 
 
@@ -83,8 +83,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, LibraryStatus]:
 def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     if os.environ.get("TILEREC_NATIVE", "1").lower() in ("0", "off", "false", "no"):
         return None, LibraryStatus(None, "TILEREC_NATIVE=0")
-    named = os.environ.get("TILEREC_NATIVE_LIBRARY")
-    path = Path(named) if named else Path(__file__).with_name("libtilerec_cpu.so")
+    configured = os.environ.get("TILEREC_NATIVE_LIBRARY")
+    path = Path(configured) if configured else Path(__file__).with_name("libtilerec_cpu.so")
     if not path.is_file():
         return None, LibraryStatus(
             path, f"{path} does not exist; the package was installed without its C++ part"
@@ -95,7 +95,7 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
         version = int(found.tr_abi_version())
         if version != ABI_VERSION:
             return None, LibraryStatus(
-                path, f"{path} has interface {version}, wanted {ABI_VERSION}; {_REBUILD}"
+                path, f"{path} has interface {version}; expected {ABI_VERSION}. {_REBUILD}"
             )
         found.tr_layout.restype = ctypes.c_char_p
         text = found.tr_layout().decode()
@@ -103,23 +103,23 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
     if text != layout():
         return None, LibraryStatus(
-            path, f"{path} was built from other sources: {_difference(text)}; {_REBUILD}"
+            path, f"{path} was built from other sources: {_difference(text)}. {_REBUILD}"
         )
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
 
 
 def _difference(text: str) -> str:
-    """The first record that the library lays out otherwise."""
+    """Describe the first record whose layout in the library differs."""
     lines = itertools.zip_longest(text.split("\n"), layout().split("\n"), fillvalue="nothing")
     theirs, ours = next(pair for pair in lines if pair[0] != pair[1])
-    return f"it has {theirs!r}, wanted {ours!r}"
+    return f"it has {theirs!r}; expected {ours!r}"
 
 
 def _promote_openmp() -> str:
-    """Make the OpenMP runtime PyTorch has loaded visible to the libraries loaded later; its path, "" if there is none.
+    """Make PyTorch's OpenMP runtime visible to libraries loaded later; return its path, "" if there is none.
 
-    Wheels carry it under several names (`libgomp.so.1`, `libgomp-<hash>.so.1.0.0`, `libiomp5.so`, `libomp.so`), so it
-    is looked for among the files this process has mapped, PyTorch's own first.
+    Wheels name it differently (`libgomp.so.1`, `libgomp-<hash>.so.1.0.0`, `libiomp5.so`, `libomp.so`), so this function
+    searches the files that the process has mapped, PyTorch's own first.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -141,15 +141,16 @@ def _promote_openmp() -> str:
 
 
 def int64_array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """A C array of the numbers. Example: `int64_array([3, 5])` is `int64_t {3, 5}`."""
+    """Return the values as a C array. Example: `int64_array([3, 5])` is `int64_t {3, 5}`."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def advise_huge_pages(memory: Tensor) -> bool:
-    """Ask the system for 2 MiB pages under a large CPU tensor, best before it is first written; whether it took that.
+    """Advise the system to use 2 MiB pages for a large CPU tensor; return True if it accepts.
 
-    Only advice, and no value changes. Random rows of a table far larger than the caches are read about a fifth faster
-    from such pages. False without the native library, or where the system has no such pages.
+    Call it before the first write to the memory. Values do not change. Random rows of a table far larger than the
+    caches are read about a fifth faster from such pages. Returns False without the native library, or if the system has
+    no such pages.
     """
     found = library()
     if found is None or memory.device.type != "cpu":

@@ -1,9 +1,9 @@
-"""The records that cross into the native library: the structs of `native/*.h`, field for field.
+"""Records passed to the native library: ctypes copies of the structs in `native/*.h`, field for field.
 
-`layout()` is their places in memory as text. The library gives the same text of its own structs (`tr_layout`), and one
-that says anything else was built from other sources: it would read these records wrongly, so it is refused.
+`layout()` describes their memory layout as text. The library returns the same text for its own structs (`tr_layout`). A
+library with a different text was built from other sources and would misread these records, so it is not used.
 
-Example: `Report` reads "tr_report 32: status 0+8 feature 8+8 position 16+8 value 24+8" (bytes: size, then place+size).
+Example: `Report` yields "tr_report 32: status 0+8 feature 8+8 position 16+8 value 24+8" (size: field offset+size).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c
 
 
 class Report(ctypes.Structure):
-    """`tr_report`: what a function found wrong; `status` 0 is nothing."""
+    """`tr_report`: the error that a function found; `status` 0: none."""
 
     _fields_ = [("status", _I64), ("feature", _I64), ("position", _I64), ("value", _I64)]
 
 
 class Lookup(ctypes.Structure):
-    """`tr_lookup` of native/lookup.h; pointers travel as numbers."""
+    """`tr_lookup` of native/lookup.h; pointers are passed as integers."""
 
     _fields_ = [
         ("features", _I64),
@@ -154,11 +154,11 @@ RECORDS: dict[str, type[ctypes.Structure]] = {
     "tr_zch": Zch,
     "tr_zch_resizing": ZchResizing,
 }
-"""The records by their names in C."""
+"""Records by their C names."""
 
 
 def layout() -> str:
-    """One line per record: its size, and place and size of its fields, in bytes."""
+    """Return one line per record: its size, then offset and size of each field, in bytes."""
     lines = []
     for name, record in RECORDS.items():
         places = [getattr(record, field[0]) for field in record._fields_]
