@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tilerec.comms.agree import agree, heard_by_all, on_all_ranks
+from tilerec.comms.agree import agree, agreeing, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
@@ -179,13 +179,13 @@ def test_a_block_that_raises_on_one_rank_raises_on_all_when_all_are_done() -> No
     assert run_virtual_ranks(1, run, (0,)) == [("done", "KeyError: 't'")]
 
 
-def test_what_a_rank_raises_before_ranks_agree_is_told_where_they_do() -> None:
+def test_an_error_in_checks_raises_on_all_ranks_in_the_comparison_that_follows() -> None:
     def run(group: Group) -> str:
         try:
-            with heard_by_all(group, "the model"):
+            with agreeing(group, "the model") as found:
                 if group.rank == 1:
                     raise KeyError("t")
-            agree(group, "the model", {"checks": "passed"})
+                found["size"] = 3
         except (KeyError, ConfigError) as error:
             return str(error)
         return ""
@@ -193,6 +193,42 @@ def test_what_a_rank_raises_before_ranks_agree_is_told_where_they_do() -> None:
     first, second = run_virtual_ranks(2, run)
     assert second == "'t'"
     assert """['checks'] is 'passed' on rank 0 and "KeyError: 't'" on rank 1""" in first
+
+
+def test_values_that_checks_find_are_compared() -> None:
+    def run(group: Group, sizes: Sequence[int]) -> str:
+        try:
+            with agreeing(group, "the model") as found:
+                found["size"] = sizes[group.rank]
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert run_virtual_ranks(2, run, (3, 3)) == ["", ""]
+    assert run_virtual_ranks(2, run, (3, 4))[0].startswith(
+        "The model differs between ranks: ['size'] is 3 on rank 0 and 4 on rank 1"
+    )
+
+
+@pytest.mark.parametrize("protocol", ["agreeing", "on_all_ranks"])
+def test_an_interrupt_of_one_rank_does_not_leave_the_others_waiting(protocol: str) -> None:
+    def run(group: Group) -> str:
+        block = (
+            agreeing(group, "the model") if protocol == "agreeing" else on_all_ranks(group, "the model", "it")
+        )
+        try:
+            with block:
+                if group.rank == 1:
+                    raise KeyboardInterrupt
+        except ConfigError as error:
+            return str(error)
+        except KeyboardInterrupt:
+            return "interrupted"
+        return ""
+
+    first, second = run_virtual_ranks(2, run)
+    assert second == "interrupted"
+    assert "KeyboardInterrupt" in first
 
 
 def test_ranks_have_the_names_that_the_caller_gives_them() -> None:

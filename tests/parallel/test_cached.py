@@ -218,7 +218,7 @@ def test_replicas_that_agree_while_a_lookup_waits_for_its_backward_stand() -> No
         apply_optimizer_in_backward(Adam(0.1), model.parameters())
         if lines is not None:
             cache_tables(model, lines)
-        two = shard_2d(model, plans, group, ReplicaSettings("average", 1000))
+        two = shard_2d(model, lambda: (plans, {}), group, ReplicaSettings("average", 1000))
         for step in range(3):
             kjt = batch(group.rank, step, True)
             kjt.weights().requires_grad_()

@@ -90,7 +90,7 @@ def test_a_cached_table_gets_another_capacity_with_its_newest_rows() -> None:
 def test_replicas_that_are_averaged_average_the_newest_rows(settings: ReplicaSettings) -> None:
     def run(group: Group, base: Any) -> dict[str, Any]:
         module = copy.deepcopy(base)
-        two = shard_2d(module, [GroupConfig(None, 2)], group, settings)
+        two = shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, settings)
         caches = [rows.cache for table in module.ebc._sharded_tables for rows in table.tile_rows]
         assert [own is not None for own in caches] == [
             table.rows.cache is not None for table in base.ebc._tables.values()

@@ -70,7 +70,11 @@ def test_averaged_moments_are_scaled_by_the_rate_that_updates_read(scale: float 
         module = harness.copy.deepcopy(base)
         config = GroupConfig({"": own}, world.group_size)
         two = shard_2d(
-            module, [config], group, ReplicaSettings("average", 2, moment_scale=scale), case.topology
+            module,
+            lambda: ([config], {}),
+            group,
+            ReplicaSettings("average", 2, moment_scale=scale),
+            case.topology,
         )
         for features in harness.batches(case, group.rank):
             out = harness.outputs(case, module, features)

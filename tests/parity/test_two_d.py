@@ -89,7 +89,7 @@ def run_rank(group: Group, case: Case, own: dict[str, Tiling], world: World, bas
     module = copy.deepcopy(base)
     config = GroupConfig({"": own}, world.group_size, across_hosts=world.across_hosts)
     settings = ReplicaSettings("exact", exact=case.exact)
-    shard_2d(module, [config], group, settings, case.topology)
+    shard_2d(module, lambda: ([config], {}), group, settings, case.topology)
     local = harness.batches(case, group.rank)
     seen = harness._train(case, module, local, float(case.world_size))
     held = {

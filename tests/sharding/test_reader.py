@@ -110,7 +110,7 @@ def test_two_forwards_then_two_backwards_in_2d(sync: Sync) -> None:
     def fn(group: Group) -> None:
         module = copy.deepcopy(base)
         own = {c.name: TILINGS["row_wise"](c.num_embeddings, c.embedding_dim, ((0, 1),), 0) for c in CONFIGS}
-        two_d = shard_2d(module, [GroupConfig({"": own}, 2)], group, ReplicaSettings(sync))
+        two_d = shard_2d(module, lambda: ([GroupConfig({"": own}, 2)], {}), group, ReplicaSettings(sync))
         batches = [batch(group.rank, seed) for seed in range(3)]
         losses = [loss(module, kjt) for kjt in batches]
         losses[0].backward()

@@ -1,4 +1,8 @@
-"""`agree`: check that all ranks pass the same value, at start-up, before a difference causes a hang.
+"""Agreement of ranks outside of a step: on values, and on success or failure. No other file has a protocol for that.
+
+    agree(group, "the plan", plan)              all ranks have the same value, or all raise
+    with agreeing(group, "the plan") as found   as `agree`, and an error in the block raises on all ranks
+    with on_all_ranks(group, "new ids", "...")  an error in the block raises on all ranks, once all have finished it
 
 Each rank sends a digest of 16 bytes. The values themselves are sent only if the digests differ, to name the difference.
 """
@@ -58,18 +62,21 @@ def agree(group: Group, what: str, value: object, ranks: Sequence[int] | None = 
 
 
 @contextmanager
-def heard_by_all(group: Group, what: str) -> Iterator[None]:
-    """Run a block of checks before ranks `agree` on `what`; an exception on one rank makes `agree` raise on the others.
+def agreeing(group: Group, what: str) -> Iterator[dict[str, object]]:
+    """Run a block of checks on every rank, then `agree` on the values that it puts into the dict.
 
-    Ranks that pass the block must call `agree` with a mapping that contains `"checks": "passed"`.
+    The block costs no collective of its own: an exception on one rank makes `agree` raise on the others.
+
+    Raises the block's own exception; on other ranks what `agree` raises.
     """
+    found: dict[str, object] = {}
     try:
-        yield
-    except Exception as error:
-        text = str(error) if isinstance(error, TilerecError) else f"{type(error).__name__}: {error}"
-        with suppress(ConfigError):
-            agree(group, what, {"checks": text})
+        yield found
+    except BaseException as error:
+        with suppress(ConfigError):  # the other ranks wait for this rank in their `agree`
+            agree(group, what, {"checks": error_text(error)})
         raise
+    agree(group, what, {"checks": "passed", **found})
 
 
 @contextmanager
@@ -83,10 +90,10 @@ def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None
     Raises the block's own exception; on ranks where the block succeeded, `ConfigError`:
     `The sharded model: its tiles failed on rank 1 with MemoryError: …`.
     """
-    own: Exception | None = None
+    own: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         own = error
     errors: list[object] = [None]
     if group.size > 1:
@@ -105,6 +112,13 @@ def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None
             f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks(list(failed))} with {first:.1000}. All ranks "
             "stop; fix the cause there."
         )
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as a text for other ranks."""
+    if isinstance(error, TilerecError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error) or 'without a message'}"
 
 
 def _plain(what: str, value: object) -> object:

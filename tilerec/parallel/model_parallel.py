@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agree import digest, heard_by_all, on_all_ranks
+from tilerec.comms.agree import digest, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
@@ -83,9 +83,10 @@ class DistributedModelParallel(nn.Module):
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
+            def also() -> dict[str, object]:
+                return dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+
             who = "DistributedModelParallel"
-            with heard_by_all(group, "the model to shard"):
-                also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
             shard_tables(module, plan, group, None, tables_device, False, sharders, who, also)
 
         self._build(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree, heard_by_all, on_all_ranks
+from tilerec.comms.agree import agreeing, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.compat.sharders import ModuleSharder
@@ -138,16 +138,16 @@ def shard_tables(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
-    also: Mapping[str, object] | None = None,
+    also: Callable[[], Mapping[str, object]] = dict,
 ) -> nn.Module:
     """Shard a model as `shard` does. If it raises, optimizers that sharders attached are detached again.
 
     Args:
         who: name of the calling function, for errors.
-        also: further settings that must be equal on all ranks.
+        also: returns further settings that must be equal on all ranks; may raise on one rank.
     """
     with unattached_on_error(module.parameters()):
-        return _shard(module, plan, group, topology, device, exact, sharders, who, also or {})
+        return _shard(module, plan, group, topology, device, exact, sharders, who, also)
 
 
 def _shard(
@@ -159,13 +159,14 @@ def _shard(
     exact: bool,
     sharders: Sequence[ModuleSharder] | None,
     who: str,
-    also: Mapping[str, object],
+    also: Callable[[], Mapping[str, object]],
 ) -> nn.Module:
-    with heard_by_all(group, "the model to shard"):
+    with agreeing(group, "the model to shard") as found:
+        found.update(also())
         device = None if device is None else device_of(device, who)
         ready = prepare(module, plan, group, topology, device, listed(sharders, who), None)
         check_ids(ready.ids, group.size)
-    agree(group, "the model to shard", {"checks": "passed", "exact": exact, **ready.described(), **also})
+        found.update(exact=exact, **ready.described())
     if ready.collections or ready.ids:
         # Separate channels: other collectives of the model's ranks may run between those of the tables.
         rows, route = group.split("rows"), group.split("route")

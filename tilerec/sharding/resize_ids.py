@@ -15,15 +15,14 @@ Legend: M rows that move, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts
@@ -84,13 +83,10 @@ def new_ids(
         cuts = together
     here = old.cut(cuts[group.rank], cuts[group.rank + 1])
     state = HashState(*(parts[name][0] for name in HASH_NAMES))
-    made = agreed(
-        group,
-        "new ids",
-        lambda: resized_map(
+    with on_all_ranks(group, f"table '{table}'", "building its new ids"):
+        made = resized_map(
             state, parts["counts"][0], here, whole, module._max_probe, module.step, module._evicting
-        ),
-    )
+        )
     named = {**dict(zip(HASH_NAMES, made.state, strict=True)), "counts": made.counts_BC}
     parts = {name: (tensor, tensor.shape[0] // made.buckets.held) for name, tensor in named.items()}
     parts = _spread(
@@ -115,22 +111,6 @@ def take_ids(collection: ShardedManagedCollisionCollection, table: str, made: Ne
     )
 
 
-def agreed(group: Group, what: str, make: Callable[[], _T]) -> _T:
-    """Return the result of `make` once it has succeeded on every rank. Collective.
-
-    Raises:
-        ConfigError: `make` failed on another rank.
-    """
-    try:
-        made = make()
-    except Exception as error:
-        with suppress(ConfigError):
-            agree(group, what, {"made": f"{type(error).__name__}: {error}"})
-        raise
-    agree(group, what, {"made": "all"})
-    return made
-
-
 def _spread(
     group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], after: tuple[int, ...]
 ) -> _Parts:
@@ -138,14 +118,11 @@ def _spread(
     if before == after:
         return parts
     held = after[group.rank + 1] - after[group.rank]
-    made = agreed(
-        group,
-        "new ids",
-        lambda: {
+    with on_all_ranks(group, "new ids", "their memory"):
+        made = {
             name: (zeros((held * per_bucket, *tensor.shape[1:]), tensor.dtype, tensor.device), per_bucket)
             for name, (tensor, per_bucket) in parts.items()
-        },
-    )
+        }
     view, source = BucketsView(group, after), BucketsView(group, before)
     for name, (tensor, per_bucket) in made.items():
         if per_bucket and 0 not in tensor.shape[1:]:

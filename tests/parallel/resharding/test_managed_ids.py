@@ -227,7 +227,9 @@ def test_a_plan_to_reshard_to_may_name_the_module(two_d: bool, tmp_path: Path) -
         model = Around()
         if two_d:
             settings = ReplicaSettings(sync="exact")
-            vars(model)["_two_d"] = shard_2d(model, [GroupConfig({"ids": cuts}, 2)], group, settings)
+            vars(model)["_two_d"] = shard_2d(
+                model, lambda: ([GroupConfig({"ids": cuts}, 2)], {}), group, settings
+            )
         else:
             shard(model, {"ids": cuts}, group)
         user = model.ids.embedding_module._tables["user"]
@@ -254,7 +256,7 @@ def test_replicas_share_one_map(size: int, across: bool) -> None:
     def fn(group: Group) -> Any:
         module = build(POLICY)
         config = GroupConfig(row_wise(), size, across_hosts=across)
-        shard_2d(module, [config], group, ReplicaSettings(sync="exact", exact=True))
+        shard_2d(module, lambda: ([config], {}), group, ReplicaSettings(sync="exact", exact=True))
         train(module, group, sizes_of(4), range(STEPS))
         return full_state_dict(module), module.stats()
 
@@ -269,7 +271,7 @@ def test_replicas_that_are_averaged_share_one_map() -> None:
     def fn(group: Group) -> Any:
         module = build(POLICY)
         config = GroupConfig({"_embedding_module": table_wise(rank=1)}, 2)
-        two_d = shard_2d(module, [config], group, ReplicaSettings(sync="average"))
+        two_d = shard_2d(module, lambda: ([config], {}), group, ReplicaSettings(sync="average"))
         maps = train(module, group, sizes_of(4), range(2))
         two_d.sync()
         maps += train(module, group, sizes_of(4), range(2, STEPS))

@@ -364,7 +364,7 @@ def test_parts_with_sharding_groups_of_their_own_sizes_are_planned_one_by_one(sy
     def live(group: Group) -> None:
         model = copy.deepcopy(base)
         configs = [GroupConfig({"x": one}, 2), GroupConfig({"y": one}, 4, paths=("y",))]
-        two_d = shard_2d(model, configs, group, ReplicaSettings(sync))
+        two_d = shard_2d(model, lambda: (configs, {}), group, ReplicaSettings(sync))
         draw = torch.Generator().manual_seed(group.rank)
         batch = KeyedJaggedTensor(
             [*hot, *cold], torch.randint(200, (int(lengths.sum()),), generator=draw), lengths=lengths

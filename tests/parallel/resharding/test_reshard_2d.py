@@ -99,7 +99,8 @@ def test_exact_replicas_go_on_with_the_bits_of_ones_that_never_moved(optimizer: 
         pair = [copy.deepcopy(base) for _ in range(2)]
         module, still = pair
         two_d, _ = (
-            shard_2d(m, [config], group, ReplicaSettings("exact", exact=True), case.topology) for m in pair
+            shard_2d(m, lambda: ([config], {}), group, ReplicaSettings("exact", exact=True), case.topology)
+            for m in pair
         )
         own = harness.batches(case, group.rank)
         for m in pair:
@@ -131,7 +132,10 @@ def test_groups_that_train_apart_move_alike_and_bring_along_what_they_have_touch
         config = GroupConfig({"": group_plan(FIRST, case, across)}, 2, across_hosts=across)
         pair = [copy.deepcopy(base) for _ in range(2)]
         module, still = pair
-        both = [shard_2d(m, [config], group, ReplicaSettings("average"), case.topology) for m in pair]
+        both = [
+            shard_2d(m, lambda: ([config], {}), group, ReplicaSettings("average"), case.topology)
+            for m in pair
+        ]
         own = harness.batches(case, group.rank)
         for m, two_d in zip(pair, both, strict=True):
             train(case, m, own[:1])
@@ -162,7 +166,7 @@ def test_what_fails_in_one_sharding_group_stops_all_of_them(sync: Any) -> None:
     def live(group: Group) -> None:
         config = GroupConfig({"": group_plan(FIRST, case, False)}, 2)
         module = copy.deepcopy(base)
-        two_d = shard_2d(module, [config], group, ReplicaSettings(sync), case.topology)
+        two_d = shard_2d(module, lambda: ([config], {}), group, ReplicaSettings(sync), case.topology)
 
         def progress(moving: Any) -> None:
             if group.rank == 3 and moving.tables:
@@ -194,7 +198,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_of_them() -> None:
     def live(group: Group) -> None:
         config = GroupConfig({"": group_plan(FIRST, case, False)}, 2)
         module = copy.deepcopy(base)
-        two_d = shard_2d(module, [config], group, ReplicaSettings("exact"), case.topology)
+        two_d = shard_2d(module, lambda: ([config], {}), group, ReplicaSettings("exact"), case.topology)
         with pytest.raises(ConfigError, match="got a plan for 4 ranks; expected one for the 2 ranks"):
             move(module, two_d, ShardingPlan(plan_of(module).plan, 4))
         with pytest.raises(ConfigError, match="pass the DMPCollection itself"):

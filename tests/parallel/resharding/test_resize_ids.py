@@ -95,7 +95,7 @@ def test_replicas_of_2d_change_together() -> None:
     def fn(group: Group) -> Any:
         module = build(POLICY)
         config = GroupConfig({"_embedding_module": plan(2)["_embedding_module"]}, 2)
-        shard_2d(module, [config], group, ReplicaSettings(sync="exact", exact=True))
+        shard_2d(module, lambda: ([config], {}), group, ReplicaSettings(sync="exact", exact=True))
         train(module, group, sizes_of(4), range(HALF))
         resize_ids(module, "user", 96)
         train(module, group, sizes_of(4), range(HALF, STEPS))
@@ -184,7 +184,9 @@ def test_replicas_that_are_averaged_keep_what_each_has_learned(size: int) -> Non
     def fn(group: Group) -> None:
         module = build(POLICY)
         cuts = {"user": row_wise(num_buckets=2), "item": table_wise(rank=0), "plain": table_wise(rank=0)}
-        two_d = shard_2d(module, [GroupConfig(cuts, size)], group, ReplicaSettings(sync="average"))
+        two_d = shard_2d(
+            module, lambda: ([GroupConfig(cuts, size)], {}), group, ReplicaSettings(sync="average")
+        )
         vars(module)["_two_d"] = two_d
         train(module, group, sizes_of(4), range(HALF))
         rows, before = places(module, range(150)), full_state_dict(module)[WEIGHT].clone()
@@ -221,7 +223,7 @@ def test_replicas_of_2d_are_cut_anew_after_their_capacity_changed() -> None:
         module = build(POLICY)
         config = GroupConfig({"_embedding_module": plan(2)["_embedding_module"]}, 2)
         settings = ReplicaSettings(sync="exact", exact=True)
-        vars(module)["_two_d"] = shard_2d(module, [config], group, settings)
+        vars(module)["_two_d"] = shard_2d(module, lambda: ([config], {}), group, settings)
         train(module, group, sizes_of(4), range(HALF))
         resize_ids(module, "user", 96)
         reshard(module, {"_embedding_module": {"item": row_wise()}})

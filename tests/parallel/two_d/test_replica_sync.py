@@ -99,7 +99,7 @@ def run_rank(group: Group, case: Case, world: World, base: Any, interval: int | 
     module = copy.deepcopy(base)
     config = GroupConfig({"": case.tilings}, world.group_size, across_hosts=world.across_hosts)
     settings = ReplicaSettings("average", interval, moment_scale=1.0)
-    two = shard_2d(module, [config], group, settings, case.topology)
+    two = shard_2d(module, lambda: ([config], {}), group, settings, case.topology)
     for features in harness.batches(case, group.rank):
         out = harness.outputs(case, module, features)
         harness.loss(case, out, float(world.group_size)).backward()
@@ -216,7 +216,9 @@ def in_2d(
 ) -> tuple[EmbeddingBagCollection, TwoD]:
     module = copy.deepcopy(base)
     plan = {"a": row_wise(), "b": table_wise(rank=size - 1)}
-    return module, shard_2d(module, [GroupConfig(plan, size)], group, ReplicaSettings(sync, **options))
+    return module, shard_2d(
+        module, lambda: ([GroupConfig(plan, size)], {}), group, ReplicaSettings(sync, **options)
+    )
 
 
 def step(module: EmbeddingBagCollection, group: Group, at: int, scale: float, rows: int = 40) -> None:
@@ -580,7 +582,7 @@ def test_averaged_row_wise_adagrad_has_moments_of_one_dimensional_size() -> None
     def run(group: Group, sync: str, scale: float | None) -> float:
         module = copy.deepcopy(base)
         settings = ReplicaSettings(sync, moment_scale=scale)  # type: ignore[arg-type]
-        two = shard_2d(module, [GroupConfig(row_wise(), 1)], group, settings)
+        two = shard_2d(module, lambda: ([GroupConfig(row_wise(), 1)], {}), group, settings)
         noise = torch.Generator().manual_seed(group.rank)
         for _ in range(3):
             out = module(every).values()
@@ -616,7 +618,7 @@ def test_tables_without_an_attached_optimizer_have_the_gradients_of_all_ranks(
 
     def run(group: Group) -> tuple[Tensor, int]:
         module = copy.deepcopy(base)
-        two = shard_2d(module, [GroupConfig(row_wise(), 2)], group, ReplicaSettings(sync))
+        two = shard_2d(module, lambda: ([GroupConfig(row_wise(), 2)], {}), group, ReplicaSettings(sync))
         (module(random_batch(["a"], 9, 3, seed=group.rank)).values().square().sum() * 4.0).backward()
         grad = module.embedding_bags["a"].weight.grad
         assert grad is not None

@@ -105,8 +105,8 @@ def test_the_users_plan_stays_as_it_was_and_serves_two_worlds_at_once(settings: 
 
     def run(group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         first, second = copy.deepcopy(base), copy.deepcopy(base)
-        one = shard_2d(first, [GroupConfig(plan, 2)], group, settings)
-        other = shard_2d(second, [GroupConfig(None, 4)], group, settings)
+        one = shard_2d(first, lambda: ([GroupConfig(plan, 2)], {}), group, settings)
+        other = shard_2d(second, lambda: ([GroupConfig(None, 4)], {}), group, settings)
         for step in range(3):
             for module, two in ((first, one), (second, other)):
                 (module(batch(group.rank, step)) * 4).backward()
@@ -125,7 +125,7 @@ def test_without_a_plan_one_sharding_group_is_planned_for() -> None:
 
     def run(group: Group) -> tuple[dict[str, Tensor], int | None, int | None, str]:
         module = copy.deepcopy(base)
-        two = shard_2d(module, [GroupConfig(None, 2)], group, EXACT)
+        two = shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, EXACT)
         plan = two.parts[0].plan
         assert plan.report is not None
         return train(module, group), plan.group_plan.world_size, plan_of(module).world_size, str(plan)
@@ -142,11 +142,17 @@ def test_a_saved_plan_may_be_passed_again(tmp_path: Any) -> None:
 
     def run(group: Group) -> bool:
         plan = {"ebc": row_wise(), "deep.ec": row_wise()}
-        first = shard_2d(copy.deepcopy(base), [GroupConfig(plan, 2)], group, EXACT).parts[0].plan
+        first = (
+            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(plan, 2)], {}), group, EXACT).parts[0].plan
+        )
         if group.rank == 0:
             first.save(path)
         group.barrier()
-        second = shard_2d(copy.deepcopy(base), [GroupConfig(str(path), 2)], group, EXACT).parts[0].plan
+        second = (
+            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(str(path), 2)], {}), group, EXACT)
+            .parts[0]
+            .plan
+        )
         assert first.held_by(group.rank) == second.held_by(group.rank)
         return first.group_plan == second.group_plan
 
@@ -160,7 +166,7 @@ def refused(
         module = copy.deepcopy(base)
         names = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
         with pytest.raises(ConfigError) as caught:
-            shard_2d(module, [config], group, settings)
+            shard_2d(module, lambda: ([config], {}), group, settings)
         assert [(name, tuple(p.shape)) for name, p in module.named_parameters()] == names, "as it was"
         return str(caught.value)
 
@@ -173,7 +179,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
 
     def planned(group: Group) -> ShardingPlan:
         module = copy.deepcopy(base)
-        return shard_2d(module, [GroupConfig(whole, 4)], group, EXACT).parts[0].plan.group_plan
+        return shard_2d(module, lambda: ([GroupConfig(whole, 4)], {}), group, EXACT).parts[0].plan.group_plan
 
     plan = run_virtual_ranks(4, planned)[0]
     for text in refused(base, GroupConfig(plan, 2)):
@@ -223,7 +229,7 @@ def test_hosts_of_a_group_are_the_machines_or_what_node_group_size_says(
 
     def run(group: Group) -> tuple[Any, str]:
         own = GroupConfig(plan, config.group_size, config.node_group_size, config.across_hosts)
-        plan_ = shard_2d(copy.deepcopy(base), [own], group, EXACT, topology).parts[0].plan
+        plan_ = shard_2d(copy.deepcopy(base), lambda: ([own], {}), group, EXACT, topology).parts[0].plan
         return (plan_.tiling("", "x").ranks(), plan_.tiling("", "y").ranks(), plan_.group_plan.hosts), str(
             plan_
         )
@@ -238,7 +244,7 @@ def test_a_node_group_size_that_does_not_divide_the_group_is_warned_of() -> None
 
     def run(group: Group) -> Any:
         return (
-            shard_2d(copy.deepcopy(base), [GroupConfig(None, 4, 3)], group, EXACT)
+            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(None, 4, 3)], {}), group, EXACT)
             .parts[0]
             .plan.group_plan.hosts
         )
@@ -250,7 +256,7 @@ def test_a_node_group_size_that_does_not_divide_the_group_is_warned_of() -> None
 def test_a_topology_of_one_sharding_group_is_refused() -> None:
     def run(group: Group) -> str:
         with pytest.raises(ConfigError) as caught:
-            shard_2d(model(), [GroupConfig(None, 2)], group, EXACT, Topology(2, "cpu"))
+            shard_2d(model(), lambda: ([GroupConfig(None, 2)], {}), group, EXACT, Topology(2, "cpu"))
         return str(caught.value)
 
     assert all("of all ranks, not of one sharding group" in text for text in run_virtual_ranks(4, run))
@@ -266,7 +272,9 @@ def test_parts_of_a_model_have_groups_of_their_own_size(sync: Any) -> None:
     def run(group: Group) -> tuple[dict[str, Tensor], list[str], list[int]]:
         module = copy.deepcopy(base)
         configs = [GroupConfig(None, 2), GroupConfig(None, 4, across_hosts=True, paths=("deep.ec",))]
-        two = shard_2d(module, configs, group, ReplicaSettings(sync, 1 if sync == "average" else None))
+        two = shard_2d(
+            module, lambda: (configs, {}), group, ReplicaSettings(sync, 1 if sync == "average" else None)
+        )
         state = train(module, group, two)
         kinds = [type(part).__name__ for part in (module.ebc, module.deep["ec"])]
         plan = plan_of(module)
@@ -293,7 +301,7 @@ def test_a_plan_is_of_the_parts_that_have_tables(sync: Any) -> None:
     def run(group: Group) -> None:
         module = copy.deepcopy(base)
         configs = [GroupConfig(None, 2), GroupConfig(None, 4, paths=("ebc", "deep.ec"))]
-        shard_2d(module, configs, group, ReplicaSettings(sync))
+        shard_2d(module, lambda: (configs, {}), group, ReplicaSettings(sync))
         assert (set(plan_of(module).plan), plan_of(module).world_size) == ({"ebc", "deep.ec"}, 4)
 
     run_virtual_ranks(4, run)
@@ -306,7 +314,10 @@ def test_the_plan_of_averaged_parts_stays_that_of_all_when_one_moves() -> None:
         module = copy.deepcopy(base)
         rows = {"ebc": row_wise(), "deep.ec": row_wise()}
         two = shard_2d(
-            module, [GroupConfig(rows, 2), GroupConfig(rows, 4, paths=("deep.ec",))], group, AVERAGE
+            module,
+            lambda: ([GroupConfig(rows, 2), GroupConfig(rows, 4, paths=("deep.ec",))], {}),
+            group,
+            AVERAGE,
         )
         train(module, group, two, steps=1)
         plan = {"ebc": {"a": table_wise(rank=1), "b": row_wise()}, "deep.ec": table_wise(rank=3)}
@@ -328,11 +339,12 @@ def test_a_plan_file_leaves_out_what_other_parts_plan(tmp_path: Path) -> None:
         module = copy.deepcopy(base)
         configs = [GroupConfig(plan, 2), GroupConfig(None, 4, paths=("deep.ec",))]
         return [
-            part.plan.group_plan.dumps() for part in shard_2d(module, configs, group, ReplicaSettings()).parts
+            part.plan.group_plan.dumps()
+            for part in shard_2d(module, lambda: (configs, {}), group, ReplicaSettings()).parts
         ]
 
     def planned(group: Group) -> str:
-        two = shard_2d(copy.deepcopy(base), [GroupConfig(None, 2)], group, ReplicaSettings())
+        two = shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings())
         return two.parts[0].plan.group_plan.dumps()
 
     path = tmp_path / "plan.json"
@@ -370,7 +382,7 @@ def test_ranks_with_different_settings_hear_it_on_all_ranks(
             own = GroupConfig(plain, config.group_size, None, config.across_hosts)
         module = copy.deepcopy(base)
         with pytest.raises(ConfigError) as caught:
-            shard_2d(module, [own], group, settings if odd else EXACT)
+            shard_2d(module, lambda: ([own], {}), group, settings if odd else EXACT)
         assert type(module.ebc) is EmbeddingBagCollection
         return str(caught.value)
 
@@ -386,7 +398,7 @@ def test_ranks_that_hold_other_values_start_from_rank_0s_in_every_group() -> Non
         for parameter in module.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
         apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
-        shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings(sync))
+        shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings(sync))
         return full_state_dict(module)
 
     generator = torch.Generator().manual_seed(0)
@@ -408,7 +420,10 @@ def test_values_that_a_users_function_draws_are_the_same_in_every_group() -> Non
         module = Model(init, "meta")
         apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
         shard_2d(
-            module, [GroupConfig({"ebc": row_wise(), "deep.ec": row_wise()}, 2)], group, ReplicaSettings(sync)
+            module,
+            lambda: ([GroupConfig({"ebc": row_wise(), "deep.ec": row_wise()}, 2)], {}),
+            group,
+            ReplicaSettings(sync),
         )
         return full_state_dict(module)
 
@@ -440,7 +455,7 @@ def test_an_init_fn_that_fails_in_one_sharding_group_fails_on_all_ranks_and_chan
         plan = {"deep.ec": row_wise(), "ebc": row_wise(), "more": row_wise()}
         configs = [GroupConfig(plan, 2), GroupConfig(plan, 2, across_hosts=True, paths=("more",))]
         with pytest.raises(RuntimeError if group.rank == 3 else ConfigError) as caught:
-            shard_2d(module, configs, group, ReplicaSettings(sync))
+            shard_2d(module, lambda: (configs, {}), group, ReplicaSettings(sync))
         assert [(name, p.device, tuple(p.shape)) for name, p in module.named_parameters()] == before
         assert not isinstance(module.ebc, ShardedCollection)
         assert not hasattr(module, "plan")
@@ -457,8 +472,12 @@ def test_the_plan_of_another_model_may_be_passed_as_it_is() -> None:
 
     def run(group: Group) -> None:
         whole = {"ebc": row_wise(), "deep.ec": table_wise(rank=1)}
-        first = shard_2d(copy.deepcopy(base), [GroupConfig(whole, 2)], group, EXACT).parts[0].plan
-        second = shard_2d(copy.deepcopy(base), [GroupConfig(first, 2)], group, AVERAGE).parts[0].plan
+        first = (
+            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(whole, 2)], {}), group, EXACT).parts[0].plan
+        )
+        second = (
+            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(first, 2)], {}), group, AVERAGE).parts[0].plan
+        )
         assert second.group_plan == first.group_plan
         with pytest.raises(ConfigError, match=r"pass its .group_plan, .* or its .world_plan\(\)"):
             shard(copy.deepcopy(base), first, mesh=group)
@@ -502,7 +521,7 @@ def test_ids_that_no_collection_reads_are_spread_over_all_ranks() -> None:
         module.ids = ManagedCollisionCollection(
             {"m": mch}, [EmbeddingConfig(16, 4, "m", feature_names=["f"])]
         )
-        shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings(sync))
+        shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings(sync))
         out = []
         order = torch.arange(12).roll(5 * group.rank) + 1000  # other ids come first on every rank
         for ids in (order.tolist(), list(range(1000, 1012))):
@@ -524,7 +543,10 @@ def test_a_batch_that_one_group_refuses_is_refused_by_all_if_asked() -> None:
     def run(group: Group) -> list[str]:
         module = copy.deepcopy(base)
         two = shard_2d(
-            module, [GroupConfig(None, 2)], group, ReplicaSettings("average", refuse_together=True)
+            module,
+            lambda: ([GroupConfig(None, 2)], {}),
+            group,
+            ReplicaSettings("average", refuse_together=True),
         )
         said = []
         for bad in ([], [2], [0, 3]):
@@ -558,7 +580,7 @@ def test_an_optimizer_that_cannot_be_made_on_one_rank_is_made_on_none(settings: 
 
     def run(group: Group) -> tuple[str, ...]:
         module, said = copy.deepcopy(base), []
-        shard_2d(module, [GroupConfig(None, 2)], group, settings)
+        shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, settings)
 
         for bad in (2, None):
             rate = functools.partial(divmod, 1, group.rank != bad)
@@ -585,7 +607,7 @@ def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
 
     def run(group: Group, differ: str) -> tuple[str, int]:
         module = copy.deepcopy(base)
-        two = shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings("average"))
+        two = shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings("average"))
         odd = group.rank == 1
         if differ == "hook" and odd:
             two.set_hook(lambda tensors: None)
@@ -616,7 +638,7 @@ def test_a_copy_averages_for_itself() -> None:
 
     def run(group: Group) -> tuple[int, int]:
         module = copy.deepcopy(base)
-        two = shard_2d(module, [GroupConfig(None, 2)], group, ReplicaSettings("average"))
+        two = shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings("average"))
         train(module, group, steps=2)
         two.settle()
         twin = copy.deepcopy(module)
@@ -639,7 +661,7 @@ def test_a_rule_that_a_tiling_does_not_serve_is_refused_before_anything_changes(
         module = copy.deepcopy(base)
         configs = [GroupConfig(None, 2), GroupConfig({"deep.ec": {"c": staggered}}, 2, paths=("deep.ec",))]
         with pytest.raises(ConfigError) as caught:
-            shard_2d(module, configs, group, EXACT)
+            shard_2d(module, lambda: (configs, {}), group, EXACT)
         assert type(module.ebc) is EmbeddingBagCollection
         return str(caught.value)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
-from tilerec.comms.agree import agree
-from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import Name, sizes_of, ties_of
@@ -20,7 +17,7 @@ from tilerec.parallel.plan_templates import without_cuts
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
 from tilerec.parallel.resharding.external_optimizers import Steppers
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
-from tilerec.parallel.resharding.mover import Ready, joined, said_of
+from tilerec.parallel.resharding.mover import Ready, joined
 from tilerec.parallel.resharding.table_move import TableMove, table_word
 from tilerec.parallel.shard import _check_ties
 from tilerec.parallel.table_optimizers import as_it_is, check_storage, gifts_of, refuse_dense, with_kernels
@@ -31,7 +28,7 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.torch_private import graph_task_id
 
-_PLAN = "the plan to reshard to"
+PLAN = "the plan to reshard to"
 
 
 def sharded_collections(
@@ -226,23 +223,6 @@ def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) 
         ids_per_bag=present.ids_per_bag if given.ids_per_bag is None else given.ids_per_bag,
         data_type=present.data_type,
     )
-
-
-@contextmanager
-def agreeing(group: Group) -> Iterator[list[Any]]:
-    """Run the block on every rank, then compare the results that it appends to the list. All ranks pass, or all raise.
-
-    Raises:
-        ConfigError: the block raised on another rank, or the results differ; names the rank.
-    """
-    found: list[Any] = []
-    try:
-        yield found
-    except BaseException as error:
-        with suppress(ConfigError):  # the other ranks wait for this rank in their `agree`
-            agree(group, _PLAN, {"checks": said_of(error)})
-        raise
-    agree(group, _PLAN, {"checks": "passed", "found": found})
 
 
 def words_of(ready: Ready, budget: int | None) -> dict[str, Any]:

@@ -12,16 +12,16 @@ earlier batches keep their new tiles, and the model has a mixed plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
+from tilerec.comms.agree import error_text, on_all_ranks
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError, ReshardError
+from tilerec.errors import ReshardError
 from tilerec.parallel.plan_of import keep_plan, kept_plans
 from tilerec.parallel.resharding.chunked_transfer import Transit, sent_by_rank
 from tilerec.parallel.resharding.external_optimizers import Steppers
@@ -126,11 +126,11 @@ class Mover:
             ConfigError: some state of a table cannot move, or the budget is less than the move needs.
         """
         ready, own = self._ready, list[Facts | None]()
-        with raise_on_all_ranks(self._voters):
+        with on_all_ranks(self._voters, "reshard", "preparing the move"):
             own = [move.facts() for move in self.moves]
             self._interrupts.check()
         facts = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
-        with raise_on_all_ranks(self._voters):
+        with on_all_ranks(self._voters, "reshard", "preparing the move"):
             for i, move in enumerate(self.moves):
                 move.settle([facts_of_rank[i] for facts_of_rank in facts])
             plan = schedule([move.load for move in self.moves], self._group.size, self._budget)
@@ -261,7 +261,7 @@ class Mover:
         votes = group.all_to_all("reshard votes", torch.zeros_like(sent), sent, ones, ones).wait().tolist()
         if min(votes) >= 0:
             return int(max(votes))
-        texts = cast("list[str]", group.all_gather_object("" if failure is None else said_of(failure)))
+        texts = cast("list[str]", group.all_gather_object("" if failure is None else error_text(failure)))
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         rank = votes.index(-1)
@@ -322,26 +322,6 @@ class Mover:
         )
 
 
-@contextmanager
-def raise_on_all_ranks(group: Group) -> Iterator[None]:
-    """Run the block on every rank. If it raises on one rank, every rank raises.
-
-    Raises:
-        ConfigError: the block raised on another rank.
-    """
-    own: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        own = error
-    texts = cast("list[str]", group.all_gather_object("" if own is None else said_of(own)))
-    if own is not None:
-        raise own
-    for rank, text in enumerate(texts):
-        if text:
-            raise ConfigError(f"Rank {rank}: {text}")
-
-
 def joined(path: str, inner: str) -> str:
     """Return the module path of `inner` below `path`."""
     return f"{path}.{inner}" if path and inner else path or inner
@@ -383,13 +363,6 @@ def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
         # A plan over sharding groups of several sizes has no world size.
         size = None if kept.world_size is None else plan.world_size
         keep_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
-
-
-def said_of(error: BaseException) -> str:
-    """Return the text of an error for the messages of other ranks."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    return f"{type(error).__name__}: {str(error) or 'without a message'}"
 
 
 def _size(count: int) -> str:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tilerec.comms.agree import agreeing
 from tilerec.errors import ConfigError
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.resharding.checks import (
-    agreeing,
+    PLAN,
     check_moment,
     check_options,
     planned,
@@ -87,13 +88,13 @@ def reshard(
         group = next(iter(collections.values())).exchange.group
         now = next(iter(collections.values())).exchange.topology
         group.begin("reshard")
-        with agreeing(group) as found:
+        with agreeing(group, PLAN) as found:
             check_moment()
             check_options(budget_bytes, progress)
             present = present_plan(model, collections, "reshard")
             whole, topology = planned(present, collections, with_table_paths(plan, model), now)
             ready = ready_to_move(collections, present, whole, topology, optimizers)
-            found.append(words_of(ready, budget_bytes))
+            found.update(words_of(ready, budget_bytes))
             mover = Mover(model, collections, group, group, ready, budget_bytes, progress, begun, interrupts)
             interrupts.check()
         mover.prepare()

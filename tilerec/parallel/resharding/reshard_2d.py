@@ -16,11 +16,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tilerec.comms.agree import agreeing
 from tilerec.errors import ConfigError
 from tilerec.parallel.managed_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.resharding.checks import (
-    agreeing,
+    PLAN,
     check_moment,
     check_options,
     planned,
@@ -61,7 +62,7 @@ def reshard_2d(
     movers: list[tuple[list[int], Mover]] = []
     done: list[TableMove] = []
     world.begin("reshard")
-    with agreeing(world) as found:
+    with agreeing(world, PLAN) as found:
         check_moment()
         check_options(budget, progress)
         plan = with_table_paths(plan, model)
@@ -82,7 +83,7 @@ def reshard_2d(
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
             ready = ready_to_move(own, present, whole, first.topology, optimizers)
-            found.append(words_of(ready, budget))
+            found[f"part {len(movers)}"] = words_of(ready, budget)
             mover = Mover(
                 model, own, first.group, world, ready, budget, progress, begun, interrupts, done
             )  # fmt: skip

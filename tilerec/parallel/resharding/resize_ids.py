@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agree import agreeing, on_all_ranks
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
@@ -28,7 +28,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddings,
 )
-from tilerec.sharding.resize_ids import agreed, new_ids, scaled_tiling, take_ids
+from tilerec.sharding.resize_ids import new_ids, scaled_tiling, take_ids
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.tile import Tiling
@@ -74,36 +74,21 @@ def resize_ids(
     collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     group = collection.exchange.group
     group.begin("resize_ids")
-    change, failure = None, None
-    try:
+    with agreeing(group, "the new capacity") as found:
+        found.update(table=table, rows=zch_size, buckets=total_num_buckets)
         change = _check(
             embeddings, table, zch_size, total_num_buckets, plan_of(plan_holder), path, optimizers
         )
-    except ConfigError as error:
-        failure = error
-    facts = {
-        "table": table,
-        "rows": zch_size,
-        "buckets": total_num_buckets,
-        "checks": str(failure or "passed"),
-        "optimizers": change.steppers.described() if change else None,
-    }
-    agree(group, "the new capacity", facts)
-    if failure is not None:
-        raise failure
-    assert change is not None
+        found["optimizers"] = change.steppers.described()
     embeddings.settle()
     held, exchange = change.held, collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
     ids = new_ids(collection, table, change.new, ranges)
     tables = cast(ShardedCollection, embeddings.embedding_module)
-    tiles = agreed(
-        group,
-        "new tiles",
-        lambda: ResizedTable(
+    with on_all_ranks(group, f"table '{table}'", "building its new tiles"):
+        tiles = ResizedTable(
             tables, held, change.tiling, ids.old_rows_M, ids.new_rows_M, change.steppers, table
-        ),
-    )
+        )
     moved_of_all = cast(
         "list[tuple[int, list[int]]]",
         group.all_gather_object((ids.moved.kept, ids.moved.dropped_ids.tolist())),

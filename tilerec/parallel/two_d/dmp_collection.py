@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import heard_by_all
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
@@ -149,7 +148,7 @@ class DMPCollection(DistributedModelParallel):
         )
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
-            with heard_by_all(group, "the model to shard in 2D"):
+            def checked() -> tuple[list[GroupConfig], dict[str, object]]:
                 if world_size != group.size:
                     raise ConfigError(
                         f"DMPCollection: world_size: got {world_size!r}; expected {group.size}, the number of ranks of "
@@ -177,12 +176,13 @@ class DMPCollection(DistributedModelParallel):
                     GroupConfig(plan, sharding_group_size, node_group_size, use_inter_host_allreduce),
                     *_of_submodules(module, submodule_configs or ()),
                 ]
-                also = dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+                return configs, dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+
             settings = ReplicaSettings(
                 sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
             )
             self._two_d = shard_2d(
-                module, configs, group, settings, topology, tables_device, sharders, "DMPCollection", also
+                module, checked, group, settings, topology, tables_device, sharders, "DMPCollection"
             )
 
         self._build(

@@ -15,7 +15,7 @@ Nouns
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agree, heard_by_all
+from tilerec.comms.agree import agreeing
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.compat.sharders import ModuleSharder
@@ -100,6 +100,17 @@ class ReplicaSettings:
     moment_scale: float | None = None
     hook: AverageHook | None = None
     refuse_together: bool = False
+
+    def described(self) -> dict[str, object]:
+        """Return the settings as values that ranks can compare."""
+        return {
+            "sync": self.sync,
+            "sync_interval": self.interval,
+            "exact": self.exact,
+            "moment_scale": self.moment_scale,
+            "hook": self.hook is not None,
+            "refuse_together": self.refuse_together,
+        }
 
     def check(self, who: str) -> None:
         """Check the settings.
@@ -298,71 +309,58 @@ class _Planned:
 
 def shard_2d(
     module: nn.Module,
-    configs: Sequence[GroupConfig],
+    checked: Callable[[], tuple[Sequence[GroupConfig], Mapping[str, object]]],
     world: Group,
     settings: ReplicaSettings,
     topology: Topology | None = None,
     device: torch.device | str | int | None = None,
     sharders: Sequence[ModuleSharder] | None = None,
     who: str = "shard_2d",
-    also: Mapping[str, object] | None = None,
 ) -> TwoD:
     """Shard a model's tables in 2D, in place. Collective: every rank passes the same model and settings.
 
     Args:
-        configs: one per group size; exactly one has no paths and covers all other collections.
+        checked: checks the caller's arguments and returns the configs (one per group size; exactly one has no paths and
+            covers all other collections) and further settings that must be equal on all ranks. May raise on one rank.
         world: all ranks.
         settings: settings for keeping replicas equal.
         topology: the topology of the world, with the ranks of each host, and memory sizes for the planner. None: from
             the launcher.
         device, sharders: see `shard`.
         who: name of the calling function, for errors.
-        also: further settings that must be equal on all ranks.
 
     Raises:
         ConfigError: as `shard`; a group size does not divide the world size; a plan has another number of ranks than a
             sharding group; ranks have different settings; an `init_fn` fails on another rank. All ranks raise, and the
             model is unchanged.
     """
-    with heard_by_all(world, "the model to shard in 2D"):
+    with agreeing(world, "the model to shard in 2D") as found:
+        configs, also = checked()
         settings.check(who)
         tables_device = None if device is None else device_of(device, who)
         planned, topology, given = _planned(
             module, configs, world, settings, topology, tables_device, sharders, who
         )
-    compared = {
-        "checks": "passed",
-        "sync": settings.sync,
-        "sync_interval": settings.interval,
-        "exact": settings.exact,
-        "moment_scale": settings.moment_scale,
-        "hook": settings.hook is not None,
-        "refuse_together": settings.refuse_together,
-        "groups": [
+        found.update(settings.described())
+        found["groups"] = [
             {
                 "sharding_group_size": part.plan.grid.group_size,
                 "use_inter_host_allreduce": part.plan.grid.across_hosts,
             }
             for part in planned
-        ],
-        "plans": [part.plan.to_json() for part in planned],
-        "model": described(collections_of(module)),
-        **dict(also or {}),
-    }
-    agree(world, "the model to shard in 2D", compared)
+        ]
+        found["plans"] = [part.plan.to_json() for part in planned]
+        found["model"] = described(collections_of(module))
+        found.update(also)
     # Open all groups and run all checks before any table changes, so that ranks fail together.
     channels = [_Channels.of(part, world, settings) for part in planned]
     with unattached_on_error(module.parameters()):
-        with heard_by_all(world, "the model to shard in 2D"):
+        with agreeing(world, "the model to shard in 2D") as found:
             jobs = [
                 _job(module, part, own, world, settings, topology, tables_device, sharders_, first=k == 0)
                 for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
             ]
-        agree(
-            world,
-            "the model to shard in 2D",
-            {"checks": "passed", "parts": [job.ready.described() for job in jobs]},
-        )
+            found["parts"] = [job.ready.described() for job in jobs]
         drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
         cut_all(world, jobs)
     parts = []
