@@ -46,7 +46,7 @@ from tilerec.ops.hash.definition import (
     AssignOptions,
     HashRange,
     HashState,
-    Outcome,
+    IdOutcome,
     Policy,
     empty_state,
     zch_assign_,
@@ -281,7 +281,7 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
             time.sleep(0.01)  # threads spin a little before they sleep: keep that out of the next time
         if gpu is not None:
             gpu.turn(turn, previous, [result for _, result in taken])
-        evicted += sum(int((result.outcomes_N == Outcome.EVICTED).sum()) for _, result in taken)
+        evicted += sum(int((result.outcomes_N == IdOutcome.EVICTED).sum()) for _, result in taken)
         previous = turn
         crowded.append(shares(turn[-1], taken[-1][1].rows_N))
         times.setdefault("dict", []).extend(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in turn)

@@ -14,7 +14,7 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of
 from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import ShardingType
-from tilerec.spec.tile import Block, Tiling
+from tilerec.spec.tile import ColumnBlock, Tiling
 
 FEW = 2  # combinations of ranks of each option, where not all are tried
 
@@ -79,11 +79,11 @@ class Arrangements:
             return
         if way is Way.COPIES:
             yield Tiling(
-                table.rows, table.dim, (Block(0, table.dim, (0, table.rows), (tuple(range(ranks)),)),)
+                table.rows, table.dim, (ColumnBlock(0, table.dim, (0, table.rows), (tuple(range(ranks)),)),)
             )
         elif way is Way.WHOLE:
             for rank in allowed:
-                yield Tiling(table.rows, table.dim, (Block(0, table.dim, (0, table.rows), ((rank,),)),))
+                yield Tiling(table.rows, table.dim, (ColumnBlock(0, table.dim, (0, table.rows), ((rank,),)),))
         elif way is Way.COLUMNS:
             one_host = bool(limit.types) and ShardingType.COLUMN_WISE not in limit.types
             for own in self._combinations(allowed, pieces):

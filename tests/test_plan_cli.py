@@ -20,7 +20,7 @@ from tilerec.planner.report.time_text import time_text
 from tilerec.planner.report.variation import varied
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
-from tilerec.spec.tile import Block, Tiling
+from tilerec.spec.tile import ColumnBlock, Tiling
 from tilerec.spec.topology import Topology
 
 TABLES: list[dict[str, Any]] = [
@@ -306,7 +306,7 @@ def test_a_plan_made_by_hand_is_shown_with_its_price(planned: Path) -> None:
             assert sharding.tiling is not None
             rows, dim = sharding.tiling.rows, sharding.tiling.dim
             modules[name] = ParameterSharding(
-                "table_wise", ranks=[0], tiling=Tiling(rows, dim, (Block(0, dim, (0, rows), ((0,),)),))
+                "table_wise", ranks=[0], tiling=Tiling(rows, dim, (ColumnBlock(0, dim, (0, rows), ((0,),)),))
             )
     plan.save("plan.json")
     price = price_plan(request, plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from tilerec.comms.deadlock import Call, Watch, cycle_through
+from tilerec.comms.deadlock import Call, DeadlockDetector, cycle_through
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ def test_the_shortest_cycle_through_a_rank(waits: dict[int, list[int]], cycle: l
     assert cycle_through(0, lambda rank: waits.get(rank, [])) == cycle
 
 
-def watches(size: int) -> list[Watch]:
+def watches(size: int) -> list[DeadlockDetector]:
     store = dist.HashStore()
-    return [Watch(store, rank, size) for rank in range(size)]
+    return [DeadlockDetector(store, rank, size) for rank in range(size)]
 
 
-def looks(watch: Watch, call: Call) -> str:
+def looks(watch: DeadlockDetector, call: Call) -> str:
     """As a rank that waits: the first look writes, the second reads."""
     watch.look(call)
     return watch.look(call)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilerec.errors import TilerecError
-from tilerec.ops.runtime.readback import hear_all
+from tilerec.ops.runtime.readback import drain
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,7 +34,7 @@ def _reports_end_with_their_test() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for _ in range(64):  # the first error ends it, the others have their turn next time
             try:
-                hear_all(torch.device("cuda"))
+                drain(torch.device("cuda"))
                 return
             except TilerecError:
                 continue

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.cuda.sizes import real, size
 from tests.ops.hash_pair import REFERENCE, Pair, equal, flat
 from tilerec.errors import InputError
-from tilerec.ops.hash.definition import HashState, Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import HashState, IdOutcome, Policy, empty_state
 from tilerec.ops.hash.place import high, low, mixed
 
 pytest.importorskip("triton")
@@ -70,7 +70,7 @@ def test_a_gpu_gives_the_bits_of_the_reference(
             2 if step > 3 else 1,
         )
         seen |= set(result[1].tolist())
-    assert {Outcome.HIT, Outcome.INSERTED, Outcome.NOT_ADMITTED} <= seen
+    assert {IdOutcome.HIT, IdOutcome.INSERTED, IdOutcome.NOT_ADMITTED} <= seen
     pair.find(torch.cat([ids, ids + 1]), max_probe)
     for new_buckets, new_slots in ((buckets, slots + 3), (2 * buckets, slots // 2 + 1), (1, 2 * slots)):
         if new_buckets * new_slots < 300_000:

@@ -23,7 +23,7 @@ from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.storage.made_ahead import Moment
+from tilerec.storage.made_ahead import StreamEvent
 from tilerec.testing.virtual import run_virtual_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -172,7 +172,7 @@ def test_rows_are_reset_behind_the_stream_that_mapped_their_ids(monkeypatch: pyt
     """And their numbers are no other batch's while they are."""
     waited: list[Tensor | None] = []
     reset: list[Tensor] = []
-    monkeypatch.setattr(Moment, "wait", lambda _, tensors: waited.extend(tensors))
+    monkeypatch.setattr(StreamEvent, "wait", lambda _, tensors: waited.extend(tensors))
 
     def noted(table: Any, rows_N: Tensor) -> None:
         assert any(tensor is rows_N for tensor in waited)

@@ -23,7 +23,7 @@ from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from tilerec.storage.made_ahead import MOST
+from tilerec.storage.made_ahead import MAX_RESULTS
 
 GPU = torch.device("cuda", 0)
 ROWS, BATCH = size(100_000, 9), size(4096, 3)
@@ -220,15 +220,15 @@ def test_tables_that_were_loaded_or_moved_meanwhile_do_no_harm(sorts: list[bool]
 
 
 def test_batches_that_are_never_trained_on_are_forgotten(sorts: list[bool]) -> None:
-    module, coming = collection(), batches(MOST + 2)
+    module, coming = collection(), batches(MAX_RESULTS + 2)
     for batch in coming:
         module.prefetch(batch)
         module.prefetch(batch)  # one is kept
     orders = module.embedding_bags.a.rows.orders
-    assert len(orders.made) == MOST
+    assert len(orders.made) == MAX_RESULTS
     for batch in coming:
         module(batch).values().float().sum().backward()
-    assert sorts == [False] * 4 + [True] * 2 * MOST
+    assert sorts == [False] * 4 + [True] * 2 * MAX_RESULTS
     assert not orders.made
     module.prefetch(coming[0])
     assert "orders" not in module.embedding_bags.a.rows.__getstate__()  # copies and files begin without

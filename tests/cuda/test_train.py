@@ -26,7 +26,7 @@ from tilerec.recipes.model import DLRMConfig
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.storage.table_rows import NonFiniteGradientError
 from tilerec.testing.ranks import Ranks
-from tilerec.train.bring import Bringer
+from tilerec.train.bring import DevicePrefetcher
 from tilerec.train.config import ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.world import World
@@ -44,18 +44,18 @@ RUN = RunConfig(
 Run = tuple[list[Tensor], list[bool]]
 
 
-def as_it_is(self: Bringer, batch: Batch) -> Batch:
+def as_it_is(self: DevicePrefetcher, batch: Batch) -> Batch:
     return batch.to("cuda")
 
 
 def run(ahead: bool) -> Run:
-    sorts, real = noted(), Bringer.__call__
+    sorts, real = noted(), DevicePrefetcher.__call__
     if not ahead:
-        Bringer.__call__ = as_it_is  # type: ignore[method-assign]
+        DevicePrefetcher.__call__ = as_it_is  # type: ignore[method-assign]
     try:
         model = train(RUN).model
     finally:
-        Bringer.__call__ = real  # type: ignore[method-assign]
+        DevicePrefetcher.__call__ = real  # type: ignore[method-assign]
     return [value.cpu() for value in model.state_dict().values()], sorts
 
 
@@ -65,7 +65,7 @@ def run_on_ranks(ahead: bool) -> Run:
     dataset = RUN.data.open()
     torch.manual_seed(0)
     model = world.build(RUN, dataset, device)
-    bring = Bringer(model, device)
+    bring = DevicePrefetcher(model, device)
     for share in itertools.islice(world.train_shares(RUN, dataset, 0), STEPS):
         batch = bring(share.batch) if ahead else share.batch.to(device)
         assert isinstance(batch.sparse_features, KeyedJaggedTensor) != ahead
@@ -88,7 +88,7 @@ def test_the_host_goes_at_most_three_steps_ahead(monkeypatch: pytest.MonkeyPatch
     waited: list[torch.cuda.Event] = []
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event))
     ids = KeyedJaggedTensor.from_lengths_sync(["one"], torch.tensor([1]), torch.tensor([1]))
-    bring = Bringer(torch.nn.Identity(), torch.device("cuda"))
+    bring = DevicePrefetcher(torch.nn.Identity(), torch.device("cuda"))
     for step in range(6):
         bring(Batch(torch.ones(1, 1), ids, torch.ones(1)))
         assert len(waited) == max(0, step - 2)

@@ -14,7 +14,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, row_wise
-from tilerec.sharding.touched import WEIGHTS, Touched, rows_of_all
+from tilerec.sharding.touched import WEIGHTS, ChangedRows, changed_rows_of
 from tilerec.spec.optimizer import SGD
 from tilerec.testing.batches import concat_batches
 from tilerec.testing.ranks import Ranks
@@ -62,13 +62,13 @@ def test_averaged_sgd_on_a_gpu_equals_one_process_on_the_cpu() -> None:
 
 
 def test_touched_rows_that_were_counted_are_listed_without_waiting() -> None:
-    own = Touched(1000, torch.device("cuda"))
+    own = ChangedRows(1000, torch.device("cuda"))
     own.mark(torch.tensor([7, 990, 7, 8], device="cuda"))
     count = int(own.count_rows(WEIGHTS))
     torch.cuda.set_sync_debug_mode("error")
     rows = own.rows(WEIGHTS, count)
     torch.cuda.set_sync_debug_mode("default")
     assert rows.tolist() == own.rows().tolist() == [7, 8, 990]
-    listed, beside = rows_of_all([own, own], WEIGHTS, [torch.tensor(5, device="cuda"), torch.tensor(6)])
+    listed, beside = changed_rows_of([own, own], WEIGHTS, [torch.tensor(5, device="cuda"), torch.tensor(6)])
     assert [rows.tolist() for rows in listed] == [[7, 8, 990]] * 2
     assert beside == [5, 6]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops import backends as backends
-from tilerec.ops.cache.definition import BOOKS, DIRTY, LINE_OF, NONE, Told
+from tilerec.ops.cache.definition import BOOKS, DIRTY, LINE_OF, NONE, HeaderColumn
 
 Ops = Mapping[str, Callable[..., Any]]
 
@@ -148,5 +148,5 @@ def batch(rng: random.Random, shapes: Sequence[Shape], most: int, dtype: torch.d
 
 def moving(header: Tensor, plan: Tensor, total: int) -> Tensor:
     """The entries of a plan that mean something, in their order."""
-    wanting = int(header[:, Told.WANTING].sum())
+    wanting = int(header[:, HeaderColumn.WANTING].sum())
     return torch.cat((plan[:, :wanting], plan[:, total:]), 1)

@@ -12,7 +12,7 @@ from tests.ops.op_cases import cases
 from tests.storage.cache_model import ModelCache
 from tilerec.errors import InputError
 from tilerec.ops.cache import definition as cache
-from tilerec.ops.cache.definition import BOOKS, TOLD, Plan, Told
+from tilerec.ops.cache.definition import BOOKS, TOLD, HeaderColumn, Plan
 from tilerec.spec.cache import CacheAlgorithm
 
 OPS = torch.ops.tilerec
@@ -62,10 +62,10 @@ def test_all_tables_in_one_request_do_what_each_does_in_plain_python(lfu: bool, 
             row_in = tables.books[BOOKS * t + 1]
             assert set(row_in[row_in >= 0].tolist()) == model.resident()
             told = tables.books[BOOKS * t + TOLD]
-            assert told[Told.ROWS] - told[Told.MISSES] == model.hits
-            assert told[Told.MISSES] == model.misses
-            assert told[Told.SPARE] == model.conflicts
-            assert told[Told.EVICTIONS] == model.evictions
+            assert told[HeaderColumn.ROWS] - told[HeaderColumn.MISSES] == model.hits
+            assert told[HeaderColumn.MISSES] == model.misses
+            assert told[HeaderColumn.SPARE] == model.conflicts
+            assert told[HeaderColumn.EVICTIONS] == model.evictions
         tables.update(BY_OP, segments, ids)
         tables.check()
 
@@ -76,11 +76,11 @@ def test_what_lacks_spare_lines_is_planned_again() -> None:
     ask = (torch.tensor([0, 1, 2, 3]), [0], [4], [0], tables.books, [1], 2, clock)
     header, keys, order = OPS.cache_ask_(*ask, "")
     OPS.cache_plan(*ask, header, keys, order)
-    assert header[0, [Told.SPARE, Told.FREE]].tolist() == [2, 1]
+    assert header[0, [HeaderColumn.SPARE, HeaderColumn.FREE]].tolist() == [2, 1]
     for book, value in ((1, -1), (2, 0), (3, 0), (5, 0)):
         tables.books[book] = torch.cat((tables.books[book], tables.books[book].new_full((1,), value)))
     plan = OPS.cache_plan(*ask, header, keys, order)
-    assert header[0, [Told.SPARE, Told.FREE]].tolist() == [2, 2]
+    assert header[0, [HeaderColumn.SPARE, HeaderColumn.FREE]].tolist() == [2, 2]
     assert plan[Plan.LINE, :4].tolist() == [0, 1, 2, 3]
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.runtime.dispatch import unwatched
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
@@ -44,23 +44,23 @@ class Own(Tensor):
 
 
 def test_tensors_and_parameters_are_unwatched_until_somebody_listens() -> None:
-    assert unwatched((PLAIN, nn.Parameter(PLAIN), PLAIN.requires_grad_(False)))
-    assert unwatched(())
+    assert can_bypass_dispatcher((PLAIN, nn.Parameter(PLAIN), PLAIN.requires_grad_(False)))
+    assert can_bypass_dispatcher(())
     for mode in (Named(), Functions(), FakeTensorMode()):
         with mode:
-            assert not unwatched((PLAIN,)), mode
-    assert unwatched((PLAIN,))
+            assert not can_bypass_dispatcher((PLAIN,)), mode
+    assert can_bypass_dispatcher((PLAIN,))
 
 
 def test_tensors_of_another_kind_and_tracers_and_transforms_watch() -> None:
-    assert not unwatched((PLAIN, PLAIN.as_subclass(Own)))
+    assert not can_bypass_dispatcher((PLAIN, PLAIN.as_subclass(Own)))
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(PLAIN)
-    assert not unwatched((fake,))
+    assert not can_bypass_dispatcher((fake,))
     found: list[bool] = []
 
     def note(x: Tensor) -> Tensor:
-        found.append(unwatched((PLAIN,)))
+        found.append(can_bypass_dispatcher((PLAIN,)))
         return x * 2
 
     make_fx(note)(PLAIN)

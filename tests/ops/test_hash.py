@@ -23,7 +23,7 @@ from tilerec.ops.hash.definition import (
     AssignOptions,
     HashRange,
     HashState,
-    Outcome,
+    IdOutcome,
     Policy,
     empty_state,
     score,
@@ -128,7 +128,7 @@ def test_assign_gives_the_worked_example(which: str) -> None:
         )
     )
     assert result.rows_N.tolist() == [0, -1]
-    assert result.outcomes_N.tolist() == [Outcome.EVICTED, Outcome.REJECTED]
+    assert result.outcomes_N.tolist() == [IdOutcome.EVICTED, IdOutcome.REJECTED]
     assert result.probes_N.tolist() == [2, 2]
     assert result.evicted_rows_M.tolist() == [0]
     assert result.evicted_ids_M.tolist() == [5]
@@ -174,7 +174,7 @@ def test_equal_ids_share_a_row_and_count() -> None:
     table, state = HashRange(7, 3), empty_state(7, 3)
     result = zch_assign_(torch.full((50,), -1), state, table, AssignOptions(step=4))
     assert result.rows_N.unique().numel() == 1
-    assert result.outcomes_N.tolist() == [Outcome.INSERTED] + [Outcome.HIT] * 49
+    assert result.outcomes_N.tolist() == [IdOutcome.INSERTED] + [IdOutcome.HIT] * 49
     assert state.hits_E.sum() == 50
     assert state.used_E.sum() == 1
 
@@ -191,12 +191,12 @@ def test_counts_stand_for_repeated_ids() -> None:
 def test_rows_used_in_this_step_are_not_evicted() -> None:
     table, state = HashRange(1, 4), empty_state(1, 4)
     first = zch_assign_(torch.arange(6), state, table, AssignOptions(step=3))
-    assert first.outcomes_N.tolist() == [Outcome.INSERTED] * 4 + [Outcome.REJECTED] * 2
+    assert first.outcomes_N.tolist() == [IdOutcome.INSERTED] * 4 + [IdOutcome.REJECTED] * 2
     again = zch_assign_(torch.arange(100, 105), state, table, AssignOptions(step=3))
-    assert again.outcomes_N.tolist() == [Outcome.REJECTED] * 5
+    assert again.outcomes_N.tolist() == [IdOutcome.REJECTED] * 5
     assert again.rows_N.tolist() == [-1] * 5
     later = zch_assign_(torch.tensor([2, 100, 101, 102, 103]), state, table, AssignOptions(step=4))
-    assert later.outcomes_N.tolist() == [Outcome.HIT] + [Outcome.EVICTED] * 3 + [Outcome.REJECTED]
+    assert later.outcomes_N.tolist() == [IdOutcome.HIT] + [IdOutcome.EVICTED] * 3 + [IdOutcome.REJECTED]
     assert sorted(later.evicted_ids_M.tolist()) == [0, 1, 3]
 
 
@@ -205,7 +205,7 @@ def test_rejecting_keeps_who_is_there() -> None:
     zch_assign_(torch.arange(4), state, table, AssignOptions(step=1))
     before = [values.clone() for values in state]
     result = zch_assign_(torch.tensor([9]), state, table, AssignOptions(step=5, evict=False))
-    assert result.outcomes_N.tolist() == [Outcome.REJECTED]
+    assert result.outcomes_N.tolist() == [IdOutcome.REJECTED]
     assert all(torch.equal(mine, old) for mine, old in zip(state, before, strict=True))
 
 
@@ -214,11 +214,16 @@ def test_missing_ids_are_only_looked_up() -> None:
     inserts = torch.tensor([True, False, False, True])
     ids = torch.tensor([5, 5, 6, 6])
     result = zch_assign_(ids, state, table, AssignOptions(step=1, may_insert_N=inserts))
-    assert result.outcomes_N.tolist() == [Outcome.INSERTED, Outcome.HIT, Outcome.MISSING, Outcome.INSERTED]
+    assert result.outcomes_N.tolist() == [
+        IdOutcome.INSERTED,
+        IdOutcome.HIT,
+        IdOutcome.MISSING,
+        IdOutcome.INSERTED,
+    ]
     result = zch_assign_(
         torch.tensor([8]), state, table, AssignOptions(step=1, may_insert_N=inserts[1:2], threshold=2)
     )
-    assert result.outcomes_N.tolist() == [Outcome.MISSING]
+    assert result.outcomes_N.tolist() == [IdOutcome.MISSING]
     assert not state.counters_BC.any()
 
 
@@ -268,13 +273,13 @@ def test_only_expired_ids_give_way_under_ttl_and_hits_renew_them() -> None:
         zch_assign_(
             torch.tensor([3]), state, table, AssignOptions(step=2, now=102, ttl=9, **policy)
         ).outcomes_N.item()
-        == Outcome.REJECTED
+        == IdOutcome.REJECTED
     )  # type: ignore[arg-type]
     zch_assign_(torch.tensor([1]), state, table, AssignOptions(step=3, now=103, ttl=2, **policy))  # type: ignore[arg-type]
     assert zch_find(torch.tensor([1]), state, table).rows_N.item() >= 0
     assert sorted(state.expires_E.tolist()) == [103, 110]  # the later of 110 and 105
     result = zch_assign_(torch.tensor([3, 4]), state, table, AssignOptions(step=4, now=103, ttl=9, **policy))  # type: ignore[arg-type]
-    assert result.outcomes_N.tolist() == [Outcome.EVICTED, Outcome.REJECTED]
+    assert result.outcomes_N.tolist() == [IdOutcome.EVICTED, IdOutcome.REJECTED]
     assert result.evicted_ids_M.tolist() == [2]
 
 
@@ -319,7 +324,7 @@ def test_assigning_each_says_whom_each_evicted() -> None:
         each = zch_assign_each_(ids, other, table, AssignOptions(step=step))
         for mine, expected in zip(each[:3], listed[:3], strict=True):
             assert torch.equal(mine, expected)
-        evicts = each.outcomes_N == Outcome.EVICTED
+        evicts = each.outcomes_N == IdOutcome.EVICTED
         assert torch.equal(each.rows_N[evicts], listed.evicted_rows_M)
         assert torch.equal(each.evicted_ids_N[evicts], listed.evicted_ids_M)
         assert not each.evicted_ids_N[~evicts].any()
@@ -344,7 +349,7 @@ def test_tensors_that_count_are_numbers_that_are_given() -> None:
         here = zch_assign_each_(ids, theirs, table, AssignOptions(step=step, now=3 + 5 * step, **options))
         for one, other in zip((*there, *mine), (*here, *theirs), strict=True):
             assert torch.equal(one, other)
-        seen.append(bool((here.outcomes_N == Outcome.EVICTED).any()))
+        seen.append(bool((here.outcomes_N == IdOutcome.EVICTED).any()))
     assert [step_there.item(), now_there.item()] == [4, 23]  # read, not written
     assert seen == [False, True, False, True]
 
@@ -382,24 +387,24 @@ def test_nobody_loses_a_row_in_silence(history: tuple[HashRange, int, list[Tenso
     for step, ids_N in enumerate(batches):
         result = zch_assign_(ids_N, state, table, AssignOptions(step=step, now=step, **options))
         evicted = dict(zip(result.evicted_ids_M.tolist(), result.evicted_rows_M.tolist(), strict=True))
-        assert len(evicted) == result.evicted_rows_M.numel() == (result.outcomes_N == Outcome.EVICTED).sum()
+        assert len(evicted) == result.evicted_rows_M.numel() == (result.outcomes_N == IdOutcome.EVICTED).sum()
         touched = set()
         evictors = iter(result.evicted_rows_M.tolist())
         for id_, row, outcome in zip(
             ids_N.tolist(), result.rows_N.tolist(), result.outcomes_N.tolist(), strict=True
         ):
-            if outcome == Outcome.HIT:
+            if outcome == IdOutcome.HIT:
                 assert rows[id_] == row
             else:
                 assert id_ not in rows
-            if outcome == Outcome.EVICTED:
+            if outcome == IdOutcome.EVICTED:
                 assert next(evictors) == row
                 old = next(id_ for id_, held_row in rows.items() if held_row == row)
                 assert evicted[old] == row
                 assert row not in touched
                 del rows[old]
-            if outcome <= Outcome.EVICTED:
-                assert outcome == Outcome.HIT or row not in rows.values()
+            if outcome <= IdOutcome.EVICTED:
+                assert outcome == IdOutcome.HIT or row not in rows.values()
                 rows[id_] = row
                 touched.add(row)
             else:
@@ -585,7 +590,7 @@ def test_admission_still_holds_after_buckets_split_and_merge() -> None:
     for buckets in (8, 2, 1):
         resized = zch_resize(state, table, buckets, 64, step=2).state
         third = zch_assign_(seen, resized, HashRange(buckets, 64), AssignOptions(step=2, threshold=3))
-        assert set(third.outcomes_N.tolist()) <= {Outcome.HIT, Outcome.INSERTED}
+        assert set(third.outcomes_N.tolist()) <= {IdOutcome.HIT, IdOutcome.INSERTED}
     full = state._replace(counters_BC=torch.full((4, 16), 2**31 - 1, dtype=torch.int32))
     assert zch_resize(full, table, 1, 8, step=1).state.counters_BC.unique().tolist() == [2**31 - 1]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.runtime import readback as later
-from tilerec.ops.runtime.readback import use_all, use_arrived, when_arrived
+from tilerec.ops.runtime.readback import on_arrival, poll, use_all
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
@@ -73,7 +73,7 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(later, "_NUMBERS", later.Arrivals(adds=True))
+    monkeypatch.setattr(later, "_NUMBERS", later.AsyncReadback(adds=True))
     monkeypatch.setattr(later, "at_once", lambda device: False)
     monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
@@ -88,24 +88,24 @@ def keep(seen: list[list[int]]) -> Callable[[list[int]], None]:
 
 def test_on_the_cpu_numbers_are_used_at_once() -> None:
     seen: list[list[int]] = []
-    when_arrived(torch.tensor([1, 2, 3]), keep(seen))
+    on_arrival(torch.tensor([1, 2, 3]), keep(seen))
     assert seen == [[1, 2, 3]]
 
 
 def test_numbers_are_used_in_order_when_they_have_arrived(gpu: Gpu) -> None:
     seen: list[list[int]] = []
-    when_arrived(torch.tensor([1]), keep(seen))
-    when_arrived(torch.tensor([2, 3]), keep(seen))
-    use_arrived(CPU)
+    on_arrival(torch.tensor([1]), keep(seen))
+    on_arrival(torch.tensor([2, 3]), keep(seen))
+    poll(CPU)
     assert seen == []
     gpu.run()
-    use_arrived(CPU)
+    poll(CPU)
     assert seen == [[1], [2, 3]]
 
 
 def test_waiting_uses_all(gpu: Gpu) -> None:
     seen: list[list[int]] = []
-    when_arrived(torch.tensor([1]), keep(seen))
+    on_arrival(torch.tensor([1]), keep(seen))
     use_all(CPU)
     use_all(CPU)
     assert seen == [[1]]
@@ -113,9 +113,9 @@ def test_waiting_uses_all(gpu: Gpu) -> None:
 
 def test_steps_use_the_same_memory_again(gpu: Gpu) -> None:
     for step in range(10):
-        when_arrived(torch.tensor([step, 0]), keep([]))
+        on_arrival(torch.tensor([step, 0]), keep([]))
         gpu.run()
-        use_arrived(CPU)
+        poll(CPU)
     assert gpu.made == 1
 
 
@@ -125,34 +125,34 @@ def test_an_error_leaves_the_others_for_the_next_time(gpu: Gpu) -> None:
     def fail(numbers: list[int]) -> None:
         raise RuntimeError(str(numbers))
 
-    when_arrived(torch.tensor([1]), fail)
-    when_arrived(torch.tensor([2]), keep(seen))
+    on_arrival(torch.tensor([1]), fail)
+    on_arrival(torch.tensor([2]), keep(seen))
     gpu.run()
     with pytest.raises(RuntimeError, match=r"\[1\]"):
-        use_arrived(CPU)
-    use_arrived(CPU)
+        poll(CPU)
+    poll(CPU)
     assert seen == [[2]]
 
 
 def test_who_looks_in_the_midst_of_a_look_takes_nothing_from_it(gpu: Gpu) -> None:
     seen: list[list[int]] = []
-    when_arrived(torch.tensor([1]), keep(seen))
+    on_arrival(torch.tensor([1]), keep(seen))
     gpu.run()
-    when_arrived(torch.tensor([2]), keep(seen))  # on its way
+    on_arrival(torch.tensor([2]), keep(seen))  # on its way
     event = later._NUMBERS._devices[CPU].sent[0][0].copy.event
     query, asked = event.query, []
 
     def finalizer() -> bool:
         if not asked:
             asked.append(1)
-            use_arrived(CPU)
+            poll(CPU)
         return query()
 
     event.query = finalizer  # type: ignore[method-assign]
-    use_arrived(CPU)
+    poll(CPU)
     assert seen == [[1]]
     gpu.run()
-    use_arrived(CPU)
+    poll(CPU)
     assert seen == [[1], [2]]
 
 
@@ -160,12 +160,12 @@ def test_a_slow_stream_keeps_no_other_from_its_news(gpu: Gpu) -> None:
     seen: list[list[int]] = []
     for stream, number in ((1, 1), (2, 2), (1, 3), (2, 4)):
         gpu.stream = stream
-        when_arrived(torch.tensor([number]), keep(seen))
+        on_arrival(torch.tensor([number]), keep(seen))
     gpu.run(2)
-    use_arrived(CPU)
+    poll(CPU)
     assert seen == [[2], [4]]
     gpu.run()
-    use_arrived(CPU)
+    poll(CPU)
     assert seen == [[2], [4], [1], [3]]
 
 
@@ -176,8 +176,8 @@ class Captured:
         self.found = torch.zeros(size, dtype=torch.int64)
         before = list(later._NUMBERS._devices[CPU].of_graphs)
         gpu.capturing = True
-        when_arrived(self.found, use)
-        use_arrived(CPU)
+        on_arrival(self.found, use)
+        poll(CPU)
         gpu.capturing = False
         (self.of_graph,) = [own for own in later._NUMBERS._devices[CPU].of_graphs if own not in before]
         self.of_graph.numbers.zero_()  # nothing runs in a capture
@@ -189,7 +189,7 @@ class Captured:
 
 def test_what_replays_leave_is_added_up_and_used_once_however_often_anybody_looks(gpu: Gpu) -> None:
     seen: list[list[int]] = []
-    when_arrived(torch.tensor([0, -1]), keep([]))
+    on_arrival(torch.tensor([0, -1]), keep([]))
     graph = Captured(gpu, 2, keep(seen))
     use_all(CPU)
     assert seen == []  # no replay yet
@@ -201,10 +201,10 @@ def test_what_replays_leave_is_added_up_and_used_once_however_often_anybody_look
     assert seen == [[3, 4]]  # and not again at every step without a replay
     graph.replay(5, 6)
     gpu.run()
-    use_arrived(CPU)  # a copy of before; the next one is of now
+    poll(CPU)  # a copy of before; the next one is of now
     graph.replay(1, 9)
     gpu.run()
-    use_arrived(CPU)
+    poll(CPU)
     assert seen[1:] == [[5, 6]]
     use_all(CPU)
     assert seen[1:] == [[5, 6], [1, 9]]
@@ -217,7 +217,7 @@ def test_what_a_replay_leaves_is_used_though_its_use_raised_before(gpu: Gpu) -> 
         seen.append(numbers)
         raise RuntimeError("told")
 
-    when_arrived(torch.tensor([0]), keep([]))
+    on_arrival(torch.tensor([0]), keep([]))
     graph = Captured(gpu, 1, fail)
     for count in (1, 2):
         graph.replay(count)
@@ -229,11 +229,11 @@ def test_what_a_replay_leaves_is_used_though_its_use_raised_before(gpu: Gpu) -> 
 
 def test_a_capture_of_more_than_can_be_heard_of_warns(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(later, "_SPARES", 2)
-    when_arrived(torch.tensor([0]), keep([]))
+    on_arrival(torch.tensor([0]), keep([]))
     graphs = [Captured(gpu, 1, keep([])) for _ in range(2)]
     gpu.capturing = True
     with pytest.warns(UserWarning, match="2 ops were captured since the last step outside of a capture"):
-        when_arrived(graphs[0].found, keep([]))
+        on_arrival(graphs[0].found, keep([]))
 
 
 def attached(non_finite: str) -> tuple[EmbeddingBagCollection, KeyedJaggedTensor]:

@@ -289,7 +289,7 @@ def test_nothing_is_copied_or_kept_in_a_loop_of_forwards_and_backwards(
     module, outs = bags(kind), []
     copies: list[int] = []
     monkeypatch.setattr(
-        "tilerec.ops.lookup.saved_rows.Reader._take", lambda self, features: copies.extend(features)
+        "tilerec.ops.lookup.saved_rows.SavedRows._take", lambda self, features: copies.extend(features)
     )
     for seed in range(3):
         kjt = batch(seed)

@@ -351,7 +351,7 @@ def test_what_a_capture_would_freeze_is_told(capture: Callable[[bool], None]) ->
 def test_a_rate_that_is_not_on_the_device_yet_is_not_made_in_a_capture(
     capture: Callable[[bool], None],
 ) -> None:
-    group = hyper_group.HyperGroup.of(Adam(lr=0.1, capturable=True))
+    group = hyper_group.SharedParamGroup.of(Adam(lr=0.1, capturable=True))
     capture(True)
     with pytest.raises(ConfigError, match="Run a step before the capture"):
         group.rate(torch.device("cpu"))

@@ -19,7 +19,7 @@ from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.table import DataType
-from tilerec.spec.tile import Block, Tile, Tiling
+from tilerec.spec.tile import ColumnBlock, Tile, Tiling
 from tilerec.spec.topology import Topology
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -78,7 +78,7 @@ def _price(tiling: Tiling, topology: Topology) -> Any:
 
 
 def _whole(rank: int) -> Tiling:
-    return Tiling(1000, 64, (Block(0, 64, (0, 1000), ((rank,),)),))
+    return Tiling(1000, 64, (ColumnBlock(0, 64, (0, 1000), ((rank,),)),))
 
 
 def test_links_carry_ids_one_way_and_rows_the_other() -> None:
@@ -114,7 +114,7 @@ def test_bytes_of_a_whole_table() -> None:
 
 
 def test_only_one_copy_of_a_table_is_read_by_each_rank() -> None:
-    copies = Tiling(1000, 64, (Block(0, 64, (0, 1000), ((0, 1),)),))
+    copies = Tiling(1000, 64, (ColumnBlock(0, 64, (0, 1000), ((0, 1),)),))
     found = _price(copies, Topology(2, "cpu", speeds=_speeds(lookup_near=1.0, lookup_far=1.0, call=1.0)))
     assert found.stages["lookup"].tolist() == [10.0, 10.0]
     # The header; counts of bags, numbers of rows, rows and their gradients of the copies.
@@ -154,7 +154,7 @@ def test_a_missing_cell_is_noticed() -> None:
     whole = _as("table_wise", Tile(0, 1000, 0, 64, (0,)))
     assert whole.tiling is not None
     cut = object.__new__(Tiling)  # what `Tiling` itself would refuse
-    vars(cut).update(rows=1000, dim=64, blocks=(Block(0, 63, (0, 1000), ((0,),)),))
+    vars(cut).update(rows=1000, dim=64, blocks=(ColumnBlock(0, 63, (0, 1000), ((0,),)),))
     vars(whole)["tiling"] = cut
     assert any("63000 cells" in text for text in planned.wrong_cover(_planned(whole)))
 

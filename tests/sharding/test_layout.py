@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.parity.harness import TILINGS, WORLDS, grid, row_wise, table_row_wise
-from tilerec.sharding.layout import Layout, Merge, ShardedTable, SlotRead, reader, rectangles
+from tilerec.sharding.layout import ExchangeLayout, Merge, SlotRead, TableLayout, reader, rectangles
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -16,8 +16,10 @@ HOSTS = TWO_BY_EIGHT.host_ranks
 ROWS, DIM = 1_600_000_000, 128
 
 
-def layout(tiling: Tiling, rank: int, topology: Topology = TWO_BY_EIGHT, fan_in: float = 2.0) -> Layout:
-    return Layout([ShardedTable("t", tiling, fan_in)], [SlotRead(0, "f")], topology, rank)
+def layout(
+    tiling: Tiling, rank: int, topology: Topology = TWO_BY_EIGHT, fan_in: float = 2.0
+) -> ExchangeLayout:
+    return ExchangeLayout([TableLayout("t", tiling, fan_in)], [SlotRead(0, "f")], topology, rank)
 
 
 # ---------------------------------------------------------------------------------------------------- 2 hosts x 8 ranks
@@ -133,7 +135,7 @@ def test_blocks_with_other_row_cuts_skip_the_ranges_that_are_fed_already() -> No
 def test_every_feature_of_a_table_has_parts_of_its_own() -> None:
     topology = Topology(2, "cpu")
     tiling = Tiling.of("t", 10, 4, [(0, 5, 0, 4, 0), (5, 10, 0, 4, 1)])
-    own = Layout([ShardedTable("t", tiling)], [SlotRead(0, "a"), SlotRead(0, "b")], topology, 0)
+    own = ExchangeLayout([TableLayout("t", tiling)], [SlotRead(0, "a"), SlotRead(0, "b")], topology, 0)
     assert [(part.slot, part.owners) for part in own.parts] == [(0, (0,)), (0, (1,)), (1, (0,)), (1, (1,))]
     assert len(own.rectangles) == 2
 
@@ -179,9 +181,9 @@ def test_what_is_sent_is_what_is_expected(name: str, world: str) -> None:
     size = sum(map(len, hosts))
     topology = Topology(size, "cpu", hosts=hosts)
     sizes = ((10, 4), (7, 3), (17, 20))
-    tables = [ShardedTable(f"t{i}", TILINGS[name](*shape, hosts, i)) for i, shape in enumerate(sizes)]
+    tables = [TableLayout(f"t{i}", TILINGS[name](*shape, hosts, i)) for i, shape in enumerate(sizes)]
     slots = [SlotRead(0, "a"), SlotRead(0, "b"), SlotRead(1, "c"), SlotRead(2, "a"), SlotRead(2, "d")]
-    layouts = [Layout(tables, slots, topology, rank) for rank in range(size)]
+    layouts = [ExchangeLayout(tables, slots, topology, rank) for rank in range(size)]
     for own in layouts:
         assert own.parts == layouts[0].parts
         assert own.routes == layouts[0].routes

@@ -24,7 +24,7 @@ from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tilerec.storage import order_ahead
-from tilerec.storage.order_ahead import OrdersAhead
+from tilerec.storage.order_ahead import PrefetchedOrders
 from tilerec.storage.table_rows import TableRows
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
@@ -37,18 +37,18 @@ Asked = list[bool]
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """Per update: whether there was an order for it."""
     found: Asked = []
-    real = OrdersAhead.take
+    real = PrefetchedOrders.take
 
     def order(self: TableRows, sinks: Sequence[Any], record: GradientRecord) -> None:
         handles = [sink.handle for sink in sinks]
         self.orders.made.keep(order_ahead._sources(record, handles), [], record.ids.device)
 
-    def take(self: OrdersAhead, handles: Sequence[int], record: GradientRecord) -> None:
+    def take(self: PrefetchedOrders, handles: Sequence[int], record: GradientRecord) -> None:
         found.append(real(self, handles, record) is not None)
 
     monkeypatch.setattr(TableRows, "order", order)
     monkeypatch.setattr(TableRows, "order_sums", order)
-    monkeypatch.setattr(OrdersAhead, "take", take)
+    monkeypatch.setattr(PrefetchedOrders, "take", take)
     return found
 
 

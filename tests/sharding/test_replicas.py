@@ -17,7 +17,7 @@ from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
 from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.replicas import Form, ReplicaTable, agree_on_gradients, choose_form
+from tilerec.sharding.replicas import GradientForm, ReplicaTable, choose_form, exchange_replica_gradients
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
@@ -37,24 +37,34 @@ KEYS = ["a", "b", "c"]
             1_000_000,
             [(2048, 2048)] * 2,
             2,
-            Form.ROWS,
+            GradientForm.ROWS,
         ),  # single ids: repeated rows are added before they travel
-        (1_000_000, [(2048, 20480)] * 2, 2, Form.BAGS),  # long bags: one gradient for ten ids
-        (1_000, [(65536, 655360)] * 8, 8, Form.DENSE),  # every rank touches every row of a small table
-        (1_000, [(65536, 655360)] * 8, 16, Form.ROWS),  # the same among some ranks only: no all-reduce there
-        (1_000_000, [(0, 0)] * 4, 4, Form.ROWS),  # nothing at all: nothing to send
+        (1_000_000, [(2048, 20480)] * 2, 2, GradientForm.BAGS),  # long bags: one gradient for ten ids
+        (
+            1_000,
+            [(65536, 655360)] * 8,
+            8,
+            GradientForm.DENSE,
+        ),  # every rank touches every row of a small table
+        (
+            1_000,
+            [(65536, 655360)] * 8,
+            16,
+            GradientForm.ROWS,
+        ),  # the same among some ranks only: no all-reduce there
+        (1_000_000, [(0, 0)] * 4, 4, GradientForm.ROWS),  # nothing at all: nothing to send
     ],
 )
 def test_the_form_with_the_fewest_bytes_is_chosen(
-    rows: int, counts: list[tuple[int, int]], group_size: int, form: Form
+    rows: int, counts: list[tuple[int, int]], group_size: int, form: GradientForm
 ) -> None:
     assert choose_form(rows, 64, counts, group_size, bags_can_travel=True, exact=False) is form
 
 
 def test_exact_sums_need_the_bags_and_sample_weights_need_the_rows() -> None:
     long_bags, single = [(2048, 20480)] * 2, [(2048, 2048)] * 2
-    assert choose_form(10**6, 64, single, 2, bags_can_travel=True, exact=True) is Form.BAGS
-    assert choose_form(10**6, 64, long_bags, 2, bags_can_travel=False, exact=False) is Form.ROWS
+    assert choose_form(10**6, 64, single, 2, bags_can_travel=True, exact=True) is GradientForm.BAGS
+    assert choose_form(10**6, 64, long_bags, 2, bags_can_travel=False, exact=False) is GradientForm.ROWS
 
 
 def configs() -> list[EmbeddingBagConfig]:
@@ -93,10 +103,10 @@ def train(group: Group, whole: EmbeddingBagCollection) -> tuple[list[Tensor], di
     }
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", list(GradientForm))
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_form_updates_the_rows_of_the_unsharded_module(
-    form: Form, size: int, monkeypatch: pytest.MonkeyPatch
+    form: GradientForm, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
     whole = attached()
@@ -115,23 +125,26 @@ def test_every_form_updates_the_rows_of_the_unsharded_module(
 @pytest.mark.parametrize(
     ("form", "calls"),
     [
-        (Form.BAGS, {"replica counts": 1, "replica ids": 1, "replica gradients": 1}),
-        (Form.ROWS, {"replica counts": 1, "replica rows": 1, "replica ids": 1, "replica gradients": 1}),
-        (Form.DENSE, {"replica counts": 1, "replica gradients, dense": 1}),
+        (GradientForm.BAGS, {"replica counts": 1, "replica ids": 1, "replica gradients": 1}),
+        (
+            GradientForm.ROWS,
+            {"replica counts": 1, "replica rows": 1, "replica ids": 1, "replica gradients": 1},
+        ),
+        (GradientForm.DENSE, {"replica counts": 1, "replica gradients, dense": 1}),
     ],
 )
 def test_all_tables_share_one_message_of_each_kind(
-    form: Form, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    form: GradientForm, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
     for _, made in run_virtual_ranks(2, train, attached()):
         assert {name: count for name, count in made.items() if name.startswith("replica")} == calls
 
 
-@pytest.mark.parametrize("form", [Form.BAGS, Form.ROWS])
+@pytest.mark.parametrize("form", [GradientForm.BAGS, GradientForm.ROWS])
 @pytest.mark.parametrize("rows", [2**31 - 1, 2**31 + 1])
 def test_rows_beyond_32_bits_keep_their_numbers(
-    rows: int, form: Form, monkeypatch: pytest.MonkeyPatch
+    rows: int, form: GradientForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row numbers travel as int32 where they fit, and as int64 where one table has more rows."""
     monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
@@ -141,7 +154,9 @@ def test_rows_beyond_32_bits_keep_their_numbers(
         record = GradientRecord(
             0, torch.ones(2, 3), ids, None, None, (7,), (3,), (0,), (2,), (0,), (3,), (0,)
         )  # fmt: skip
-        agreed = agree_on_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)
+        agreed = exchange_replica_gradients(
+            group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False
+        )
         return sorted(set(agreed.ids.tolist()))
 
     assert run_virtual_ranks(2, fn) == [[0, 1, rows - 1]] * 2

@@ -24,7 +24,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.runtime import upload
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.layout import Layout, ShardedTable, SlotRead, rectangles
+from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout, rectangles
 from tilerec.sharding.route import Router
 from tilerec.sharding.route import _counting as counting
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -327,10 +327,10 @@ def test_whatever_the_output_reads_of_a_batch_waits_for_the_stream_that_brought_
 def test_ids_travel_as_int32_unless_a_range_has_2_to_the_31_rows() -> None:
     def dtype(rows_: int, cut: int) -> torch.dtype:
         tiling = Tiling.of("t", rows_, 4, [(0, cut, 0, 4, 0), (cut, rows_, 0, 4, 1)])
-        tables, slots = [ShardedTable("t", tiling)], [SlotRead(0, "a")]
+        tables, slots = [TableLayout("t", tiling)], [SlotRead(0, "a")]
 
         def fn(group: Group) -> torch.dtype:
-            layout = Layout(tables, slots, Topology(2, "cpu"), group.rank)
+            layout = ExchangeLayout(tables, slots, Topology(2, "cpu"), group.rank)
             return Router(layout, group, weighted=False, each_id=False, wide=torch.float32).id_dtype
 
         (one, other) = run_virtual_ranks(2, fn)

@@ -17,7 +17,7 @@ import tilerec.sharding
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.layout import rectangles
-from tilerec.sharding.state import Cover, Logical, Piece, load, shown
+from tilerec.sharding.state import Cover, LogicalTensor, Piece, load, shown
 from tilerec.spec.tile import Tile, Tiling, ceil_chunks
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -45,7 +45,7 @@ def part(whole: Tensor, tile: Tile) -> Tensor:
     return whole[tile.r0 : tile.r1].clone() if whole.dim() else whole.clone()
 
 
-def logical(group: Group, tiles: Sequence[Tile], whole: Tensor) -> Logical:
+def logical(group: Group, tiles: Sequence[Tile], whole: Tensor) -> LogicalTensor:
     """A tensor of 2, 1 or 0 dimensions, held beside every tile."""
     if whole.dim() == 2:
         cover = Cover.of_cells((ROWS, DIM), tiles)
@@ -58,7 +58,7 @@ def logical(group: Group, tiles: Sequence[Tile], whole: Tensor) -> Logical:
         for t in held
     ]
     pieces = tuple(Piece(place[key], part(whole, tile)) for key, tile in zip(keys, held, strict=True))
-    return Logical(cover, pieces, group, whole.new_empty(0))
+    return LogicalTensor(cover, pieces, group, whole.new_empty(0))
 
 
 def wholes() -> list[Tensor]:
@@ -89,7 +89,7 @@ def test_values_move_from_any_tiling_to_any_other(name: str, to: str) -> None:
     run_virtual_ranks(3, run)
 
 
-def check(got: Logical, tiles: Sequence[Tile], whole: Tensor, group: Group) -> None:
+def check(got: LogicalTensor, tiles: Sequence[Tile], whole: Tensor, group: Group) -> None:
     held = [tile for tile in tiles if group.rank in tile.owners]
     assert len(held) == len(got.pieces)
     for tile, piece in zip(held, got.pieces, strict=True):
@@ -258,7 +258,7 @@ def test_a_column_of_a_number_per_row_moves_as_the_row_of_them_does() -> None:
                 for t, tile in enumerate(cover.tiles)
                 if group.rank in tile.owners
             )
-            logicals.append(Logical(cover, pieces, group, whole.new_empty(0)))
+            logicals.append(LogicalTensor(cover, pieces, group, whole.new_empty(0)))
         source, target = logicals
         assert torch.equal(source.full(), whole)
         target.load(source)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.sharding.state import Cover, Logical, Piece, load
+from tilerec.sharding.state import Cover, LogicalTensor, Piece, load
 from tilerec.spec.tile import Tile
 
 ROWS, DIM = 4, 3
@@ -27,11 +27,11 @@ def group() -> Iterator[ProcessGroupComms]:
     dist.destroy_process_group()
 
 
-def cut_rows(group: ProcessGroupComms) -> Logical:
+def cut_rows(group: ProcessGroupComms) -> LogicalTensor:
     """Two rows on each rank, of which this one holds the first two."""
     tiles = [Tile(0, 2, 0, DIM, (0,)), Tile(2, ROWS, 0, DIM, (1,))]
     piece = Piece(0, torch.zeros(2, DIM))
-    return Logical(Cover.of_cells((ROWS, DIM), tiles), (piece,), group, torch.zeros(0))
+    return LogicalTensor(Cover.of_cells((ROWS, DIM), tiles), (piece,), group, torch.zeros(0))
 
 
 def shard_of(ranks: list[int], local: torch.Tensor) -> DTensor:

@@ -1,14 +1,14 @@
-"""`Touched`: marks of rows, and which rows have them."""
+"""`ChangedRows`: marks of rows, and which rows have them."""
 
 from __future__ import annotations
 
 import torch
 
-from tilerec.sharding.touched import SLOTS, WEIGHTS, Touched, rows_of_all
+from tilerec.sharding.touched import SLOTS, WEIGHTS, ChangedRows, changed_rows_of
 
 
-def touched(rows: int, *named: int) -> Touched:
-    own = Touched(rows, torch.device("cpu"))
+def touched(rows: int, *named: int) -> ChangedRows:
+    own = ChangedRows(rows, torch.device("cpu"))
     own.mark(torch.tensor(named, dtype=torch.int64))
     return own
 
@@ -25,6 +25,6 @@ def test_rows_are_those_that_have_any_of_the_marks_in_ascending_order() -> None:
 
 
 def test_rows_of_several_tiles_come_with_the_numbers_beside_them() -> None:
-    rows, beside = rows_of_all([touched(3, 2), touched(5), touched(4, 0, 3)], WEIGHTS, [torch.tensor(8)])
+    rows, beside = changed_rows_of([touched(3, 2), touched(5), touched(4, 0, 3)], WEIGHTS, [torch.tensor(8)])
     assert [own.tolist() for own in rows] == [[2], [], [0, 3]]
     assert beside == [8]

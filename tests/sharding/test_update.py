@@ -28,7 +28,7 @@ from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.embedding import shard_collection
-from tilerec.sharding.teams import Teams
+from tilerec.sharding.teams import ReplicaGroups
 from tilerec.sharding.update import with_moment_scale
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig
@@ -172,7 +172,7 @@ def test_only_row_wise_adagrad_has_a_moment_to_scale() -> None:
 def test_another_optimizer_keeps_the_marks_of_rows_that_teams_have_yet_to_average() -> None:
     def fn(group: Group) -> tuple[list[int], list[int]]:
         alone = group.partition("alone", ((0,), (1,)))
-        teams = Teams((0,), group.partition("axis", ((0, 1),)), ())
+        teams = ReplicaGroups((0,), group.partition("axis", ((0, 1),)), ())
         module = attached(alone, Tiling.of("t", 20, 4, [(0, 20, 0, 4, 0)]), SGD(lr=1.0), teams=teams)
         module(batch_of([[3]])).values().sum().backward()
         (rows,) = module.embedding_bags["t"].tile_rows

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilerec.errors import ConfigError
-from tilerec.spec.tile import Block, Rectangle, Tile, Tiling, ceil_chunks, rectangles
+from tilerec.spec.tile import ColumnBlock, Rectangle, Tile, Tiling, ceil_chunks, rectangles
 
 
 @st.composite
@@ -85,7 +85,7 @@ def test_json_keeps_a_tiling(cover: tuple) -> None:  # type: ignore[type-arg]
 
 def test_a_cover_is_refined_at_its_column_cuts_and_neighbours_merge() -> None:
     tiling = Tiling.of("t", 4, 8, [(0, 4, 0, 2, 0), (0, 4, 2, 4, 0), (0, 3, 4, 8, 1), (3, 4, 4, 8, 0)])
-    assert tiling.blocks == (Block(0, 4, (0, 4), ((0,),)), Block(4, 8, (0, 3, 4), ((1,), (0,))))
+    assert tiling.blocks == (ColumnBlock(0, 4, (0, 4), ((0,),)), ColumnBlock(4, 8, (0, 3, 4), ((1,), (0,))))
     assert tiling.tiles_of(0) == (Rectangle(0, 4, 0, 4), Rectangle(3, 4, 4, 8))
 
 

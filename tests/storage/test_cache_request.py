@@ -341,7 +341,7 @@ def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> 
     def refuse(*numbers: int) -> None:
         raise AssertionError
 
-    wants = [cached.Want(cache, [rows], own, refuse) for own in (((0, 2),), ((2, 4),))]
+    wants = [cached.RowRequest(cache, [rows], own, refuse) for own in (((0, 2),), ((2, 4),))]
     lines = cached.lines_of_all(wants, ids, [(0, 2), (2, 4)], [0, 1], False)
     assert torch.equal(cache.lines[0][lines.long()], rows[ids])
     assert asked == [1, 1]
@@ -362,7 +362,7 @@ def _tied() -> EmbeddingBagCollection:
 
 def test_a_request_of_one_tied_table_keeps_the_lines_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where as many batches fly as may, and the oldest is the very one that is looked up."""
-    monkeypatch.setattr(cached, "MOST_IN_FLIGHT", 2)
+    monkeypatch.setattr(cached, "MAX_BATCHES_IN_FLIGHT", 2)
     plain, other = _tied(), cache_tables(_tied(), 0.05)
     ids = torch.cat((torch.arange(100, 110), torch.arange(200, 220)))
     kjt = KeyedJaggedTensor(["f", "g"], ids, lengths=torch.tensor([10] + [0] * 9 + [20] + [0] * 9))

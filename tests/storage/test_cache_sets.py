@@ -8,7 +8,7 @@ import torch
 
 from tests.storage.cache_model import ModelCache
 from tilerec.spec.cache import CacheAlgorithm
-from tilerec.storage.cache_sets import CacheSets, Moves, NoSpare
+from tilerec.storage.cache_sets import CacheSets, LineMoves, NoSpare
 
 CPU = torch.device("cpu")
 BOTH = [CacheAlgorithm.LRU, CacheAlgorithm.LFU]
@@ -25,10 +25,10 @@ def _check_books(sets: CacheSets) -> None:
     assert int((sets.line_of_E >= 0).sum()) == lines.numel()
 
 
-def _asked(sets: CacheSets, rows: Iterable[int], serial: int, *flying: Iterable[int]) -> Moves | NoSpare:
+def _asked(sets: CacheSets, rows: Iterable[int], serial: int, *flying: Iterable[int]) -> LineMoves | NoSpare:
     """Rows that are asked for get their lines, while batches of other rows fly."""
     moves = sets.request(_rows(rows), serial, [_rows(own) for own in flying])
-    if isinstance(moves, Moves):
+    if isinstance(moves, LineMoves):
         sets.seat(moves)
     return moves
 
@@ -53,7 +53,7 @@ def test_hits_misses_and_evictions_are_those_of_a_cache_in_plain_python(
         wanted = _zipf(rng, rows, 12) if serial % 3 else set(rng.sample(range(rows), 9))
         flown = [*flown, wanted][-ahead - 1 :]
         moves = _asked(sets, sorted(wanted), serial, *flown)
-        assert isinstance(moves, Moves)
+        assert isinstance(moves, LineMoves)
         model.request(wanted, max(1, serial - ahead))
         _check_books(sets)
         assert set(sets.row_in_L[sets.row_in_L >= 0].tolist()) == model.resident()
@@ -69,7 +69,7 @@ def test_a_cache_of_as_many_lines_as_rows_loads_each_row_once(algorithm: CacheAl
     rng, loaded = random.Random(0), 0
     for serial in range(1, 40):
         moves = _asked(sets, sorted(_zipf(rng, 64, 30)), serial, range(64))
-        assert isinstance(moves, Moves)
+        assert isinstance(moves, LineMoves)
         loaded += moves.loaded_rows.numel()
         assert moves.conflicts == moves.evictions == 0
     assert loaded == int((sets.line_of_E >= 0).sum())
@@ -81,7 +81,7 @@ def test_the_example_of_the_file() -> None:
         _asked(sets, [row], serial)
     assert sets.line_of_E[[4, 6, 1]].tolist() == [0, 1, 2]
     moves = _asked(sets, [6, 8], 4)
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, LineMoves)
     assert (moves.leaving_rows.tolist(), moves.leaving_lines.tolist()) == ([4], [0])
     assert (moves.loaded_rows.tolist(), moves.loaded_lines.tolist()) == ([8], [0])
 
@@ -95,10 +95,10 @@ def test_a_frequent_row_keeps_its_line_and_the_rare_one_has_a_spare_line() -> No
         5,
     ):  # row 7 was named less often than row 5; the second time, its spare line still has it
         moves = _asked(sets, [7], serial)
-        assert isinstance(moves, Moves)
+        assert isinstance(moves, LineMoves)
         assert (moves.conflicts, moves.evictions, sets.line_of_E[7].item()) == (serial == 4, 0, 1)
     moves = _asked(sets, [7], 6)  # as often: it comes in
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, LineMoves)
     assert (moves.conflicts, moves.evictions, sets.line_of_E[7].item()) == (0, 1, 0)
     assert moves.old_lines.tolist() == [1]
 
@@ -108,15 +108,15 @@ def test_a_row_leaves_its_spare_line_for_one_of_its_set_as_soon_as_there_is_one(
     _asked(sets, [1, 2], 1)
     assert sets.line_of_E[[1, 2]].tolist() == [0, 1]
     moves = _asked(sets, [2], 2)
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, LineMoves)
     assert (moves.old_lines.tolist(), moves.new_lines.tolist()) == ([1], [0])
     assert moves.loaded_rows.numel() == 0
     _asked(sets, [3, 2], 3, [2])  # batch 2 is in flight: 2 holds its line, 3 gets a spare one
     moves = _asked(sets, [3], 4, [3, 2])
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, LineMoves)
     assert sets.line_of_E[3].item() == 1  # row 2 was named by batch 3 and is held
     moves = _asked(sets, [3], 5, [3])
-    assert isinstance(moves, Moves)
+    assert isinstance(moves, LineMoves)
     assert (moves.old_lines.tolist(), moves.new_lines.tolist()) == ([1], [0])
     assert moves.leaving_rows.tolist() == [2]
     _check_books(sets)
@@ -131,7 +131,7 @@ def test_a_request_that_lacks_spare_lines_says_how_many_and_changes_nothing() ->
     for now, then in zip((sets.line_of_E, sets.row_in_L, sets.count_E), before, strict=True):
         assert torch.equal(now, then)
     sets.grow(4)
-    assert isinstance(_asked(sets, [3, 4, 5], 2), Moves)
+    assert isinstance(_asked(sets, [3, 4, 5], 2), LineMoves)
     _check_books(sets)
 
 
@@ -139,7 +139,7 @@ def test_no_rows_and_no_table() -> None:
     for rows in (0, 5):
         sets = CacheSets(rows, 0 if not rows else 1, 2, 0, CacheAlgorithm.LRU, CPU)
         moves = _asked(sets, [], 1)
-        assert isinstance(moves, Moves)
+        assert isinstance(moves, LineMoves)
         assert moves.loaded_rows.numel() == 0
 
 

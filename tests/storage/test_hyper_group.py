@@ -8,16 +8,16 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import SGD
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 
 
-def _group() -> HyperGroup:
-    group = HyperGroup.of(SGD(lr=0.1))
+def _group() -> SharedParamGroup:
+    group = SharedParamGroup.of(SGD(lr=0.1))
     assert group.spec().lr == 0.1
     return group
 
 
-def _ior(group: HyperGroup) -> None:
+def _ior(group: SharedParamGroup) -> None:
     group |= {"lr": 0.5}
 
 
@@ -30,7 +30,7 @@ def _ior(group: HyperGroup) -> None:
         _ior,
     ],
 )
-def test_a_write_reaches_the_next_update(write: Callable[[HyperGroup], None]) -> None:
+def test_a_write_reaches_the_next_update(write: Callable[[SharedParamGroup], None]) -> None:
     group = _group()
     write(group)
     assert group["lr"] == 0.5
@@ -52,12 +52,12 @@ def test_an_or_in_place_keeps_the_entry() -> None:
         lambda group: group.clear(),
     ],
 )
-def test_a_number_that_is_missing_is_named(take: Callable[[HyperGroup], None]) -> None:
+def test_a_number_that_is_missing_is_named(take: Callable[[SharedParamGroup], None]) -> None:
     group = _group()
     take(group)
     with pytest.raises(ConfigError, match=r"got an entry without \[.*'lr'"):
         group.spec()
-    group.update(HyperGroup.of(SGD(lr=0.3)))
+    group.update(SharedParamGroup.of(SGD(lr=0.3)))
     assert group.spec().lr == 0.3
 
 

@@ -8,7 +8,7 @@ import pickle
 import torch
 from torch import Tensor
 
-from tilerec.storage.made_ahead import MOST, MadeAhead, Sources
+from tilerec.storage.made_ahead import MAX_RESULTS, PrefetchedResults, Sources
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def sources(*tensors: Tensor | None, of: int = 0) -> Sources | None:
 
 
 def test_it_is_taken_once_or_stays() -> None:
-    ahead, ids, made = MadeAhead(), torch.arange(3), [torch.ones(1)]
+    ahead, ids, made = PrefetchedResults(), torch.arange(3), [torch.ones(1)]
     ahead.keep(sources(ids, None), made, CPU)
     assert ahead.take(sources(ids, None), stays=True) is made
     assert ahead.take(sources(ids.view(3), None)) is made  # the same memory
@@ -27,7 +27,7 @@ def test_it_is_taken_once_or_stays() -> None:
 
 
 def test_others_and_what_was_written_to_have_nothing() -> None:
-    ahead, ids = MadeAhead(), torch.arange(4)
+    ahead, ids = PrefetchedResults(), torch.arange(4)
     ahead.keep(sources(ids), [], CPU)
     for other in (
         sources(ids, of=1),
@@ -43,11 +43,11 @@ def test_others_and_what_was_written_to_have_nothing() -> None:
 
 
 def test_the_oldest_are_let_go_and_one_of_a_batch_is_kept() -> None:
-    ahead, batches = MadeAhead(), [torch.arange(2) for _ in range(MOST + 1)]
+    ahead, batches = PrefetchedResults(), [torch.arange(2) for _ in range(MAX_RESULTS + 1)]
     for ids in batches:
         ahead.keep(sources(ids), [ids], CPU)
         ahead.keep(sources(ids), [ids + 1], CPU)
-    assert len(ahead) == MOST
+    assert len(ahead) == MAX_RESULTS
     assert ahead.take(sources(batches[0])) is None
     found = ahead.take(sources(batches[1]))
     assert found is not None
@@ -57,7 +57,7 @@ def test_the_oldest_are_let_go_and_one_of_a_batch_is_kept() -> None:
 
 
 def test_copies_and_files_begin_without() -> None:
-    ahead = MadeAhead()
+    ahead = PrefetchedResults()
     ahead.keep(sources(torch.arange(2)), [], CPU)
     assert not copy.deepcopy(ahead)
     assert not pickle.loads(pickle.dumps(ahead))
@@ -67,6 +67,6 @@ def test_tensors_whose_writes_nobody_counts_are_the_source_of_nothing() -> None:
     with torch.inference_mode():
         ids = torch.arange(2)
     assert sources(ids) is None
-    ahead = MadeAhead()
+    ahead = PrefetchedResults()
     ahead.keep(None, [], CPU)
     assert not ahead

@@ -22,7 +22,7 @@ from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.storage import table_rows
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.storage.table_rows import NonFiniteGradientError, rows_of
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -86,7 +86,7 @@ def test_rows_are_found_by_their_own_parameter_alone() -> None:
 
 
 def test_a_copied_group_keeps_additions_and_its_check() -> None:
-    group = HyperGroup.of(Adam(lr=0.1))
+    group = SharedParamGroup.of(Adam(lr=0.1))
     group["initial_lr"] = 0.5
     for twin in (copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
         assert dict(twin) == dict(group)

@@ -98,7 +98,7 @@ class _Record:
 
 
 @final
-class Watch:
+class DeadlockDetector:
     """Waits and failure messages ("last words") of the ranks of a process group, in its store; shared by its channels.
 
     The store is neither written nor read while calls end soon.

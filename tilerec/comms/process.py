@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilerec.comms.deadlock import Call, Watch
+from tilerec.comms.deadlock import Call, DeadlockDetector
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.torch_private import timeout_of
 
 # Interval at which a waiting call checks whether a peer has aborted.
 _POLL_INTERVAL = timedelta(seconds=0.25)
@@ -50,8 +51,8 @@ _NATIVE = frozenset(
 )
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-# One `Watch` per process group, shared by all groups over it and the channels opened from them.
-_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+# One `DeadlockDetector` per process group, shared by all groups over it and the channels opened from them.
+_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockDetector] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -80,7 +81,7 @@ class ProcessGroupComms(Group):
         size = dist.get_world_size(whole)
         watch = _WATCHES.get(whole)
         if watch is None:
-            watch = _WATCHES[whole] = Watch(whole.get_group_store(), rank, size)
+            watch = _WATCHES[whole] = DeadlockDetector(whole.get_group_store(), rank, size)
         self._open(whole, rank, tuple(range(size)), Traffic(rank, size), watch, owned=False)
 
     def _open(
@@ -89,7 +90,7 @@ class ProcessGroupComms(Group):
         rank: int,
         members: tuple[int, ...],
         traffic: Traffic,
-        watch: Watch,
+        watch: DeadlockDetector,
         *,
         owned: bool,
     ) -> None:
@@ -344,8 +345,7 @@ class ProcessGroupComms(Group):
 
     def _timeout(self) -> timedelta | None:
         """Return the process group's time-out, for the channels opened from it."""
-        backend = self._process_group._get_backend(self.device)
-        return getattr(getattr(backend, "options", None), "_timeout", None)
+        return timeout_of(self._process_group, self.device)
 
 
 @final

@@ -41,7 +41,7 @@ class PlannerErrorType(Enum):
     INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
 
 
-class Part:
+class IgnoredPart:
     """Base of the parts; the search does not use them.
 
     Attributes:
@@ -55,7 +55,7 @@ class Part:
 
 
 @final
-class EmbeddingEnumerator(Part):
+class EmbeddingEnumerator(IgnoredPart):
     """Enumerator of sharding options; `tilerec plan explain` lists the options that tilerec considers."""
 
     def __init__(
@@ -66,7 +66,7 @@ class EmbeddingEnumerator(Part):
 
 
 @final
-class GreedyProposer(Part):
+class GreedyProposer(IgnoredPart):
     """Proposer of options in the order of their cost."""
 
     def __init__(self, use_depth: bool = True, threshold: int | None = None) -> None:
@@ -74,7 +74,7 @@ class GreedyProposer(Part):
 
 
 @final
-class UniformProposer(Part):
+class UniformProposer(IgnoredPart):
     """Proposer of one sharding type for all tables."""
 
     def __init__(self, use_depth: bool = True) -> None:
@@ -82,7 +82,7 @@ class UniformProposer(Part):
 
 
 @final
-class GridSearchProposer(Part):
+class GridSearchProposer(IgnoredPart):
     """Proposer of all combinations of options."""
 
     def __init__(self, max_proposals: int = 10000) -> None:
@@ -90,7 +90,7 @@ class GridSearchProposer(Part):
 
 
 @final
-class DynamicProgrammingProposer(Part):
+class DynamicProgrammingProposer(IgnoredPart):
     """Proposer that solves a knapsack over memory."""
 
     def __init__(self, hbm_bins_per_device: int = 100) -> None:
@@ -98,7 +98,7 @@ class DynamicProgrammingProposer(Part):
 
 
 @final
-class EmbeddingOffloadScaleupProposer(Part):
+class EmbeddingOffloadScaleupProposer(IgnoredPart):
     """Proposer of cache sizes."""
 
     def __init__(self, use_depth: bool = True) -> None:
@@ -106,7 +106,7 @@ class EmbeddingOffloadScaleupProposer(Part):
 
 
 @final
-class GreedyPerfPartitioner(Part):
+class GreedyPerfPartitioner(IgnoredPart):
     """Partitioner that places shards by cost."""
 
     def __init__(self, sort_by: Any = SortBy.STORAGE, balance_modules: bool = False) -> None:
@@ -114,7 +114,7 @@ class GreedyPerfPartitioner(Part):
 
 
 @final
-class MemoryBalancedPartitioner(Part):
+class MemoryBalancedPartitioner(IgnoredPart):
     """Partitioner that places shards by cost, then balances memory."""
 
     def __init__(
@@ -124,7 +124,7 @@ class MemoryBalancedPartitioner(Part):
 
 
 @final
-class EmbeddingPerfEstimator(Part):
+class EmbeddingPerfEstimator(IgnoredPart):
     """Estimator of the cost of shards; docs/planner-cost.md describes tilerec's cost model."""
 
     def __init__(self, topology: Any, constraints: Any = None, is_inference: bool = False) -> None:
@@ -132,7 +132,7 @@ class EmbeddingPerfEstimator(Part):
 
 
 @final
-class EmbeddingStorageEstimator(Part):
+class EmbeddingStorageEstimator(IgnoredPart):
     """Estimator of the memory of shards."""
 
     def __init__(
@@ -143,7 +143,7 @@ class EmbeddingStorageEstimator(Part):
 
 
 @final
-class NoopPerfModel(Part):
+class NoopPerfModel(IgnoredPart):
     """Rating of plans by their slowest rank."""
 
     def __init__(self, topology: Any) -> None:
@@ -151,7 +151,7 @@ class NoopPerfModel(Part):
 
 
 @final
-class NoopStorageModel(Part):
+class NoopStorageModel(IgnoredPart):
     """Rating of plans by their memory."""
 
     def __init__(self, topology: Any) -> None:
@@ -159,7 +159,7 @@ class NoopStorageModel(Part):
 
 
 @final
-class EmbeddingStats(Part):
+class EmbeddingStats(IgnoredPart):
     """Printer of plans; in tilerec, use `print(plan.report)`."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class EmbeddingStats(Part):
 
 
 @final
-class NoopEmbeddingStats(Part):
+class NoopEmbeddingStats(IgnoredPart):
     """Printer without output."""
 
     def __init__(self) -> None:

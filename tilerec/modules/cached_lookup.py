@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient.definition import _add, bag_starts, expect_reads, pooled_blocks
 from tilerec.ops.lookup.definition import _reach, raise_bad_id
-from tilerec.ops.lookup.saved_rows import Reader, let_go
+from tilerec.ops.lookup.saved_rows import SavedRows, kept_for_retained_graph
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.ops.runtime.upload import upload
-from tilerec.storage.cached import alone, prefetch_all
-from tilerec.storage.placed import Placed, per_table, place, wanted
+from tilerec.storage.cached import lock_caches, prefetch_all
+from tilerec.storage.placed import LineBatch, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -79,7 +79,7 @@ class CachedBatch:
         """Raise the error for a bad id."""
         raise_bad_id(self.names, feature, position, id_, self.rows[self.tables[feature]].leaf.shape[0])
 
-    def place(self) -> Placed:
+    def place(self) -> LineBatch:
         """Load the batch's rows into the caches and return their cache lines."""
         for t in dict.fromkeys(self.tables):
             self.rows[t].arrive()
@@ -109,7 +109,7 @@ class _CachedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: CachedBatch, sinks: Tensor, *args: Any) -> Tensor:
         sample_weights, leaves = args[0], args[1:]
-        with alone([rows.cache for rows in batch.rows]):
+        with lock_caches([rows.cache for rows in batch.rows]):
             out, ticket = _looked_up(batch, sinks.numel() > 0)
         ctx.save_for_backward(batch.ids, batch.offsets, sample_weights)
         ctx.batch, ctx.sinks, ctx.ticket, ctx.leaves = batch, sinks, ticket, leaves
@@ -148,7 +148,7 @@ class _CachedLookup(torch.autograd.Function):
                     reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
                     places, strides, batch.means,
                 )  # fmt: skip
-        ctx.reader = let_go(ctx.reader)
+        ctx.reader = kept_for_retained_graph(ctx.reader)
         return (None, None, sample_grad, *[None] * len(ctx.leaves))
 
 
@@ -172,26 +172,26 @@ def _looked_up(batch: CachedBatch, updates: bool) -> tuple[Tensor, Tensor]:
     return out, ticket
 
 
-def _reader(batch: CachedBatch, updates: bool) -> Reader:
+def _reader(batch: CachedBatch, updates: bool) -> SavedRows:
     """Return the rows that the gradient of the batch's weights will read. `updates`: the batch's update will follow."""
 
     def copy(features: Sequence[int]) -> list[Tensor]:
         # Copy only these features' rows: another table's cache may already be settled for a write that comes later.
         own = batch.only(features)
-        with alone([rows.cache for rows in batch.rows]):
+        with lock_caches([rows.cache for rows in batch.rows]):
             copies = own.place().copies(own.tables, range(len(features)))
             own.looked_up(updates)
         return copies
 
-    reader = Reader(batch.tables, {}, str, copy)
+    reader = SavedRows(batch.tables, {}, str, copy)
     expect_reads({t: batch.rows[t].handle for t in batch.tables}, reader)
     return reader
 
 
-def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool, reader: Reader) -> Tensor:
+def _sample_weight_grad(batch: CachedBatch, grad: Tensor, updates: bool, reader: SavedRows) -> Tensor:
     """Return gradients of the batch's weights. `updates`: the batch's update will follow."""
     features = list(range(len(batch.tables)))
-    with alone([rows.cache for rows in batch.rows]):
+    with lock_caches([rows.cache for rows in batch.rows]):
         rows = reader.rows()
         placed = batch.place()
         assert placed.offsets is not None

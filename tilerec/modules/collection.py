@@ -34,7 +34,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat import flat_memory, lay_flat
-from tilerec.storage.made_ahead import MadeAhead, Sources
+from tilerec.storage.made_ahead import PrefetchedResults, Sources
 from tilerec.storage.table_rows import stats_of
 from tilerec.torch_private import functorch_is_active, is_functorch_wrapped, submodules
 
@@ -143,7 +143,7 @@ class TableCollection(nn.Module):
             dtype_to_data_type(self._output_dtype)
         self._on_bad_id = on_bad_id
         self._clamped = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._ahead = MadeAhead()  # per batch, offsets and clamped ids
+        self._ahead = PrefetchedResults()  # per batch, offsets and clamped ids
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
         self._readers = readers(self._configs)
         self._sizes = self._slot_sizes()

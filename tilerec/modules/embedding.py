@@ -20,7 +20,7 @@ from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
-from tilerec.storage.made_ahead import MOST, MadeAhead, Sources
+from tilerec.storage.made_ahead import MAX_RESULTS, PrefetchedResults, Sources
 
 
 class EmbeddingCollection(TableCollection):
@@ -56,7 +56,7 @@ class EmbeddingCollection(TableCollection):
         super().__init__(tables, device, "embeddings", output_dtype, on_bad_id)
         self._need_indices = need_indices
         self._dims = tuple(slot.dim for slot in self._slots)
-        self._ordered = MadeAhead()  # per batch and lookup, ids in the order of its features
+        self._ordered = PrefetchedResults()  # per batch and lookup, ids in the order of its features
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up the row of every id.
@@ -137,7 +137,7 @@ class EmbeddingCollection(TableCollection):
         if lookup.keys != tuple(range(len(sizes))):
             own_ids = self._by_keys(features, lookup, ids, bags)
             sources = _sources(features, lookup)
-            self._ordered.keep(sources, [own_ids], ids.device, MOST * len(self._slots))
+            self._ordered.keep(sources, [own_ids], ids.device, MAX_RESULTS * len(self._slots))
         rows, dim = [table.rows for table in self._tables.values()], self._dims[lookup.slots[0]]
         starts = list(accumulate(bags, initial=0))[:-1]
         count = len(bags)

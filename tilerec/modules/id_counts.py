@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.definition import Outcome
+from tilerec.ops.hash.definition import IdOutcome
 
 KINDS = ("hits", "inserts", "evictions", "collisions", "rejections", "not_admitted", "probes")
 """Names of a feature's counters, in order."""
@@ -136,14 +136,14 @@ def add_counts(
         return
     held = counts_BC.shape[0]
     place_N = bucket_N if feature_N is None else bucket_N * features + feature_N
-    became_BFO = sums_at(place_N * len(Outcome) + outcomes_N, None, held * features * len(Outcome))
-    became_BFO = became_BFO.view(held, features, len(Outcome))
+    became_BFO = sums_at(place_N * len(IdOutcome) + outcomes_N, None, held * features * len(IdOutcome))
+    became_BFO = became_BFO.view(held, features, len(IdOutcome))
     counts_BFM = counts_BC.view(held, features, len(KINDS))
-    counts_BFM[..., _HITS] += became_BFO[..., Outcome.HIT]
-    counts_BFM[..., _INSERTS] += became_BFO[..., Outcome.INSERTED] + became_BFO[..., Outcome.EVICTED]
-    counts_BFM[..., _EVICTIONS] += became_BFO[..., Outcome.EVICTED]
-    counts_BFM[..., _COLLISIONS if shares else _REJECTIONS] += became_BFO[..., Outcome.REJECTED :].sum(-1)
-    counts_BFM[..., _NOT_ADMITTED] += became_BFO[..., Outcome.NOT_ADMITTED]
+    counts_BFM[..., _HITS] += became_BFO[..., IdOutcome.HIT]
+    counts_BFM[..., _INSERTS] += became_BFO[..., IdOutcome.INSERTED] + became_BFO[..., IdOutcome.EVICTED]
+    counts_BFM[..., _EVICTIONS] += became_BFO[..., IdOutcome.EVICTED]
+    counts_BFM[..., _COLLISIONS if shares else _REJECTIONS] += became_BFO[..., IdOutcome.REJECTED :].sum(-1)
+    counts_BFM[..., _NOT_ADMITTED] += became_BFO[..., IdOutcome.NOT_ADMITTED]
     counts_BFM[..., _PROBES] += sums_at(place_N, probes_N, held * features).view(held, features)
 
 

@@ -46,7 +46,7 @@ from tilerec.ops.hash.checks import LONGEST
 from tilerec.ops.hash.definition import (
     HashRange,
     HashState,
-    Outcome,
+    IdOutcome,
     Policy,
     empty_state,
     zch_assign_,
@@ -372,7 +372,7 @@ class ManagedCollisionModule(nn.Module):
         each = zch_assign_each_(ids_N, self._state, self._range, options)
         if not options.evict:
             return each, ids_N.new_empty(0)
-        return each, torch.where(each.outcomes_N == Outcome.EVICTED, each.rows_N, -1)
+        return each, torch.where(each.outcomes_N == IdOutcome.EVICTED, each.rows_N, -1)
 
     def _read(self, ids_N: Tensor, sizes: Sequence[int]) -> Mapped:
         rows_N = zch_find(ids_N, self._state, self._range).rows_N

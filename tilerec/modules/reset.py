@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilerec.modules.initial import initial_row
 from tilerec.modules.table import Table
-from tilerec.ops.runtime.readback import use_arrived, when_arrived
+from tilerec.ops.runtime.readback import on_arrival, poll
 from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.table_rows import TableRows
 
@@ -93,7 +93,7 @@ def _warn_later(table: Table, rows: TableRows, own_N: Tensor) -> None:
 
     if own_N.is_meta or capturing():
         return
-    use_arrived(own_N.device)
+    poll(own_N.device)
     first = rows.place.row_offset
     here_N = (own_N >= first) & (own_N < first + rows.leaf.shape[0])
-    when_arrived(here_N.sum().view(1), warn)
+    on_arrival(here_N.sum().view(1), warn)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.readback import use_arrived, when_arrived
+from tilerec.ops.runtime.readback import on_arrival, poll
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.torch_private import dispatch_mode_count
@@ -55,8 +55,8 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
             report([1, int(at), int(index_FB.flatten()[at])])
         return
     at = wrong_FB.flatten().to(torch.uint8).argmax()
-    when_arrived(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), report)
-    use_arrived(index_FB.device)
+    on_arrival(torch.stack((wrong_FB.any().long(), at, index_FB.flatten()[at].long())), report)
+    poll(index_FB.device)
 
 
 def bags_of_samples(features: KeyedJaggedTensor) -> dict[str, Tensor]:

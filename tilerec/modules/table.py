@@ -12,7 +12,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.initial import fill_initial
 from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.table_rows import Place, TableRows, rows_of
+from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import submodules
 
 
@@ -39,7 +39,7 @@ class Table(nn.Module):
         self.seed = seed  # of the collection that created the table
         self.tied = False  # whether the parameter belongs to another collection's table
         first, second = table_key(seed, config.name)
-        self.rows = TableRows(config.name, Place((first, second)))
+        self.rows = TableRows(config.name, TilePosition((first, second)))
         # `data` gives each table of the shared storage its own version counter.
         self.weight = nn.Parameter(memory.data)
         self.reset_parameters()
@@ -201,12 +201,12 @@ class Tables(nn.Module):
 
     def keys(self) -> KeysView[str]:
         """Return the tables' names."""
-        return self._modules.keys()
+        return submodules(self).keys()
 
     def values(self) -> ValuesView[Table]:
         """Return the tables."""
-        return cast("ValuesView[Table]", self._modules.values())
+        return cast("ValuesView[Table]", submodules(self).values())
 
     def items(self) -> ItemsView[str, Table]:
         """Return names and tables."""
-        return cast("ItemsView[str, Table]", self._modules.items())
+        return cast("ItemsView[str, Table]", submodules(self).items())

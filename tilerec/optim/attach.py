@@ -14,7 +14,7 @@ from tilerec.errors import ConfigError
 from tilerec.optim.idle import watch_optimizers
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.storage.table_rows import TableRows, rows_of
 from tilerec.torch_private import apply_in_backward
 
@@ -80,7 +80,7 @@ def apply_optimizer_in_backward(
         spec = _spec(optimizer_class, kwargs)
         if not replace:
             _refuse_attached(tables.values(), spec)
-        group = HyperGroup.of(spec, kwargs.get("lr", kwargs.get("learning_rate")))
+        group = SharedParamGroup.of(spec, kwargs.get("lr", kwargs.get("learning_rate")))
         for rows in tables.values():
             rows.attach(spec, group)
         watch_optimizers()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.storage.table_rows import TableRows, rows_of
 
 
@@ -55,7 +55,7 @@ class CachedState(MutableMapping[str, Any]):
 class FaceGroup(MutableMapping[str, Any]):
     """Entry of `param_groups`: settings shared by several tables, and the tables of them in one `FusedOptimizer`."""
 
-    def __init__(self, numbers: HyperGroup, params: list[nn.Parameter]) -> None:
+    def __init__(self, numbers: SharedParamGroup, params: list[nn.Parameter]) -> None:
         self.numbers = numbers
         self.params = params
 
@@ -101,7 +101,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     def __init__(self, module: nn.Module) -> None:
         rows = dict(attached_rows(module))
-        groups: dict[int, HyperGroup] = {}
+        groups: dict[int, SharedParamGroup] = {}
         members: dict[int, list[nn.Parameter]] = {}
         params: dict[str, Tensor] = {}
         state: dict[Tensor, Any] = {}

@@ -17,7 +17,7 @@ from tilerec.comms.group import Group
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.sharding.table import ShardedTable
-from tilerec.storage.table_rows import Place
+from tilerec.storage.table_rows import TilePosition
 
 CHUNK = 1 << 24
 """Bytes per message."""
@@ -40,7 +40,7 @@ def take_from_rank_0(
     for path, part in collections.items():
         part.seed = first_seeds[path]
     for t, (table, (key, _)) in enumerate(zip(tables, first, strict=True)):
-        table.rows.place = Place(key, table.rows.place.row_offset, table.rows.place.column_offset)
+        table.rows.place = TilePosition(key, table.rows.place.row_offset, table.rows.place.column_offset)
         differing = [facts[1][t][1] != first[t][1] for facts in everyone]
         if any(differing):
             for tensor in _tensors(table):

@@ -33,8 +33,8 @@ from tilerec.parallel.table_optimizers import (
     attach,
     caches_of,
     detach_dense,
-    gifts_of,
     keep_caches,
+    sharder_optimizers,
     warn_of_idle,
     with_kernels,
     with_wires,
@@ -51,7 +51,7 @@ from tilerec.sharding.shard_ids import (
     shard_ids,
 )
 from tilerec.sharding.table import check_rule
-from tilerec.sharding.teams import Teams
+from tilerec.sharding.teams import ReplicaGroups
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -175,7 +175,7 @@ def _shard(
     return module
 
 
-class Ready(NamedTuple):
+class PreparedModel(NamedTuple):
     """A model, or a part of it, that has passed this rank's checks and can be sharded."""
 
     collections: dict[str, TableCollection]
@@ -211,12 +211,12 @@ class Job:
         id_ranks: ranks over which managed collision distributes its ids; None: the group.
     """
 
-    ready: Ready
+    ready: PreparedModel
     rows: Group
     route: Group
     device: torch.device | None
     exact: bool
-    teams: Teams | None = None
+    teams: ReplicaGroups | None = None
     id_ranks: IdRanks | None = None
 
 
@@ -286,7 +286,7 @@ def prepare(
     given_sharders: list[ModuleSharder],
     only: Collection[str] | None,
     lone_ids: bool = True,
-) -> Ready:
+) -> PreparedModel:
     """Check and complete the plan on this rank alone, and attach the optimizers of sharders.
 
     Args:
@@ -311,7 +311,7 @@ def prepare(
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in complete_plan.tables()}
     _check_ties(ties, tilings)
     detach_dense(complete_plan, ties)
-    gifts = gifts_of(complete_plan, collections, ties, given_sharders)
+    gifts = sharder_optimizers(complete_plan, collections, ties, given_sharders)
     attach(gifts)
     warn_of_idle(gifts, complete_plan, collections, given_sharders)
     for names in ties:
@@ -323,7 +323,7 @@ def prepare(
     if only is not None:
         chosen = ids_below(module, list(collections.values()))
         ids = {p: own for p, own in ids.items() if p in chosen or (lone_ids and own.reader is None)}
-    return Ready(collections, ties, whole, topology, ids)
+    return PreparedModel(collections, ties, whole, topology, ids)
 
 
 def _device_type(collections: Mapping[str, TableCollection]) -> str:

@@ -45,7 +45,7 @@ Gifts = list[tuple[ModuleSharder, list[nn.Parameter]]]
 """Each sharder with the tables that receive its optimizer."""
 
 
-def gifts_of(
+def sharder_optimizers(
     plan: ShardingPlan,
     collections: Mapping[str, TableCollection],
     ties: Sequence[Mapping[Name, Table]],

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.id_state import StateView
 from tilerec.modules.managed_collision import ManagedCollisionModule
-from tilerec.sharding.logical import Cover, Logical, Piece
+from tilerec.sharding.logical import Cover, LogicalTensor, Piece
 from tilerec.sharding.state import load, shown
 from tilerec.spec.tile import Tile
 
@@ -24,7 +24,7 @@ class BucketsView(StateView):
     def __init__(self, group: Group, cuts: Sequence[int]) -> None:
         self.group, self.cuts = group, tuple(cuts)
 
-    def logical(self, own: Tensor, per_bucket: int) -> Logical:
+    def logical(self, own: Tensor, per_bucket: int) -> LogicalTensor:
         """Return the logical tensor of which this rank holds `own`.
 
         Args:
@@ -38,7 +38,7 @@ class BucketsView(StateView):
         ]
         rows = self.cuts[-1] * per_bucket
         cover = Cover.of_cells((rows, width), tiles) if own.dim() == 2 else Cover.of_rows(rows, tiles)
-        return Logical(cover, (Piece(self.group.rank, own),), self.group, own.new_empty(0))
+        return LogicalTensor(cover, (Piece(self.group.rank, own),), self.group, own.new_empty(0))
 
     def show(self, own: Tensor, per_bucket: int) -> Tensor:
         return shown(self.logical(own, per_bucket))

@@ -24,19 +24,19 @@ from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient.definition import GradientRecord, expect_reads, next_serial, order_ahead
 from tilerec.ops.lookup.definition import raise_bad_id
-from tilerec.ops.lookup.saved_rows import Reader, copied, id_segments, places_in_copies
-from tilerec.sharding.layout import HomeSegment, Layout, OwnerSegment
-from tilerec.sharding.route import Here, Routed
+from tilerec.ops.lookup.saved_rows import SavedRows, copied, id_segments, places_in_copies
+from tilerec.sharding.layout import ExchangeLayout, HomeSegment, OwnerSegment
+from tilerec.sharding.route import LocalHandle, Routed
 from tilerec.sharding.wire import RowWire
-from tilerec.storage.cached import Segments as Segments_
-from tilerec.storage.cached import alone, bags_of, prefetch_all
-from tilerec.storage.placed import Holder, Placed, per_table, place, segments_of, wanted
+from tilerec.storage.cached import Segments as CacheSegments
+from tilerec.storage.cached import bags_of, lock_caches, prefetch_all
+from tilerec.storage.placed import LineBatch, RowSource, per_table, place, segments_of, wanted
 from tilerec.storage.table_rows import TableRows
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-class Place(NamedTuple):
+class BagLocation(NamedTuple):
     """Location of a slot's bags in the flat output: bag b begins at element `base + b * stride`."""
 
     base: int
@@ -44,21 +44,21 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Looked:
+class PooledRows:
     """Rows in transit to this rank, and rows of its batch that it holds itself."""
 
     routed: Routed
     handle: Handle
     local: Tensor  # rows of this rank's own bags that this rank holds
-    reader: Reader | None = None  # where sample weights need gradients: the rows as they were read
+    reader: SavedRows | None = None  # where sample weights need gradients: the rows as they were read
 
-    def without_rows(self) -> Looked:
+    def without_rows(self) -> PooledRows:
         """Return a copy without the rows, which the backward does not need."""
         nothing = self.local[:0].clone()
-        return Looked(self.routed, Here(nothing), nothing, self.reader)
+        return PooledRows(self.routed, LocalHandle(nothing), nothing, self.reader)
 
 
-class Segments(NamedTuple):
+class SegmentArguments(NamedTuple):
     """Arguments of the ops `place_rows_` and `pick_rows`, one element per segment."""
 
     counts: list[int]
@@ -74,7 +74,7 @@ def sizes_per_peer(segments: Sequence[Sequence[Any]], counts: Sequence[int]) -> 
     return [sum(counts[s.count] * s.width for s in own) for own in segments]
 
 
-class Rows(NamedTuple):
+class RowSegments(NamedTuple):
     """Segments of rows exchanged between this rank and every other rank, in memory order."""
 
     counts: list[int]
@@ -97,7 +97,7 @@ class _Decoded:
 
     handle: Handle
     decoder: RowWire
-    rows: Rows
+    rows: RowSegments
     decoded: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -106,10 +106,10 @@ class _Decoded:
         return self.decoded
 
 
-class Combiner:
+class RowExchange:
     """Exchange of one module's rows and gradients between the owners of rows and the home ranks."""
 
-    def __init__(self, layout: Layout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
+    def __init__(self, layout: ExchangeLayout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
         self.layout, self.group, self.wide, self.each_id = layout, group, wide, each_id
         # Rows for this rank's own bags come first: they stay on this rank. All rows after them are sent.
         me = layout.rank
@@ -181,7 +181,9 @@ class Combiner:
     # ------------------------------------------------------------------------------------------------ forward
 
     @torch.no_grad()
-    def lookup(self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[Holder] = ()) -> Looked:
+    def lookup(
+        self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[RowSource] = ()
+    ) -> PooledRows:
         """Read the rows of every rank's bags that this rank holds, and send them to their homes.
 
         Args:
@@ -190,7 +192,7 @@ class Combiner:
         routed.wait().check()
         layout = self.layout
         if self._read_segments and holders:
-            with alone([holder.cache for holder in holders]):
+            with lock_caches([holder.cache for holder in holders]):
                 placed = self._placed(routed, holders)
                 features = list(range(len(self._read_segments)))
                 rows, _ = torch.ops.tilerec.pooled_lookup(
@@ -213,7 +215,7 @@ class Combiner:
         handle = self._send(
             "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
         )
-        return Looked(routed, handle, local)
+        return PooledRows(routed, handle, local)
 
     def _bags(self, routed: Routed) -> list[int]:
         """Return the number of bags of each part that this rank looks up."""
@@ -225,8 +227,8 @@ class Combiner:
         return [first[key] for key in self._keys]
 
     def _placed(
-        self, routed: Routed, holders: Sequence[Holder], features: Sequence[int] | None = None
-    ) -> Placed:
+        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
+    ) -> LineBatch:
         """Return the batch's ids with cache line numbers in place of cached rows.
 
         Args:
@@ -241,7 +243,7 @@ class Combiner:
         )  # fmt: skip
 
     def _refuse(
-        self, holders: Sequence[Holder], features: Sequence[int] | None = None
+        self, holders: Sequence[RowSource], features: Sequence[int] | None = None
     ) -> Callable[[int, int, int], None]:
         def refuse(feature: int, position: int, id_: int) -> None:
             f = feature if features is None else features[feature]
@@ -251,8 +253,8 @@ class Combiner:
         return refuse
 
     def _cached(
-        self, routed: Routed, holders: Sequence[Holder], features: Sequence[int] | None = None
-    ) -> list[tuple[int, list[int], Segments_]]:
+        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
+    ) -> list[tuple[int, list[int], CacheSegments]]:
         starts, bags = self._starts(routed), self._bags(routed)
         own = range(len(self._tables)) if features is None else features
         tables = [self._tables[f] for f in own]
@@ -261,7 +263,7 @@ class Combiner:
         )
         return per_table(holders, tables, segments)
 
-    def prefetch(self, routed: Routed, holders: Sequence[Holder]) -> None:
+    def prefetch(self, routed: Routed, holders: Sequence[RowSource]) -> None:
         """Load the rows that a batch reads into the caches of these tables."""
         routed.wait()
         starts, bags = self._starts(routed), self._bags(routed)
@@ -275,7 +277,7 @@ class Combiner:
     def looked_up(
         self,
         routed: Routed,
-        holders: Sequence[Holder],
+        holders: Sequence[RowSource],
         *,
         updates: bool,
         features: Sequence[int] | None = None,
@@ -301,32 +303,33 @@ class Combiner:
         counts, widths = [routed.present[s.count] for s in self._local], [s.width for s in self._local]
         return wire.decode(wire.encode(rows, counts, widths), counts, widths)
 
-    def _receive_buffer(self, decoder: RowWire, received: Rows, device: torch.device) -> Tensor:
+    def _receive_buffer(self, decoder: RowWire, received: RowSegments, device: torch.device) -> Tensor:
         return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
 
     def _send(
-        self, name: str, rows: Tensor, into: Tensor, sent: Rows, received: Rows, encoder: RowWire, decoder: RowWire
+        self, name: str, rows: Tensor, into: Tensor, sent: RowSegments, received: RowSegments, encoder: RowWire,
+        decoder: RowWire,
     ) -> Handle:  # fmt: skip
         """Send rows to their homes, or gradients to the owners, in the tables' wire formats."""
         if self.layout.alone:
-            return Here(into)
+            return LocalHandle(into)
         out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
         in_splits = received.sums(decoder.sizes(received.counts, received.widths))
         wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
         handle = self.group.all_to_all(name, into, wire, in_splits, out_splits)
         return handle if decoder.plain else _Decoded(handle, decoder, received)
 
-    def _home_rows(self, routed: Routed) -> Rows:
-        return Rows([routed.counts[s.count] for s in self._home], self._home_widths, self._per_owner)
+    def _home_rows(self, routed: Routed) -> RowSegments:
+        return RowSegments([routed.counts[s.count] for s in self._home], self._home_widths, self._per_owner)
 
-    def _owner_rows(self, routed: Routed) -> Rows:
+    def _owner_rows(self, routed: Routed) -> RowSegments:
         counts: list[int] = []
         for own, merged in zip(self._direct, self._merged, strict=True):
             counts.extend([routed.present[s.count] for s in own])
             counts.extend([routed.unions[m] for m, _ in merged])
-        return Rows(counts, self._owner_widths, self._owner_segments)
+        return RowSegments(counts, self._owner_widths, self._owner_segments)
 
-    def combine(self, looked: Looked, places: Sequence[Place], size: int) -> Tensor:
+    def combine(self, looked: PooledRows, places: Sequence[BagLocation], size: int) -> Tensor:
         """Write the rows into a flat output and return it.
 
         Args:
@@ -349,9 +352,11 @@ class Combiner:
             torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others, fresh)
         return out
 
-    def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[Place]) -> Segments:
+    def _segments(
+        self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[BagLocation]
+    ) -> SegmentArguments:
         """Return the positions in the output of the rows of these segments."""
-        return Segments(
+        return SegmentArguments(
             [routed.counts[s.count] for s in home],
             [s.width for s in home],
             [routed.slot_starts[s.count] for s in home],
@@ -369,7 +374,7 @@ class Combiner:
         ]
         return to_proxies, from_siblings
 
-    def _merge_segments(self, routed: Routed) -> tuple[Segments, list[int]]:
+    def _merge_segments(self, routed: Routed) -> tuple[SegmentArguments, list[int]]:
         """Return the positions of the siblings' rows in the merged rows, and the merged elements of each home."""
         places: dict[tuple[int, int], int] = {}
         per_home = [0] * self.layout.size
@@ -384,7 +389,7 @@ class Combiner:
         own = [s for segments in self.layout.siblings for s in segments]
         widths = [s.width for s in own]
         return (
-            Segments(
+            SegmentArguments(
                 [routed.member_counts[s.member] for s in own],
                 widths,
                 [routed.member_starts[s.member] for s in own],
@@ -430,7 +435,7 @@ class Combiner:
 
     # ------------------------------------------------------------------------------------------------ backward
 
-    def thawed(self, looked: Looked, live: Sequence[bool]) -> Looked:
+    def thawed(self, looked: PooledRows, live: Sequence[bool]) -> PooledRows:
         """Return the lookup with the bag counts of frozen tables set to 0, so that none of their gradients are sent.
 
         Args:
@@ -453,7 +458,7 @@ class Combiner:
             member_counts=kept(routed.member_counts, self._table_of_member),
         )
 
-    def send_back(self, looked: Looked, grad: Tensor, places: Sequence[Place]) -> Tensor:
+    def send_back(self, looked: PooledRows, grad: Tensor, places: Sequence[BagLocation]) -> Tensor:
         """Return the gradients of the rows that this rank looked up, in lookup order. Collective.
 
         Args:
@@ -526,7 +531,7 @@ class Combiner:
         fewer = self._without_frozen(routed.wait(), live)
         order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
 
-    def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> Reader:
+    def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> SavedRows:
         """Return the reader of the rows that the gradients of sample weights need.
 
         Args:
@@ -540,7 +545,7 @@ class Combiner:
             if cached:
                 # Only these tables: the cache of another one may be settled already, for a later write.
                 tables = [self._tables[f] for f in features]
-                with alone([holder.cache for holder in holders]):
+                with lock_caches([holder.cache for holder in holders]):
                     copies = self._placed(routed, holders, features).copies(tables, range(len(features)))
                     self.looked_up(routed, holders, updates=True, features=features)
                 return copies
@@ -551,7 +556,7 @@ class Combiner:
             ]
 
         watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
-        reader = Reader(self._tables, watched, lambda t: every[t].name, copy)
+        reader = SavedRows(self._tables, watched, lambda t: every[t].name, copy)
         expect_reads({t: rows.handle for t, rows in enumerate(every)}, reader)
         return reader
 
@@ -561,7 +566,7 @@ class Combiner:
 
     def sample_weight_grads(
         self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, rows: Sequence[Tensor] | None,
-        holders: Sequence[Holder] = (),
+        holders: Sequence[RowSource] = (),
     ) -> Tensor:  # fmt: skip
         """Return the gradients of the sample weights of this rank's batch, `[count]`. A separate collective.
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.ops.gradient.definition import GradientRecord
-from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients
-from tilerec.sharding.teams import Teams, mean_over_teams, meeting
+from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients
+from tilerec.sharding.teams import ReplicaGroups, exchange_group, mean_over_replica_groups
 
 
 def dense_grads(
     group: Group, leaves: Sequence[Tensor], owners: Sequence[tuple[int, ...]], leaf_of: Sequence[int],
-    wanted: Sequence[int], record: GradientRecord, *, exact: bool, teams: Teams | None = None,
+    wanted: Sequence[int], record: GradientRecord, *, exact: bool, teams: ReplicaGroups | None = None,
 ) -> dict[int, Tensor]:  # fmt: skip
     """Return dense gradients by leaf, in the leaves' shapes and dtypes. Collective among the owners of each tile.
 
@@ -42,7 +42,9 @@ def dense_grads(
     alone: list[int] = []
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and exact:
-            _store_over_replicas(*meeting(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record)
+            _store_over_replicas(
+                *exchange_group(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record
+            )
         else:
             alone.extend(held)
     features = [f for f, i in enumerate(leaf_of) if i in set(alone)]
@@ -51,9 +53,9 @@ def dense_grads(
         _store([dense[i] for i in alone], [position[leaf_of[f]] for f in features], record.only(features))
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and not exact:
-            _sum_over_replicas(*meeting(group, teams, ranks), [dense[i] for i in held])
+            _sum_over_replicas(*exchange_group(group, teams, ranks), [dense[i] for i in held])
     if teams is not None and teams.apart and dense:
-        mean_over_teams(teams, list(dense.values()))
+        mean_over_replica_groups(teams, list(dense.values()))
     return {i: (grad / group.size).to(leaves[i].dtype) for i, grad in dense.items()}
 
 
@@ -81,7 +83,7 @@ def _store_over_replicas(
         ReplicaTable(t, grad.shape[0], grad.shape[1], [f for f, leaf in enumerate(mine) if leaf == i])
         for t, (i, grad) in enumerate(dense.items())
     ]
-    agreed = agree_on_gradients(group, ranks, own, tables, exact=True)
+    agreed = exchange_replica_gradients(group, ranks, own, tables, exact=True)
     _store(list(dense.values()), agreed.sinks, agreed)
 
 

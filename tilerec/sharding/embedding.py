@@ -32,16 +32,15 @@ from tilerec.modules.table import Table
 from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.sharding.combine import Combiner, Looked
+from tilerec.sharding.combine import PooledRows, RowExchange
 from tilerec.sharding.dense import dense_grads
 from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts, room_of
-from tilerec.sharding.layout import Layout, SlotRead
-from tilerec.sharding.layout import ShardedTable as TableLayout
+from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
-from tilerec.sharding.route import Batch, Routed, Router, header_sizes
+from tilerec.sharding.route import Routed, RouteInput, Router, header_sizes
 from tilerec.sharding.table import ShardedTable, shard_table
-from tilerec.sharding.teams import Teams
+from tilerec.sharding.teams import ReplicaGroups
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -50,14 +49,14 @@ from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.cached import RowCache
 from tilerec.storage.flat import flat_memory
-from tilerec.storage.hyper_group import HyperGroup
-from tilerec.storage.made_ahead import Moment
+from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.made_ahead import StreamEvent
 from tilerec.storage.table_rows import TableRows
 
-APART_FROM = 1 << 20
+OWN_STORAGE_FROM_BYTES = 1 << 20
 """Minimum bytes of a rank's tiles of one table for a storage of their own."""
 
-TOGETHER_UP_TO = 4 << 20
+SHARED_STORAGE_BYTES = 4 << 20
 """Approximate bytes of a storage that smaller tables share."""
 
 # Collectives and ctypes cannot be traced: a compiled model has one graph break around its tables.
@@ -68,7 +67,7 @@ class Stages(NamedTuple):
     """Router and combiner for one accumulation dtype."""
 
     router: Router
-    combiner: Combiner
+    combiner: RowExchange
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,9 @@ class RoutedFeatures:
     stages: Stages
     sample_weights: Tensor | None
     divisors: Sequence[Tensor | None] = ()  # per mean slot: number of ids in each bag at routing
-    made: Moment | None = None  # on a GPU: end of the work for the batch so far; other streams wait for it
+    made: StreamEvent | None = (
+        None  # on a GPU: end of the work for the batch so far; other streams wait for it
+    )
 
     def behind(self) -> None:
         """Make the current stream wait until the work done for the batch so far has finished."""
@@ -112,7 +113,7 @@ class LookedUp:
     """A batch whose rows are in transit to their homes."""
 
     batch: RoutedFeatures
-    looked: Looked
+    looked: PooledRows
 
 
 class Exchange:
@@ -120,7 +121,7 @@ class Exchange:
 
     def __init__(
         self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
-        slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool, teams: Teams | None = None,
+        slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool, teams: ReplicaGroups | None = None,
         name: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
         """Args:
@@ -131,7 +132,7 @@ class Exchange:
         self.name, self.number = name, room.number() if number is None else number
         self.group, self.route_group, self.topology = group, route_group, topology
         self.teams = teams
-        self.layout = Layout(tables, slots, topology, group.rank, None if teams is None else teams.of)
+        self.layout = ExchangeLayout(tables, slots, topology, group.rank, None if teams is None else teams.of)
         self.weighted, self.each_id, self.exact = weighted, each_id, exact
         # Slots of tables that are cut by columns: (slot, table, dtype in which its gradients are sent).
         self.column_cut = [
@@ -182,7 +183,7 @@ class Exchange:
                     names=() if self.teams is None else self.teams.names,
                     everyone=None if self.teams is None else self.teams.everyone,
                 ),
-                Combiner(self.layout, self.group, wide, each_id=each_id),
+                RowExchange(self.layout, self.group, wide, each_id=each_id),
             )
         return self._stages[wide]
 
@@ -235,14 +236,14 @@ class ShardedCollection(TableCollection):
             stages.router.refuse(error, self.device)
         routed, there = stages.router(batch, keys), features.device()
         divisors = self._divisors(features)
-        made = Moment(there) if there.type == "cuda" else None
+        made = StreamEvent(there) if there.type == "cuda" else None
         return RoutedFeatures(features, routed, stages, batch.weights, divisors, made)
 
     def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
         """Return per slot the divisors of its bags' sums, applied on the home rank; None where nothing divides."""
         return ()
 
-    def _batch(self, features: KeyedJaggedTensor) -> tuple[Batch, list[int]]:
+    def _batch(self, features: KeyedJaggedTensor) -> tuple[RouteInput, list[int]]:
         every = self._checked(features)
         keys = list(features.keys())
         position = {key: k for k, key in enumerate(keys)}
@@ -276,7 +277,7 @@ class ShardedCollection(TableCollection):
                 key + self._sizes[route.slot] * len(keys)
                 for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
-        return Batch(ids, offsets, weights, batches, bags, self._facts()), at
+        return RouteInput(ids, offsets, weights, batches, bags, self._facts()), at
 
     def _facts(self) -> LookupFacts:
         """Return the facts that must be equal on all ranks; if they differ, no rank routes."""
@@ -289,7 +290,7 @@ class ShardedCollection(TableCollection):
             ]
         )
         names, trains = tuple(self._tables), torch.is_grad_enabled() and any(training)
-        rules: dict[str, HyperGroup] = {}
+        rules: dict[str, SharedParamGroup] = {}
         for name, table, word in zip(names, tables, training, strict=True) if trains else ():
             if word & ATTACHED and table.rows.group is not None:
                 rules[name] = table.rows.group
@@ -354,7 +355,7 @@ class ShardedCollection(TableCollection):
             combiner.prefetch(routed.routed, holders)
         if routed.made is not None:
             routed.routed.wait()
-            routed = replace(routed, made=Moment(routed.made.stream.device))
+            routed = replace(routed, made=StreamEvent(routed.made.stream.device))
             self._order_routed(routed)
         return routed
 
@@ -417,7 +418,7 @@ class ShardedCollection(TableCollection):
         )
 
     def _gradients(
-        self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], first: list[nn.Parameter],
+        self, combiner: RowExchange, leaves: list[nn.Parameter], sinks: list[int], first: list[nn.Parameter],
         trained: list[bool],
     ) -> Gradients:  # fmt: skip
         tables = self._sharded_tables
@@ -447,7 +448,7 @@ class ShardedCollection(TableCollection):
         )
 
     def _dense_grads(
-        self, combiner: Combiner, leaves: list[nn.Parameter], sinks: list[int], record: GradientRecord
+        self, combiner: RowExchange, leaves: list[nn.Parameter], sinks: list[int], record: GradientRecord
     ) -> dict[int, Tensor]:
         """Return the gradients of the leaves that have no optimizer attached."""
         wanted = [i for i, leaf in enumerate(leaves) if sinks[i] == -1 and leaf.requires_grad]
@@ -606,7 +607,7 @@ def _is_elementwise(table: ShardedTable) -> bool:
 def shard_collection(
     module: TableCollection, tilings: Mapping[str, Tiling], group: Group, route_group: Group, topology: Topology, *,
     device: torch.device | str | None = None, exact: bool = False, fan_in: Mapping[str, float] | None = None,
-    wires: Mapping[str, Wire] | None = None, teams: Teams | None = None,
+    wires: Mapping[str, Wire] | None = None, teams: ReplicaGroups | None = None,
     memory: dict[str, list[Tensor]] | None = None, caches: Mapping[str, RowCache] | None = None, name: str = "",
 ) -> None:  # fmt: skip
     """Convert a collection into this rank's part of a sharded one, in place.
@@ -726,9 +727,9 @@ def _memory(
         held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
         own = held or [(0, tiling.dim)]
         size = sum(rows * width for rows, width in own) * weight.element_size()
-        apart = size >= APART_FROM
+        apart = size >= OWN_STORAGE_FROM_BYTES
         filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
-        shared = f"\0{filled[weight.dtype, where] // TOGETHER_UP_TO}"  # a name that no table has
+        shared = f"\0{filled[weight.dtype, where] // SHARED_STORAGE_BYTES}"  # a name that no table has
         key = (weight.dtype, where, name if apart else shared)
         shapes.setdefault(key, []).extend((name, shape) for shape in own)
     places: dict[str, list[Tensor]] = {}

@@ -19,7 +19,7 @@ from tilerec.optim.keyed import KeyedOptimizer, _same_keys
 from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.torch_private import optimizer_hooks
 
 
@@ -63,7 +63,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
 
     def __init__(self, module: nn.Module) -> None:
         tables = sharded_tables(module)
-        groups: dict[int, HyperGroup] = {}
+        groups: dict[int, SharedParamGroup] = {}
         members: dict[int, list[nn.Parameter]] = {}
         params: dict[str, Tensor] = {}
         state: dict[Tensor, Any] = {}

@@ -18,7 +18,7 @@ from typing import NoReturn, cast
 
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 
 FLAG_BITS = 2
 """Bits of the first word below the digest."""
@@ -47,7 +47,7 @@ class LookupFacts:
     tables: tuple[str, ...] = ()
     trains: bool = False
     training: bytes = b""
-    rules: Mapping[str, HyperGroup] = field(default_factory=dict)
+    rules: Mapping[str, SharedParamGroup] = field(default_factory=dict)
 
     def digest(self) -> int:
         """Return 29 bits, which fit above the flags of a header's first word (int32)."""

@@ -48,7 +48,7 @@ _REFUSED = 1
 _FAILED = -1
 
 
-class Sent(NamedTuple):
+class SentIds(NamedTuple):
     """Order and counts of the ids that were sent."""
 
     order_N: Tensor  # position in the batch of each id, in the order sent
@@ -174,8 +174,8 @@ class IdExchange:
 
     # ------------------------------------------------------------------------------------------------------- home
 
-    def _send(self, batch: TableIds) -> tuple[Sent, Tensor]:
-        """Send the ids to the owners of their buckets; return a `Sent` and the ids received."""
+    def _send(self, batch: TableIds) -> tuple[SentIds, Tensor]:
+        """Send the ids to the owners of their buckets; return a `SentIds` and the ids received."""
         group, count = self.group, len(self.features)
         owners, ids = [], []
         for t, (table, module) in enumerate(self.modules.items()):
@@ -203,7 +203,7 @@ class IdExchange:
         received = self._all_to_all(
             "ids to map", ids_N[order_N], [sum(row[len(prefix) :]) for row in headers], [sum(row) for row in counts]
         )  # fmt: skip
-        return Sent(order_N, counts, headers), received
+        return SentIds(order_N, counts, headers), received
 
     def _check(self, headers: list[list[int]]) -> None:
         """Raise an `InputError` if the headers disagree; all ranks receive all headers, so all raise or none."""
@@ -228,8 +228,8 @@ class IdExchange:
             )
 
     def _return_rows(
-        self, batch: TableIds, sent: Sent, home_rows: Tensor, received_counts: list[list[int]], evicted: list[Tensor],
-        failure: Exception | None,
+        self, batch: TableIds, sent: SentIds, home_rows: Tensor, received_counts: list[list[int]],
+        evicted: list[Tensor], failure: Exception | None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:  # fmt: skip
         """Send rows to their homes, and rows that lost their id to their holders."""
         group, tables = self.group, len(self.modules)

@@ -35,7 +35,7 @@ from tilerec.spec.topology import Topology
 
 
 @dataclass(frozen=True)
-class ShardedTable:
+class TableLayout:
     """Input of the layout for one table.
 
     Attributes:
@@ -63,7 +63,7 @@ class Unit(NamedTuple):
     width: int
 
 
-class Part(NamedTuple):
+class SlotPart(NamedTuple):
     """A destination of a slot's ids: rows [r0, r1) on some owners."""
 
     slot: int
@@ -74,7 +74,7 @@ class Part(NamedTuple):
     units: tuple[Unit, ...]
 
 
-class Route(NamedTuple):
+class SlotRoute(NamedTuple):
     """Row cuts that distribute one slot's ids over parts.
 
     `parts[i]` holds rows [cuts[i], cuts[i+1]); -1: an earlier route already sends these ids.
@@ -121,12 +121,12 @@ def reader(
     return near[topology.local_rank(home) % len(near)]
 
 
-class Parts:
+class SharedLayout:
     """Parts, routes and groups of a module's exchange: the part of the layout that is equal on every rank."""
 
     def __init__(
         self,
-        tables: Sequence[ShardedTable],
+        tables: Sequence[TableLayout],
         slots: Sequence[SlotRead],
         topology: Topology,
         team_of: Sequence[int] | None = None,
@@ -135,8 +135,8 @@ class Parts:
         self._team_of = None if team_of is None else tuple(team_of)
         self.topology, self.size = topology, topology.world_size
         self.rectangles: list[tuple[int, Tile]] = []  # (table, tile)
-        self.parts: list[Part] = []
-        self.routes: list[Route] = []
+        self.parts: list[SlotPart] = []
+        self.routes: list[SlotRoute] = []
         self._first_rectangle: list[int] = []
         for t, table in enumerate(self.tables):
             self._first_rectangle.append(len(self.rectangles))
@@ -170,9 +170,9 @@ class Parts:
                     continue
                 numbers[key] = len(self.parts)
                 own.append(len(self.parts))
-                self.parts.append(Part(s, len(self.routes), r0, r1, owners, tuple(units[key])))
+                self.parts.append(SlotPart(s, len(self.routes), r0, r1, owners, tuple(units[key])))
             if any(p >= 0 for p in own):
-                self.routes.append(Route(s, block.cuts, tuple(own)))
+                self.routes.append(SlotRoute(s, block.cuts, tuple(own)))
 
     def _only_owner(self, p: int, team: int) -> int | None:
         """Return the owner of a part in a team; None if several ranks of the team hold copies."""
@@ -214,12 +214,12 @@ class Parts:
         return found
 
 
-class Layout(Parts):
+class ExchangeLayout(SharedLayout):
     """Static records of a module's exchange on one rank: the segments that it sends and receives."""
 
     def __init__(
         self,
-        tables: Sequence[ShardedTable],
+        tables: Sequence[TableLayout],
         slots: Sequence[SlotRead],
         topology: Topology,
         rank: int,

@@ -107,7 +107,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Logical:
+class LogicalTensor:
     """A logical tensor on one rank.
 
     Args:
@@ -122,13 +122,13 @@ class Logical:
     group: Group
     like: Tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Logical:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LogicalTensor:
         return self.mapped(torch.clone)
 
-    def mapped(self, fn: Callable[[Tensor], Tensor]) -> Logical:
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> LogicalTensor:
         """Return the same cover over other memory: `fn` applied to every piece."""
         pieces = tuple(Piece(piece.tile, fn(piece.memory)) for piece in self.pieces)
-        return Logical(self.cover, pieces, self.group, fn(self.like))
+        return LogicalTensor(self.cover, pieces, self.group, fn(self.like))
 
     # ---------------------------------------------------------------------------------------------- whole values
 
@@ -182,7 +182,7 @@ class Logical:
             _copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
 
     @torch.no_grad()
-    def load(self, source: Logical) -> None:
+    def load(self, source: LogicalTensor) -> None:
         """Copy the values of another logical tensor of this shape, with any cover over the same ranks. Collective.
 
         A cell that this rank lacks is sent by its writer. Values are converted to this tensor's dtype.
@@ -195,7 +195,7 @@ class Logical:
         else:
             self._exchange_load(source)
 
-    def _exchange_load(self, source: Logical) -> None:
+    def _exchange_load(self, source: LogicalTensor) -> None:
         me = self.group.rank
         self.group.begin("a load of state")
         theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}

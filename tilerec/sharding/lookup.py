@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.ops.gradient.definition import submit
-from tilerec.ops.lookup.saved_rows import let_go
-from tilerec.sharding.combine import Combiner, Looked, Place
-from tilerec.storage.placed import Holder
+from tilerec.ops.lookup.saved_rows import kept_for_retained_graph
+from tilerec.sharding.combine import BagLocation, PooledRows, RowExchange
+from tilerec.storage.placed import RowSource
 from tilerec.torch_private import graph_task_id, will_execute
 
 
@@ -26,7 +26,7 @@ from tilerec.torch_private import graph_task_id, will_execute
 class Output:
     """Layout of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
 
-    places: list[Place]
+    places: list[BagLocation]
     size: int
     bag_sizes: list[Tensor | None]  # per slot: number of ids in each bag, float [bags]; None: no mean
     dims: list[int]  # per slot
@@ -86,7 +86,7 @@ def pooled_output(
     """Return the output layout: `[B, C]` for uniform batches, flat for others."""
     places, at, total = [], 0, sum(dims)
     for dim, count in zip(dims, bags, strict=True):
-        places.append(Place(at, total if uniform else dim))
+        places.append(BagLocation(at, total if uniform else dim))
         at += dim if uniform else dim * count
     return Output(places, total * bags[0] if uniform and bags else at, bag_sizes, list(dims), list(bags))
 
@@ -108,7 +108,7 @@ class Gradients:
     # Slots whose rows are split over owners by columns, where each owner skips non-finite rows; with the wire dtype.
     guarded: list[tuple[int, torch.dtype]]
     dense: Callable[[Any], dict[int, Tensor]]  # returns the dense gradients of a record, by leaf
-    holders: list[Holder]  # of the leaves, if some of them are cached
+    holders: list[RowSource]  # of the leaves, if some of them are cached
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
         """Return the bare leaves, each with its table."""
@@ -177,7 +177,7 @@ class _Combine(torch.autograd.Function):
         if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
             ctx.spent, ctx.looked = True, None
         else:
-            ctx.looked = replace(ctx.looked, reader=let_go(reader))
+            ctx.looked = replace(ctx.looked, reader=kept_for_retained_graph(reader))
         bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
         return (
             *(None,) * 5,
@@ -222,7 +222,7 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
 
 
 def combine(
-    combiner: Combiner, looked: Looked, output: Output, gradients: Gradients, anchor: Tensor | None,
+    combiner: RowExchange, looked: PooledRows, output: Output, gradients: Gradients, anchor: Tensor | None,
     sample_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the flat output of a lookup; with `anchor`, differentiable on every rank, even one that holds no rows."""

@@ -26,7 +26,7 @@ from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.storage.made_ahead import Moment
+from tilerec.storage.made_ahead import StreamEvent
 
 _eager = graph_break
 
@@ -135,8 +135,10 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     """
 
     _routed: int
-    _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], Moment | None]]
-    _mapped: Moment | None = None  # on a GPU: the point in its stream where the latest batch has been mapped
+    _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], StreamEvent | None]]
+    _mapped: StreamEvent | None = (
+        None  # on a GPU: the point in its stream where the latest batch has been mapped
+    )
 
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
@@ -153,7 +155,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         maps = self._maps()
         # Kept even if routing fails: the next lookup must not read the weights of an evicted id.
         lost, there = collection.lost_rows(), features.device()
-        self._mapped = Moment(there) if there.type == "cuda" else None
+        self._mapped = StreamEvent(there) if there.type == "cuda" else None
         self._resets.append((self._routed, maps, lost, self._mapped))
         routed = cast(ShardedCollection, self._embedding_module).route(remapped)
         return RoutedManaged(self._routed, remapped, routed, features, mutate_miss_lengths, maps)

@@ -31,7 +31,7 @@ from tilerec.ops.gradient.definition import GradientRecord, sum_rows_of_tables
 from tilerec.ops.runtime.upload import upload
 
 
-class Form(Enum):
+class GradientForm(Enum):
     """Form in which the gradients of a table are sent."""
 
     BAGS = "bags"
@@ -60,7 +60,7 @@ class _Counts:
 
 def choose_form(
     rows: int, dim: int, counts: Sequence[tuple[int, int]], group_size: int, *, bags_can_travel: bool, exact: bool
-) -> Form:  # fmt: skip
+) -> GradientForm:  # fmt: skip
     """Return the form that sends the fewest bytes for one table.
 
     Args:
@@ -72,17 +72,17 @@ def choose_form(
     all rows of the table); dense 0.26 MB. The result is rows.
     """
     if exact:
-        return Form.BAGS
+        return GradientForm.BAGS
     others = len(counts) - 1
     as_bags = others * sum(4 * dim * bags + 4 * ids for bags, ids in counts)
     as_rows = others * sum((4 * dim + 4) * min(ids, rows) for _, ids in counts)
     as_dense = 8 * (dim + 1) * rows * others if len(counts) == group_size else None
     if as_dense is not None and as_dense < min(as_rows, as_bags):
-        return Form.DENSE
-    return Form.BAGS if bags_can_travel and as_bags < as_rows else Form.ROWS
+        return GradientForm.DENSE
+    return GradientForm.BAGS if bags_can_travel and as_bags < as_rows else GradientForm.ROWS
 
 
-def agree_on_gradients(
+def exchange_replica_gradients(
     group: Group, replicas: Sequence[int], record: GradientRecord, tables: Sequence[ReplicaTable], *, exact: bool
 ) -> GradientRecord:  # fmt: skip
     """Return the gradients of all replicas as one record, equal on all of them. Collective among `replicas`.
@@ -109,9 +109,9 @@ def agree_on_gradients(
         )
         for t, table in enumerate(tables)
     ]  # fmt: skip
-    as_bags = [t for t, form in enumerate(forms) if form is Form.BAGS]
-    as_rows = [t for t, form in enumerate(forms) if form is Form.ROWS]
-    as_dense = [t for t, form in enumerate(forms) if form is Form.DENSE]
+    as_bags = [t for t, form in enumerate(forms) if form is GradientForm.BAGS]
+    as_rows = [t for t, form in enumerate(forms) if form is GradientForm.ROWS]
+    as_dense = [t for t, form in enumerate(forms) if form is GradientForm.DENSE]
     summed = [*as_rows, *as_dense]
     rows_of = [tables[t].rows for t in summed]
     sums = dict(

@@ -59,7 +59,7 @@ class NewIds(NamedTuple):
 
 
 @torch.no_grad()
-def new_ids(
+def build_ids(
     collection: ShardedManagedCollisionCollection, table: str, whole: Buckets, ranges: list[Ranges]
 ) -> NewIds:
     """Build the ids at another capacity. Nothing in use changes. Collective.
@@ -99,7 +99,7 @@ def new_ids(
     )  # fmt: skip
 
 
-def take_ids(collection: ShardedManagedCollisionCollection, table: str, made: NewIds) -> None:
+def replace_ids(collection: ShardedManagedCollisionCollection, table: str, made: NewIds) -> None:
     """Replace the table's ids by new ones. Must not fail."""
     exchange = collection.exchange
     module = exchange.modules[table]

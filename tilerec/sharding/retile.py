@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from tilerec.sharding.layout import rectangles
 from tilerec.sharding.table import ShardedTable, leaf_name, peers_of
-from tilerec.sharding.update import Peers, TileRows
+from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.table_rows import Place
+from tilerec.storage.table_rows import TilePosition
 from tilerec.torch_private import is_ddp_ignored
 
 
@@ -49,11 +49,11 @@ def places_of(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
     return own or (Tile(0, 0, 0, tiling.dim, ()),)
 
 
-def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topology) -> Peers:
+def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topology) -> UpdatePeers:
     """Return the ranks that take part in a tile's updates under a tiling."""
     old = table.tile_rows[0].peers
     if not place.owners:
-        return Peers(
+        return UpdatePeers(
             old.group,
             (old.group.rank,),
             ((old.group.rank, 0, tiling.dim),),
@@ -67,7 +67,7 @@ def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topolo
 def take_tiles(
     table: ShardedTable,
     tiling: Tiling,
-    peers: Sequence[Peers],
+    peers: Sequence[UpdatePeers],
     memory: Sequence[Tensor],
     state: Sequence[dict[str, Tensor]],
     grads: Sequence[Tensor | None],
@@ -75,7 +75,7 @@ def take_tiles(
     """Replace the tiles of this table and of all tables tied to it; nothing is copied.
 
     Args:
-        peers, memory, state, grads: for each tile of `places_of`: its `Peers`, its memory `[rows, width]`, the
+        peers, memory, state, grads: for each tile of `places_of`: its `UpdatePeers`, its memory `[rows, width]`, the
             optimizer's slots and counts (empty without an optimizer), and its `.grad`.
 
     Returns:
@@ -115,13 +115,13 @@ def take_tiles(
 
 
 def _like(
-    old: TileRows, leaf: nn.Parameter, place: Tile, peers: Peers, state: dict[str, Tensor], fresh: bool
+    old: TileRows, leaf: nn.Parameter, place: Tile, peers: UpdatePeers, state: dict[str, Tensor], fresh: bool
 ) -> TileRows:
     """Return the rows of a new tile, with the training settings of the old ones."""
     rows = TileRows.__new__(TileRows)
     own = {
         **old.__getstate__(),
-        "place": Place(old.place.key, place.r0, place.c0),
+        "place": TilePosition(old.place.key, place.r0, place.c0),
         "peers": peers,
         "state": state,
     }

@@ -29,9 +29,9 @@ from tilerec.ops.exchange.definition import raise_fault
 from tilerec.ops.gradient.definition import bag_starts
 from tilerec.ops.runtime.upload import current_stream, kept, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
-from tilerec.sharding.layout import Layout
+from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.read_counts import ReadCounts
-from tilerec.storage.made_ahead import Moment
+from tilerec.storage.made_ahead import StreamEvent
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
 """Flag bits of a header's first word; the bits above them are the digest of its rank's `LookupFacts`."""
@@ -83,7 +83,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Batch:
+class RouteInput:
     """The data of a jagged batch that routing reads."""
 
     ids: Tensor
@@ -95,7 +95,7 @@ class Batch:
 
 
 @dataclass
-class Here:
+class LocalHandle:
     """Handle of a tensor that is on this rank already, if every rank holds all rows that it looks up."""
 
     tensor: Tensor
@@ -108,7 +108,7 @@ class Router:
     """Router of the batches of one module."""
 
     def __init__(
-        self, layout: Layout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
+        self, layout: ExchangeLayout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
         names: Sequence[int] = (), everyone: Group | None = None,
     ) -> None:  # fmt: skip
         """Args: see `Teams` for `names` and `everyone`."""
@@ -176,11 +176,11 @@ class Router:
         self._exchange_headers(REFUSED, nothing, sizes_M)
         raise failure
 
-    def __call__(self, batch: Batch, keys: Sequence[int]) -> Routed:
+    def __call__(self, batch: RouteInput, keys: Sequence[int]) -> Routed:
         """Send a batch's ids to their owners. Collective.
 
         Args:
-            batch: see `Batch`.
+            batch: see `RouteInput`.
             keys: per route, the position of its key in the batch.
 
         Raises:
@@ -215,7 +215,7 @@ class Router:
         unions = self._unite(marks, headers.counts, headers.sizes)
         return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
 
-    def _can_read_in_place(self, batch: Batch, keys: Sequence[int]) -> bool:
+    def _can_read_in_place(self, batch: RouteInput, keys: Sequence[int]) -> bool:
         """Return True if each key is read by one route, in batch order, as far as host-side sizes show."""
         if list(keys) != list(range(len(keys))):
             return False
@@ -224,7 +224,7 @@ class Router:
         bags = sum(batch.bags) if len(batch.batches) == 1 else sum(batch.batches)
         return batch.offsets.numel() == bags + 1
 
-    def _routed_in_place(self, batch: Batch, weights: Tensor | None, keys: Sequence[int]) -> Routed:
+    def _routed_in_place(self, batch: RouteInput, weights: Tensor | None, keys: Sequence[int]) -> Routed:
         """Return a batch that stays on this rank as routed, without sorting, counting, sending or waiting.
 
         Only the lookup reads the ids. Bags without ids count as present.
@@ -364,8 +364,8 @@ class Router:
         return self._indices[key]
 
     def _exchange_payloads(
-        self, batch: Batch, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor, slots: Tensor,
-        positions: Tensor, unions: list[_Union],
+        self, batch: RouteInput, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor,
+        slots: Tensor, positions: Tensor, unions: list[_Union],
     ) -> Routed:  # fmt: skip
         layout, weighted = self.layout, weights is not None
         counts, received = headers.counts, headers.received
@@ -422,7 +422,7 @@ class Router:
             received_ids.append(n)
             present.extend(p_k for p_k, _ in pairs)
         if layout.alone:
-            handle: Handle = Here(payload)
+            handle: Handle = LocalHandle(payload)
         else:
             into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
             handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
@@ -443,14 +443,14 @@ class Router:
             _compact(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
             all_unions, members,
         )  # fmt: skip
-        sent = Moment(payload.device) if payload.is_cuda else None
+        sent = StreamEvent(payload.device) if payload.is_cuda else None
         routed.pending = lambda: self._receive(routed, handle, sent, in_splits, received, weighted)
         return routed
 
     # ------------------------------------------------------------------------------------------------ owner
 
     def _receive(
-        self, routed: Routed, handle: Handle, sent: Moment | None, splits: list[int], received: list[list[int]],
+        self, routed: Routed, handle: Handle, sent: StreamEvent | None, splits: list[int], received: list[list[int]],
         weighted: bool,
     ) -> None:  # fmt: skip
         """Unpack the payloads: concatenate the ids of all homes, and compute the offsets of their bags.
@@ -505,7 +505,7 @@ def _compact(part: Tensor) -> Tensor:
     return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
 
 
-def header_sizes(layout: Layout) -> tuple[list[int], list[int]]:
+def header_sizes(layout: ExchangeLayout) -> tuple[list[int], list[int]]:
     """Return the words of the headers to and from each rank, [W]."""
     out = [1 + 2 * len(parts) for parts in layout.sent]
     for merge in layout.own_merges:

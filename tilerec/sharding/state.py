@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.sharding.logical import Cover as Cover
-from tilerec.sharding.logical import Logical as Logical
+from tilerec.sharding.logical import LogicalTensor as LogicalTensor
 from tilerec.sharding.logical import Piece as Piece
 
 
-def shown(logical: Logical) -> Tensor:
+def shown(logical: LogicalTensor) -> Tensor:
     """Return a logical tensor for a state dict, sharing its memory: plain, a DTensor or a `TiledTensor`."""
     if logical.cover.whole_on(logical.group.size):
         return logical.pieces[0].memory
@@ -24,7 +24,7 @@ def shown(logical: Logical) -> Tensor:
     return tiled_tensor.shown(logical)
 
 
-def load(logical: Logical, value: Tensor) -> None:
+def load(logical: LogicalTensor, value: Tensor) -> None:
     """Write a value of the same shape: a whole tensor, a DTensor of any placement, or a `TiledTensor` of any tiling.
 
     Collective if the value is spread over ranks.

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from tilerec.errors import ConfigError
 from tilerec.spec.plan import ParameterSharding, ShardingType
 from tilerec.spec.ranks import ranks_to_text
-from tilerec.spec.tile import Block, Tiling, ceil_chunks
+from tilerec.spec.tile import ColumnBlock, Tiling, ceil_chunks
 from tilerec.spec.topology import Topology
 
 Strategy = Callable[[str, int, int, "Sequence[int] | None", Topology], Tiling]
@@ -275,7 +275,7 @@ def _host_runs(ranks: Sequence[int], topology: Topology) -> list[tuple[int, ...]
 
 def _stacked(rows: int, dim: int, cuts: tuple[int, ...], owners: tuple[tuple[int, ...], ...]) -> Tiling:
     """Return a tiling of one column block, which covers the table by construction and needs no check."""
-    return Tiling(rows, dim, (Block(0, dim, cuts, owners),))
+    return Tiling(rows, dim, (ColumnBlock(0, dim, cuts, owners),))
 
 
 def _rows(

@@ -24,13 +24,13 @@ from tilerec.modules.initial import fill_initial
 from tilerec.modules.table import Table, empties_memory
 from tilerec.optim.tiled import TiledTable
 from tilerec.sharding.layout import reader, rectangles
-from tilerec.sharding.logical import Cover, Logical, Piece
+from tilerec.sharding.logical import Cover, LogicalTensor, Piece
 from tilerec.sharding.state import load, shown, size_mismatch
-from tilerec.sharding.teams import Teams
-from tilerec.sharding.update import Peers, TileRows
+from tilerec.sharding.teams import ReplicaGroups
+from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.table_rows import Place, TableRows, rows_of
+from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import load_state_dict_pre_hooks
 
 
@@ -127,15 +127,15 @@ class ShardedTable(Table, TiledTable):
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def weight_of(self) -> Logical:
+    def weight_of(self) -> LogicalTensor:
         """Return the weight as a logical tensor."""
         return self._logical([leaf.detach() for leaf in self.leaves()])
 
-    def state_of(self, name: str) -> Logical:
+    def state_of(self, name: str) -> LogicalTensor:
         """Return one slot of the attached optimizer's state (or its update count) as a logical tensor."""
         return self._logical([rows.state[name] for rows in self.tile_rows])
 
-    def _logical(self, parts: Sequence[Tensor]) -> Logical:
+    def _logical(self, parts: Sequence[Tensor]) -> LogicalTensor:
         """Return the logical tensor of one part per leaf.
 
         Args:
@@ -156,7 +156,7 @@ class ShardedTable(Table, TiledTable):
         for tile, part in zip(self.tiles, parts, strict=False):
             key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
             pieces.append(Piece(place[key], part))
-        return Logical(cover, tuple(pieces), self.tile_rows[0].peers.group, like)
+        return LogicalTensor(cover, tuple(pieces), self.tile_rows[0].peers.group, like)
 
     # ------------------------------------------------------------------------------- optimizers that are not attached
 
@@ -315,16 +315,21 @@ def check_rule(table: Table, tiling: Tiling) -> None:
 
 
 def peers_of(
-    tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool, teams: Teams | None = None
-) -> Peers:
-    """Return the ranks that take part in a tile's updates; see `Peers`."""
+    tiling: Tiling,
+    tile: Tile,
+    group: Group,
+    topology: Topology,
+    exact: bool,
+    teams: ReplicaGroups | None = None,
+) -> UpdatePeers:
+    """Return the ranks that take part in a tile's updates; see `UpdatePeers`."""
     me, team_of = group.rank, None if teams is None else teams.of
     beside = sorted(
         (other for other in rectangles(tiling) if (other.r0, other.r1) == (tile.r0, tile.r1)),
         key=lambda t: t.c0,
     )
     if sum(other.c1 - other.c0 for other in beside) != tiling.dim:
-        return Peers(group, tile.owners, None, (), exact, teams)
+        return UpdatePeers(group, tile.owners, None, (), exact, teams)
     columns = []
     listeners: dict[int, None] = {}
     for other in beside:
@@ -333,7 +338,7 @@ def peers_of(
             mine = (q for q in other.owners if reader(tile.owners, q, topology, team_of) == me)
             listeners.update(dict.fromkeys(mine))
     listeners.pop(me, None)
-    return Peers(group, tile.owners, tuple(columns), tuple(listeners), exact, teams)
+    return UpdatePeers(group, tile.owners, tuple(columns), tuple(listeners), exact, teams)
 
 
 @torch.no_grad()
@@ -344,7 +349,7 @@ def shard_table(
     topology: Topology,
     memory: Sequence[Tensor],
     exact: bool,
-    teams: Teams | None = None,
+    teams: ReplicaGroups | None = None,
     *,
     written: bool = False,
 ) -> None:
@@ -373,9 +378,9 @@ def shard_table(
         peers = (
             peers_of(tiling, tile, group, topology, exact, teams)
             if tiles
-            else Peers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact, teams)
+            else UpdatePeers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact, teams)
         )
-        rows = TileRows(table.config.name, Place(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
+        rows = TileRows(table.config.name, TilePosition(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
         rows.takes_gradients, rows.origin = old.takes_gradients, old.handle
         rows.bind(leaf)
         if old.spec is not None and old.group is not None:

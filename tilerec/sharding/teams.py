@@ -1,4 +1,4 @@
-"""`Teams`: groups of ranks that each hold every table, so that a rank reads only within its own group.
+"""`ReplicaGroups`: groups of ranks that each hold every table, so that a rank reads only within its own group.
 
 Nouns
   team      ranks that together hold every table once (a sharding group of 2D parallelism)
@@ -22,7 +22,7 @@ from tilerec.comms.group import Group
 
 
 @dataclass(frozen=True)
-class Teams:
+class ReplicaGroups:
     """Team of every rank, and the process groups between teams.
 
     Args:
@@ -49,11 +49,13 @@ class Teams:
         """True if other teams are outside the tables' group, so each team has its own gradients and updates."""
         return not self.peers
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Teams:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGroups:
         return self  # a copied module uses the same groups
 
 
-def meeting(group: Group, teams: Teams | None, owners: Sequence[int]) -> tuple[Group, tuple[int, ...]]:
+def exchange_group(
+    group: Group, teams: ReplicaGroups | None, owners: Sequence[int]
+) -> tuple[Group, tuple[int, ...]]:
     """Return the group in which the owners of a tile exchange, and their ranks in it.
 
     An exchange between all ranks of a group is faster than one between some of its ranks.
@@ -63,7 +65,7 @@ def meeting(group: Group, teams: Teams | None, owners: Sequence[int]) -> tuple[G
     return group, tuple(owners)
 
 
-def mean_over_teams(teams: Teams, grads: Sequence[Tensor]) -> None:
+def mean_over_replica_groups(teams: ReplicaGroups, grads: Sequence[Tensor]) -> None:
     """Replace gradients by their means over the teams, in place; one message for all of them."""
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         own = [grad for grad in grads if grad.dtype == dtype]

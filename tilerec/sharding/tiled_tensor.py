@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
-from tilerec.sharding.logical import Cover, Logical, Piece
+from tilerec.sharding.logical import Cover, LogicalTensor, Piece
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 from tilerec.torch_private import (
     LOCAL_SCALAR_DENSE,
@@ -67,16 +67,16 @@ class TiledTensor(DTensor):
     only copies, conversions and fills; use `full_tensor()` for arithmetic.
     """
 
-    logical: Logical
+    logical: LogicalTensor
 
-    def __new__(cls, logical: Logical, mesh: DeviceMesh) -> TiledTensor:
+    def __new__(cls, logical: LogicalTensor, mesh: DeviceMesh) -> TiledTensor:
         shape = logical.cover.shape
         local = _local(logical)
         made = new_dtensor(cls, local, mesh, (Tiled(),), torch.Size(shape), _strides(shape))
         made.logical = logical
         return made
 
-    def __init__(self, logical: Logical, mesh: DeviceMesh) -> None:
+    def __init__(self, logical: LogicalTensor, mesh: DeviceMesh) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -248,7 +248,7 @@ _PIECE_BY_PIECE = (
 _IN_PLACE = (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor)
 
 
-def shown(logical: Logical) -> Tensor:
+def shown(logical: LogicalTensor) -> Tensor:
     """Convert a logical tensor that is not whole on every rank to a DTensor or `TiledTensor`; see the module docstring.
 
     Raises:
@@ -286,7 +286,7 @@ def _mesh_of(group: ProcessGroupComms, device_type: str) -> DeviceMesh:
     return meshes[device_type]
 
 
-def _local(logical: Logical) -> Tensor:
+def _local(logical: LogicalTensor) -> Tensor:
     """Return this rank's first piece, or an empty tensor, as a storage of its own over the same memory.
 
     torch's asynchronous checkpoints cannot copy a DTensor whose local part begins inside a storage.
@@ -301,7 +301,7 @@ def _local(logical: Logical) -> Tensor:
     return memory.new_empty(0).set_(storage, 0, memory.shape, memory.stride())
 
 
-def load(logical: Logical, value: Tensor) -> None:
+def load(logical: LogicalTensor, value: Tensor) -> None:
     """See `state.load`."""
     if isinstance(value, TiledTensor) and _same_ranks(value.device_mesh, logical.group):
         logical.load(value.logical)
@@ -330,7 +330,7 @@ def _same_ranks(mesh: DeviceMesh, group: Group) -> bool:
     )
 
 
-def _as_logical(value: DTensor, group: Group) -> Logical | None:
+def _as_logical(value: DTensor, group: Group) -> LogicalTensor | None:
     """Return a plain DTensor cut along one dimension over the same ranks as a logical tensor; None for any other."""
     if len(value.placements) != 1 or not _same_ranks(value.device_mesh, group):
         return None
@@ -345,7 +345,9 @@ def _as_logical(value: DTensor, group: Group) -> Logical | None:
     ]
     local = value.to_local()
     pieces = (Piece(group.rank, local),) if group.rank < len(tiles) else ()
-    return Logical(Cover(shape, tuple(tiles), tuple(range(len(tiles)))), pieces, group, local.new_empty(0))
+    return LogicalTensor(
+        Cover(shape, tuple(tiles), tuple(range(len(tiles)))), pieces, group, local.new_empty(0)
+    )
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`Touched`: the rows of a tile that have changed since its replicas were last synchronized."""
+"""`ChangedRows`: the rows of a tile that have changed since its replicas were last synchronized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS, SLOTS = 1, 2
 """Mark bits of a row: replicas may differ in its weights; in its optimizer state."""
 
 
-class Touched:
+class ChangedRows:
     """Change marks of a tile, one byte per row.
 
     Args:
@@ -70,8 +70,8 @@ class Touched:
             self.pending()
 
 
-def rows_of_all(
-    several: Sequence[Touched], marks: int, beside: Sequence[Tensor] = ()
+def changed_rows_of(
+    several: Sequence[ChangedRows], marks: int, beside: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], list[int]]:
     """Return per tile the rows that have any of these marks, and the values of `beside`, with one wait for devices.
 

@@ -27,16 +27,22 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient.definition import GradientRecord, GradientSink, features_of, sum_rows_of_tables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
-from tilerec.sharding.replicas import ReplicaTable, agree_on_gradients, id_bounds
-from tilerec.sharding.teams import Teams, meeting
-from tilerec.sharding.touched import Touched
+from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
+from tilerec.sharding.teams import ReplicaGroups, exchange_group
+from tilerec.sharding.touched import ChangedRows
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
-from tilerec.storage.hyper_group import HyperGroup
-from tilerec.storage.table_rows import NonFiniteGradientError, Place, TableRows, count_updates, counting
+from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.table_rows import (
+    NonFiniteGradientError,
+    TableRows,
+    TilePosition,
+    count_updates,
+    counting,
+)
 
 
 @dataclass(frozen=True)
-class Peers:
+class UpdatePeers:
     """Ranks that take part in a tile's updates.
 
     Args:
@@ -55,7 +61,7 @@ class Peers:
     columns: tuple[tuple[int, int, int], ...] | None
     listeners: tuple[int, ...] = ()
     exact: bool = False
-    teams: Teams | None = None
+    teams: ReplicaGroups | None = None
 
     def sum_unit(self) -> int:
         """Return the number of columns in each partial sum exchanged between column blocks; 0: the whole block."""
@@ -64,19 +70,21 @@ class Peers:
         aligned = all(c0 % BLOCK == 0 and width % BLOCK == 0 for _, c0, width in self.columns or ())
         return BLOCK if aligned else 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UpdatePeers:
         return self  # a copied module uses the same group
 
 
 class TileRows(TableRows):
     """Rows of one tile: `TableRows` with gradients from all ranks."""
 
-    def __init__(self, name: str, place: Place, peers: Peers, dim: int) -> None:
+    def __init__(self, name: str, place: TilePosition, peers: UpdatePeers, dim: int) -> None:
         super().__init__(name, place)
         self.peers = peers
         self.dim = dim  # of the whole table
         self.origin = 0  # creation order of the table; distinguishes tables with equal keys
-        self.touched: Touched | None = None  # rows changed since the last sync, if replicas sync periodically
+        self.touched: ChangedRows | None = (
+            None  # rows changed since the last sync, if replicas sync periodically
+        )
         self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
 
     @property
@@ -104,7 +112,7 @@ class TileRows(TableRows):
         if self.touched is not None:
             self.touched.settle()
 
-    def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
+    def attach(self, spec: OptimizerSpec, group: SharedParamGroup) -> None:
         if self.peers.columns is None and spec.phases:
             raise ConfigError(
                 f"Table '{self.name}': {type(spec).__name__} needs sums over whole rows, and the column blocks of this "
@@ -115,7 +123,7 @@ class TileRows(TableRows):
         teams = self.peers.teams
         if teams is not None and teams.apart:
             # Keep existing marks: rows that another rule changed still differ between teams.
-            self.touched = self.touched or Touched(self.leaf.shape[0], self.leaf.device)
+            self.touched = self.touched or ChangedRows(self.leaf.shape[0], self.leaf.device)
 
     def report_skipped(self, spec: OptimizerSpec, skipped: int, row: int) -> None:
         try:
@@ -150,9 +158,9 @@ class TileRows(TableRows):
         for peers, own in _by_replicas_here(tables, record):
             replicas = peers[0].peers.replicas
             if len(replicas) > 1 and not record.agreed:
-                group, ranks = meeting(self.peers.group, self.peers.teams, replicas)
+                group, ranks = exchange_group(self.peers.group, self.peers.teams, replicas)
                 replica_tables = [table._as_replica(own) for table in peers]
-                own = agree_on_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
+                own = exchange_replica_gradients(group, ranks, own, replica_tables, exact=self.peers.exact)
             yield peers, own
 
     def take(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
@@ -202,7 +210,7 @@ class TileRows(TableRows):
         if teams is None or not teams.apart or teams.axis.size == 1:
             return record
         replica_tables = [self._as_replica(record)]
-        return agree_on_gradients(
+        return exchange_replica_gradients(
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )
 

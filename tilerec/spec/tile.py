@@ -69,7 +69,7 @@ class Tile(NamedTuple):
         return f"{self.rectangle} on rank{'s' * (len(self.owners) > 1)} {ranks_to_text(self.owners)}"
 
 
-class Block(NamedTuple):
+class ColumnBlock(NamedTuple):
     """Columns [c0, c1): row range i is [cuts[i], cuts[i + 1]), on the ranks owners[i] (replicas, ascending)."""
 
     c0: int
@@ -95,14 +95,14 @@ class Tiling:
 
     rows: int
     dim: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ColumnBlock, ...]
 
     def __post_init__(self) -> None:
         # `of` checks covers of callers and raises errors for users; these assertions check sharding strategies.
         assert self.rows > 0
         assert self.dim > 0
         edge = 0
-        before: Block | None = None
+        before: ColumnBlock | None = None
         for block in self.blocks:
             c0, c1, cuts, owners = block
             assert c0 == edge < c1, "blocks are contiguous"
@@ -146,13 +146,13 @@ class Tiling:
         for tile, span in zip(cover, spans, strict=True):
             for b in span:
                 columns[b].append(tile)
-        blocks: list[Block] = []
+        blocks: list[ColumnBlock] = []
         for (c0, c1), inside in zip(pairwise(edges), columns, strict=True):
             cuts, owners = _stack(name, rows, c0, c1, inside)
             if blocks and (blocks[-1].cuts, blocks[-1].owners) == (cuts, owners):
                 blocks[-1] = blocks[-1]._replace(c1=c1)
             else:
-                blocks.append(Block(c0, c1, cuts, owners))
+                blocks.append(ColumnBlock(c0, c1, cuts, owners))
         return Tiling(rows, dim, tuple(blocks))
 
     def tiles(self) -> tuple[Tile, ...]:

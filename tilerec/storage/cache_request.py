@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.cache.definition import Plan, Told
+from tilerec.ops.cache.definition import HeaderColumn, Plan
 from tilerec.ops.runtime.upload import upload
 from tilerec.storage.cache_sets import CacheSets
 from tilerec.storage.host_rows import HostRows
@@ -31,7 +31,7 @@ OPS = torch.ops.tilerec
 _MAX_SORT_KEYS = 1 << 61
 
 
-class Made(NamedTuple):
+class CacheTensors(NamedTuple):
     """The tensors of a cache over its current host tensors."""
 
     host: list[HostRows]
@@ -53,25 +53,25 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Ask:
+class CacheRequest:
     """One cache's part of a request."""
 
-    made: Made
+    made: CacheTensors
     segments: Sequence[tuple[int, int]]
     serial: int
     bit: int
     alive: int
     names: str
     sure: bool
-    grow: Callable[[int], Made]  # takes the number of spare lines that the cache must have
+    grow: Callable[[int], CacheTensors]  # takes the number of spare lines that the cache must have
     rescue: Callable[[Tensor], None]  # takes this cache's entries of the plan
 
 
-class Emptied(Exception):
+class CacheEmptied(Exception):
     """A cache was rebuilt without rows: there was no memory for its lines and a longer copy at once."""
 
 
-def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
+def request(asks: Sequence[CacheRequest], ids: Tensor, ways: int) -> None:
     """Load the rows of a batch.
 
     Raises:
@@ -91,28 +91,28 @@ def request(asks: Sequence[Ask], ids: Tensor, ways: int) -> None:
         plan = OPS.cache_plan(ids, begins, ends, tables, books, sets, ways, clock, header, keys, order)
         if not _more(asks, header):
             break
-        header[:, Told.SPARE : Told.SEATED] = 0
+        header[:, HeaderColumn.SPARE : HeaderColumn.SEATED] = 0
         books = [book for ask in asks for book in ask.made.books()]
     _move(asks, plan, header, books, clock, keys.shape[0])
 
 
-def _more(asks: Sequence[Ask], header: Tensor) -> bool:
+def _more(asks: Sequence[CacheRequest], header: Tensor) -> bool:
     """Add the spare lines that are missing; return True if there were any. Waits for the device unless all are sure."""
     if all([ask.sure for ask in asks]):  # noqa: C419
         return False
     made = False
     for ask, counters in zip(asks, header.tolist(), strict=True):
-        missing = counters[Told.SPARE] - counters[Told.FREE]
+        missing = counters[HeaderColumn.SPARE] - counters[HeaderColumn.FREE]
         if missing > 0:
             before = ask.made.sets
             ask.made, made = ask.grow(before.spare + missing), True
             if ask.made.sets is not before:
-                raise Emptied
+                raise CacheEmptied
     return made
 
 
 def _move(
-    asks: Sequence[Ask], plan: Tensor, header: Tensor, books: list[Tensor], clock: Tensor, ids: int
+    asks: Sequence[CacheRequest], plan: Tensor, header: Tensor, books: list[Tensor], clock: Tensor, ids: int
 ) -> None:
     lines: list[Tensor] = []
     host: list[Tensor] = []
@@ -141,23 +141,23 @@ def _move(
         raise
 
 
-def _rescue(ask: Ask, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
+def _rescue(ask: CacheRequest, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
     ask.rescue(_entries(plan, header, ids, t))
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     """Return the plan's entries of a table. Waits for the device."""
-    own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
+    own = torch.cat((plan[:, : int(header[:, HeaderColumn.WANTING].sum())], plan[:, ids:]), 1)
     return own[:, own[Plan.TABLE] == t]
 
 
-def _write_back(made: Made, entries: Tensor) -> None:
+def _write_back(made: CacheTensors, entries: Tensor) -> None:
     own = entries[:, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] % 2 == 1)]
     for lines, rows in zip(made.lines, made.host, strict=True):
         rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
 
 
-def _load(made: Made, entries: Tensor) -> None:
+def _load(made: CacheTensors, entries: Tensor) -> None:
     entries = entries[:, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0)]
     moved = entries[:, entries[Plan.FROM] >= 0]
     loaded = entries[:, entries[Plan.FROM] < 0]
@@ -166,9 +166,9 @@ def _load(made: Made, entries: Tensor) -> None:
         rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
 
 
-def in_chunks(asks: Sequence[Ask]) -> list[list[Ask]]:
+def in_chunks(asks: Sequence[CacheRequest]) -> list[list[CacheRequest]]:
     """Split the asks into chunks whose keys fit one sort: usually one chunk (with LFU up to a billion rows)."""
-    chunks: list[list[Ask]] = [[]]
+    chunks: list[list[CacheRequest]] = [[]]
     keys = 0
     for ask in asks:
         sets = ask.made.sets

@@ -33,7 +33,7 @@ from tilerec.ops.cache.definition import MOST, NONE, lines_given
 from tilerec.spec.cache import CacheAlgorithm
 
 
-class Moves(NamedTuple):
+class LineMoves(NamedTuple):
     """The transfers of a request, in this order; rows and lines are int64 and parallel."""
 
     leaving_rows: Tensor  # written back to the table if dirty
@@ -103,7 +103,7 @@ class CacheSets:
         """Return all tensors of the books."""
         return [self.line_of_E, self.row_in_L, self.named_L, self.flights_L, self.count_E]
 
-    def request(self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()) -> Moves | NoSpare:
+    def request(self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()) -> LineMoves | NoSpare:
         """Find a line for each of these rows. No row moves before `seat`.
 
         Args:
@@ -147,12 +147,12 @@ class CacheSets:
         leaving_lines = torch.cat((evicted, released))
         leaving_rows = self.row_in_L[leaving_lines]
         moves, loads = (given_M >= 0) & (line_M >= 0), line_M < 0
-        return Moves(
+        return LineMoves(
             leaving_rows, leaving_lines, line_M[moves], given_M[moves], rows_M[loads], given_M[loads], rows_M[moves],
             rows_U, serial, evicted.numel(), wanted,
         )  # fmt: skip
 
-    def seat(self, moves: Moves) -> None:
+    def seat(self, moves: LineMoves) -> None:
         """Apply the result of `request`, before anything else changes."""
         self.line_of_E[moves.leaving_rows] = NONE
         self.row_in_L[moves.leaving_lines] = -1

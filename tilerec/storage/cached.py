@@ -18,7 +18,7 @@ transfers.
 
 `settle` writes every dirty row back and empties all lines. After it the table is current and may be read and written.
 
-Threads: every method holds the cache's lock. Code that reads or writes lines holds the lock meanwhile (`alone`).
+Threads: every method holds the cache's lock. Code that reads or writes lines holds the lock meanwhile (`lock_caches`).
 
 Exceptions midway (out of memory, Ctrl-C): evicted rows are written back before their lines are reassigned. Where the
 row of a line is no longer certain, dirty rows that stayed in their lines are written back and the cache is emptied.
@@ -39,10 +39,10 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import TRITON
-from tilerec.ops.cache.definition import MOST, Plan, Told
+from tilerec.ops.cache.definition import MOST, HeaderColumn, Plan
 from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.cache import CacheParams
-from tilerec.storage.cache_request import Ask, Emptied, Made, in_chunks, request
+from tilerec.storage.cache_request import CacheEmptied, CacheRequest, CacheTensors, in_chunks, request
 from tilerec.storage.cache_sets import CacheSets, NoSpare
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.host_rows import HostRows
@@ -56,7 +56,7 @@ the bytes of the table's sets if these are more. Within the limit the host need 
 
 _BITS = (1 << 31) - 1
 
-MOST_IN_FLIGHT = 16
+MAX_BATCHES_IN_FLIGHT = 16
 """Maximum number of batches that hold their lines; a further prefetch or lookup releases the oldest batch's lines."""
 
 Segments = tuple[tuple[int, int], ...]
@@ -143,7 +143,7 @@ def _locked(method: Any) -> Any:
 
 
 @contextmanager
-def alone(caches: Iterable[RowCache | None]) -> Iterator[None]:
+def lock_caches(caches: Iterable[RowCache | None]) -> Iterator[None]:
     """Hold the locks of these caches, so that prefetches of other threads move no lines meanwhile."""
     with ExitStack() as stack:
         for cache in sorted(
@@ -167,7 +167,7 @@ class RowCache:
     def __init__(self, name: str, params: CacheParams | None, device: torch.device | None = None) -> None:
         self.name, self.params, self.device = name, params, device
         self._stats = CacheStats()  # without the device's counts since they were last read
-        self._made: Made | None = None
+        self._made: CacheTensors | None = None
         self._clean = _BITS  # bits that are set for no line
         self._flight: list[_Batch] = []
         self._serial = 0
@@ -200,12 +200,12 @@ class RowCache:
         counters = made.counters.tolist()
         made.counters.zero_()
         stats = self._stats
-        stats.rows += counters[Told.ROWS]
-        stats.misses += counters[Told.MISSES]
-        stats.hits += counters[Told.ROWS] - counters[Told.MISSES]
-        stats.conflict_misses += counters[Told.SPARE]
-        stats.evictions += counters[Told.EVICTIONS]
-        stats.write_backs += counters[Told.WRITES]
+        stats.rows += counters[HeaderColumn.ROWS]
+        stats.misses += counters[HeaderColumn.MISSES]
+        stats.hits += counters[HeaderColumn.ROWS] - counters[HeaderColumn.MISSES]
+        stats.conflict_misses += counters[HeaderColumn.SPARE]
+        stats.evictions += counters[HeaderColumn.EVICTIONS]
+        stats.write_backs += counters[HeaderColumn.WRITES]
 
     def prefetch(self, host: Sequence[Tensor], ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Load the rows of a batch into lines. They stay until its update; without an update, until its lookup.
@@ -215,7 +215,7 @@ class RowCache:
             ids: ids of a batch, on the cache's device; `segments` of them are rows of this table.
             refuse: called for the first id that is no row, before anything changes. (On a GPU, a later op raises.)
         """
-        prefetch_all([Want(self, host, segments, refuse)], ids)
+        prefetch_all([RowRequest(self, host, segments, refuse)], ids)
 
     @_locked
     def lines_of(
@@ -227,7 +227,7 @@ class RowCache:
         bags: Bags | None = None,
     ) -> list[Tensor]:
         """Return the line numbers (int32) of each segment's ids, valid until the next call of any method."""
-        prefetch_all([Want(self, host, segments, refuse)], ids)
+        prefetch_all([RowRequest(self, host, segments, refuse)], ids)
         made, batch = self._made, self._batch(ids, segments)
         assert made is not None
         assert batch is not None
@@ -244,7 +244,7 @@ class RowCache:
             lines = self._lines(made, ids, segments)
         return lines
 
-    def _lines(self, made: Made, ids: Tensor, segments: Segments) -> list[Tensor]:
+    def _lines(self, made: CacheTensors, ids: Tensor, segments: Segments) -> list[Tensor]:
         line_of_E, rows_of = made.sets.line_of_E, [ids[begin:end].long() for begin, end in segments]
         if ids.device.type != "cpu" or not line_of_E.numel():
             return [line_of_E[own] for own in rows_of]
@@ -364,7 +364,7 @@ class RowCache:
         self._write_back(made, made.sets.row_in_L[lines], lines)
         self._dirty = False
 
-    def _wait_for_device(self, made: Made) -> None:
+    def _wait_for_device(self, made: CacheTensors) -> None:
         """Wait until the device has finished with the host rows, before the host reads or writes them."""
         if made.lines[0].device.type == "cuda":
             self._wait_for_other_stream()
@@ -372,7 +372,7 @@ class RowCache:
 
     # ------------------------------------------------------------------------------------------------ inside
 
-    def _over(self, host: Sequence[Tensor]) -> Made:
+    def _over(self, host: Sequence[Tensor]) -> CacheTensors:
         """Return the cache over these tensors; rebuild it if they are not those of the last call."""
         self._wait_for_other_stream()
         made = self._made
@@ -391,7 +391,7 @@ class RowCache:
         here = torch.device("cuda")
         return torch.device("cuda", torch.cuda.current_device()) if device == here else device
 
-    def _make(self, host: Sequence[Tensor], spare: int) -> Made:
+    def _make(self, host: Sequence[Tensor], spare: int) -> CacheTensors:
         rows, device = host[0].shape[0], self._device_of(host)
         line_bytes = sum(t.element_size() * t[:1].numel() for t in host)
         sets = 0
@@ -417,7 +417,7 @@ class RowCache:
         self._clean = _BITS
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
-        return Made(
+        return CacheTensors(
             [HostRows(t.detach(), device) for t in host], _identity(host), lines, dirty_L, made, counters
         )
 
@@ -439,15 +439,15 @@ class RowCache:
         return next((batch for batch in self._flight if batch.matches(ids, segments)), None)
 
     def _release_oldest(self, ids: Tensor) -> None:
-        """Drop the oldest batch in flight if there are MOST_IN_FLIGHT.
+        """Drop the oldest batch in flight if there are MAX_BATCHES_IN_FLIGHT.
 
         Prefer a batch of other ids: for these ids another table of the same lookup has just found its lines.
         """
-        if len(self._flight) >= MOST_IN_FLIGHT:
+        if len(self._flight) >= MAX_BATCHES_IN_FLIGHT:
             others = [batch for batch in self._flight if not batch.has(ids)]
             self._flight.remove(others[0] if others else self._flight[0])
 
-    def _request(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
+    def _request(self, made: CacheTensors, ids: Tensor, segments: Segments, refuse: Refuse) -> None:
         """Load a batch's rows and add it to the batches in flight."""
         rows_U, count = self._distinct(made, ids, segments, refuse)
         self._release_oldest(ids)
@@ -489,7 +489,7 @@ class RowCache:
         stats.conflict_misses += moves.conflicts
         stats.evictions += moves.evictions
 
-    def _ask(self, want: Want, ids: Tensor) -> Ask:
+    def _ask(self, want: RowRequest, ids: Tensor) -> CacheRequest:
         """Return this cache's part of a request for several caches."""
         if self._serial >= MOST - 1:
             self.settle()
@@ -509,15 +509,15 @@ class RowCache:
         self._clean &= ~bit
         self._serial += 1
 
-        def grow(spare: int) -> Made:
+        def grow(spare: int) -> CacheTensors:
             assert self._made is not None
             return self._with_spare(self._made, spare)
 
-        return Ask(
+        return CacheRequest(
             made, want.segments, self._serial, bit, alive | bit, want.names, sure, grow, self._rescue_plan
         )
 
-    def _with_room(self, made: Made, count: int) -> tuple[Made, bool]:
+    def _with_room(self, made: CacheTensors, count: int) -> tuple[CacheTensors, bool]:
         """Return the cache, grown if that is cheap, and True if spare lines suffice in any case.
 
         They suffice if there is one for each of `count` ids and each id of the batches in flight.
@@ -534,7 +534,7 @@ class RowCache:
             made = self._with_spare(made, most)
         return made, made.sets.spare >= most
 
-    def _add_in_flight(self, ask: Ask, want: Want, ids: Tensor) -> None:
+    def _add_in_flight(self, ask: CacheRequest, want: RowRequest, ids: Tensor) -> None:
         """Add a batch to those in flight, once its rows are loaded."""
         count = sum([end - begin for begin, end in want.segments])
         self._flight.append(
@@ -561,7 +561,7 @@ class RowCache:
         self._made, self._dirty = None, False
         self._flight.clear()
 
-    def _rescue(self, made: Made, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
+    def _rescue(self, made: CacheTensors, rows: Tensor, lines: Tensor, dirty_L: Tensor) -> None:
         """Write the lines of `dirty_L` back and empty the cache; `lines` still hold `rows`, despite the sets' books."""
         row_in_L = made.sets.row_in_L.clone()
         row_in_L[lines] = rows
@@ -572,7 +572,9 @@ class RowCache:
         self._made, self._dirty = None, False
         self._flight.clear()
 
-    def _distinct(self, made: Made, ids: Tensor, segments: Segments, refuse: Refuse) -> tuple[Tensor, int]:
+    def _distinct(
+        self, made: CacheTensors, ids: Tensor, segments: Segments, refuse: Refuse
+    ) -> tuple[Tensor, int]:
         """Return the distinct rows of a batch, ascending, and the number of its ids."""
         parts = [ids[begin:end] for begin, end in segments]
         rows_N = torch.cat(parts).long()
@@ -585,7 +587,7 @@ class RowCache:
                     refuse(s, begin + int(bad[0]), int(part[int(bad[0])]))
         return rows_U, rows_N.numel()
 
-    def _with_spare(self, made: Made, lines: int) -> Made:
+    def _with_spare(self, made: CacheTensors, lines: int) -> CacheTensors:
         """Return the cache with at least `lines` spare lines.
 
         If there is no memory for a tensor and its longer copy at once, the cache is emptied. Batches in flight then
@@ -616,7 +618,7 @@ class RowCache:
             ) from error
         return self._made
 
-    def _write_back(self, made: Made, rows: Tensor, lines: Tensor) -> None:
+    def _write_back(self, made: CacheTensors, rows: Tensor, lines: Tensor) -> None:
         """Write the dirty ones of these lines to the table, and mark them clean."""
         if not self._dirty or not rows.numel():
             return
@@ -653,7 +655,7 @@ class RowCache:
 
 
 @dataclass(frozen=True)
-class Want:
+class RowRequest:
     """A batch's request to one cache: the rows of `host` that `segments` of its ids name."""
 
     cache: RowCache
@@ -668,11 +670,11 @@ def _served(device: torch.device) -> bool:
     return TRITON and device.type == "cuda"
 
 
-def _together(made: Made) -> bool:
+def _together(made: CacheTensors) -> bool:
     return _served(made.dirty_L.device)
 
 
-def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
+def prefetch_all(wants: Sequence[RowRequest], ids: Tensor) -> None:
     """Run `RowCache.prefetch` for several caches; on a GPU as one request."""
     if wants and capturing():
         raise ConfigError(
@@ -680,10 +682,10 @@ def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
             "assigns cache lines batch by batch, and every replay would repeat the lines of this batch. Capture "
             "uncached tables (uncache_tables), or run this step without a capture."
         )
-    with alone([want.cache for want in wants]), _outside_of_inference(), _on_device_of(ids):
+    with lock_caches([want.cache for want in wants]), _outside_of_inference(), _on_device_of(ids):
         rest = list(wants)
         while rest:
-            now: dict[int, Want] = {}
+            now: dict[int, RowRequest] = {}
             later = []
             for want in rest:
                 cache = want.cache
@@ -703,7 +705,7 @@ def prefetch_all(wants: Sequence[Want], ids: Tensor) -> None:
             rest = later
 
 
-def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
+def _request_all(wants: Sequence[RowRequest], ids: Tensor) -> None:
     while wants:
         asks = [want.cache._ask(want, ids) for want in wants]
         want_of = {id(ask): want for ask, want in zip(asks, wants, strict=True)}
@@ -713,7 +715,7 @@ def _request_all(wants: Sequence[Want], ids: Tensor) -> None:
                 for ask in chunk:
                     want_of[id(ask)].cache._add_in_flight(ask, want_of[id(ask)], ids)
             return
-        except Emptied:  # caches that hold their rows by now need no second request
+        except CacheEmptied:  # caches that hold their rows by now need no second request
             wants = [want for want in wants if want.cache._batch(ids, want.segments) is None]
             for want in wants:
                 want.cache._over(want.host)
@@ -738,7 +740,7 @@ def _outside_of_inference() -> Iterator[None]:
 
 
 def lines_of_all(
-    wants: Sequence[Want],
+    wants: Sequence[RowRequest],
     ids: Tensor,
     segments: Sequence[tuple[int, int]],
     tables: Sequence[int],
@@ -766,6 +768,6 @@ def lines_of_all(
     return lines
 
 
-def all_together(wants: Sequence[Want]) -> bool:
+def served_by_kernels(wants: Sequence[RowRequest]) -> bool:
     """Return True if `lines_of_all` serves all of these caches."""
     return bool(wants) and all([_served(want.cache._device_of(want.host)) for want in wants])  # noqa: C419

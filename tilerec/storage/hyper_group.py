@@ -36,7 +36,7 @@ def _interned(spec: OptimizerSpec) -> OptimizerSpec:
     return spec
 
 
-class HyperGroup(dict[str, Any]):
+class SharedParamGroup(dict[str, Any]):
     """A `param_groups` entry that tables share: the current numbers of their optimizer.
 
     A written value takes effect at the next backward. The entry names no parameters: tables of several collections may
@@ -57,14 +57,14 @@ class HyperGroup(dict[str, Any]):
         self._frozen = False  # True once a graph has captured an update with these numbers
 
     @staticmethod
-    def of(spec: OptimizerSpec, lr: Any = None) -> HyperGroup:
+    def of(spec: OptimizerSpec, lr: Any = None) -> SharedParamGroup:
         """Return the group of a newly attached optimizer.
 
         Args:
             lr: the learning rate as the user gave it; a tensor stays a tensor if `spec.capturable`.
         """
         values = spec.to_json()
-        group = HyperGroup(values, list(values))
+        group = SharedParamGroup(values, list(values))
         if isinstance(lr, Tensor) and spec.capturable:
             group["lr"] = lr
         return group
@@ -98,7 +98,7 @@ class HyperGroup(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    def __ior__(self, values: Any) -> HyperGroup:  # type: ignore[override, misc]
+    def __ior__(self, values: Any) -> SharedParamGroup:  # type: ignore[override, misc]
         self.update(values)
         return self
 
@@ -228,17 +228,17 @@ class HyperGroup(dict[str, Any]):
                 stacklevel=4,
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HyperGroup:
-        twin = memo[id(self)] = HyperGroup(
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedParamGroup:
+        twin = memo[id(self)] = SharedParamGroup(
             {name: copy.deepcopy(value, memo) for name, value in self.items()}, self._numbers
         )
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (HyperGroup, (dict(self), self._numbers))
+        return (SharedParamGroup, (dict(self), self._numbers))
 
 
-def _checked(lr: Tensor, group: HyperGroup) -> Tensor:
+def _checked(lr: Tensor, group: SharedParamGroup) -> Tensor:
     if lr.numel() != 1 or not lr.is_floating_point():
         raise ConfigError(
             f"{group['optimizer']}: got lr as a tensor of shape {list(lr.shape)} and dtype {lr.dtype}; expected one "

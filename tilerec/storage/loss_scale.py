@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from torch.amp.grad_scaler import GradScaler
 
 from tilerec.errors import ConfigError
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.torch_private import scale_of
 
 
-def check_scale(table: str, group: HyperGroup) -> None:
+def check_scale(table: str, group: SharedParamGroup) -> None:
     """Raise a `ConfigError` if a loss scale is in use and nothing was written to the group's `grad_scale`."""
     foreign = _other_scale(group)
     if foreign is not None:
@@ -34,7 +34,7 @@ def check_scale(table: str, group: HyperGroup) -> None:
         )
 
 
-def _other_scale(group: HyperGroup) -> float | None:
+def _other_scale(group: SharedParamGroup) -> float | None:
     for scaler in _scalers():
         if scaler.is_enabled() and scale_of(scaler) is not None and scaler.get_scale() != group["grad_scale"]:
             return float(scaler.get_scale())

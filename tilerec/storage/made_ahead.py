@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.upload import capturing
 
-MOST = 4
+MAX_RESULTS = 4
 """Maximum number of results kept for later batches."""
 
 
@@ -60,7 +60,7 @@ def _identity(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 @final
-class Moment:
+class StreamEvent:
     """A CUDA stream and an event recorded in it, for which other streams can wait."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Moment:
         self._event = torch.cuda.Event()
         self._event.record(self.stream)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Moment:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamEvent:
         return self
 
     def wait(self, tensors: Sequence[Tensor | None]) -> None:
@@ -88,11 +88,11 @@ class Moment:
 class _Result:
     sources: Sources
     tensors: list[Tensor]
-    moment: Moment | None  # None: on the CPU
+    moment: StreamEvent | None  # None: on the CPU
 
 
 @final
-class MadeAhead:
+class PrefetchedResults:
     """Results computed for later batches. Copies and pickles begin empty."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class MadeAhead:
         return len(self._made)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MadeAhead, ()
+        return PrefetchedResults, ()
 
     def keep(
-        self, sources: Sources | None, tensors: list[Tensor], device: torch.device, most: int = MOST
+        self, sources: Sources | None, tensors: list[Tensor], device: torch.device, most: int = MAX_RESULTS
     ) -> None:
         """Keep a result that the current stream has computed from these sources.
 
@@ -117,7 +117,7 @@ class MadeAhead:
             return
         moment = None
         if device.type == "cuda":
-            moment = Moment(device)
+            moment = StreamEvent(device)
             for tensor in sources.tensors:
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(moment.stream)

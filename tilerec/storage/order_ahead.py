@@ -22,16 +22,16 @@ from torch import Tensor
 
 from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.ops.runtime.upload import capturing
-from tilerec.storage.made_ahead import MadeAhead, Sources
+from tilerec.storage.made_ahead import PrefetchedResults, Sources
 from tilerec.torch_private import is_view
 
 
 @final
-class OrdersAhead:
+class PrefetchedOrders:
     """Row orders computed ahead of their updates."""
 
     def __init__(self) -> None:
-        self.made = MadeAhead()
+        self.made = PrefetchedResults()
 
     def make(self, leaves: Sequence[Tensor], handles: Sequence[int], record: GradientRecord) -> None:
         """Sort a batch's occurrences by row and keep the order.

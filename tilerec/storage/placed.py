@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.lookup.saved_rows import copied, id_segments, places_in_copies
-from tilerec.storage.cached import RowCache, Segments, Want, all_together, bags_of, lines_of_all
+from tilerec.storage.cached import RowCache, RowRequest, Segments, bags_of, lines_of_all, served_by_kernels
 
 
-class Holder(Protocol):
+class RowSource(Protocol):
     """The object that has a table's rows."""
 
     cache: RowCache | None
@@ -44,7 +44,7 @@ Refuse = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
-class Placed:
+class LineBatch:
     """A batch's rows in cache lines, ready for the lookup and update ops."""
 
     tensors: list[list[Tensor]]  # per table: cache lines or leaf with its rows, then its slots
@@ -74,10 +74,10 @@ class Placed:
         own = self._ranges()
         return [copied(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
 
-    def of_copies(self, rows: Sequence[Tensor]) -> Placed:
+    def of_copies(self, rows: Sequence[Tensor]) -> LineBatch:
         """Return the same batch with ids that read such copies: one table per feature."""
         ids = places_in_copies(self.ids, self._ranges())
-        return Placed([[own] for own in rows], [], ids, self.offsets, None, self.segments)
+        return LineBatch([[own] for own in rows], [], ids, self.offsets, None, self.segments)
 
     def back(self, values_n: Tensor, count: int) -> Tensor:
         """Return values of `ids` summed per id of the original batch, `[count]`."""
@@ -89,7 +89,7 @@ class Placed:
 
 
 def segments_of(
-    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None, starts: Sequence[int],
+    holders: Sequence[RowSource], tables: Sequence[int], ids: Tensor, offsets: Tensor | None, starts: Sequence[int],
     bags: Sequence[int],
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Return the range of ids of each feature.
@@ -106,7 +106,7 @@ def segments_of(
 
 
 def _in_flight(
-    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor, starts: Sequence[int],
+    holders: Sequence[RowSource], tables: Sequence[int], ids: Tensor, offsets: Tensor, starts: Sequence[int],
     bags: Sequence[int],
 ) -> list[tuple[int, int]] | None:  # fmt: skip
     found: list[tuple[int, int]] = []
@@ -122,7 +122,7 @@ def _in_flight(
 
 
 def per_table(
-    holders: Sequence[Holder], tables: Sequence[int], segments: Sequence[tuple[int, int]]
+    holders: Sequence[RowSource], tables: Sequence[int], segments: Sequence[tuple[int, int]]
 ) -> list[tuple[int, list[int], Segments]]:
     """Return for each cached table that a feature reads: its number, its features, and their segments."""
     out = []
@@ -134,12 +134,12 @@ def per_table(
 
 
 def wanted(
-    holders: Sequence[Holder],
+    holders: Sequence[RowSource],
     tables: Sequence[int],
     segments: Sequence[tuple[int, int]],
     refuse: Refuse,
     names: str = "",
-) -> list[tuple[int, list[int], Want]]:
+) -> list[tuple[int, list[int], RowRequest]]:
     """Return for each cached table that a feature reads: its number, its features, and the request to its cache.
 
     Args:
@@ -155,7 +155,7 @@ def wanted(
             refuse(features[segment], position, id_)
 
         feature_names = ",".join([named[f] for f in features]) if named else ""
-        found.append((t, features, Want(cache, holders[t].host(), own, of_feature, feature_names)))
+        found.append((t, features, RowRequest(cache, holders[t].host(), own, of_feature, feature_names)))
     return found
 
 
@@ -172,10 +172,10 @@ def _line_up(
 
 
 def place(
-    holders: Sequence[Holder], tables: Sequence[int], ids: Tensor, offsets: Tensor | None,
+    holders: Sequence[RowSource], tables: Sequence[int], ids: Tensor, offsets: Tensor | None,
     sample_weights: Tensor | None, starts: Sequence[int], bags: Sequence[int], refuse: Refuse,
     segments: list[tuple[int, int]] | None = None, names: str = "", writes: bool = False,
-) -> Placed:  # fmt: skip
+) -> LineBatch:  # fmt: skip
     """Load the rows that a batch reads of cached tables, and return the batch with line numbers as ids.
 
     The result is valid until the next batch of any of these tables.
@@ -191,7 +191,7 @@ def place(
         segments = segments_of(holders, tables, ids, offsets, starts, bags)
     wants = wanted(holders, tables, segments, refuse, names)
     of_table = {t: k for k, (t, _, _) in enumerate(wants)}
-    if all_together([want for _, _, want in wants]):
+    if served_by_kernels([want for _, _, want in wants]):
         which = [of_table.get(t, -1) for t in tables]
         placed_ids = lines_of_all([want for _, _, want in wants], ids, segments, which, writes)
         for _, features, want in wants:
@@ -225,7 +225,7 @@ def place(
     used = set(tables)
     no_names = ids.new_empty(0, dtype=torch.int64)
     live = [holder.cache is not None and t in used for t, holder in enumerate(holders)]
-    return Placed(
+    return LineBatch(
         [h.cache.lines if on and h.cache is not None else h.host() for h, on in zip(holders, live, strict=True)],
         [h.cache.names if on and h.cache is not None else no_names for h, on in zip(holders, live, strict=True)],
         placed_ids,

@@ -30,23 +30,23 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.backends import TRITON
 from tilerec.ops.gradient.definition import _SINKS, GradientRecord, GradientSink, sum_rows
-from tilerec.ops.runtime.readback import use_all, use_arrived, when_arrived
+from tilerec.ops.runtime.readback import on_arrival, poll, use_all
 from tilerec.ops.runtime.upload import capturing
 from tilerec.ops.update.checks import raise_bad_row
 from tilerec.ops.update.counts import advance, read_counts
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.cached import RowCache, alone
-from tilerec.storage.hyper_group import HyperGroup
+from tilerec.storage.cached import RowCache, lock_caches
+from tilerec.storage.hyper_group import SharedParamGroup
 from tilerec.storage.loss_scale import check_scale
-from tilerec.storage.order_ahead import OrdersAhead
+from tilerec.storage.order_ahead import PrefetchedOrders
 from tilerec.storage.placed import Refuse, per_table, place
 
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePosition:
     """The table's Philox key (two 32-bit words) and the leaf's first global row and column."""
 
     key: tuple[int, int]
@@ -63,18 +63,18 @@ class TableRows(GradientSink):
 
     Args:
         name: the table's name, for messages.
-        place: see `Place`.
+        place: see `TilePosition`.
     """
 
     leaf: nn.Parameter
     """The parameter that holds the rows; set by `bind`."""
 
-    def __init__(self, name: str, place: Place) -> None:
+    def __init__(self, name: str, place: TilePosition) -> None:
         super().__init__()
         self.name = name
         self.place = place
         self.spec: OptimizerSpec | None = None
-        self.group: HyperGroup | None = None
+        self.group: SharedParamGroup | None = None
         self.state: dict[str, Tensor] = {}  # slots by name, and the table's update count
         self.skipped_rows = 0
         self.takes_gradients = False  # True: gradients are taken at the end of the backward; no dense `.grad`
@@ -83,7 +83,9 @@ class TableRows(GradientSink):
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
-        self.orders = OrdersAhead()  # row orders of later batches, for the group whose first table this is
+        self.orders = (
+            PrefetchedOrders()
+        )  # row orders of later batches, for the group whose first table this is
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and move the slots to its device and precision."""
@@ -106,7 +108,7 @@ class TableRows(GradientSink):
             if on_device and not isinstance(self.group["lr"], Tensor):
                 self.group.rate(leaf.device)  # makes the copy of the rate before a capture can begin
 
-    def attach(self, spec: OptimizerSpec, group: HyperGroup) -> None:
+    def attach(self, spec: OptimizerSpec, group: SharedParamGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
         leaf = self.leaf
         if self.cache is not None:
@@ -218,8 +220,8 @@ class TableRows(GradientSink):
         # An op that raises has updated nothing.
         count_updates(tables, spec)
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
-        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
-        use_arrived(result.device)
+        on_arrival(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        poll(result.device)
 
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
         """Sort a batch's occurrences ahead of its `take`, where that saves time: on a GPU."""
@@ -246,11 +248,11 @@ class TableRows(GradientSink):
 
         for table in tables:
             table.arrive()
-        with alone([table.cache for table in tables]):
+        with lock_caches([table.cache for table in tables]):
             result = self._update_cached(tables, record, of_feature, spec, hyper, refuse)
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
-        when_arrived(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
-        use_arrived(result.device)
+        on_arrival(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        poll(result.device)
 
     def _update_cached(
         self, tables: Sequence[TableRows], record: GradientRecord, of_feature: list[int], spec: OptimizerSpec,
@@ -361,7 +363,7 @@ class TableRows(GradientSink):
         super().__init__()
         self.__dict__.update(state)
         self.holders = weakref.WeakSet()
-        self.orders = OrdersAhead()
+        self.orders = PrefetchedOrders()
         if self.cache is not None:  # two copies may be made from one state
             self.cache = copy.copy(self.cache)
 

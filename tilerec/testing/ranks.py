@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, final
 
 from tilerec.errors import CommsError
-from tilerec.testing.worker import Case, FunctionRef, Place, serve
+from tilerec.testing.worker import Case, FunctionRef, WorkerSettings, serve
 
 # Seconds after the first failure in which the other ranks can report their errors.
 _GRACE_S = 2.0
@@ -168,7 +168,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="tilerec-ranks-")
         folder = Path(self._folder.name)
         for rank in range(self.world_size):
-            place = Place(
+            place = WorkerSettings(
                 rank=rank,
                 world_size=self.world_size,
                 backend=self._backend,

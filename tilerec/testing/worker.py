@@ -69,7 +69,7 @@ class FunctionRef:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSettings:
     """Settings with which a process becomes a rank."""
 
     rank: int
@@ -91,7 +91,7 @@ class Case:
     arguments: bytes
 
 
-def serve(place: Place, pipe: Connection) -> None:
+def serve(place: WorkerSettings, pipe: Connection) -> None:
     """Run one rank: join the group, run cases, end the process."""
     try:
         _join(place)
@@ -124,7 +124,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-def _join(place: Place) -> None:
+def _join(place: WorkerSettings) -> None:
     os.environ.clear()
     os.environ.update(place.environment)
     torch.set_num_threads(place.threads)

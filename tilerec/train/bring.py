@@ -1,4 +1,4 @@
-"""`Bringer`: copies batches to the device ahead of their step.
+"""`DevicePrefetcher`: copies batches to the device ahead of their step.
 
 On a GPU it uses its own stream. The host launches a step without waiting, and then prepares batch i + 1 while batch i
 trains. Work that depends only on the batch overlaps with that step: its copy, its exchange with the rows' owners (if
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from tilerec.data.batch import Batch
-from tilerec.storage.made_ahead import Moment
+from tilerec.storage.made_ahead import StreamEvent
 
 AHEAD = 3
 
 
 @final
-class Bringer:
+class DevicePrefetcher:
     """Asynchronous copies of batches to a device, with a model's prefetch.
 
     Args:
@@ -48,7 +48,7 @@ class Bringer:
         self._keep_pace()
         with torch.cuda.stream(self._stream):
             here = batch.to(self._device, non_blocking=True)
-            arrived = Moment(self._device)
+            arrived = StreamEvent(self._device)
             features = here.sparse_features
             if self._prefetch is not None:
                 features = self._prefetch(features)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tilerec.data.batch import Batch
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
-from tilerec.ops.runtime.readback import hear_all
+from tilerec.ops.runtime.readback import drain
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) ->
                 logits_B = model(moved.dense_features, moved.sparse_features).reshape(-1)
                 predictions.append(logits_B.double().sigmoid().cpu())
                 labels.append(batch.labels.float())
-        hear_all(device)
+        drain(device)
     finally:
         model.train(training)
     return torch.cat(predictions), torch.cat(labels)

@@ -32,10 +32,10 @@ from tilerec.data.delimited import RowCount
 from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
-from tilerec.ops.runtime.readback import hear_all
+from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.spec.plan import ShardingPlan
-from tilerec.train.bring import Bringer
+from tilerec.train.bring import DevicePrefetcher
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
@@ -199,7 +199,7 @@ class _Run:
         self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
-        self._prefetch_batch = Bringer(model, device)
+        self._prefetch_batch = DevicePrefetcher(model, device)
         # Divide the configured window over the ranks; `_auc` concatenates the ranks' windows.
         window = -(-config.train.metric_window // world.size)
         self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
@@ -273,7 +273,7 @@ class _Run:
 
     def _progress(self) -> dict[str, float]:
         """Return the mean loss since the last event and the AUC of the latest samples; waits for the device."""
-        hear_all(self._device)
+        drain(self._device)
         loss = self._world.mean(self._loss_sum).item() / (self.steps - self._logged_steps)
         if not math.isfinite(loss):
             raise TilerecError(

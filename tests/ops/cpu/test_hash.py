@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.ops.hash_pair import REFERENCE, Pair, flat
 from tilerec.ops.hash.cpu import kernels
-from tilerec.ops.hash.definition import Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import IdOutcome, Policy, empty_state
 from tilerec.ops.runtime.cpu.library import library
 
 LIBRARY = library()
@@ -61,7 +61,7 @@ def test_native_equals_reference_over_steps_of_thousands_of_ids(
             (ids, counts, inserts, ttl), 24, step, step, policy, exponent, 1, True, 2 if step > 2 else 1
         )
         seen |= set(result[1].tolist())
-    assert {Outcome.HIT, Outcome.INSERTED, Outcome.EVICTED, Outcome.NOT_ADMITTED} <= seen
+    assert {IdOutcome.HIT, IdOutcome.INSERTED, IdOutcome.EVICTED, IdOutcome.NOT_ADMITTED} <= seen
     pair.find(torch.cat([ids, ids + 1]), 24)
     for new_buckets, new_slots in ((48, 77), (96, 60), (16, 300), (48, 1)):
         pair.resize(new_buckets, new_slots, 24, 7, policy, exponent)

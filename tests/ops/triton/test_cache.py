@@ -18,7 +18,7 @@ from tests.ops.triton.interpreter import quick
 from tests.ops.triton.launches import counted
 from tilerec.errors import InputError
 from tilerec.ops.cache import definition as reference
-from tilerec.ops.cache.definition import BOOKS, Told
+from tilerec.ops.cache.definition import BOOKS, HeaderColumn
 from tilerec.ops.cache.triton.backend import KERNELS
 from tilerec.ops.runtime.triton import library
 
@@ -79,9 +79,9 @@ def test_requests_are_those_of_the_reference(lfu: bool, ahead: int) -> None:
         assert torch.equal(got.update(KERNELS, segments, ids), want.update(REFERENCES, segments, ids))
         got.check()
     told = torch.stack(got.books[reference.TOLD :: BOOKS]).sum(0)
-    assert int(told[Told.SPARE]) > 0
-    assert int(told[Told.EVICTIONS]) > 0
-    assert int(told[Told.WRITES]) > 0
+    assert int(told[HeaderColumn.SPARE]) > 0
+    assert int(told[HeaderColumn.EVICTIONS]) > 0
+    assert int(told[HeaderColumn.WRITES]) > 0
 
 
 def test_an_id_that_is_no_row_is_told_and_changes_nothing() -> None:

@@ -53,7 +53,7 @@ from tilerec.modules import (
 )
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.hash.definition import REFERENCE as PACKED_REFERENCE
-from tilerec.ops.hash.definition import Outcome, Policy, empty_state
+from tilerec.ops.hash.definition import IdOutcome, Policy, empty_state
 from tilerec.ops.hash.place import high, low, mixed
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -185,8 +185,8 @@ def test_a_walk_over_many_chunks_evicts_whom_the_reference_evicts(policy: int, e
         parts += [torch.arange(6) + 10 * turn, hits]
     result = pair.assign((torch.cat(parts), None, None, None), 150, 7, 8, policy, exponent, 3, True, 1)
     outcomes = result[1].tolist()
-    assert outcomes.count(Outcome.EVICTED) > 30  # more than the new ids: who was evicted came back
-    assert outcomes.count(Outcome.HIT) > 300
+    assert outcomes.count(IdOutcome.EVICTED) > 30  # more than the new ids: who was evicted came back
+    assert outcomes.count(IdOutcome.HIT) > 300
 
 
 def test_an_id_that_is_evicted_before_its_turn_is_a_newcomer() -> None:
@@ -200,7 +200,7 @@ def test_an_id_that_is_evicted_before_its_turn_is_a_newcomer() -> None:
         (torch.tensor([6, 7, 5]), None, None, None), 2, 9, 0, 0, 1.0, 0, True, 1
     )
     assert rows_N.tolist() == [1, 0, -1]
-    assert outcomes_N.tolist() == [Outcome.HIT, Outcome.EVICTED, Outcome.REJECTED]
+    assert outcomes_N.tolist() == [IdOutcome.HIT, IdOutcome.EVICTED, IdOutcome.REJECTED]
 
 
 def test_one_id_a_thousand_times_counts_each() -> None:
@@ -220,7 +220,7 @@ def test_a_read_only_batch_walks_nowhere_and_changes_hits_alone() -> None:
     used = pair.mine.used_E.clone()
     reads = torch.zeros(12, dtype=torch.bool)
     result = pair.assign((ids, None, reads, None), 6, 2, 0, 0, 1.0, 0, True, 1)
-    assert result[1].tolist() == [Outcome.HIT] * 6 + [Outcome.MISSING] * 6
+    assert result[1].tolist() == [IdOutcome.HIT] * 6 + [IdOutcome.MISSING] * 6
     assert torch.equal(pair.mine.used_E, used)
 
 
@@ -283,7 +283,7 @@ def test_assigning_in_place_and_listing_are_one() -> None:
         each = KERNELS["zch_assign_each_"](ids, None, None, None, *one, *rest)
         equal(each, REFERENCE["zch_assign_each_"](ids, None, None, None, *other, *rest))
         equal(one, other)
-    assert (each[1] == Outcome.EVICTED).any()
+    assert (each[1] == IdOutcome.EVICTED).any()
 
 
 @pytest.mark.parametrize(

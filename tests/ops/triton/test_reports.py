@@ -69,7 +69,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         return made(number, device)
 
     monkeypatch.setattr(reports, "_DEVICES", defaultdict(reports._Device))
-    monkeypatch.setattr(reports, "_REPORTS", later.Arrivals(adds=False))
+    monkeypatch.setattr(reports, "_REPORTS", later.AsyncReadback(adds=False))
     monkeypatch.setattr(reports, "_made", count)
     monkeypatch.setattr(reports, "current_stream", lambda: gpu.stream)
     for module in (later, reports):

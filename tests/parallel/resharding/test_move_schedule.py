@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.resharding.chunked_transfer import Load, Part
+from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.move_schedule import (
     CALLS,
     CALLS_OF_BATCH,
@@ -26,8 +26,8 @@ SLOW = replace(
 )
 
 
-def load(old: Tiling, new: Tiling) -> Load:
-    return Load(old, new, [Part("weight", True, 4, [])], TWO)
+def load(old: Tiling, new: Tiling) -> TableTransfer:
+    return TableTransfer(old, new, [TensorTransfer("weight", True, 4, [])], TWO)
 
 
 def on(rows: int, dim: int, *owners: int) -> Tiling:

@@ -26,7 +26,7 @@ from tilerec.parallel.resharding import checks as ready
 from tilerec.parallel.resharding import chunked_transfer as transit
 from tilerec.parallel.resharding import external_optimizers as steppers
 from tilerec.parallel.resharding import mover, table_move
-from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import Moving
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.table_move import TableMove
@@ -332,7 +332,7 @@ def test_a_failure_while_packing_columns_leaves_the_model_as_it_was(monkeypatch:
         if own._group.rank == 0:
             raise RuntimeError("cannot pack")
 
-    real = transit.Transit._pack
+    real = transit.ChunkedTransfer._pack
 
     def live(group: Group) -> None:
         model = shard(copy.deepcopy(model_of), BEFORE, group)
@@ -343,12 +343,12 @@ def test_a_failure_while_packing_columns_leaves_the_model_as_it_was(monkeypatch:
         assert same(model, want)
         assert {name: table.tiling for name, table in model._tables.items()} == BEFORE
         group.barrier()
-        monkeypatch.setattr(transit.Transit, "_pack", real)
+        monkeypatch.setattr(transit.ChunkedTransfer, "_pack", real)
         group.barrier()
         reshard(model, AFTER)
         assert same(model, want)
 
-    monkeypatch.setattr(transit.Transit, "_pack", packing)
+    monkeypatch.setattr(transit.ChunkedTransfer, "_pack", packing)
     run_virtual_ranks(2, live)
 
 
@@ -365,10 +365,10 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (mover, "schedule"),
     (mover.Mover, "_made_progress"),
     (TableMove, "allocate"),
-    (transit.Transit, "__init__"),
-    (transit.Transit, "_window"),
-    (transit.Transit, "_pack"),
-    (transit.Transit, "_unpack"),
+    (transit.ChunkedTransfer, "__init__"),
+    (transit.ChunkedTransfer, "_window"),
+    (transit.ChunkedTransfer, "_pack"),
+    (transit.ChunkedTransfer, "_unpack"),
     (TableMove, "make_ready"),
     (table_move, "new_peers"),
     (mover.Mover, "_ending"),
@@ -467,14 +467,14 @@ def test_an_optimizer_that_breaks_in_the_switch_leaves_the_tables_moved_and_is_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model_of = base(None)
-    real = Steppers.follow
+    real = ExternalOptimizers.follow
 
-    def follow(own: Steppers, name: str, *rest: Any) -> None:
+    def follow(own: ExternalOptimizers, name: str, *rest: Any) -> None:
         if threading.current_thread().name == "rank 1" and "b" in name:
             raise RuntimeError("it has groups of its own")
         real(own, name, *rest)
 
-    monkeypatch.setattr(Steppers, "follow", follow)
+    monkeypatch.setattr(ExternalOptimizers, "follow", follow)
 
     def live(group: Group) -> None:
         model = shard(copy.deepcopy(model_of), BEFORE, group)

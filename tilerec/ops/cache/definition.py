@@ -57,7 +57,7 @@ MOST = torch.iinfo(torch.int32).max
 _NEVER = torch.iinfo(torch.int64).max
 
 
-class Told(IntEnum):
+class HeaderColumn(IntEnum):
     """Columns of a request's header, int64 [T, 8], and of the running totals."""
 
     ROWS = 0  # distinct rows
@@ -199,7 +199,7 @@ def cache_ask_reference(
         names: "feature@table" per segment, separated by ",", for messages; or empty.
 
     Returns:
-        header: see `Told`; the last five columns are still zero.
+        header: see `HeaderColumn`; the last five columns are still zero.
         keys `[N]` ascending: the keys of wanting rows (`key_places`), padded with the end of all keys.
         order int64 `[N]`: position, over all segments, of one occurrence of each key's row.
 
@@ -246,7 +246,11 @@ def cache_ask_reference(
             own = counts[rows_U]
             counts[rows_U] = own + (own < MOST).to(torch.int32)
         keys_N[first_U[wanting]] = key_M.to(dtype)
-        for column, number in ((Told.ROWS, rows_U), (Told.MISSES, rows_U[~has_line]), (Told.WANTING, rows_M)):
+        for column, number in (
+            (HeaderColumn.ROWS, rows_U),
+            (HeaderColumn.MISSES, rows_U[~has_line]),
+            (HeaderColumn.WANTING, rows_M),
+        ):
             header[t, column] = number.numel()
     if stranger is not None:
         tell_stranger(names, *stranger)
@@ -282,7 +286,7 @@ def cache_plan_reference(
     first = 0
     for t, count in enumerate(sets):
         line_of, row_in, named, flights, counts, dirty, _ = books[BOOKS * t : BOOKS * (t + 1)]
-        wanting = int(header[t, Told.WANTING])
+        wanting = int(header[t, HeaderColumn.WANTING])
         rows_M = segment_ids[order[first : first + wanting]]
         line_M = line_of[rows_M].long()
         held_L = (row_in >= 0) & (flights & alive[t] != 0)
@@ -294,12 +298,12 @@ def cache_plan_reference(
         spare = (given_M < 0) & (line_M < 0)
         free = (~held_L[count * ways :]).nonzero()[:, 0] + count * ways
         wanted = int(spare.sum())
-        header[t, Told.SPARE], header[t, Told.FREE], header[t, Told.EVICTIONS] = (
+        header[t, HeaderColumn.SPARE], header[t, HeaderColumn.FREE], header[t, HeaderColumn.EVICTIONS] = (
             wanted,
             free.numel(),
             evictions,
         )
-        header[t, Told.WRITES] = 0
+        header[t, HeaderColumn.WRITES] = 0
         if wanted <= free.numel():
             given_M[spare] = free[:wanted]
             released = free[wanted:]
@@ -319,14 +323,14 @@ def cache_plan_reference(
             at = released + (total + starts[t] - count * ways)
             plan[Plan.TABLE, at], plan[Plan.LINE, at] = t, released
             plan[Plan.LEAVES, at], plan[Plan.DIRTY, at] = row_in[released], dirty[released].long()
-            header[t, Told.WRITES] = int(leaves.sum()) + int(dirty[released].sum())
+            header[t, HeaderColumn.WRITES] = int(leaves.sum()) + int(dirty[released].sum())
         first += wanting
     return plan
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     """Return a table's entries of the plan: wanting rows, then spare lines."""
-    own = torch.cat((plan[:, : int(header[:, Told.WANTING].sum())], plan[:, ids:]), 1)
+    own = torch.cat((plan[:, : int(header[:, HeaderColumn.WANTING].sum())], plan[:, ids:]), 1)
     return own[:, own[Plan.TABLE] == t]
 
 
@@ -387,9 +391,9 @@ def cache_seat_reference_(
         named[line_M[takes]] = serials[t]
         flights[line_M[takes]] = bits_M[takes]
         dirty[line_M[takes]] = dirty_M[takes] >= 2
-        if not header[t, Told.SEATED]:
+        if not header[t, HeaderColumn.SEATED]:
             totals += header[t]
-            header[t, Told.SEATED] = 1
+            header[t, HeaderColumn.SEATED] = 1
 
 
 def cache_lines_reference_(

@@ -24,7 +24,7 @@ from tilerec.ops.exchange.definition import (
 from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.runtime.cpu.memory import reused_empty
-from tilerec.ops.runtime.cpu.records import Report, Route, Segments
+from tilerec.ops.runtime.cpu.records import ReportRecord, RouteRecord, SegmentsRecord
 from tilerec.ops.runtime.library import LIBRARY
 
 # `value` of a TR_BAD_ARGUMENT (native/exchange.h).
@@ -45,7 +45,7 @@ _SUM_BYTES = {torch.float32: 4, torch.float64: 8}
 
 
 def _raise_route(
-    report: Report, names: str, cuts: Sequence[int], ranges: Sequence[int], ids: Tensor, offsets: Tensor
+    report: ReportRecord, names: str, cuts: Sequence[int], ranges: Sequence[int], ids: Tensor, offsets: Tensor
 ) -> NoReturn:
     """Raise the error that a report of `route_ids` describes."""
     route = report.feature
@@ -84,7 +84,7 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
         ids = (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
         offsets = offsets.to(torch.int64).contiguous()
         lists = array("q", [*keys, *ranges, *batches, *cuts, *wire])
-        call = Route(
+        call = RouteRecord(
             lists.buffer_info()[0], len(keys), len(batches), len(cuts), len(wire), ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), each_id, INDEX_TYPES[dtype],
             torch.get_num_threads(),
@@ -123,7 +123,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
         numbers = array("q", itertools.chain.from_iterable(lists))
-        call = Segments(
+        call = SegmentsRecord(
             numbers.buffer_info()[0], count, flat.data_ptr(), flat.numel(), rows.data_ptr(), rows.numel(),
             slots.data_ptr(), slots.numel(), flat.element_size(), _SUM_BYTES.get(flat.dtype, 0),
             fresh, torch.get_num_threads(),

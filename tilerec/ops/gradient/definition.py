@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilerec.errors import CommsError, InputError, TilerecError
 from tilerec.ops.gradient.joined import joined
-from tilerec.ops.lookup.saved_rows import Reader
+from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 
@@ -79,7 +79,7 @@ class GradientSink(ABC):
     def __init__(self) -> None:
         self.handle = next(_HANDLES)
         # Lookups whose backward reads the rows, each with its indices of this table (several if tables are tied).
-        self.readers: weakref.WeakKeyDictionary[Reader, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self.readers: weakref.WeakKeyDictionary[SavedRows, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self.earlier: list[_RejectingSink] = []  # sinks of former handles that lookups may still use
         _SINKS[self.handle] = self
 
@@ -175,7 +175,7 @@ def _notify_readers(optimizer: Optimizer) -> None:
 _notify_readers_eagerly = disable_dynamo(_notify_readers)
 
 
-def expect_reads(handles: Mapping[int, int], reader: Reader) -> None:
+def expect_reads(handles: Mapping[int, int], reader: SavedRows) -> None:
     """Make sinks call `reader.keep` before their rows are written. `handles`: by the reader's index of the table."""
     _hook_optimizer_steps()
     for table, handle in handles.items():

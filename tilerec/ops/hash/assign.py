@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import COUNTER_LIMIT, LONGEST, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
-from tilerec.ops.hash.policy import Outcome, Policy, Score, score_of
+from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
 from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -88,7 +88,7 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
     6. Otherwise the id is rejected.
     An inserted id has since = last = step, hits = its occurrences, expires = now + ttl.
 
-    Returns rows_N (int64, numbered over the whole table; -1: none), outcome_N (uint8, `Outcome`), probes_N (int32,
+    Returns rows_N (int64, numbered over the whole table; -1: none), outcome_N (uint8, `IdOutcome`), probes_N (int32,
     slots searched for the id or an empty slot), evicted_rows_M and evicted_ids_M (int64, in the order of the evicting
     entries; each row occurs at most once).
 
@@ -139,22 +139,22 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
             slot, found, probes[n] = content.search(ids[n], window)
             if found and slot is not None:
                 content.hit(slot, step, counts[n], until)
-                outcome = Outcome.HIT
+                outcome = IdOutcome.HIT
             elif not inserts[n]:
-                outcome = Outcome.MISSING
+                outcome = IdOutcome.MISSING
             elif not content.admits(places[n], counts[n], call.threshold):
-                outcome = Outcome.NOT_ADMITTED
+                outcome = IdOutcome.NOT_ADMITTED
             else:
-                outcome = Outcome.INSERTED
+                outcome = IdOutcome.INSERTED
                 if slot is None:
                     slot = content.victim(window, call.policy, call.exponent, step, now) if evicts else None
-                    outcome = Outcome.REJECTED if slot is None else Outcome.EVICTED
+                    outcome = IdOutcome.REJECTED if slot is None else IdOutcome.EVICTED
                 if slot is not None:
-                    if outcome == Outcome.EVICTED:
+                    if outcome == IdOutcome.EVICTED:
                         evictions[n] = ((first + bucket) * slots + slot, content.ids[slot])
                     content.put(slot, ids[n], step, counts[n], until)
             outcomes[n] = outcome
-            if slot is not None and outcome <= Outcome.EVICTED:
+            if slot is not None and outcome <= IdOutcome.EVICTED:
                 rows[n] = (first + bucket) * slots + slot
         for values_E, values in zip(state_E, state, strict=True):
             values_E[here] = tensor_like(values, values_E.dtype, values_E)
@@ -195,7 +195,7 @@ def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tenso
         """
         rows_N, outcomes_N, probes_N, _, evicted_ids_M = assign(*arguments)
         evicted_ids_N = torch.zeros_like(rows_N)
-        evicted_ids_N[outcomes_N == Outcome.EVICTED] = evicted_ids_M
+        evicted_ids_N[outcomes_N == IdOutcome.EVICTED] = evicted_ids_M
         return rows_N, outcomes_N, probes_N, evicted_ids_N
 
     return zch_assign_each_

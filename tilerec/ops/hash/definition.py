@@ -41,7 +41,7 @@ from tilerec.ops.hash.assign import each_by, zch_assign_each_fake, zch_assign_fa
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash.checks import checked
 from tilerec.ops.hash.find import zch_buckets_fake, zch_buckets_reference, zch_find_fake, zch_find_reference
-from tilerec.ops.hash.policy import Outcome as Outcome
+from tilerec.ops.hash.policy import IdOutcome as IdOutcome
 from tilerec.ops.hash.policy import Policy, Score, score_of
 from tilerec.ops.hash.resize import resized_counters, zch_resize_fake, zch_resize_reference
 from tilerec.ops.hash.state import (
@@ -52,7 +52,7 @@ from tilerec.ops.hash.state import (
     HashRange,
     HashState,
     ResizeCall,
-    Resized,
+    ResizedState,
 )
 from tilerec.ops.hash.state import AssignOptions as AssignOptions
 from tilerec.ops.hash.state import empty_state as empty_state
@@ -119,7 +119,7 @@ def zch_resize(
     step: int,
     policy: Policy = Policy.LRU,
     exponent: float = 1.0,
-) -> Resized:
+) -> ResizedState:
     """Return the state for new numbers of buckets and slots: `HashRange(new_buckets, new_slots, table.max_probe, ...)`.
 
     One number of buckets must divide the other, and the held buckets must form whole new buckets. A split bucket's
@@ -129,7 +129,7 @@ def zch_resize(
     results = _OPS.zch_resize.default(*call.packed())
     counters = resized_counters(state.counters_BC, table.buckets, new_buckets)
     ids_E, used_E, since_E, last_E, hits_E, expires_E, moved_E = results
-    return Resized(HashState(ids_E, used_E, since_E, last_E, hits_E, expires_E, counters), moved_E)
+    return ResizedState(HashState(ids_E, used_E, since_E, last_E, hits_E, expires_E, counters), moved_E)
 
 
 def score(

@@ -18,7 +18,7 @@ class Policy(enum.IntEnum):
     TTL = 3  # expires; only slots with expires <= now
 
 
-class Outcome(enum.IntEnum):
+class IdOutcome(enum.IntEnum):
     """Outcome of an assignment for one id."""
 
     HIT = 0  # it had a row

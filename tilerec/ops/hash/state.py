@@ -196,7 +196,7 @@ class AssignedEach(NamedTuple):
     evicted_ids_N: Tensor
 
 
-class Resized(NamedTuple):
+class ResizedState(NamedTuple):
     """A new state, and each old row's new row (-1: it was not used, -2: its id was dropped)."""
 
     state: HashState

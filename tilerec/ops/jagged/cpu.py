@@ -16,14 +16,14 @@ from torch import Tensor
 from tilerec.ops.jagged.checks import checked, raise_bad_offsets, raise_bad_order
 from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK
-from tilerec.ops.runtime.cpu.records import Report
+from tilerec.ops.runtime.cpu.records import ReportRecord
 from tilerec.ops.runtime.library import LIBRARY
 
 _SUM_TYPES = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _HALVES = (torch.float16, torch.bfloat16)
 
 _P, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_REPORT = ctypes.POINTER(Report)
+_REPORT = ctypes.POINTER(ReportRecord)
 _SIGNATURES: dict[str, list[Any]] = {
     "tr_offsets_from_lengths": [_P, _I32, _I64, _P, _I32, _REPORT],
     "tr_segment_ids": [_P, _I64, _I64, _P, _I32, _REPORT],
@@ -53,7 +53,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         native[name] = function
 
     def call(op: str, *arguments: Any) -> None:
-        report = Report()
+        report = ReportRecord()
         native[f"tr_{op}"](*arguments, torch.get_num_threads(), report)
         if report.status != OK:
             raise _error(op, report)
@@ -238,7 +238,7 @@ def _item_bytes(tensor: Tensor, leading: int) -> int:
     return tensor.shape[leading:].numel() * tensor.element_size()
 
 
-def _error(op: str, report: Report) -> Exception:
+def _error(op: str, report: ReportRecord) -> Exception:
     if report.status == BAD_OFFSETS:
         raise_bad_offsets(op, report.position, report.value)
     if report.status == BAD_ID:

@@ -38,14 +38,14 @@ from tilerec.ops.lookup.definition import (
 )
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.runtime.cpu.memory import reused_empty
-from tilerec.ops.runtime.cpu.records import Lookup, Report
+from tilerec.ops.runtime.cpu.records import LookupRecord, ReportRecord
 from tilerec.ops.runtime.devices import check_devices
 from tilerec.ops.runtime.library import LIBRARY
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Constants shared by consecutive calls; `head` are the first fields of `Lookup`, addresses of `arrays`."""
+    """Constants shared by consecutive calls; `head` are the first fields of `LookupRecord`, addresses of `arrays`."""
 
     head: tuple[int, ...]
     dims: tuple[int, ...]  # per feature
@@ -93,7 +93,7 @@ _NO_ROWS, _BAD_DIM = 4, 5
 
 
 def _raise(
-    report: Report,
+    report: ReportRecord,
     names: str,
     weights: Sequence[Tensor],
     tables: Sequence[int],
@@ -152,7 +152,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
             sample_weights = sample_weights.to(torch.float32).contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
-        call = Lookup(
+        call = LookupRecord(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(),
             None if sample_weights is None else sample_weights.data_ptr(), out.data_ptr(), DTYPES[dtype], None,
@@ -183,7 +183,7 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
         ids, starts = _ids(ids), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
-        call = Lookup(
+        call = LookupRecord(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
         )  # fmt: skip
@@ -215,7 +215,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = int64_array(batches)
-        call = Lookup(
+        call = LookupRecord(
             *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), None, grad.data_ptr(),
             DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),

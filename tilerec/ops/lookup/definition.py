@@ -38,8 +38,14 @@ from tilerec.ops.gradient.definition import (
     submit_sequence,
 )
 from tilerec.ops.lookup.checks import check_covered
-from tilerec.ops.lookup.saved_rows import Reader, copied, id_segments, let_go, places_in_copies
-from tilerec.ops.runtime.dispatch import unwatched
+from tilerec.ops.lookup.saved_rows import (
+    SavedRows,
+    copied,
+    id_segments,
+    kept_for_retained_graph,
+    places_in_copies,
+)
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.torch_private import BelowAutograd, FakeTensor, FunctionalTensor, graph_task_id, will_execute
 
@@ -261,7 +267,7 @@ def _dense_grads(
 
 def _reader(
     weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: Sequence[Any], names: str
-) -> Reader | None:
+) -> SavedRows | None:
     """Return a reader of the rows that the gradient of sample weights needs; None while torch traces.
 
     Compiled programs save the tables as torch's own ops do, and raise an error if they were written in between.
@@ -281,7 +287,7 @@ def _reader(
             for f, (begin, end) in zip(features, segments, strict=True)
         ]
 
-    reader = Reader(tables, {t: weights[t] for t in used}, name, copy)
+    reader = SavedRows(tables, {t: weights[t] for t in used}, name, copy)
     # Rows without an attached optimizer may be reset, loaded and moved as well; their leaf stores its sink.
     handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
     expect_reads({t: handles[t] for t in used}, reader)
@@ -289,7 +295,7 @@ def _reader(
 
 
 def _sample_weight_grad(
-    reader: Reader | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
+    reader: SavedRows | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
     tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Return the gradient of sample weights, computed from the rows as the forward read them."""
@@ -344,11 +350,15 @@ class _PooledLookup(torch.autograd.Function):
                 wanted = reach.captured
                 if reach.submits:
                     dims = [w.shape[1] for w in weights]
-                    submits = submit_pooled if unwatched((grad, ids)) else torch.ops.tilerec.submit_pooled_
+                    submits = (
+                        submit_pooled
+                        if can_bypass_dispatcher((grad, ids))
+                        else torch.ops.tilerec.submit_pooled_
+                    )
                     submits(reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
             if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
-        ctx.reader = let_go(ctx.reader)
+        ctx.reader = kept_for_retained_graph(ctx.reader)
         return (None, None, None, sample_grad, *weight_grads)
 
 
@@ -383,7 +393,9 @@ class _SequenceLookup(torch.autograd.Function):
                 wanted = reach.captured
                 if reach.submits:
                     submits = (
-                        submit_sequence if unwatched((grad, ids)) else torch.ops.tilerec.submit_sequence_
+                        submit_sequence
+                        if can_bypass_dispatcher((grad, ids))
+                        else torch.ops.tilerec.submit_sequence_
                     )
                     submits(reach.sinks, ticket, grad, ids, starts, ctx.tables)
             if any(wanted):
@@ -442,14 +454,14 @@ def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: 
     Call its autograd formula directly if no mode or tracer is active: the dispatcher would call the same function, but
     box and unbox all arguments first.
     """
-    if unwatched((ids, *weights)):
+    if can_bypass_dispatcher((ids, *weights)):
         return _pooled_lookup_autograd(weights, sinks, ids, *rest)
     return torch.ops.tilerec.pooled_lookup(weights, sinks, ids, *rest)
 
 
 def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
     """Run the op `tilerec::sequence_lookup`; bypasses the dispatcher as `pooled_lookup` does."""
-    if unwatched((ids, *weights)):
+    if can_bypass_dispatcher((ids, *weights)):
         return _sequence_lookup_autograd(weights, sinks, ids, *rest)
     return torch.ops.tilerec.sequence_lookup(weights, sinks, ids, *rest)
 

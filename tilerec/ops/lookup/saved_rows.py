@@ -33,7 +33,7 @@ from tilerec.torch_private import keeps_graph
 
 
 @final
-class Reader:
+class SavedRows:
     """Rows that one lookup's backward reads.
 
     The backward keeps the reader alive and releases it. Sinks, which announce writes of rows, hold only weak
@@ -93,7 +93,7 @@ class Reader:
         return [self._copies[f] for f in range(len(self._tables))]
 
 
-def let_go(reader: Reader | None) -> Reader | None:
+def kept_for_retained_graph(reader: SavedRows | None) -> SavedRows | None:
     """Return the reader if the backward may run again (`retain_graph=True`), else None."""
     return reader if keeps_graph() else None
 

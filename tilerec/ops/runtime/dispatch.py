@@ -18,7 +18,7 @@ from tilerec.torch_private import dispatch_mode_count, function_mode_count, func
 _OWN = frozenset((Tensor, nn.Parameter))
 
 
-def unwatched(tensors: Iterable[Tensor]) -> bool:
+def can_bypass_dispatcher(tensors: Iterable[Tensor]) -> bool:
     """Return True if a call with these tensors may bypass the dispatcher.
 
     It may if all are of torch's own tensor types and no tracer, mode or transform is active. Autograd does not count.

@@ -1,14 +1,14 @@
 """Asynchronous readback: copy small kernel results to the host and run a callback once the copy has finished.
 
-The copy runs behind the kernel on its stream. `use_arrived` runs the callbacks of finished copies, in stream order, and
+The copy runs behind the kernel on its stream. `poll` runs the callbacks of finished copies, in stream order, and
 never blocks; `use_all` waits for the rest. Streams are independent: a slow stream does not delay the callbacks of other
 streams. On the CPU callbacks run at once.
 
-    step 1: when_arrived(result, use)      returns at once
-    step 2: use_arrived(device)            calls use([0, -1, -1]) if the copy has finished
+    step 1: on_arrival(result, use)      returns at once
+    step 2: poll(device)            calls use([0, -1, -1]) if the copy has finished
 
 Terms
-  arrivals   one such queue per device. Each `Arrivals` is independent: the functions of this file share one, error
+  arrivals   one such queue per device. Each `AsyncReadback` is independent: the functions of this file share one, error
              reports of kernels (`triton/reports.py`) use another
   copy       a pinned host buffer and the event that marks the end of its copy; both are reused
 
@@ -79,10 +79,10 @@ class _Device:
     )  # zeros, by size
 
 
-_ALL_ARRIVALS: list[Arrivals] = []
+_ALL_ARRIVALS: list[AsyncReadback] = []
 
 
-class Arrivals:
+class AsyncReadback:
     """Queues of asynchronous readbacks, one per device."""
 
     def __init__(self, adds: bool) -> None:
@@ -91,7 +91,7 @@ class Arrivals:
         self._devices: defaultdict[torch.device, _Device] = defaultdict(_Device)
         _ALL_ARRIVALS.append(self)
 
-    def when_arrived(self, numbers: Tensor, use: Use) -> None:
+    def on_arrival(self, numbers: Tensor, use: Use) -> None:
         """Copy `numbers` (int64 `[n]`, written on the current stream) to the host and call `use` with them later."""
         if at_once(numbers.device):
             use(numbers.tolist())
@@ -115,7 +115,7 @@ class Arrivals:
                     spares.extend(zeros(_SPARES, numbers.shape[0], numbers.device))
                 _start_copy(device, numbers, use)
 
-    def use_arrived(self, where: torch.device) -> None:
+    def poll(self, where: torch.device) -> None:
         """Run the callbacks of finished copies; never blocks. If one raises, the others run at the next call."""
         self._use(where, _AT_A_LOOK)
 
@@ -219,21 +219,21 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-_NUMBERS = Arrivals(adds=True)
+_NUMBERS = AsyncReadback(adds=True)
 
 
-def when_arrived(numbers: Tensor, use: Use) -> None:
+def on_arrival(numbers: Tensor, use: Use) -> None:
     """Copy `numbers` (int64 `[n]`, written on the current stream) to the host and call `use` with them later.
 
     The first number is a count (0: no event); the others describe the event. For replays of a captured call, `use` gets
     the sum of new counts and the latest event's numbers; it is not called if the sum is 0.
     """
-    _NUMBERS.when_arrived(numbers, use)
+    _NUMBERS.on_arrival(numbers, use)
 
 
-def use_arrived(device: torch.device) -> None:
+def poll(device: torch.device) -> None:
     """Run the callbacks of finished copies; never blocks. If one raises, the others run at the next call."""
-    _NUMBERS.use_arrived(device)
+    _NUMBERS.poll(device)
 
 
 def use_all(device: torch.device) -> None:
@@ -241,7 +241,7 @@ def use_all(device: torch.device) -> None:
     _NUMBERS.use_all(device)
 
 
-def hear_all(device: torch.device) -> None:
+def drain(device: torch.device) -> None:
     """Wait for all pending reports of kernels: bad ids and skipped rows. Otherwise the next op would deliver them."""
     for arrivals in _ALL_ARRIVALS:
         arrivals.use_all(device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.runtime.cpu.memory import reused_empty
-from tilerec.ops.runtime.cpu.records import Gradient, Parts, Report, Rows
+from tilerec.ops.runtime.cpu.records import GradientArguments, PartsRecord, ReportRecord, RowsRecord
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.checks import (
     ANY_ROWS,
@@ -91,7 +91,7 @@ def _describe(
     offsets: Tensor | None,
     sample_weights: Tensor | None,
     *per_feature: Sequence[int],
-) -> tuple[Gradient, object]:
+) -> tuple[GradientArguments, object]:
     """Return the record as the library reads it, and objects to keep alive: the memory of its lists, and tensors.
 
     ids are int32 or int64, offsets int64, weights fp32, all contiguous. Tensors of this form are not copied.
@@ -107,7 +107,7 @@ def _describe(
     # One list, one array: `array.extend` takes three times as long.
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
     at = numbers.buffer_info()[0]
-    record = Gradient(
+    record = GradientArguments(
         grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _EMPTY_ADDRESS,
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
         0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
@@ -127,7 +127,7 @@ def _describe_rows(
     row_offsets: Sequence[int],
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
-) -> tuple[Rows, object] | None:
+) -> tuple[RowsRecord, object] | None:
     """Return the tables as the library reads them, and the memory of its lists; None: it cannot read the slots."""
     known = _RULES.get(rule)
     if known is None or (rule != "store" and len(hyper) != known.hypers):
@@ -172,7 +172,7 @@ def _describe_rows(
     at = numbers.buffer_info()[0]
     # Behind the slots: rows, dims, steps, seeds (two per table), row offsets, column offsets.
     tables_at = at + 8 * (count + len(slots))
-    described = Rows(
+    described = RowsRecord(
         at, at + 8 * count, tables_at, tables_at + 8 * count, types.buffer_info()[0], tables_at + 16 * count,
         tables_at + 24 * count, tables_at + 40 * count, tables_at + 48 * count, doubles.buffer_info()[0],
         tables_at + 56 * count if at_names else None, count, len(kinds), len(doubles), known.number,
@@ -184,7 +184,7 @@ def _describe_rows(
 _TOO_MANY, _BAD_COLUMN, _NO_ROWS = 5, 6, 7
 
 
-def _raise(op: str, report: Report, rows: Sequence[int], tables: Sequence[int], ids: int) -> None:
+def _raise(op: str, report: ReportRecord, rows: Sequence[int], tables: Sequence[int], ids: int) -> None:
     if report.status == NO_MEMORY:
         raise MemoryError(f"{op}: out of memory to sort the ids of {report.value} occurrences or columns.")
     if report.status == BAD_ID:
@@ -254,7 +254,7 @@ def register(library: ctypes.CDLL) -> None:
         record, kept = _describe(
             op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
-        skipped, report = torch.zeros(3, dtype=torch.int64), Report()
+        skipped, report = torch.zeros(3, dtype=torch.int64), ReportRecord()
         call_update(
             ctypes.byref(rows[0]),
             ctypes.byref(record),
@@ -299,7 +299,7 @@ def register(library: ctypes.CDLL) -> None:
         record, kept = _describe(
             op, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means
         )
-        counts, report = torch.empty(len(dims), dtype=torch.int64), Report()
+        counts, report = torch.empty(len(dims), dtype=torch.int64), ReportRecord()
         sizes = array("q", [*rows, *dims])
         at = sizes.buffer_info()[0]
         handle = call_begin(
@@ -363,7 +363,7 @@ def register(library: ctypes.CDLL) -> None:
                 size * block_count(offset, weight.shape[1])
                 for size, offset, weight in zip(sizes, column_offsets, weights, strict=True)
             ]
-        out, report = torch.empty(sum(sizes), dtype=torch.float32), Report()
+        out, report = torch.empty(sum(sizes), dtype=torch.float32), ReportRecord()
         at = out.data_ptr()
         outs = array("q", [at + 4 * before for before in itertools.accumulate(sizes[:-1], initial=0)])
         call_partials(
@@ -397,7 +397,7 @@ def register(library: ctypes.CDLL) -> None:
             return
         check_parts(op, make_rule(rule, hyper), rule, weights, rows, grads, scalars, dims, None)
         parts, kept, _ = _describe_parts(rows, grads, scalars, dims)
-        report = Report()
+        report = ReportRecord()
         call_apply(
             ctypes.byref(described[0]), ctypes.byref(parts), torch.get_num_threads(), ctypes.byref(report)
         )
@@ -421,7 +421,7 @@ def _parts_are_supported(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> 
 
 def _describe_parts(
     rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], dims: Sequence[int]
-) -> tuple[Parts, object, list[int]]:
+) -> tuple[PartsRecord, object, list[int]]:
     """Return the parts as the library reads them, objects to keep alive, and the number of rows of each part."""
     rows = [
         r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous() for r in rows
@@ -441,7 +441,7 @@ def _describe_parts(
         ],
     )  # fmt: skip
     at, each = numbers.buffer_info()[0], 8 * len(counts)
-    return Parts(*[at + each * k for k in range(6)]), (numbers, rows, grads, strided), counts
+    return PartsRecord(*[at + each * k for k in range(6)]), (numbers, rows, grads, strided), counts
 
 
 def _function(

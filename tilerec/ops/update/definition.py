@@ -40,7 +40,7 @@ from tilerec.ops.update.checks import (
     slot_kinds,
 )
 from tilerec.ops.update.counts import advance, numbers_of_step
-from tilerec.ops.update.rules import BLOCK, Rule, Step, add_blocks, block_sums, make_rule
+from tilerec.ops.update.rules import BLOCK, Rule, UpdateCount, add_blocks, block_sums, make_rule
 
 LIBRARY.define(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
@@ -317,7 +317,7 @@ def _partials(
     made: Rule, part: _Part, phase: int, dim: int, step: int, exact: bool, finite: bool, column_offset: int
 ) -> Tensor:
     g, w, gathered = _gather(part.weight, part.slots, part.rows_U, part.grads_UW, made.h["grad_scale"])
-    terms = made.terms(phase, Step(g, w, gathered, part.scalars_PU, dim, step))
+    terms = made.terms(phase, UpdateCount(g, w, gathered, part.scalars_PU, dim, step))
     sums = [block_sums(x, column_offset) for x in terms]
     if not exact:
         sums = [add_blocks(x)[:, None] for x in sums]
@@ -412,7 +412,7 @@ def _apply(
 ) -> None:  # fmt: skip
     weight, rows_U = part.weight, part.rows_U
     g, w, gathered = _gather(weight, part.slots, rows_U, part.grads_UW, made.h["grad_scale"])
-    new_w, new_slots = made.apply(Step(g, w, gathered, part.scalars_PU, dim, step))
+    new_w, new_slots = made.apply(UpdateCount(g, w, gathered, part.scalars_PU, dim, step))
     if made.h["stochastic_rounding"] and weight.dtype in ROUNDED:
         named_U = rows_U if names is None else names[rows_U]
         words = random_words(named_U + row_offset, weight.shape[1], seed, column_offset, step)

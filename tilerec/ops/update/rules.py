@@ -14,7 +14,7 @@ in ascending order. So the sums can have the same bits for any split of a row in
 
 Legend: U distinct rows of the step, W columns of the part, P scalars of the phases so far.
 
-Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LAMB, arXiv 1904.00962;
+Sources: Adagrad, Duchi et al. 2011; Adam, arXiv 1412.6980; AdamW, arXiv 1711.05101; LambRule, arXiv 1904.00962;
 LARS, arXiv 1708.03888; row-wise Adagrad keeps the mean of g^2 over a row instead of one accumulator per element.
 """
 
@@ -32,7 +32,7 @@ from tilerec.errors import ConfigError
 BLOCK = 8
 
 
-class Step(NamedTuple):
+class UpdateCount(NamedTuple):
     """Inputs of a rule in one step: gathered rows, in fp32 (fp64 for fp64 tables)."""
 
     g_UW: Tensor
@@ -65,16 +65,16 @@ class Rule:
         """Return the number of row sums of the phase, equal to its number of `terms`."""
         return 1
 
-    def terms(self, phase: int, step: Step) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         """Return the elementwise terms `[U, W]` whose row sums this phase needs."""
         raise AssertionError(f"{type(self).__name__} has no phase {phase}")
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         """Return new row values `[U, W]` and new slots."""
         raise AssertionError
 
 
-class Store(Rule):
+class StoreRule(Rule):
     """w = G: stores the summed gradient itself, including infinities and NaNs; produces a dense `.grad`."""
 
     keeps = False
@@ -82,11 +82,11 @@ class Store(Rule):
     def __init__(self, hyper: Sequence[float]) -> None:
         super().__init__(tuple(hyper) or (0.0, 1.0, 0.0, 0.0))
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         return step.g_UW, []
 
 
-class SGD(Rule):
+class SgdRule(Rule):
     """g += wd w;  m = mu m + g;  w -= lr (g + mu m if nesterov else m). Example: w 1, g 0.5, lr 0.1 -> 0.95."""
 
     names = ("momentum", "nesterov")
@@ -95,7 +95,7 @@ class SGD(Rule):
         super().__init__(hyper)
         self.slot_kinds = ("element",) if self.h["momentum"] else ()
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
         if not step.slots:
             return step.w_UW - self.lr * g, []
@@ -104,20 +104,20 @@ class SGD(Rule):
         return step.w_UW - self.lr * (g + mu * m if self.h["nesterov"] else m), [m]
 
 
-class Adagrad(Rule):
+class AdagradRule(Rule):
     """g += wd w;  s += g^2;  w -= lr / (1 + (t-1) lr_decay) g / (sqrt(s) + eps)."""
 
     names = ("eps", "lr_decay")
     slot_kinds = ("element",)
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
         s = step.slots[0] + g * g
         lr = self.lr / (1 + (step.t - 1) * self.h["lr_decay"])
         return step.w_UW - lr * (g / (torch.sqrt(s) + self.h["eps"])), [s]
 
 
-class RowWiseAdagrad(Rule):
+class RowWiseAdagradRule(Rule):
     """s += mean(g'^2);  k = lr / (sqrt(s) + eps);  w = c w - k g.
 
     L2 decay: g' = g + wd w and c = 1 - k wd. Decoupled decay: g' = g and c = 1 - lr wd. Otherwise g' = g and c = 1.
@@ -132,7 +132,7 @@ class RowWiseAdagrad(Rule):
         super().__init__(hyper)
         self.phases = 2 if self.h["max_norm"] > 0 else 1
 
-    def _moved(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _moved(self, step: UpdateCount) -> tuple[Tensor, Tensor]:
         s = step.slots[0] + step.scalars_PU[0] / step.dim
         k = self.lr / (torch.sqrt(s) + self.h["eps"])
         mode = int(self.h["decay_mode"])
@@ -143,14 +143,14 @@ class RowWiseAdagrad(Rule):
             w = (1 - self.lr * self.wd) * w
         return w - k[:, None] * step.g_UW, s
 
-    def terms(self, phase: int, step: Step) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         if phase == 0:
             g = step.g_UW + self.wd * step.w_UW if int(self.h["decay_mode"]) == 1 else step.g_UW
             return [g * g]
         moved, _ = self._moved(step)
         return [moved * moved]
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         w, s = self._moved(step)
         if self.phases == 2:
             norm = torch.sqrt(step.scalars_PU[1])
@@ -170,7 +170,7 @@ class _Moments(Rule):
         if self.h["row_step"]:
             self.slot_kinds += ("row",)
 
-    def _moments(self, step: Step, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _moments(self, step: UpdateCount, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return m [U, W], v broadcastable to [U, W], and the new slots."""
         b1, b2 = self.h["beta1"], self.h["beta2"]
         m = b1 * step.slots[0] + (1 - b1) * g
@@ -184,7 +184,7 @@ class _Moments(Rule):
             slots.append(step.slots[2] + 1)
         return m, v, slots
 
-    def _corrections(self, step: Step, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
+    def _corrections(self, step: UpdateCount, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
         """Return 1 - beta1^t and 1 - beta2^t, computed in double."""
         if self.h["row_step"]:
             t = slots[2].double()[:, None]
@@ -192,14 +192,14 @@ class _Moments(Rule):
             return c1.to(step.w_UW.dtype), c2.to(step.w_UW.dtype)
         return 1 - self.h["beta1"] ** step.t, 1 - self.h["beta2"] ** step.t
 
-    def _update(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def _update(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         """Return u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate, and the new slots."""
         m, v, slots = self._moments(step, step.g_UW)
         c1, c2 = self._corrections(step, slots)
         return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
 
 
-class Adam(_Moments):
+class AdamRule(_Moments):
     """m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  w -= lr / (1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps).
 
     L2 decay adds wd w to g; decoupled decay (AdamW) multiplies w by 1 - lr wd first.
@@ -207,7 +207,7 @@ class Adam(_Moments):
 
     names = ("eps", "beta1", "beta2", "decoupled", "row_step")
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         w, g = step.w_UW, step.g_UW
         if self.wd and not self.h["decoupled"]:
             g = g + self.wd * w
@@ -219,22 +219,22 @@ class Adam(_Moments):
         return w - (self.lr / c1) * (m / (torch.sqrt(v) / root + self.h["eps"])), slots
 
 
-class PartialRowWiseAdam(_Moments):
+class PartialRowWiseAdamRule(_Moments):
     """Adam with one second moment per row: v = b2 v + (1-b2) mean(g^2); decay decoupled inside the step."""
 
     names = ("eps", "beta1", "beta2", "row_step")
     phases = 1
     row_wise_second = True
 
-    def terms(self, phase: int, step: Step) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         return [step.g_UW * step.g_UW]
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         u, slots = self._update(step)
         return step.w_UW - self.lr * u, slots
 
 
-class LAMB(_Moments):
+class LambRule(_Moments):
     """u = m^ / (sqrt(v^) + eps) + wd w;  w -= lr |w| / |u| u, with ratio 1 if either norm is 0."""
 
     names = ("eps", "beta1", "beta2", "row_step")
@@ -243,27 +243,27 @@ class LAMB(_Moments):
     def sums(self, phase: int) -> int:
         return 1 if phase == 0 and self.row_wise_second else 2
 
-    def terms(self, phase: int, step: Step) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         if phase == 0 and self.row_wise_second:
             return [step.g_UW * step.g_UW]
         u, _ = self._update(step)
         return [step.w_UW * step.w_UW, u * u]
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         u, slots = self._update(step)
         w_norm, u_norm = torch.sqrt(step.scalars_PU[-2]), torch.sqrt(step.scalars_PU[-1])
         ratio = torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, torch.ones_like(w_norm))
         return step.w_UW - (self.lr * ratio)[:, None] * u, slots
 
 
-class PartialRowWiseLAMB(LAMB):
-    """LAMB with one second moment per row; two reductions."""
+class PartialRowWiseLambRule(LambRule):
+    """LambRule with one second moment per row; two reductions."""
 
     phases = 2
     row_wise_second = True
 
 
-class LarsSGD(Rule):
+class LarsSgdRule(Rule):
     """a = lr eta |w| / (|g| + wd |w|), or lr if either norm is 0;  m = mu m + a (g + wd w);  w -= m."""
 
     names = ("momentum", "trust")
@@ -273,10 +273,10 @@ class LarsSGD(Rule):
     def sums(self, phase: int) -> int:
         return 2
 
-    def terms(self, phase: int, step: Step) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         return [step.w_UW * step.w_UW, step.g_UW * step.g_UW]
 
-    def apply(self, step: Step) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         w_norm, g_norm = torch.sqrt(step.scalars_PU[0]), torch.sqrt(step.scalars_PU[1])
         local = self.lr * self.h["trust"] * w_norm / (g_norm + self.wd * w_norm)
         a = torch.where((w_norm > 0) & (g_norm > 0), local, torch.full_like(local, self.lr))
@@ -285,15 +285,15 @@ class LarsSGD(Rule):
 
 
 _RULES: dict[str, type[Rule]] = {
-    "store": Store,
-    "sgd": SGD,
-    "adagrad": Adagrad,
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adam": Adam,
-    "partial_rowwise_adam": PartialRowWiseAdam,
-    "lamb": LAMB,
-    "partial_rowwise_lamb": PartialRowWiseLAMB,
-    "lars_sgd": LarsSGD,
+    "store": StoreRule,
+    "sgd": SgdRule,
+    "adagrad": AdagradRule,
+    "rowwise_adagrad": RowWiseAdagradRule,
+    "adam": AdamRule,
+    "partial_rowwise_adam": PartialRowWiseAdamRule,
+    "lamb": LambRule,
+    "partial_rowwise_lamb": PartialRowWiseLambRule,
+    "lars_sgd": LarsSgdRule,
 }
 
 

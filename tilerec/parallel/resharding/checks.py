@@ -15,12 +15,18 @@ from tilerec.parallel.model_tables import Name, sizes_of, ties_of
 from tilerec.parallel.plan_of import kept_plans
 from tilerec.parallel.plan_templates import without_cuts
 from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
-from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
-from tilerec.parallel.resharding.mover import Ready, joined
+from tilerec.parallel.resharding.mover import PreparedMove, joined
 from tilerec.parallel.resharding.table_move import TableMove, table_word
 from tilerec.parallel.shard import _check_ties
-from tilerec.parallel.table_optimizers import as_it_is, check_storage, gifts_of, refuse_dense, with_kernels
+from tilerec.parallel.table_optimizers import (
+    as_it_is,
+    check_storage,
+    refuse_dense,
+    sharder_optimizers,
+    with_kernels,
+)
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.table import ShardedTable, check_rule
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, Wire
@@ -119,7 +125,7 @@ def ready_to_move(
     whole: ShardingPlan,
     topology: Topology,
     optimizers: Sequence[Optimizer] | None,
-) -> Ready:
+) -> PreparedMove:
     """Return the move to a complete plan, after all checks that one rank can make alone.
 
     Args:
@@ -134,7 +140,7 @@ def ready_to_move(
     tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
     _check_ties(ties, tilings)
     refuse_dense(whole, ties)
-    gifts_of(whole, cast("dict[str, TableCollection]", collections), ties, [])
+    sharder_optimizers(whole, cast("dict[str, TableCollection]", collections), ties, [])
     moving: list[tuple[list[Name], ShardedTable, Tiling]] = []
     for names in ties:
         table = cast(ShardedTable, next(iter(names.values())))
@@ -151,9 +157,9 @@ def ready_to_move(
                     "the model was sharded with exact=True. Leave the wire out of the plan."
                 )
     stepped = {table_word(names[0]): table for names, table, _ in moving if table.rows.spec is None}
-    steppers = Steppers(stepped, optimizers)
+    steppers = ExternalOptimizers(stepped, optimizers)
     moves = [TableMove(names, table, new, topology, steppers) for names, table, new in moving]
-    return Ready(whole, present, topology, moves, steppers)
+    return PreparedMove(whole, present, topology, moves, steppers)
 
 
 def planned(
@@ -225,7 +231,7 @@ def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) 
     )
 
 
-def words_of(ready: Ready, budget: int | None) -> dict[str, Any]:
+def words_of(ready: PreparedMove, budget: int | None) -> dict[str, Any]:
     """Return a description of a move that ranks can compare."""
     return {
         "plan": ready.plan.to_json(),

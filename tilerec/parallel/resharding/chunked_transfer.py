@@ -37,7 +37,7 @@ from tilerec.spec.topology import Topology
 
 
 @dataclass
-class Part:
+class TensorTransfer:
     """One tensor of a table, over all tiles of this rank.
 
     Args:
@@ -54,7 +54,7 @@ class Part:
     after: list[Tensor] = field(default_factory=list)
 
 
-class Load:
+class TableTransfer:
     """The data of one table that moves.
 
     Args:
@@ -62,7 +62,7 @@ class Load:
         parts: its tensors, equal on every rank except for their memory.
     """
 
-    def __init__(self, old: Tiling, new: Tiling, parts: Sequence[Part], topology: Topology) -> None:
+    def __init__(self, old: Tiling, new: Tiling, parts: Sequence[TensorTransfer], topology: Topology) -> None:
         self.old, self.new, self.parts = old, new, list(parts)
         self._cells = transfers(old, new, topology)
         by_rows = any(not part.cells for part in parts)
@@ -120,7 +120,7 @@ class Load:
         ]
 
 
-def directions(loads: Sequence[Load]) -> int:
+def directions(loads: Sequence[TableTransfer]) -> int:
     """Return the largest number of peers of any rank in these moves: its targets plus its sources."""
     counts: defaultdict[int, int] = defaultdict(int)
     for source, target in {pair for load in loads for pair in load.bytes_between()}:
@@ -130,7 +130,7 @@ def directions(loads: Sequence[Load]) -> int:
     return max(counts.values(), default=0)
 
 
-class Transit:
+class ChunkedTransfer:
     """This rank's part in moving several tables at once. The constructor allocates all buffers.
 
     Args:
@@ -138,7 +138,7 @@ class Transit:
         device: device of the tables, the same kind on all ranks.
     """
 
-    def __init__(self, group: Group, loads: Sequence[Load], most: int, device: torch.device) -> None:
+    def __init__(self, group: Group, loads: Sequence[TableTransfer], most: int, device: torch.device) -> None:
         self._group, self._loads = group, list(loads)
         me = group.rank
         self._device = device
@@ -259,7 +259,7 @@ class Transit:
             window.copy_(place)
 
 
-def sent_by_rank(loads: Sequence[Load], ranks: int) -> tuple[list[int], list[int], int]:
+def sent_by_rank(loads: Sequence[TableTransfer], ranks: int) -> tuple[list[int], list[int], int]:
     """Return the bytes that each rank sends, the bytes that each receives, and the sum of bytes copied within ranks."""
     out, into, kept = [0] * ranks, [0] * ranks, 0
     for (source, target), size in itertools.chain.from_iterable(

@@ -33,7 +33,7 @@ from tilerec.sharding.fused import ShardedFusedOptimizer
 from tilerec.sharding.table import ShardedTable, leaf_name
 
 
-class Held(NamedTuple):
+class StepperState(NamedTuple):
     """State of a stepper for a table's tiles on this rank, by name.
 
     Args:
@@ -107,7 +107,7 @@ def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:
     return list(unique.values())
 
 
-class Steppers:
+class ExternalOptimizers:
     """The optimizers that step the moving tables, in the same order on every rank.
 
     Args:
@@ -186,7 +186,7 @@ class Steppers:
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def held(self, number: int, name: str) -> Held:
+    def held(self, number: int, name: str) -> StepperState:
         """Return the state that one optimizer keeps for a table's tiles on this rank.
 
         Raises:
@@ -194,7 +194,7 @@ class Steppers:
         """
         optimizer, table = self._optimizers[number], self._tables[name]
         own_state = vars(optimizer).get("state")
-        found = Held({}, {}, {})
+        found = StepperState({}, {}, {})
         if own_state is None or not table.tiles:
             return found
         leaves = table.leaves()
@@ -218,7 +218,9 @@ class Steppers:
         return float(group.get(options.get(key, ""), 0.0))
 
     @staticmethod
-    def _classify(found: Held, key: str, values: list[Any], leaves: Sequence[Tensor], where: str) -> None:
+    def _classify(
+        found: StepperState, key: str, values: list[Any], leaves: Sequence[Tensor], where: str
+    ) -> None:
         if not any(isinstance(value, Tensor) for value in values):
             if any(isinstance(value, (Mapping, list, tuple, set)) for value in values):
                 raise ConfigError(

@@ -20,7 +20,7 @@ Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Order:
+class MoveOrder:
     """Order of a move.
 
     Attributes:
@@ -34,7 +34,7 @@ class Order:
 
 def order_of(
     before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], most: int | None
-) -> Order:
+) -> MoveOrder:
     """Return an order with little extra memory, greedily: the next table is the one that needs the least.
 
     Args:
@@ -47,7 +47,7 @@ def order_of(
     """
     before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
     if not len(before):
-        return Order((), 0)
+        return MoveOrder((), 0)
     held = before.sum(0)
     baseline = np.maximum(held, after.sum(0))
     left = list(range(len(before)))
@@ -62,7 +62,7 @@ def order_of(
         extra = max(extra, int(needs[i]))
         order.append(table)
         held = held + after[table] - before[table]
-    return Order(_batches(order, before, after, baseline, extra if most is None else most), max(0, extra))
+    return MoveOrder(_batches(order, before, after, baseline, extra if most is None else most), max(0, extra))
 
 
 def _batches(

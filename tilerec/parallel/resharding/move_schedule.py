@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.resharding.chunked_transfer import Load, directions, sent_by_rank
+from tilerec.parallel.resharding.chunked_transfer import TableTransfer, directions, sent_by_rank
 from tilerec.parallel.resharding.move_order import order_of
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.topology import Topology
@@ -51,7 +51,7 @@ class Schedule:
     extra: int
 
 
-def schedule(loads: Sequence[Load], ranks: int, budget: int | None) -> Schedule:
+def schedule(loads: Sequence[TableTransfer], ranks: int, budget: int | None) -> Schedule:
     """Return a schedule with little extra memory.
 
     Raises:
@@ -99,7 +99,7 @@ def _extra(
     return most
 
 
-def seconds_of(loads: Sequence[Load], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
+def seconds_of(loads: Sequence[TableTransfer], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
     """Return the predicted seconds of a move at a machine's speeds."""
     if not loads:
         return 0.0

@@ -23,17 +23,17 @@ from tilerec.comms.agree import error_text, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ReshardError
 from tilerec.parallel.plan_of import keep_plan, kept_plans
-from tilerec.parallel.resharding.chunked_transfer import Transit, sent_by_rank
-from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.chunked_transfer import ChunkedTransfer, sent_by_rank
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.interrupts import Interrupts
 from tilerec.parallel.resharding.move_progress import MoveProgress, ProgressOption
 from tilerec.parallel.resharding.move_schedule import schedule
 from tilerec.parallel.resharding.table_move import Facts, TableMove
 from tilerec.sharding.embedding import Exchange, ShardedCollection
-from tilerec.sharding.layout import ShardedTable as TableLayout
+from tilerec.sharding.layout import TableLayout
 from tilerec.sharding.retile import new_peers, places_of
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.update import Peers
+from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -69,20 +69,20 @@ class Resharded:
         )
 
 
-class Ready(NamedTuple):
+class PreparedMove(NamedTuple):
     """A move that has passed the checks of this rank."""
 
     plan: ShardingPlan
     present: ShardingPlan
     topology: Topology
     moves: list[TableMove]
-    steppers: Steppers
+    steppers: ExternalOptimizers
 
 
 class Ending(NamedTuple):
     """Objects that tables, collections and modules get when a move ends: peers per tile, exchanges and plan."""
 
-    peers: list[tuple[ShardedTable, list[Peers]]]
+    peers: list[tuple[ShardedTable, list[UpdatePeers]]]
     exchanges: dict[str, Exchange]
     plan: ShardingPlan
 
@@ -103,7 +103,7 @@ class Mover:
         collections: dict[str, ShardedCollection],
         group: Group,
         voters: Group,
-        ready: Ready,
+        ready: PreparedMove,
         budget: int | None,
         progress: ProgressOption,
         begun: float,
@@ -190,7 +190,7 @@ class Mover:
             ReshardError: a rank has failed.
         """
         names = tuple(move.key for move in own)
-        transit: Transit | None = None
+        transit: ChunkedTransfer | None = None
         ending: Ending | None = None
         failure: BaseException | None = None
         loads = [move.load for move in own]
@@ -200,7 +200,7 @@ class Mover:
                 for move in own:
                     move.allocate()
                 if own:
-                    transit = Transit(self._group, loads, self._most, own[0].table.weight.device)
+                    transit = ChunkedTransfer(self._group, loads, self._most, own[0].table.weight.device)
                 out, into, _ = sent_by_rank(loads, self._group.size)
                 size, begun = out[self._group.rank] + into[self._group.rank], self._done_bytes
             except BaseException as error:
@@ -287,7 +287,7 @@ class Mover:
         """Return the peers and exchanges for a plan, given the tables that have moved or are about to."""
         me = self._group.rank
         new = {name: move.new for move in moved for name in move.names}
-        peers: list[tuple[ShardedTable, list[Peers]]] = []
+        peers: list[tuple[ShardedTable, list[UpdatePeers]]] = []
         exchanges: dict[str, Exchange] = {}
         for path, part in self._collections.items():
             tilings = {name: new.get((path, name), table.tiling) for name, table in _tables(part).items()}
@@ -327,7 +327,7 @@ def joined(path: str, inner: str) -> str:
     return f"{path}.{inner}" if path and inner else path or inner
 
 
-def _mixed(ready: Ready, moved: Sequence[TableMove]) -> ShardingPlan:
+def _mixed(ready: PreparedMove, moved: Sequence[TableMove]) -> ShardingPlan:
     """Return the present plan with the new shardings of the tables that have moved."""
     plan = ready.present
     for move in moved:

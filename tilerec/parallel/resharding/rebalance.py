@@ -21,8 +21,8 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import Name, ties_of
 from tilerec.parallel.resharding.checks import present_plan, sharded_collections
-from tilerec.parallel.resharding.chunked_transfer import Load as MoveLoad
-from tilerec.parallel.resharding.chunked_transfer import Part, sent_by_rank
+from tilerec.parallel.resharding.chunked_transfer import TableTransfer as MoveLoad
+from tilerec.parallel.resharding.chunked_transfer import TensorTransfer, sent_by_rank
 from tilerec.parallel.resharding.least_move import Tilings, renamed, tilings_of, with_what_stays
 from tilerec.parallel.resharding.load import FeatureLoad, Load, load_of
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
@@ -425,10 +425,10 @@ def _move_loads(
         if before[(path, name)] == after[(path, name)]:
             continue
         table = collections[path]._tables[name]
-        parts = [Part("weight", True, table.weight.element_size(), [])]
+        parts = [TensorTransfer("weight", True, table.weight.element_size(), [])]
         for slot, state in table.rows.state.items():
             if state.dim():
-                parts.append(Part(slot, state.dim() == 2, state.element_size(), []))
+                parts.append(TensorTransfer(slot, state.dim() == 2, state.element_size(), []))
         loads.append(MoveLoad(before[(path, name)], after[(path, name)], parts, topology))
     return loads
 

@@ -33,7 +33,7 @@ from tilerec.parallel.resharding.interrupts import Interrupts
 from tilerec.parallel.resharding.move_progress import ProgressOption
 from tilerec.parallel.resharding.mover import Mover, Resharded
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.parallel.two_d.two_d import Part, TwoD
+from tilerec.parallel.two_d.two_d import RunningGroup, TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from tilerec.spec.topology import Topology
@@ -104,12 +104,12 @@ def reshard_2d(
     return _merged_report(reports)
 
 
-def group_topology(part: Part) -> Topology:
+def group_topology(part: RunningGroup) -> Topology:
     """Return the topology of one sharding group, with the hosts of its plan."""
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
 
 
-def _plan_of_part(plan: AnyPlan, part: Part, collections: Mapping[str, Any]) -> AnyPlan:
+def _plan_of_part(plan: AnyPlan, part: RunningGroup, collections: Mapping[str, Any]) -> AnyPlan:
     """Return a plan's entries for a part's collections, and for paths that the model lacks, which `planned` refuses."""
     if isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
@@ -132,7 +132,7 @@ def _world_plan(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
     return ShardingPlan({path: parts[path] for path in present.plan}, present.world_size, present.hosts)
 
 
-def _with_current_plan(part: Part, wanted: ShardingPlan, mover: Mover) -> Part:
+def _with_current_plan(part: RunningGroup, wanted: ShardingPlan, mover: Mover) -> RunningGroup:
     """Return a part with the current plan of its tables."""
     moved = {name for move in mover.moved for name in move.names}
     all_names = {name for move in mover.moves for name in move.names}

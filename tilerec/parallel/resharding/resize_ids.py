@@ -19,7 +19,7 @@ from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import keep_plan, plan_of
-from tilerec.parallel.resharding.external_optimizers import Steppers
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.resized_table import ResizedTable
 from tilerec.parallel.two_d.two_d import TwoD
 from tilerec.sharding.embedding import ShardedCollection
@@ -28,7 +28,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddings,
 )
-from tilerec.sharding.resize_ids import new_ids, scaled_tiling, take_ids
+from tilerec.sharding.resize_ids import build_ids, replace_ids, scaled_tiling
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.tile import Tiling
@@ -83,7 +83,7 @@ def resize_ids(
     embeddings.settle()
     held, exchange = change.held, collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
-    ids = new_ids(collection, table, change.new, ranges)
+    ids = build_ids(collection, table, change.new, ranges)
     tables = cast(ShardedCollection, embeddings.embedding_module)
     with on_all_ranks(group, f"table '{table}'", "building its new tiles"):
         tiles = ResizedTable(
@@ -95,7 +95,7 @@ def resize_ids(
     )
     dropped = torch.tensor([id_ for _, own in moved_of_all for id_ in own], dtype=torch.int64)
     old = change.old
-    take_ids(collection, table, ids)
+    replace_ids(collection, table, ids)
     tiles.switch()
     keep_plan(plan_holder, change.plan)
     if isinstance(two_d, TwoD):
@@ -130,7 +130,7 @@ class _CapacityChange(NamedTuple):
     new: Buckets
     tiling: Tiling
     plan: ShardingPlan
-    steppers: Steppers
+    steppers: ExternalOptimizers
 
 
 def _check(
@@ -152,7 +152,7 @@ def _check(
             f"least {size} buckets."
         )
     tiling = scaled_tiling(table, held.tiling, old, new)
-    steppers = Steppers({table: held} if held.rows.spec is None else {}, optimizers)
+    steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
     sharding = replace(plan.plan[path][table], tiling=tiling)
     return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import readers
 from tilerec.modules.initial import fill_initial
-from tilerec.parallel.resharding.external_optimizers import Steppers, number_like
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import Touched
+from tilerec.sharding.touched import ChangedRows
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.storage.flat import flat_memory
 
@@ -44,7 +44,7 @@ class ResizedTable:
     @torch.no_grad()
     def __init__(
         self, collection: ShardedCollection, table: ShardedTable, tiling: Tiling, old_rows_M: Tensor,
-        new_rows_M: Tensor, steppers: Steppers, name: str,
+        new_rows_M: Tensor, steppers: ExternalOptimizers, name: str,
     ) -> None:  # fmt: skip
         self._collection, self._table, self._tiling = collection, table, tiling
         self._steppers, self._name = steppers, name
@@ -134,7 +134,7 @@ class ResizedTable:
         after = take_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads)
         for rows, marks, old in zip(table.tile_rows, self._marks, touched, strict=True):
             if marks is not None and old is not None:
-                rows.touched = Touched(0, rows.leaf.device)
+                rows.touched = ChangedRows(0, rows.leaf.device)
                 rows.touched.marks = marks
                 rows.touched.updates, rows.touched.state_updates = old.updates, old.state_updates
         self._steppers.follow(

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name
-from tilerec.parallel.resharding.chunked_transfer import Load, Part
-from tilerec.parallel.resharding.external_optimizers import Steppers, number_like
+from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import Touched
-from tilerec.sharding.update import Peers
+from tilerec.sharding.touched import ChangedRows
+from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat import flat_memory
@@ -57,12 +57,12 @@ class Facts(NamedTuple):
     numbers: dict[tuple[Any, ...], Any]
 
 
-class Made(NamedTuple):
+class NewTiles(NamedTuple):
     """Objects that a switch puts in place, one of each per new tile. `steppers`: optimizer number -> state per tile."""
 
-    peers: list[Peers]
+    peers: list[UpdatePeers]
     states: list[dict[str, Tensor]]
-    touched: list[Touched | None]
+    touched: list[ChangedRows | None]
     steppers: dict[int, list[dict[str, Any]]]
 
 
@@ -77,7 +77,12 @@ class TableMove:
     """
 
     def __init__(
-        self, names: Sequence[Name], table: ShardedTable, new: Tiling, topology: Topology, steppers: Steppers
+        self,
+        names: Sequence[Name],
+        table: ShardedTable,
+        new: Tiling,
+        topology: Topology,
+        steppers: ExternalOptimizers,
     ) -> None:
         self.names, self.table, self.new = list(names), table, new
         self.old = table.tiling
@@ -85,7 +90,7 @@ class TableMove:
         self._sources: dict[tuple[Any, ...], list[Tensor]] = {}
         self._ready: Facts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
-        self._made: Made | None = None
+        self._made: NewTiles | None = None
 
     @property
     def key(self) -> str:
@@ -135,8 +140,8 @@ class TableMove:
             ]
             source(("grad",), dense, True)
         if all(rows.touched is not None for rows in table.tile_rows):
-            source(("touched",), [cast(Touched, rows.touched).marks for rows in table.tile_rows], False)
-            counted = cast(Touched, first.touched)
+            source(("touched",), [cast(ChangedRows, rows.touched).marks for rows in table.tile_rows], False)
+            counted = cast(ChangedRows, first.touched)
             numbers[("updates",)], numbers[("state updates",)] = counted.updates, counted.state_updates
         for number in self._steppers.of(self.key):
             held = self._steppers.held(number, self.key)
@@ -201,10 +206,10 @@ class TableMove:
         self._ready = Facts(kinds, ready.numbers)
         meta = self.table.weight.is_meta
         parts = [
-            Part(str(name), kind.cells, kind.unit, self._sources.get(name, []))
+            TensorTransfer(str(name), kind.cells, kind.unit, self._sources.get(name, []))
             for name, kind in ({} if meta else kinds).items()
         ]
-        self.load = Load(self.old, self.new, parts, self._topology)
+        self.load = TableTransfer(self.old, self.new, parts, self._topology)
 
     def _word(self, name: tuple[Any, ...]) -> str:
         if name[0] == "state":
@@ -255,7 +260,7 @@ class TableMove:
             }
             for i in count
         ]
-        touched: list[Touched | None] = [None for _ in count]
+        touched: list[ChangedRows | None] = [None for _ in count]
         if table.tile_rows[0].touched is not None:
             marks = self._memory.get(("touched",))
             touched = [
@@ -268,12 +273,12 @@ class TableMove:
             if any(name[:2] == ("state", n) for name in (*kinds, *numbers))
         }
         peers = [new_peers(table, self.new, place, self._topology) for place in places]
-        self._made = Made(peers, states, touched, steppers)
+        self._made = NewTiles(peers, states, touched, steppers)
 
-    def _touched(self, rows: int, marks: Tensor | None) -> Touched:
+    def _touched(self, rows: int, marks: Tensor | None) -> ChangedRows:
         assert self._ready is not None
         numbers = self._ready.numbers
-        made = Touched(0, self.table.weight.device)
+        made = ChangedRows(0, self.table.weight.device)
         made.updates = numbers[("updates",)]
         made.state_updates = numbers[("state updates",)]
         made.marks = made.marks.new_zeros(rows) if marks is None else marks

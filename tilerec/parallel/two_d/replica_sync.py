@@ -25,7 +25,7 @@ from tilerec.comms.agree import agree, digest
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.runtime.upload import upload
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import SLOTS, WEIGHTS, rows_of_all
+from tilerec.sharding.touched import SLOTS, WEIGHTS, changed_rows_of
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26
@@ -152,7 +152,7 @@ class ReplicaSync:
     def _union(self, rows: Sequence[TileRows], wanted: int) -> list[Tensor]:
         """Return per tile the rows that any replica has touched, ascending; set update counts to the largest."""
         touched = [_touched(tile) for tile in rows]
-        own, updates = rows_of_all(touched, wanted, [tile.state[tile._counter] for tile in rows])
+        own, updates = changed_rows_of(touched, wanted, [tile.state[tile._counter] for tile in rows])
         settings = {
             "include_optimizer_state": bool(wanted & SLOTS),
             "a hook averages": self.hook is not None,
@@ -192,7 +192,7 @@ class ReplicaSync:
             if peer != self.axis.rank:
                 for tile, part in zip(rows, theirs.split([n for _, n in pairs]), strict=True):
                     _touched(tile).mark(part.to(tile.leaf.device))
-        union, _ = rows_of_all(touched, wanted)
+        union, _ = changed_rows_of(touched, wanted)
         return [rows_U.to(tile.leaf.device) for tile, rows_U in zip(rows, union, strict=True)]
 
     def _exchange_all(self, name: str, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:

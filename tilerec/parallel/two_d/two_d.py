@@ -51,7 +51,7 @@ from tilerec.planner.tables import tables_of
 from tilerec.sharding.embedding import is_drawn
 from tilerec.sharding.shard_ids import IdRanks, check_ids
 from tilerec.sharding.table import ShardedTable, check_rule
-from tilerec.sharding.teams import Teams
+from tilerec.sharding.teams import ReplicaGroups
 from tilerec.sharding.touched import SLOTS, WEIGHTS
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
@@ -172,7 +172,7 @@ def check_hook(hook: object, who: str) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class RunningGroup:
     """Sharded collections in 2D parallelism.
 
     Args:
@@ -200,7 +200,7 @@ class TwoD:
         settings: settings for keeping replicas equal.
     """
 
-    def __init__(self, world: Group, parts: Sequence[Part], settings: ReplicaSettings) -> None:
+    def __init__(self, world: Group, parts: Sequence[RunningGroup], settings: ReplicaSettings) -> None:
         self.world, self.parts, self.settings = world, tuple(parts), settings
 
     @property
@@ -258,7 +258,9 @@ class TwoD:
     def of_copy(self, module: nn.Module) -> TwoD:
         """Return the 2D parallelism of a copy of the model, over the same ranks."""
         parts = [
-            Part(part.paths, part.plan, part.shard, part.axis, _sync_like(module, part.paths, part.axis, part.average))
+            RunningGroup(
+                part.paths, part.plan, part.shard, part.axis, _sync_like(module, part.paths, part.axis, part.average)
+            )
             for part in self.parts
         ]  # fmt: skip
         return TwoD(self.world, parts, self.settings)
@@ -378,7 +380,7 @@ def shard_2d(
                 assert rows.touched is not None
                 rows.touched.agreed(WEIGHTS | SLOTS)
         plan = part.plan.as_run(job.ready.plan)
-        parts.append(Part(tuple(part.collections), plan, own.shard, own.axis, average))
+        parts.append(RunningGroup(tuple(part.collections), plan, own.shard, own.axis, average))
     keep_plan(module, _merged([job.ready.plan for job in jobs]))
     return TwoD(world, parts, settings)
 
@@ -432,14 +434,14 @@ def _job(
     if exact:
         group, whole, hosts = world, plan.world_plan(), topology
         of = tuple(grid.team_of(rank) for rank in range(world.size))
-        teams, ids = Teams(of, own.axis, grid.replica_groups[member]), None
+        teams, ids = ReplicaGroups(of, own.axis, grid.replica_groups[member]), None
     else:
         group, whole = own.shard, plan.group_plan
         hosts = grid.topology_of(team, topology, plan.group_plan.hosts)
         scale = 1.0 / grid.replicas if settings.moment_scale is None else float(settings.moment_scale)
         names = grid.sharding_groups[team]
         replicas = grid.replica_groups[member]
-        teams = Teams((0,) * own.shard.size, own.axis, (), scale, names, replicas, own.refusals)
+        teams = ReplicaGroups((0,) * own.shard.size, own.axis, (), scale, names, replicas, own.refusals)
         assert own.ids is not None
         ids = IdRanks(own.ids, grid.member_of)
     ready = prepare(module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first)

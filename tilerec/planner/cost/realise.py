@@ -12,7 +12,7 @@ from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Ints, TableWork, Workload
 from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
-from tilerec.spec.tile import Block, Tiling
+from tilerec.spec.tile import ColumnBlock, Tiling
 from tilerec.spec.topology import Topology
 
 _PLAIN = Wire()
@@ -77,7 +77,7 @@ def _everyone(world_size: int) -> tuple[int, ...]:
 
 def _one_tile(rows: int, dim: int, ranks: tuple[int, ...]) -> Tiling:
     """A whole table on one rank or with a copy on each; what `table_wise` and `data_parallel` make."""
-    return Tiling(rows, dim, (Block(0, dim, (0, rows), (ranks,)),))
+    return Tiling(rows, dim, (ColumnBlock(0, dim, (0, rows), (ranks,)),))
 
 
 def _made(

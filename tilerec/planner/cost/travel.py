@@ -23,7 +23,7 @@ import numpy as np
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.workload import Bools, Ints
-from tilerec.sharding.layout import Parts, ShardedTable, SlotRead, reader
+from tilerec.sharding.layout import SharedLayout, SlotRead, TableLayout, reader
 from tilerec.spec.tile import Tiling
 
 
@@ -59,18 +59,18 @@ class Travel:
         self.host = host
         self.on_host = np.bincount(host)[host].astype(np.float64)
         tables = [
-            ShardedTable(t.name, tiling, t.fan_in, t.wire)
+            TableLayout(t.name, tiling, t.fan_in, t.wire)
             for t, tiling in zip(work.tables, tilings, strict=True)
         ]
         slots = [SlotRead(int(t), "") for t in work.table]
-        self.layout = Parts(tables, slots, topology)
+        self.layout = SharedLayout(tables, slots, topology)
         self._count_parts(self.layout)
         self._count_merges(self.layout)
         self._exchange()
 
     # ---------------------------------------------------------------------------------------------- who reads what
 
-    def _count_parts(self, layout: Parts) -> None:
+    def _count_parts(self, layout: SharedLayout) -> None:
         """Arrays over parts, and over (part, owner) entries with the homes that it reads for."""
         work = self.work
         parts = layout.parts
@@ -94,7 +94,7 @@ class Travel:
         self.width = np.array([sum(u.width for u in p.units) for p in parts], np.float64)
         self.units = np.array([len(p.units) for p in parts], np.int64)
 
-    def _entries(self, layout: Parts) -> tuple[Ints, ...]:
+    def _entries(self, layout: SharedLayout) -> tuple[Ints, ...]:
         """Part, owner, and for how many homes near, far and its own the owner reads: one of each entry."""
         topology, ranks = self.model.topology, self.ranks
         everyone = tuple(range(ranks))
@@ -116,7 +116,7 @@ class Travel:
                 far[i] = int((self.host[read] != self.host[o]).sum())
         return part, owner, near, far, own
 
-    def _count_merges(self, layout: Parts) -> None:
+    def _count_merges(self, layout: SharedLayout) -> None:
         """(members' parts, host) of the sums inside hosts."""
         self.merges: list[tuple[int, tuple[int, ...]]] = []
         if layout.hierarchical:

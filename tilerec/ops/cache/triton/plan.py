@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import Plan, Told
+from tilerec.ops.cache.definition import HeaderColumn, Plan
 from tilerec.ops.cache.triton.books import (
     C_ALIVE,
     S_BEGIN,
@@ -49,7 +49,14 @@ from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.search import segments_of
 
 H_WANTING, H_SPARE, H_FREE, H_EVICTIONS, H_WRITES = (
-    tl.constexpr(int(t)) for t in (Told.WANTING, Told.SPARE, Told.FREE, Told.EVICTIONS, Told.WRITES)
+    tl.constexpr(int(t))
+    for t in (
+        HeaderColumn.WANTING,
+        HeaderColumn.SPARE,
+        HeaderColumn.FREE,
+        HeaderColumn.EVICTIONS,
+        HeaderColumn.WRITES,
+    )
 )
 P_TABLE, P_ROW, P_LINE, P_LEAVES, P_FROM, P_DIRTY = (tl.constexpr(int(row)) for row in Plan)
 _HELD = tl.constexpr(1 << 62)

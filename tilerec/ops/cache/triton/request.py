@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import BOOKS, LINE_OF, MOST, NONE, Told, tell_stranger
+from tilerec.ops.cache.definition import BOOKS, LINE_OF, MOST, NONE, HeaderColumn, tell_stranger
 from tilerec.ops.cache.triton.books import (
     C_BIT,
     C_SERIAL,
@@ -52,7 +52,9 @@ from tilerec.ops.runtime.triton.rows import tell
 from tilerec.ops.runtime.triton.search import segment_at
 
 _NONE, _MOST = tl.constexpr(NONE), tl.constexpr(MOST)
-H_ROWS, H_MISSES, H_WANTING = (tl.constexpr(int(t)) for t in (Told.ROWS, Told.MISSES, Told.WANTING))
+H_ROWS, H_MISSES, H_WANTING = (
+    tl.constexpr(int(t)) for t in (HeaderColumn.ROWS, HeaderColumn.MISSES, HeaderColumn.WANTING)
+)
 
 
 @triton.jit(

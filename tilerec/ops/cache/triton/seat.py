@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import NONE, Told
+from tilerec.ops.cache.definition import NONE, HeaderColumn
 from tilerec.ops.cache.triton.books import (
     C_BIT,
     C_SERIAL,
@@ -37,7 +37,7 @@ from tilerec.ops.cache.triton.plan import (
 from tilerec.ops.runtime.triton.launch import launch
 
 _NONE = tl.constexpr(NONE)
-_SEATED = tl.constexpr(int(Told.SEATED))
+_SEATED = tl.constexpr(int(HeaderColumn.SEATED))
 
 
 @triton.jit(

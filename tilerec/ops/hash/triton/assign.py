@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.hash.policy import Outcome
+from tilerec.ops.hash.policy import IdOutcome
 from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.hash.triton.find import ENTRIES, LIMIT, PROBES, find_kernel, raises
 from tilerec.ops.hash.triton.place import (
@@ -33,7 +33,9 @@ from tilerec.ops.hash.triton.policy import exponent_of, victim
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.upload import capturing
 
-HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (tl.constexpr(int(outcome)) for outcome in Outcome)
+HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (
+    tl.constexpr(int(outcome)) for outcome in IdOutcome
+)
 
 
 @triton.jit
@@ -275,6 +277,6 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def zch_assign_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `tilerec/ops/hash/assign.py`. Waits for the device once, so entries that do not fit are told here."""
     rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(call)
-    at_M = (outcomes_N == Outcome.EVICTED).nonzero().squeeze(1)
+    at_M = (outcomes_N == IdOutcome.EVICTED).nonzero().squeeze(1)
     raise_due(rows_N.device)
     return rows_N, outcomes_N, probes_N, rows_N[at_M], evicted_ids_N[at_M]

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_bad_count, raise_bad_ttl, raise_wrong_bucket
-from tilerec.ops.hash.policy import Outcome
+from tilerec.ops.hash.policy import IdOutcome
 from tilerec.ops.hash.triton.place import (
     ANYWHERE,
     PLAIN,
@@ -26,7 +26,7 @@ from tilerec.ops.hash.triton.place import (
 from tilerec.ops.runtime.triton.reports import Raise, new_report, post, raise_due
 
 LIMIT = tl.constexpr(COUNTER_LIMIT)
-HIT, MISSING = tl.constexpr(int(Outcome.HIT)), tl.constexpr(int(Outcome.MISSING))
+HIT, MISSING = tl.constexpr(int(IdOutcome.HIT)), tl.constexpr(int(IdOutcome.MISSING))
 ENTRIES, PROBES = 16, 8  # ids of a program, and slots of each id that it reads at once
 
 

@@ -66,7 +66,7 @@ from tilerec.ops.lookup.definition import (
 )
 from tilerec.ops.lookup.triton.layout import (
     Family,
-    Layout,
+    LookupConstants,
     ceil_div,
     check_memory,
     check_tables,
@@ -157,7 +157,7 @@ class _Batch(NamedTuple):
 
 
 def _batch_of(
-    layout: Layout, ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int]
+    layout: LookupConstants, ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int]
 ) -> _Batch:
     ids, offsets = _flat(ids), _flat(offsets, (torch.int64,))
     bags = most = batches[0] if batches else 0
@@ -173,7 +173,7 @@ def _batch_of(
 
 
 def _shape_of(
-    layout: Layout, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
+    layout: LookupConstants, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
 ) -> tuple[int, ...]:
     """Return the shape of the output; `pooled_shape` raises the errors of a bad batch."""
     if len(batches) == 1 and 0 <= batches[0] * (layout.last_key + 1) < offsets.shape[0]:

@@ -49,7 +49,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LookupConstants:
     """Constants shared by consecutive lookups."""
 
     tables: tuple[int, ...]  # per feature, as are
@@ -92,7 +92,7 @@ def _layout(
     cut: bool,
     device: torch.device,
     names: str,
-) -> Layout:
+) -> LookupConstants:
     """Return the families of a pooled lookup, or of the gradient of its sample weights.
 
     out_size: bytes of an element of the output. cut: rows wider than a tile make several parts.
@@ -137,7 +137,7 @@ def _layout(
             )
         )
     rows = tuple([shapes[t][0] for t in tables])
-    return Layout(tables, dims, rows, sum(dims), max(keys, default=-1), tuple(families))
+    return LookupConstants(tables, dims, rows, sum(dims), max(keys, default=-1), tuple(families))
 
 
 def distances_of(
@@ -154,7 +154,7 @@ def distances_of(
 def layout_of(
     weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
     dtypes: tuple[torch.dtype, ...], out_size: int, uniform: bool, cut: bool, names: str,
-) -> Layout:  # fmt: skip
+) -> LookupConstants:  # fmt: skip
     """Return the layout of a call: check and compute it if it is new, else return the cached one.
 
     dtypes: of the weights (`types_of`).

@@ -3,7 +3,8 @@
 `layout()` describes their memory layout as text. The library returns the same text for its own structs (`tr_layout`). A
 library with a different text was built from other sources and would misread these records, so it is not used.
 
-Example: `Report` yields "tr_report 32: status 0+8 feature 8+8 position 16+8 value 24+8" (size: field offset+size).
+Example: `ReportRecord` gives "tr_report 32: status 0+8 feature 8+8 position 16+8 value 24+8" (size: field
+offset+size).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import ctypes
 _P, _I32, _I64, _F64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
-class Report(ctypes.Structure):
+class ReportRecord(ctypes.Structure):
     """`tr_report`: the error that a function found; `status` 0: none."""
 
     _fields_ = [("status", _I64), ("feature", _I64), ("position", _I64), ("value", _I64)]
 
 
-class Lookup(ctypes.Structure):
+class LookupRecord(ctypes.Structure):
     """`tr_lookup` of native/lookup.h; pointers are passed as integers."""
 
     _fields_ = [
@@ -44,11 +45,11 @@ class Lookup(ctypes.Structure):
         ("number_type", _I64),
         ("sample_grads", _P),
         ("threads", _I64),
-        ("report", Report),
+        ("report", ReportRecord),
     ]
 
 
-class Gradient(ctypes.Structure):
+class GradientArguments(ctypes.Structure):
     """`tr_gradient` of native/update.h."""
 
     _fields_ = [
@@ -60,7 +61,7 @@ class Gradient(ctypes.Structure):
     ]
 
 
-class Rows(ctypes.Structure):
+class RowsRecord(ctypes.Structure):
     """`tr_rows` of native/update.h."""
 
     _fields_ = [
@@ -71,13 +72,13 @@ class Rows(ctypes.Structure):
     ]
 
 
-class Parts(ctypes.Structure):
+class PartsRecord(ctypes.Structure):
     """`tr_parts` of native/update.h."""
 
     _fields_ = [(name, _P) for name in ("rows", "grads", "scalars", "counts", "strides", "full_dims")]
 
 
-class Route(ctypes.Structure):
+class RouteRecord(ctypes.Structure):
     """`tr_route` of native/exchange.h."""
 
     _fields_ = [
@@ -91,11 +92,11 @@ class Route(ctypes.Structure):
         ("state", _P),
         *((name, _I64) for name in ("parts", "present", "moved")),
         *((name, _P) for name in ("counts", "lengths", "slots", "local", "positions")),
-        ("report", Report),
+        ("report", ReportRecord),
     ]
 
 
-class Segments(ctypes.Structure):
+class SegmentsRecord(ctypes.Structure):
     """`tr_segments` of native/exchange.h."""
 
     _fields_ = [
@@ -107,7 +108,7 @@ class Segments(ctypes.Structure):
         ("rows_size", _I64),
         ("slots", _P),
         *((name, _I64) for name in ("slot_count", "element_bytes", "sum_bytes", "fresh", "threads")),
-        ("report", Report),
+        ("report", ReportRecord),
     ]
 
 
@@ -124,7 +125,7 @@ class Zch(ctypes.Structure):
         ("exponent", _F64),
         *((name, _P) for name in ("rows", "outcomes", "probes", "evicted_rows", "evicted_ids")),
         *((name, _I64) for name in ("evicted", "threads")),
-        ("report", Report),
+        ("report", ReportRecord),
     ]
 
 
@@ -139,18 +140,18 @@ class ZchResizing(ctypes.Structure):
         *((name, _I64) for name in ("new_buckets", "new_slots", "max_probe", "step", "policy")),
         ("exponent", _F64),
         ("threads", _I64),
-        ("report", Report),
+        ("report", ReportRecord),
     ]
 
 
 RECORDS: dict[str, type[ctypes.Structure]] = {
-    "tr_report": Report,
-    "tr_lookup": Lookup,
-    "tr_gradient": Gradient,
-    "tr_rows": Rows,
-    "tr_parts": Parts,
-    "tr_route": Route,
-    "tr_segments": Segments,
+    "tr_report": ReportRecord,
+    "tr_lookup": LookupRecord,
+    "tr_gradient": GradientArguments,
+    "tr_rows": RowsRecord,
+    "tr_parts": PartsRecord,
+    "tr_route": RouteRecord,
+    "tr_segments": SegmentsRecord,
     "tr_zch": Zch,
     "tr_zch_resizing": ZchResizing,
 }

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.readback import Arrivals, at_once, clear, zeros
+from tilerec.ops.runtime.readback import AsyncReadback, at_once, clear, zeros
 from tilerec.ops.runtime.upload import current_stream
 
 Raise = Callable[[int, int, int], None]
@@ -39,7 +39,7 @@ SIZE = 4
 _BLOCK = 512  # reports allocated at a time
 _LEAST = 256  # free reports of a stream, at least, when a capture begins
 
-_REPORTS = Arrivals(adds=False)  # a taken report keeps its numbers until its error is raised
+_REPORTS = AsyncReadback(adds=False)  # a taken report keeps its numbers until its error is raised
 _LOCK = threading.RLock()  # a finalizer may run an op inside another op
 
 
@@ -99,12 +99,12 @@ def post(report: Tensor, raise_: Raise) -> None:
         elif free is not None:
             free.append(report)
 
-    _REPORTS.when_arrived(report, deliver)
+    _REPORTS.on_arrival(report, deliver)
 
 
 def raise_due(device: torch.device) -> None:
     """Raise the error of a report whose copy has finished; never wait."""
-    _REPORTS.use_arrived(device)
+    _REPORTS.poll(device)
 
 
 def raise_all(device: torch.device) -> None:

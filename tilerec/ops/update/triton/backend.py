@@ -31,9 +31,9 @@ from tilerec.ops.update.triton.launch import device_of, given, launch_update
 from tilerec.ops.update.triton.order import made_before, order_rows
 from tilerec.ops.update.triton.record import read_record, same_device
 from tilerec.ops.update.triton.report import EMPTY_STATUS
-from tilerec.ops.update.triton.rules import Ready, ready
+from tilerec.ops.update.triton.rules import PreparedRule, ready
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
-from tilerec.ops.update.triton.tables import GRADIENT_TYPES, Group, Seen, Tables, served, tables_of
+from tilerec.ops.update.triton.tables import GRADIENT_TYPES, KernelTables, Seen, TableGroup, served, tables_of
 
 _data_ptr = Tensor.data_ptr
 _KNOWN: dict[tuple[object, ...], Seen] = {}
@@ -109,7 +109,7 @@ def update_rows_(
     return by_key.status[:3]
 
 
-def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
+def refuse_frozen_counts(made: PreparedRule, dtypes: Sequence[torch.dtype]) -> None:
     """Raise a `ConfigError` if a graph would repeat an update count and the update depends on it."""
     rounds = made.rule.h["stochastic_rounding"] and any(dtype != torch.float32 for dtype in dtypes)
     if rounds or made.paces(1) != made.paces(2):
@@ -122,9 +122,9 @@ def refuse_frozen_counts(made: Ready, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def _update_group(
-    group: Group, layout: Tables, record: Record, ordered: Sorted, made: Ready, weights: Sequence[Tensor],
-    slots: Sequence[Tensor], names: Sequence[Tensor], step: int, by_value: tuple[float, float],
-    paces: Tensor | None,
+    group: TableGroup, layout: KernelTables, record: Record, ordered: Sorted, made: PreparedRule,
+    weights: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[Tensor], step: int,
+    by_value: tuple[float, float], paces: Tensor | None,
 ) -> None:  # fmt: skip
     each = len(group.slots)
     own = [slots[start * each + k] for k, start in enumerate(group.slots)]

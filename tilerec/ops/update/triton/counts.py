@@ -24,7 +24,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton.addresses import constants, distances, upload
 from tilerec.ops.runtime.triton.launch import launch
-from tilerec.ops.update.triton.rules import Ready
+from tilerec.ops.update.triton.rules import PreparedRule
 
 PACES = 5
 """Numbers of a table in the pace table."""
@@ -44,8 +44,8 @@ def advance_counts(
 ):  # fmt: skip
     """Write the pace table of tables b * BLOCK … for the next update, b being the program's number.
 
-    With ADVANCE, write their counts, too. RULE: the rule's `on_device`; numbers: its `Ready.constants`, the first of
-    them the learning rate unless RATED.
+    With ADVANCE, write their counts, too. RULE: the rule's `on_device`; numbers: its `PreparedRule.constants`, of
+    them the first the learning rate unless RATED.
 
     Example: counts (4), "adagrad" with lr_decay 0.25, lr 1 -> paces (5, bits of 0.5, 0, bits of 1, 0), counts (5).
     """
@@ -83,7 +83,7 @@ def read_pace(paces, table):
     return tl.load(at), e0, e1, h0, h7
 
 
-def pace_table(made: Ready, steps: Sequence[int], device: torch.device) -> Tensor:
+def pace_table(made: PreparedRule, steps: Sequence[int], device: torch.device) -> Tensor:
     """Return the pace table of update counts that the host has."""
     h0, h7 = made.numbers[0], made.numbers[7]
     rows = {
@@ -94,7 +94,12 @@ def pace_table(made: Ready, steps: Sequence[int], device: torch.device) -> Tenso
 
 
 def paces_on_device(
-    op: str, made: Ready, counts: Sequence[Tensor], lr: Tensor | None, device: torch.device, advance: bool
+    op: str,
+    made: PreparedRule,
+    counts: Sequence[Tensor],
+    lr: Tensor | None,
+    device: torch.device,
+    advance: bool,
 ) -> Tensor:
     """Return the pace table of the next update, from counts on the device; `advance`: add 1 to the counts."""
     if {count.device for count in counts} | ({device} if lr is None else {lr.device}) != {device}:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.apply_runs import update_runs
-from tilerec.ops.update.triton.rules import Ready
+from tilerec.ops.update.triton.rules import PreparedRule
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS
 from tilerec.ops.update.triton.sort import Record, Sorted, ceil_div, steps_of, warps_of
-from tilerec.ops.update.triton.tables import Group
+from tilerec.ops.update.triton.tables import TableGroup
 
 
 def tile_rows(columns: int, element_slots: int) -> int:
@@ -43,7 +43,7 @@ def _span(total: int, rows: int) -> int:
 
 
 def launch_update(
-    group: Group, numbers: Tensor, record: Record, ordered: Sorted, made: Ready, weight: Tensor,
+    group: TableGroup, numbers: Tensor, record: Record, ordered: Sorted, made: PreparedRule, weight: Tensor,
     slots: Sequence[Tensor], step: int, by_value: tuple[float, float], *, paces: Tensor, names: Tensor,
     ROUND: int, PER_TABLE: bool, NAMED: bool, runs: Tensor | None = None, rows_out: Tensor | None = None,
 ) -> None:  # fmt: skip

@@ -19,11 +19,11 @@ from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_of
 from tilerec.ops.update.triton.record import read_record, same_device
 from tilerec.ops.update.triton.report import STATUS_SIZE
-from tilerec.ops.update.triton.sort import Order, Record, order_occurrences
-from tilerec.ops.update.triton.tables import Tables, tables_of
+from tilerec.ops.update.triton.sort import Record, SortedKeys, order_occurrences
+from tilerec.ops.update.triton.tables import KernelTables, tables_of
 
 
-def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record) -> Order | None:
+def made_before(ordered: Sequence[Tensor] | None, layout: KernelTables, record: Record) -> SortedKeys | None:
     """Return the order that `order_rows` computed; None if there is none, or if the tables' layout has changed."""
     if ordered is None:
         return None
@@ -41,7 +41,7 @@ def made_before(ordered: Sequence[Tensor] | None, layout: Tables, record: Record
         or keys.device != record.ids.device
     ):
         return None
-    return Order(keys, places, scales if scaled else None)
+    return SortedKeys(keys, places, scales if scaled else None)
 
 
 def order_rows(

@@ -57,10 +57,10 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_p
 from tilerec.ops.update.triton.launch import device_of, launch_update
 from tilerec.ops.update.triton.order import made_before
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.rules import Ready, ready
+from tilerec.ops.update.triton.rules import PreparedRule, ready
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
 from tilerec.ops.update.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
-from tilerec.ops.update.triton.tables import GRADIENT_TYPES, WIDEST, Group, Tables, counted, served
+from tilerec.ops.update.triton.tables import GRADIENT_TYPES, WIDEST, KernelTables, TableGroup, counted, served
 
 PER_PART = 24
 
@@ -330,7 +330,7 @@ def _tile(columns: int) -> tuple[int, int]:
     return columns, max(1, min(16, 256 // columns))
 
 
-def _rule_arguments(made: Ready) -> dict[str, object]:
+def _rule_arguments(made: PreparedRule) -> dict[str, object]:
     return {
         "MODE": made.mode, "WD": made.decays, "ROW_STEP": made.row_step, "KIND0": made.kinds[0], "KIND1": made.kinds[1],
         "KIND2": made.kinds[2], "GRAD_SCALED": made.rule.h["grad_scale"] != 1.0,
@@ -396,7 +396,7 @@ def rule_partials_of_tables(
 
 
 def _paces(
-    op: str, made: Ready, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
+    op: str, made: PreparedRule, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
     weights: Sequence[Tensor], advance: bool,
 ) -> Tensor:  # fmt: skip
     """Return per part of the call its update count, paces and rates."""
@@ -493,7 +493,7 @@ def sum_row_gradients_of_tables(
     numbers = [[first, dim, 0, 0, 0, 0, 0, 0, 0, 0, t, dim, 0, 0, own, 0]
                for t, (first, dim, own) in enumerate(zip(first_keys, dims, known, strict=False))]  # fmt: skip
     vec = power_of_two(dims, 4)
-    layout = Tables(
+    layout = KernelTables(
         upload(list(itertools.chain.from_iterable(numbers)), device).view(-1, PER_TABLE), tuple(range(len(dims))),
         tuple(first_keys[:-1]), tuple(known), tuple(dims), first_keys[-1], (), 0,
     )  # fmt: skip
@@ -531,7 +531,7 @@ def sum_row_gradients_of_tables(
         rows_U = torch.empty(sum(distinct), dtype=torch.int64, device=device)
         grads = torch.empty(places[-1], dtype=torch.float32, device=device)
         if distinct_before[-1]:
-            group = Group(
+            group = TableGroup(
                 0,
                 len(dims),
                 0,

@@ -20,7 +20,7 @@ from tilerec.ops.runtime.triton.addresses import constants, kept, upload
 from tilerec.ops.update.checks import check_reach, check_record
 from tilerec.ops.update.order import layers
 from tilerec.ops.update.triton.sort import Record, power_of_two
-from tilerec.ops.update.triton.tables import Tables
+from tilerec.ops.update.triton.tables import KernelTables
 
 _INDEX = (torch.int64, torch.int32)
 
@@ -60,7 +60,7 @@ def _kept_features(*key: object) -> Features:
 
 
 def read_record(
-    op: str, tables: Tables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
+    op: str, tables: KernelTables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
     per_feature: Sequence[Sequence[int]], kept: bool, grad_count: int | None = None,
 ) -> Record:  # fmt: skip
     """Return the record as kernel arguments; raise the reference's errors, except those for values on the device.

@@ -357,7 +357,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRule:
     """A rule with the numbers of one step, as kernel arguments."""
 
     bundle: Bundle
@@ -376,13 +376,13 @@ class Ready:
         return self.bundle.paces(self.rule.h, t)
 
 
-def ready(name: str, hyper: Sequence[float]) -> Ready:
+def ready(name: str, hyper: Sequence[float]) -> PreparedRule:
     """Return the bundle of a rule with its numbers; raise the errors of `make_rule`."""
     return _ready(name, tuple(hyper))
 
 
 @functools.lru_cache(maxsize=64)
-def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
+def _ready(name: str, hyper: tuple[float, ...]) -> PreparedRule:
     rule = make_rule(name, hyper)
     h, bundle = rule.h, _BUNDLES[name]
     if name == "rowwise_adagrad" and rule.phases == 2:
@@ -391,7 +391,7 @@ def _ready(name: str, hyper: tuple[float, ...]) -> Ready:
     constants = [h["lr"], *bundle.constants(h)]
     kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds] + [0, 0, 0]
     sums = [rule.sums(phase) for phase in range(rule.phases)] + [0, 0]
-    return Ready(
+    return PreparedRule(
         bundle, rule, (*numbers, *[0.0] * (7 - len(numbers)), bundle.of_rate(h)), (kinds[0], kinds[1], kinds[2]),
         (sums[0], sums[1]), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
         slot_kinds(rule), struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),

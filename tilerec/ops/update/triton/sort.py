@@ -62,7 +62,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Order:
+class SortedKeys:
     """Keys ascending, and the place and scale of each sorted occurrence: a function of the ids alone (`order.py`)."""
 
     keys: Tensor
@@ -72,7 +72,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Sorted:
-    """An `Order`, and the sums of its chunks."""
+    """An `SortedKeys`, and the sums of its chunks."""
 
     keys: Tensor
     places: Tensor
@@ -84,7 +84,7 @@ class Sorted:
     status: Tensor  # status of the update, initialized (`report.py`)
 
 
-def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor) -> Order:
+def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor) -> SortedKeys:
     """Compute keys, sort them, and initialize `status`.
 
     sentinel: the sum of the tables' rows; reach: number of elements of the gradient, or a lower bound; status: see
@@ -105,7 +105,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor)
     given = record.offsets is not None, record.sample_weights is not None, record.means
     if is_small(total, record.count, bits):
         ordered, places, sorted_scales = sort_small(*arguments, total, sentinel, *given)
-        return Order(ordered, places, None if scales is None else sorted_scales)
+        return SortedKeys(ordered, places, None if scales is None else sorted_scales)
     programs = programs_of(total, record.count)
     launch(
         occurrence_keys, (programs * (record.count + 1),), *arguments, record.ids.numel(), total, sentinel,
@@ -115,12 +115,12 @@ def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor)
     ordered, occurrences = sort_keys(keys, bits)
     # In sorted order, so that an update reads neighbouring numbers, each once, without an index.
     places = places.gather(0, occurrences)
-    return Order(ordered, places, None if scales is None else scales.gather(0, occurrences))
+    return SortedKeys(ordered, places, None if scales is None else scales.gather(0, occurrences))
 
 
 def sort_occurrences(
     record: Record, tables: Tensor, table_count: int, sentinel: int, dims: Sequence[int],
-    order: Order | None = None,
+    order: SortedKeys | None = None,
 ) -> Sorted:  # fmt: skip
     """Return the sorted occurrences, and the sums of long runs' chunks.
 

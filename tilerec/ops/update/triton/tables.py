@@ -36,7 +36,7 @@ GRADIENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Group:
+class TableGroup:
     """Tables of one launch: neighbours in the key space."""
 
     first: int  # table, in the order of keys
@@ -54,7 +54,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Tables:
+class KernelTables:
     """Tables of a call, as kernel arguments."""
 
     numbers: Tensor  # int64 [T, PER_TABLE], in the order of keys
@@ -63,7 +63,7 @@ class Tables:
     rows: tuple[int, ...]
     dims: tuple[int, ...]
     sentinel: int
-    groups: tuple[Group, ...]
+    groups: tuple[TableGroup, ...]
     names: int  # the table from whose names distances count
 
 
@@ -83,7 +83,7 @@ def tables_of(
     op: str, device: torch.device, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...],
     pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
     row_offsets: tuple[int, ...], column_offsets: tuple[int, ...], names: tuple[int, ...],
-) -> Tables:  # fmt: skip
+) -> KernelTables:  # fmt: skip
     """Return the tables of a call. names: pointer of each table's row names, 0 if rows have none."""
     for t, (rows, dim) in enumerate(shapes):
         places = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
@@ -136,7 +136,7 @@ def tables_of(
         aligned = all(column_offsets[t] % 4 == 0 for t in own)
         dims = [shapes[t][1] for t in own]
         groups.append(
-            Group(
+            TableGroup(
                 len(order),
                 len(own),
                 first_key,
@@ -152,7 +152,7 @@ def tables_of(
             )
         )
         order += own
-    return Tables(
+    return KernelTables(
         constants(tuple(numbers), device).view(-1, PER_TABLE), tuple(order), tuple(first_keys),
         tuple(rows for rows, _ in shapes), tuple(dim for _, dim in shapes), key, tuple(groups), names_base,
     )  # fmt: skip
@@ -177,7 +177,7 @@ class Seen:
     It holds if the tensors are the same objects, or have the same shapes, dtypes and contiguity.
     """
 
-    def __init__(self, layout: Tables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+    def __init__(self, layout: KernelTables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
         self.layout = layout
         self.facts = _facts((*weights, *slots))
         self.shapes = [w.shape for w in weights]
