@@ -423,7 +423,7 @@ def test_parts_of_a_plan_by_hand_stay_and_the_rest_is_planned_around_them(tmp_pa
     limits = {"t0": ParameterConstraints(["row_wise"])}
     both = EmbeddingShardingPlanner(on_cpu(2), fixed=by_hand, constraints=limits)
     with pytest.raises(
-        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot say it too"
+        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot restrict it"
     ):
         both.plan(module)
 
