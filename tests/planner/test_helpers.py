@@ -184,7 +184,10 @@ def test_each_table_is_named_once() -> None:
         construct_module_sharding_plan(bags(names="ab"), {"a": row_wise()}, world_size=1)
     with pytest.raises(ConfigError, match="'c' is no table of the module"):
         construct_module_sharding_plan(bags(names="a"), {"a": row_wise(), "c": row_wise()}, world_size=1)
-    with pytest.raises(ConfigError, match="per_param_sharding\\['a'\\] is a str; wanted the return value of a helper such as row_wise"):
+    with pytest.raises(
+        ConfigError,
+        match="per_param_sharding\\['a'\\] is a str; wanted the return value of a helper such as row_wise",
+    ):
         construct_module_sharding_plan(bags(names="a"), {"a": "row_wise"}, world_size=1)  # type: ignore[dict-item]
 
 
@@ -205,7 +208,10 @@ def test_apply_to_all_repeats_a_helper() -> None:
 
 def test_a_sharder_of_another_kind_or_none_at_all_is_refused() -> None:
     for sharder, message in (
-        (EmbeddingCollectionSharder(), "got a sharder for EmbeddingCollection; expected one for EmbeddingBagCollection"),
+        (
+            EmbeddingCollectionSharder(),
+            "got a sharder for EmbeddingCollection; expected one for EmbeddingBagCollection",
+        ),
         (EmbeddingBagCollectionSharder, "is the class EmbeddingBagCollectionSharder; wanted a sharder of it"),
         (3, "sharder is a int; wanted a sharder of tilerec.parallel"),
     ):

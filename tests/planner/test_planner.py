@@ -246,7 +246,7 @@ def test_the_optimizer_that_a_sharder_gives_counts_for_its_kind() -> None:
         ([EmbeddingBagCollectionSharder(), None], r"sharders\[1\] is a NoneType; wanted a sharder"),
         (
             [EmbeddingBagCollectionSharder()] * 2,
-            r"sharders\[0\] and sharders\[1\] both speak of EmbeddingBag",
+            r"sharders\[0\] and sharders\[1\] are both for EmbeddingBag",
         ),
     ],
 )
@@ -383,7 +383,7 @@ def test_a_list_of_tables_is_planned_as_the_collection_of_them() -> None:
     sharders = [EmbeddingBagCollectionSharder({"optimizer": "adam"})]
     module = EmbeddingBagCollection(configs, device=META)
     assert planner.plan(configs, sharders) == planner.plan(module, sharders)
-    with pytest.raises(ConfigError, match="Table 'user' is there twice"):
+    with pytest.raises(ConfigError, match="Table 'user' occurs twice"):
         planner.plan([configs[0], configs[0]])
     with pytest.raises(ConfigError, match="the list of tables is empty"):
         planner.plan([])

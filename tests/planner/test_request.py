@@ -61,7 +61,7 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
     [
         ({"batch_size": 0}, "batch_size is 0; it must be a whole number from 1"),
         ({"effort": True}, "effort is True"),
-        ({"tables": [table("a"), table("a")]}, "Table 'a' of module 'ebc' is there twice"),
+        ({"tables": [table("a"), table("a")]}, "Table 'a' of module 'ebc' occurs twice"),
         ({"constraints": {"x": ParameterConstraints()}}, "constraints name 'ebc.x', which is no table"),
         (
             {"constraints": {"a": ParameterConstraints(ranks=[4])}},
@@ -257,11 +257,11 @@ def test_fields_of_another_kind_are_refused(item: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"reserved": -1}, "-1 are reserved of every rank"),
-        ({"reserved": 0.5}, "0.5 are reserved"),
+        ({"reserved": -1}, "reserved=-1; expected bytes per rank"),
+        ({"reserved": 0.5}, "reserved=0.5; expected bytes per rank"),
         ({"reserved": 2**60}, r"below 2\^60"),
-        ({"reserved_part": 1.0}, "the part of the memory that is reserved is 1.0"),
-        ({"reserved_part": "x"}, "is 'x'"),
+        ({"reserved_part": 1.0}, "reserved_part=1.0; expected a part of the memory"),
+        ({"reserved_part": "x"}, "reserved_part='x'"),
         ({"batch_size": 10**12}, "batch_size is 1000000000000"),
     ],
 )
