@@ -337,9 +337,7 @@ def test_the_topology_of_one_sharding_group_gives_a_plan_of_it_on_all_ranks() ->
     plans = run_virtual_ranks(4, plan, 2)
     assert all(made == plans[0] for made in plans)
     assert plans[0].world_size == 2
-    with pytest.raises(
-        ConfigError, match="or of one sharding group of DMPCollection, whose size divides that"
-    ):
+    with pytest.raises(ConfigError, match="or of one sharding group of DMPCollection, whose size divides it"):
         run_virtual_ranks(4, plan, 3)
 
 
@@ -524,7 +522,7 @@ def test_a_table_is_given_by_hand_once() -> None:
         on_cpu(2), constraints={"item": ParameterConstraints(sharding=pin)}, fixed={"ebc": {"item": other}}
     )
     with pytest.raises(
-        ConfigError, match=r"Table 'item' of module 'ebc': both fixed= and the sharding= of its constr"
+        ConfigError, match=r"Table 'item' of module 'ebc': got both fixed= and the sharding= of its constr"
     ):
         planner.plan(model())
 

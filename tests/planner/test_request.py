@@ -65,11 +65,11 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
         ({"constraints": {"x": ParameterConstraints()}}, "constraints name 'ebc.x', which is no table"),
         (
             {"constraints": {"a": ParameterConstraints(ranks=[4])}},
-            "name rank 4, and the topology has ranks 0 to 3",
+            "name rank 4, but the topology has ranks 0 to 3",
         ),
         (
             {"constraints": {"a": ParameterConstraints(hosts=[2])}},
-            "name host 2, and the topology has hosts 0 to 1",
+            "name host 2, but the topology has hosts 0 to 1",
         ),
         (
             {"constraints": {"a": ParameterConstraints(hosts=[1], ranks=[0])}},
@@ -77,7 +77,7 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
         ),
         (
             {"constraints": {"a": ParameterConstraints(device_group="cpu")}},
-            "device_group is 'cpu' and the topology's",
+            "got device_group 'cpu'; expected the topology's",
         ),
     ],
 )

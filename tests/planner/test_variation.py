@@ -77,7 +77,7 @@ def test_what_is_reserved_as_a_part_grows_with_the_memory() -> None:
 
 def test_ranks_that_differ_in_memory_need_a_cap_for_new_ones() -> None:
     differ = plan_request({"a": 10}, Topology(2, hbm_caps=[2**30, 2**31], local_world_size=1))
-    with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); say how much the new ones have"):
+    with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); give the memory of the new ranks"):
         varied(differ, hosts=4)
     other = varied(differ, hosts=4, hbm_cap=2**32).topology
     assert (other.world_size, other.memory_caps) == (4, (2**32,) * 4)

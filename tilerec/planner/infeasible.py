@@ -1,11 +1,11 @@
-"""`PlannerError`: there is no plan, or none was found; by how much, what weighs most, and what would help.
+"""`PlannerError`: no plan exists or none was found. It reports missing bytes, the heaviest tables, and remedies.
 
-Every remedy that is named was planned before it is named.
+A remedy is listed only after a plan for it was found.
 
-Nouns
-  cap     bytes that a rank may hold, of the memory that tables lie in
-  taken   of these, what is reserved, what batches need, and tables that were given by hand
-  least   the bytes of a table in the way of cutting it that takes least
+Terms
+  cap     bytes that a rank may hold, of the memory that holds tables
+  taken   bytes of the cap that are reserved, or used by batches and by pinned tables
+  least   bytes of a table with the option that uses least memory
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from tilerec.spec.topology import MOST_BYTES, Topology
 
 SHOWN = 5
 TRIES = 10  # plans tried for one remedy
-UNITS = 900_000_000  # of work on all remedies
-PER_TABLE = 40_000  # of these, to state the problem
-MOST = 64  # times as many ranks as there are; nobody has more
-WIDE = 8  # ranks that a host is taken to have room for
+UNITS = 900_000_000  # units of work for all remedies together
+PER_TABLE = 40_000  # units of work per table, to build one problem
+MOST = 64  # a remedy proposes at most MOST times the present number of ranks
+WIDE = 8  # ranks assumed to fit into one host
 
 
 @dataclass(frozen=True, eq=False)
 class Remedy:
-    """A change of the request that there is a plan for. `text` says it; `request` is what was planned."""
+    """A change of the request for which a plan was found. `text`: its description. `request`: the changed request."""
 
     text: str
     request: PlanRequest
 
 
 class PlannerError(ConfigError):
-    """No plan.
+    """Raised if there is no plan for a request, or if none was found.
 
     Attributes:
-        proved: no plan exists; else none was found.
-        tier: "device" or "host": the memory that is short. "" where it cannot be told.
-        short: bytes missing there, at least; over all ranks, or on one where a piece of one table is too large.
-        heaviest: names of the tables that weigh most.
-        remedies: changes that there is a plan for.
-        error_type: as in TorchRec: INSUFFICIENT_STORAGE where the tables need more than all ranks have, or a rank is
-            full before anything is placed; STRICT_CONSTRAINTS where all ranks together have room.
+        proved: True if no plan exists; False if the search found none.
+        tier: memory that is too small: "device" or "host"; "" if unknown.
+        short: least number of missing bytes, over all ranks; on one rank if a piece of one table is too large.
+        heaviest: names of the tables with the most bytes.
+        remedies: changes of the request for which a plan was found.
+        error_type: as in TorchRec. INSUFFICIENT_STORAGE: the tables need more memory than all ranks have, or a rank is
+            full before any table is placed. STRICT_CONSTRAINTS: all ranks together have enough memory.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class PlannerError(ConfigError):
 
 
 def no_plan(decision: Decision) -> PlannerError:
-    """What to raise for a decision that found nothing."""
+    """Return the error for a decision without a plan."""
     return _Search(decision).error()
 
 
 class _Search:
-    """What is short, and what would help."""
+    """Finds the memory that is too small, and remedies."""
 
     def __init__(self, decision: Decision) -> None:
         self.decision, self.request = decision, decision.request
@@ -124,13 +124,13 @@ class _Search:
         world = f"{_count(ranks, f'{self.topology.compute_device} rank')} of {_count(hosts, 'host')}"
         text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {what}"
         if heavy:
-            text += f" The heaviest tables take, at least, {heavy}."
+            text += f" The heaviest tables need at least {heavy}."
         if remedies:
-            text += " What would fit, each tried:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
+            text += " Remedies, each with a plan:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
         else:
             text += (
-                " None of these, tried one by one, was enough: more ranks, a larger cap, optimizers that update in the "
-                "backward pass, bf16 rows, other sharding types. Change several, or plan fewer tables."
+                " None of these changes alone was enough: more ranks, a larger cap, optimizers that update in the "
+                "backward pass, bf16 rows, other sharding types. Combine several, or plan fewer tables."
             )
         tier = TIERS[proof.tier] if proof is not None and proof.tier >= 0 else TIERS[self.tier]
         has_room = self.need <= self.room and bool((self.taken <= self.caps).all())
@@ -140,7 +140,7 @@ class _Search:
         )
 
     def _what(self, proved: bool) -> tuple[str, int]:
-        """What is short, and by how many bytes."""
+        """Return the sentence about the memory that is too small, and the number of missing bytes."""
         tier, proof = TIERS[self.tier], self.decision.solution.proof
         fullest = int((self.taken - self.caps).argmax())
         over = int(self.taken[fullest] - self.caps[fullest])
@@ -148,27 +148,27 @@ class _Search:
             pinned = self._pinned_on(fullest)
             names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:SHOWN])
             return (
-                f"rank {fullest} has {bytes_text(int(self.taken[fullest]))} before anything is placed, "
-                f"{bytes_text(over)} beyond its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
+                f"rank {fullest} holds {bytes_text(int(self.taken[fullest]))} before any table is placed, "
+                f"{bytes_text(over)} more than its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
                 f"{bytes_text(self.request.reserved_bytes()[fullest])} are reserved"
-                + (f", tables given by hand take {names}" if names else "")
+                + (f", pinned tables take {names}" if names else "")
                 + ", batches take the rest.",
                 over,
             )
         mean = int(self.taken.sum()) // self.topology.world_size
         own = (
             f"{self.topology.world_size} x {self._cap_text()} of {tier} memory, of which {bytes_text(mean)} each are "
-            "taken"
+            "in use"
         )
         if proof is not None and proof.table is not None:
             return (
-                f"no piece of table '{proof.table}' that its constraints and sizes allow fits a rank: the least is "
-                f"{bytes_text(proof.short)} too large for any of {own}.",
+                f"no piece of table '{proof.table}' that its constraints and sizes allow fits a rank: the smallest "
+                f"is {bytes_text(proof.short)} too large for any of {own}.",
                 proof.short,
             )
         if proof is not None and proof.tier >= 0:
             return (
-                f"they need {bytes_text(self.need)} in all where they take least, and there are {own}: at least "
+                f"they need at least {bytes_text(self.need)} in total, and there are {own}: at least "
                 f"{bytes_text(proof.short)} too much.",
                 proof.short,
             )
@@ -176,7 +176,7 @@ class _Search:
         part = 100 * self.need // max(1, self.room)
         how = "every arrangement of them was tried" if proved else "the search did not place all of them"
         return (
-            f"they need {bytes_text(self.need)} in all where they take least, {part} % of {own}, and {how}.",
+            f"they need at least {bytes_text(self.need)} in total, {part} % of {own}, and {how}.",
             short,
         )
 
@@ -185,9 +185,7 @@ class _Search:
         return bytes_text(self.cap) if least == self.cap else f"{bytes_text(least)} to {bytes_text(self.cap)}"
 
     def _pinned_on(self, rank: int) -> list[tuple[str, int]]:
-        """Tables that were given by hand, with their bytes on a rank, optimizer state or gradients included; the
-        largest first.
-        """
+        """Return the pinned tables with their bytes on a rank, optimizer state or gradients included; largest first."""
         pins = self.decision.pins
         works = [work for work in self.request.works() if work.name in pins]
         about = Workload(works)
@@ -201,7 +199,7 @@ class _Search:
                 found.append((work.name, size))
         return sorted(found, key=lambda each: (-each[1], each[0]))
 
-    # ---------------------------------------------------------------------------------------------- what would help
+    # ---------------------------------------------------------------------------------------------------- remedies
 
     def _remedies(self) -> Iterator[Remedy]:
         ways = (
@@ -216,14 +214,14 @@ class _Search:
                 yield found
 
     def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
-        """The first that there is a plan for."""
+        """Return the first candidate with a plan, of at most `tries`."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
             if self._decided(request) is not None:
                 return Remedy(text, request)
         return None
 
     def _decided(self, request: PlanRequest) -> Decision | None:
-        """A decision with some plan, or None; also where there is no work left."""
+        """Return a decision with a plan; None if there is none, or if no work is left."""
         try:
             if self.work.over:
                 return None
@@ -262,7 +260,10 @@ class _Search:
             )
 
     def _larger_cap(self) -> Remedy | None:
-        """The least cap that fits, as near as tries go; what is reserved as a part of the memory grows with it."""
+        """Find the least cap with a plan, by bisection with at most `tries` plans.
+
+        Memory that is reserved as a part of the cap grows with the cap.
+        """
         request, proof = self.request, self.decision.solution.proof
         part = np.array(request.reserved_bytes(), np.int64) - request.reserved
         if self.tier != self.main:
@@ -318,7 +319,7 @@ class _Search:
         return replace(self.request, topology=replace(self.topology, **changes))
 
     def _host_memory(self) -> Remedy | None:
-        """Rows in host memory behind caches, where constraints or too little of it stand in the way."""
+        """Try rows in host memory behind caches: without the constraints that forbid it, or with more host memory."""
         request, topology = self.request, self.topology
         if topology.compute_device == "cpu":
             return None
@@ -363,7 +364,7 @@ class _Search:
         return self._first(candidates())
 
     def _attached(self) -> Remedy | None:
-        """Tables without an attached optimizer have gradients as large as themselves."""
+        """Try attached optimizers: a table without one has a gradient as large as the table."""
         request = self.request
         bare = [
             table.key
@@ -413,10 +414,10 @@ class _Search:
             request = _freed(self.request, [key])
             found = self._decided(request)
             if found is not None:
-                kind, says = found.shardings()[key].kind, _says(self.request.constraints[key])
+                kind, names = found.shardings()[key].kind, _restricting(self.request.constraints[key])
                 if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-                    return Remedy(f"a split by rows of '{key}', which {says} rule out", request)
-                return Remedy(f"'{key}' as {kind.value}, without its {says}", request)
+                    return Remedy(f"a split by rows of '{key}', which {names} rule out", request)
+                return Remedy(f"'{key}' as {kind.value}, without its {names}", request)
         if len(bound) < 2:
             return None
         some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
@@ -431,8 +432,8 @@ class _Search:
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             for key in over[: max(1, self.tries - 1)]:
-                yield f"'{key}' left to the planner, not given by hand", _freed(self.request, [key])
-            yield "no table given by hand", _freed(self.request, keys)
+                yield f"'{key}' left to the planner instead of pinned", _freed(self.request, [key])
+            yield "no table pinned", _freed(self.request, keys)
 
         return self._first(candidates())
 
@@ -441,7 +442,7 @@ _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
 
 
 def _with_caches(request: PlanRequest, load_factor: float) -> PlanRequest:
-    """With caches of this size for all tables of which nobody said another."""
+    """Set this load factor for all tables without their own cache_params."""
     params = CacheParams(load_factor=load_factor)
     constraints = dict(request.constraints)
     for table in request.tables:
@@ -459,7 +460,7 @@ def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
     return bool(limits.enforce_hbm) or (bool(updating) and not set(HOST_KERNELS) & set(kernels))
 
 
-def _says(limits: ParameterConstraints) -> str:
+def _restricting(limits: ParameterConstraints) -> str:
     return " and ".join(name for name in _RESTRICT if getattr(limits, name))
 
 
@@ -482,7 +483,7 @@ def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
 
 
 def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
-    """With so many ranks on its one host, or with further hosts."""
+    """Return the topology with `ranks` ranks on its only host, or with additional hosts."""
     hosts = [list(host) for host in topology.host_ranks]
     if len(hosts) == 1:
         hosts[0] += range(topology.world_size, ranks)
@@ -494,7 +495,7 @@ def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topolog
     caps: dict[str, Any] = {}
     for name in ("hbm_cap", "ddr_cap"):
         own = getattr(topology, f"{name}s")
-        if own is not None:  # new ranks are like the largest
+        if own is not None:  # new ranks have as much memory as the largest
             caps[f"{name}s"] = (*own, *(max(own) for _ in more))
     return replace(topology, world_size=last, hosts=hosts, local_world_size=None, **caps)
 
@@ -504,7 +505,10 @@ def _count(number: int, what: str) -> str:
 
 
 def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
-    """The least number up to `most` that fits, where `most` does and larger ones do as well; as near as tries go."""
+    """Return the least number in 1 to `most` for which `fits` is true, by bisection.
+
+    `fits` must be monotonic and true for `most`. After `tries` calls, the best number so far is returned.
+    """
     low, high = 1, most
     for _ in range(tries):
         if low == high:
@@ -518,7 +522,7 @@ def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
 
 
 def _readable(size: int) -> int:
-    """The least number of bytes from `size` on that its text (`"1.3 GiB"`) says exactly."""
+    """Round `size` up to a number of bytes whose text (such as `"1.3 GiB"`) is exact."""
     unit = 1
     while unit << 10 <= size:
         unit <<= 10
