@@ -54,7 +54,7 @@ def test_what_is_given_changes_and_the_rest_stays() -> None:
         ({"data_type": "fp4"}, r"data type 'fp4' is none of \['fp32', 'bf16'"),
         ({"batch_size": -1}, "batch_size is -1"),
         ({"wire": "fp4"}, r"Wire: forward is 'fp4'"),
-        ({"hosts": 1}, r"name rank 7, and the topology has ranks 0 to 3"),
+        ({"hosts": 1}, r"name rank 7, but the topology has ranks 0 to 3"),
         ({"hbm_cap": -5}, "hbm_cap is -5"),
     ],
 )
