@@ -115,7 +115,7 @@ class ParameterConstraints:
             given = getattr(self, name)
             if given is None:
                 continue
-            numbers = _listed(given)
+            numbers = _as_tuple(given)
             whole = name == "batch_sizes"
             if not numbers or not all(_is_number(n) and not (whole and n % 1) for n in numbers):
                 raise ConfigError(
@@ -127,7 +127,7 @@ class ParameterConstraints:
             if getattr(self, name) is not None:
                 given = getattr(self, name)
                 found = text_to_ranks(
-                    given if isinstance(given, (str, int)) else list(_listed(given)),
+                    given if isinstance(given, (str, int)) else list(_as_tuple(given)),
                     f"ParameterConstraints: {name}",
                 )
                 if not found:
@@ -204,10 +204,10 @@ class ParameterConstraints:
 
     def types_allowed(self) -> tuple[ShardingType, ...]:
         """Return the allowed sharding types, without `forbidden_types`; () if all are allowed."""
-        said = self.sharding_types_said()
+        given = self.sharding_types_said()
         if not self.forbidden_types:
-            return said
-        all_types = said or tuple(kind for kind in ShardingType if kind is not ShardingType.EXPLICIT)
+            return given
+        all_types = given or tuple(kind for kind in ShardingType if kind is not ShardingType.EXPLICIT)
         return tuple(kind for kind in all_types if kind not in self.forbidden_types)
 
     def kernels_allowed(self) -> tuple[EmbeddingComputeKernel, ...]:
@@ -272,7 +272,7 @@ class ParameterConstraints:
             raise error if str(error).startswith(value.where) else value.refused(error) from error
 
 
-def _listed(given: Any) -> tuple[Any, ...]:
+def _as_tuple(given: Any) -> tuple[Any, ...]:
     """Return one item or several as a tuple; arrays and tensors become Python numbers."""
     if hasattr(given, "tolist"):
         given = given.tolist()

@@ -47,11 +47,11 @@ from tilerec.spec.plan import (
 )
 from tilerec.spec.topology import Topology
 
-MOST_BY_CAPS = 8  # most tables whose rows are split in proportion to the ranks' memory
-ROUGH = 5_000  # options are priced to one part in ROUGH, as ranges of whole rows differ slightly in size
+MOST_PROPORTIONAL_TABLES = 8  # most tables whose rows are split in proportion to the ranks' memory
+PRICING_STEPS = 5_000  # options are priced to 1 / PRICING_STEPS, as ranges of whole rows differ in size
 NEAR = 500  # a price within 1 / NEAR of the search's cost is accepted without trying other solutions
-HARDER = 3  # efforts tried until a plan fits
-AGAIN = 6  # searches with less memory, if the price of a solution is over a cap
+EFFORTS_TRIED = 3  # efforts tried until a plan fits
+SEARCHES_WITHIN_CAPS = 6  # searches with less memory, if the price of a solution is over a cap
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +104,14 @@ class Decision:
             if table.key in self.pins:
                 pin = replace(self.pins[table.key], data_type=table.data_type)
                 given = limits is not None and limits.sharding is not None
-                found[table.key] = pin if given else _finished(pin, table, limits, self.request.topology)
+                found[table.key] = (
+                    pin if given else _with_table_fields(pin, table, limits, self.request.topology)
+                )
                 continue
             t = free[table.key]
             o = self.option(t)
             made = self.problem.sharding(t, o, self.places(t), self.shares(t))
-            finished = _finished(made, table, limits, self.request.topology)
+            finished = _with_table_fields(made, table, limits, self.request.topology)
             if self.problem.options[o].cached:
                 finished = _behind_a_cache(finished, self.problem.tables[t], limits)
             found[table.key] = finished
@@ -139,40 +141,42 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    found = _tried(request, pins, False, quick)
+    found = _searched_or_quick(request, pins, False, quick)
     if (
         not found.found
         and found.solution.status is not Status.NONE_EXISTS
         and len(set(request.topology.memory_caps)) > 1
     ):
-        found = _by_caps(found, quick)
+        found = _with_proportional_rows(found, quick)
     if found.found or not request.may_offload():
         return found
     # The tables do not fit into device memory: try host memory behind caches, unless constraints forbid it.
-    return _tried(request, pins, True, quick)
+    return _searched_or_quick(request, pins, True, quick)
 
 
-def _tried(
+def _searched_or_quick(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
-    """Return `_decided`; if a full search finds no plan, the result of a quick search, as used for remedies."""
-    found = _decided(request, pins, offload, quick)
+    """Return `_searched`; if a full search finds no plan, the result of a quick search, as used for remedies."""
+    found = _searched(request, pins, offload, quick)
     if quick is None and found.solution.status is Status.NONE_FOUND:
-        first = _decided(request, pins, offload, Work(UNITS))
+        first = _searched(request, pins, offload, Work(UNITS))
         found = first if first.found else found
     return found
 
 
-def _decided(
+def _searched(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
     problem = problem_of(request, pins, offload)
-    instance, row = together(_adapted(request, problem.instance), request.groups(pins))
+    instance, row = together(_with_restrictions(request, problem.instance), request.groups(pins))
     if not instance.tables:
         nothing = evaluate(instance, np.zeros(0, np.int64), ())
-        return _of_nothing(Decision(request, pins, problem, instance, row, nothing, offload=offload))
+        return _of_pins_only(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
-    lower = together(_adapted(request, problem.lower), request.groups(pins))[0] if apart else instance
+    lower = (
+        together(_with_restrictions(request, problem.lower), request.groups(pins))[0] if apart else instance
+    )
     first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
@@ -182,7 +186,7 @@ def _decided(
         return decision
     bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
     # The bound assumes even ranges of rows. Ranges of whole rows differ slightly, so uneven ones may cost less.
-    return replace(decision, bound=min(bound - bound // ROUGH, decision.priced.cost_ps))
+    return replace(decision, bound=min(bound - bound // PRICING_STEPS, decision.priced.cost_ps))
 
 
 def _solved(request: PlanRequest, instance: Instance, quick: Work | None, *, prove: bool) -> Solution:
@@ -192,14 +196,14 @@ def _solved(request: PlanRequest, instance: Instance, quick: Work | None, *, pro
     """
     if quick is not None:
         return solve(instance, effort=0, work=quick)
-    for more in range(HARDER):
+    for more in range(EFFORTS_TRIED):
         solution = solve(instance, effort=request.effort + more, prove=prove)
         if solution.status is not Status.NONE_FOUND:
             break
     return solution
 
 
-def _by_caps(none: Decision, quick: Work | None) -> Decision:
+def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
     """Split the rows of the largest tables in proportion to the free memory of each rank.
 
     For ranks with different amounts of memory, if even pieces do not fit. Returns `none` if this does not fit either.
@@ -228,16 +232,16 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
     parts = np.array([int(f) * SHARE // int(free.sum()) for f in free.tolist()], np.int64)
     parts[int(free.argmax())] += SHARE - int(parts.sum())
     pins = dict(none.pins)
-    for work in order[:MOST_BY_CAPS]:
+    for work in order[:MOST_PROPORTIONAL_TABLES]:
         sizes = sizes_of_shares(work.rows, parts)
         held = [(rank, size) for rank, size in zip(range(ranks), sizes, strict=True) if size]
         tiling = row_wise(
             work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held]
         )
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
-        found = _decided(request, pins, False, quick)
+        found = _searched(request, pins, False, quick)
         if found.priced is not None:
-            lower = together(_adapted(request, problem.lower), request.groups(none.pins))[0]
+            lower = together(_with_restrictions(request, problem.lower), request.groups(none.pins))[0]
             bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none
@@ -251,13 +255,13 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
     """
     instance = decision.instance
     missed = np.zeros_like(instance.base_memory)
-    for _ in range(AGAIN):
+    for _ in range(SEARCHES_WITHIN_CAPS):
         if not decision.found:
             return decision
         decision = _with_rows(decision)
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
-            return _cheapest(_evened(replace(decision, priced=priced)))
+            return _cheapest(_with_even_rows(replace(decision, priced=priced)))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # 1/16 more, as the next plan will differ
         again = replace(instance, base_memory=instance.base_memory + missed)
@@ -287,7 +291,7 @@ def _with_rows(decision: Decision) -> Decision:
     return replace(decision, solution=even)
 
 
-def _evened(decision: Decision) -> Decision:
+def _with_even_rows(decision: Decision) -> Decision:
     """Use even ranges of rows if their price is lower: the search only estimates the cost of uneven ranges."""
     solution, priced = decision.solution, decision.priced
     assert priced is not None
@@ -322,7 +326,7 @@ def _cheapest(decision: Decision) -> Decision:
     return best
 
 
-def _of_nothing(decision: Decision) -> Decision:
+def _of_pins_only(decision: Decision) -> Decision:
     """Return the decision for a request whose tables are all pinned: the pins are the plan, if they fit."""
     priced = price_of(decision.request, decision.shardings())
     if not priced.over.any():
@@ -353,7 +357,7 @@ def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload
     )
 
 
-def _adapted(request: PlanRequest, instance: Instance) -> Instance:
+def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
     """Apply restrictions that options do not contain: `max_ranks`, and the even rows of a grid."""
     instance = _with_even_grids(request, instance)
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
@@ -386,12 +390,12 @@ def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
     return replace(instance, divisible=divisible)
 
 
-def _finished(
+def _with_table_fields(
     made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
 ) -> ParameterSharding:
     """Return the sharding with its kernel, its ids per bag, and a sharding type that the constraints allow."""
     allowed = () if limits is None else limits.types_allowed()
-    kind = made.kind if not allowed or made.kind in allowed else _called(made, allowed, topology)
+    kind = made.kind if not allowed or made.kind in allowed else _allowed_type(made, allowed, topology)
     kernel = kernel_of(table, limits)
     ids_per_bag = made.ids_per_bag
     if ids_per_bag is None and limits is not None:
@@ -420,7 +424,9 @@ def _behind_a_cache(
     )
 
 
-def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology) -> ShardingType:
+def _allowed_type(
+    made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology
+) -> ShardingType:
     """Return the first allowed type that yields this tiling; rows over all ranks of one host have several types."""
     tiling = made.tiling
     assert tiling is not None

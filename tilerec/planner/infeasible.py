@@ -34,12 +34,12 @@ from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import MOST_BYTES, Topology
 
-SHOWN = 5
-TRIES = 10  # plans tried for one remedy
-UNITS = 900_000_000  # units of work for all remedies together
-PER_TABLE = 40_000  # units of work per table, to build one problem
-MOST = 64  # a remedy proposes at most MOST times the present number of ranks
-WIDE = 8  # ranks assumed to fit into one host
+NAMES_SHOWN = 5
+PLANS_PER_REMEDY = 10  # plans tried for one remedy
+REMEDY_WORK = 900_000_000  # units of work for all remedies together
+WORK_PER_TABLE = 40_000  # units of work per table, to build one problem
+MOST_TIMES_RANKS = 64  # a remedy proposes at most MOST_TIMES_RANKS times the present number of ranks
+RANKS_PER_HOST = 8  # ranks assumed to fit into one host
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +82,10 @@ class PlannerError(ConfigError):
 
 def no_plan(decision: Decision) -> PlannerError:
     """Return the error for a decision without a plan."""
-    return _Search(decision).error()
+    return _Diagnosis(decision).error()
 
 
-class _Search:
+class _Diagnosis:
     """Finds the memory that is too small, and remedies."""
 
     def __init__(self, decision: Decision) -> None:
@@ -107,22 +107,22 @@ class _Search:
             self.least = np.zeros(0, np.int64)
         self.need = int(self.least.sum()) + int(self.taken.sum())
         self.room = int(self.instance.cap[:, self.tier].sum())
-        self.tries = TRIES
-        self.work = Work(UNITS)
+        self.tries = PLANS_PER_REMEDY
+        self.work = Work(REMEDY_WORK)
 
     def error(self) -> PlannerError:
         decision, names = self.decision, self.instance.names
         proof = decision.solution.proof
         proved = decision.solution.status is Status.NONE_EXISTS
-        what, short = self._what(proved)
-        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))[:SHOWN]
+        shortage, short = self._shortage(proved)
+        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))[:NAMES_SHOWN]
         heaviest = [names[t] for t in order]
         heavy = ", ".join(f"'{names[t]}' {bytes_text(int(self.least[t]))}" for t in order)
         remedies = list(self._remedies())
         start = "No plan exists" if proved else "No plan was found (there may be one)"
         ranks, hosts = self.topology.world_size, self.topology.host_count
         world = f"{_count(ranks, f'{self.topology.compute_device} rank')} of {_count(hosts, 'host')}"
-        text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {what}"
+        text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {shortage}"
         if heavy:
             text += f" The heaviest tables need at least {heavy}."
         if remedies:
@@ -139,14 +139,14 @@ class _Search:
             text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies, error_type=kind
         )
 
-    def _what(self, proved: bool) -> tuple[str, int]:
+    def _shortage(self, proved: bool) -> tuple[str, int]:
         """Return the sentence about the memory that is too small, and the number of missing bytes."""
         tier, proof = TIERS[self.tier], self.decision.solution.proof
         fullest = int((self.taken - self.caps).argmax())
         over = int(self.taken[fullest] - self.caps[fullest])
         if over > 0:
             pinned = self._pinned_on(fullest)
-            names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:SHOWN])
+            names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:NAMES_SHOWN])
             return (
                 f"rank {fullest} holds {bytes_text(int(self.taken[fullest]))} before any table is placed, "
                 f"{bytes_text(over)} more than its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
@@ -206,7 +206,7 @@ class _Search:
             self._more_ranks, self._larger_cap, self._host_memory, self._attached, self._bf16, self._other_types,
             self._unpinned,
         )  # fmt: skip
-        whole = Work(UNITS)
+        whole = Work(REMEDY_WORK)
         for i, way in enumerate(ways):
             self.work = whole.part(whole.left // (len(ways) - i))
             found = way()
@@ -225,7 +225,7 @@ class _Search:
         try:
             if self.work.over:
                 return None
-            self.work.spend(PER_TABLE * len(request.tables))
+            self.work.spend(WORK_PER_TABLE * len(request.tables))
             found = decide(request, quick=self.work)
             return found if found.priced is not None else None
         except ConfigError:
@@ -241,22 +241,24 @@ class _Search:
         if free <= 0:
             return
         wanted = max(topology.world_size + 1, -(-int(self.least.sum()) // free))
-        if wanted > MOST * topology.world_size:
+        if wanted > MOST_TIMES_RANKS * topology.world_size:
             return
         size = max(len(host) for host in topology.host_ranks)
-        if topology.host_count == 1 and size < WIDE:
-            for ranks in range(min(wanted, WIDE), WIDE + 1):
+        if topology.host_count == 1 and size < RANKS_PER_HOST:
+            for ranks in range(min(wanted, RANKS_PER_HOST), RANKS_PER_HOST + 1):
                 if ranks > topology.world_size:
                     yield (
                         f"{ranks} ranks instead of {topology.world_size}",
-                        replace(self.request, topology=_grown(topology, (), ranks)),
+                        replace(self.request, topology=_with_more_ranks(topology, (), ranks)),
                     )
         hosts = max(1, -(-(wanted - topology.world_size) // size))
         for more in sorted({hosts, hosts + 1, -(-hosts * 5 // 4), -(-hosts * 3 // 2), 2 * hosts, 4 * hosts}):
             yield (
                 f"{more} host{'s' * (more != 1)} of {size} rank{'s' * (size != 1)} more ({topology.host_count + more} "
                 "in all)",
-                replace(self.request, topology=_grown(topology, (size,) * more, topology.world_size)),
+                replace(
+                    self.request, topology=_with_more_ranks(topology, (size,) * more, topology.world_size)
+                ),
             )
 
     def _larger_cap(self) -> Remedy | None:
@@ -275,7 +277,7 @@ class _Search:
         low = max(int(self.caps.min()), math.floor(wanted / (1.0 - request.reserved_part)) - 1)
         tries, high, step = self.tries, 0, 1
         while tries and not high:
-            cap = _readable(low + max(1, low * step // 100))
+            cap = _round_up_to_text(low + max(1, low * step // 100))
             if cap >= MOST_BYTES:
                 break
             if self._decided(self._with_cap(cap)) is not None:
@@ -284,7 +286,7 @@ class _Search:
                 low, step = cap, min(4 * step, 100)
             tries -= 1
         while tries and high - low > max(1, high // 50):
-            middle = _readable((low + high) // 2)
+            middle = _round_up_to_text((low + high) // 2)
             if middle >= high:
                 break
             if self._decided(self._with_cap(middle)) is not None:
@@ -331,7 +333,7 @@ class _Search:
         freed = request
         for key in bound:
             freed = freed.with_constraint(key, enforce_hbm=None, compute_kernels=None)
-        some = ", ".join(f"'{name}'" for name in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+        some = ", ".join(f"'{name}'" for name in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             if bound:
@@ -343,15 +345,15 @@ class _Search:
                 if (topology.ddr_cap or 0) > 0:
                     yield (
                         f"smaller caches for tables in host memory: cache_params=CacheParams(load_factor={factor})",
-                        _with_caches(freed, factor),
+                        _with_load_factor(freed, factor),
                     )
             work = Workload(request.works())
             size = work.rows * (work.dim * (work.element + work.cell_state) + work.row_state)
             each = int(size.sum()) // topology.world_size
             for cap in (
-                _readable(each * 21 // 20),
-                _readable(each * 3 // 2),
-                _readable(int(size.max()) + each),
+                _round_up_to_text(each * 21 // 20),
+                _round_up_to_text(each * 3 // 2),
+                _round_up_to_text(int(size.max()) + each),
             ):
                 if (topology.ddr_cap or 0) < cap < MOST_BYTES:
                     larger = replace(topology, ddr_cap=cap, ddr_caps=None)
@@ -378,8 +380,8 @@ class _Search:
             replace(table, optimizer=RowWiseAdagrad()) if table.key in chosen else table
             for table in request.tables
         )
-        some = ", ".join(f"'{name}'" for name in bare[:SHOWN])
-        more = f" and {len(bare) - SHOWN} more" if len(bare) > SHOWN else ""
+        some = ", ".join(f"'{name}'" for name in bare[:NAMES_SHOWN])
+        more = f" and {len(bare) - NAMES_SHOWN} more" if len(bare) > NAMES_SHOWN else ""
         text = (
             "an optimizer that updates in the backward pass (apply_optimizer_in_backward, or a sharder's) and has no "
             f"state per cell, such as RowWiseAdagrad, for {some}{more}: without one, gradients are as large as tables"
@@ -392,14 +394,14 @@ class _Search:
         wide = [
             names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
         ]
-        if not wide or self._decided(_narrowed(request, wide)) is None:
+        if not wide or self._decided(_with_bf16_rows(request, wide)) is None:
             return None
         count = least_that(
-            len(wide), lambda k: self._decided(_narrowed(request, wide[:k])) is not None, self.tries
+            len(wide), lambda k: self._decided(_with_bf16_rows(request, wide[:k])) is not None, self.tries
         )
-        some = ", ".join(f"'{name}'" for name in wide[: min(count, SHOWN)])
-        more = f" and {count - SHOWN} more" if count > SHOWN else ""
-        return Remedy(f"bf16 rows (data_type) for {some}{more}", _narrowed(request, wide[:count]))
+        some = ", ".join(f"'{name}'" for name in wide[: min(count, NAMES_SHOWN)])
+        more = f" and {count - NAMES_SHOWN} more" if count > NAMES_SHOWN else ""
+        return Remedy(f"bf16 rows (data_type) for {some}{more}", _with_bf16_rows(request, wide[:count]))
 
     def _other_types(self) -> Remedy | None:
         order = {name: int(self.least[t]) for t, name in enumerate(self.instance.names)}
@@ -411,7 +413,7 @@ class _Search:
         bound.sort(key=lambda key: (-order[key], key))
 
         for key in bound[: max(1, self.tries - 1)]:
-            request = _freed(self.request, [key])
+            request = _without_restrictions(self.request, [key])
             found = self._decided(request)
             if found is not None:
                 kind, names = found.shardings()[key].kind, _restricting(self.request.constraints[key])
@@ -420,9 +422,9 @@ class _Search:
                 return Remedy(f"'{key}' as {kind.value}, without its {names}", request)
         if len(bound) < 2:
             return None
-        some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+        some = ", ".join(f"'{key}'" for key in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
         text = f"no restriction of sharding types and ranks for {some}"
-        return self._first(iter([(text, _freed(self.request, bound))]))
+        return self._first(iter([(text, _without_restrictions(self.request, bound))]))
 
     def _unpinned(self) -> Remedy | None:
         keys = list(self.decision.pins)
@@ -432,8 +434,11 @@ class _Search:
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             for key in over[: max(1, self.tries - 1)]:
-                yield f"'{key}' left to the planner instead of pinned", _freed(self.request, [key])
-            yield "no table pinned", _freed(self.request, keys)
+                yield (
+                    f"'{key}' left to the planner instead of pinned",
+                    _without_restrictions(self.request, [key]),
+                )
+            yield "no table pinned", _without_restrictions(self.request, keys)
 
         return self._first(candidates())
 
@@ -441,7 +446,7 @@ class _Search:
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
 
 
-def _with_caches(request: PlanRequest, load_factor: float) -> PlanRequest:
+def _with_load_factor(request: PlanRequest, load_factor: float) -> PlanRequest:
     """Set this load factor for all tables without their own cache_params."""
     params = CacheParams(load_factor=load_factor)
     constraints = dict(request.constraints)
@@ -464,7 +469,7 @@ def _restricting(limits: ParameterConstraints) -> str:
     return " and ".join(name for name in _RESTRICT if getattr(limits, name))
 
 
-def _freed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+def _without_restrictions(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     constraints = dict(request.constraints)
     for key in keys:
         constraints[key] = replace(
@@ -474,7 +479,7 @@ def _freed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     return replace(request, constraints=constraints)
 
 
-def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+def _with_bf16_rows(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     chosen = set(keys)
     tables = tuple(
         replace(table, data_type=DataType.BF16) if table.key in chosen else table for table in request.tables
@@ -482,7 +487,7 @@ def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     return replace(request, tables=tables)
 
 
-def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
+def _with_more_ranks(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
     """Return the topology with `ranks` ranks on its only host, or with additional hosts."""
     hosts = [list(host) for host in topology.host_ranks]
     if len(hosts) == 1:
@@ -521,7 +526,7 @@ def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
     return high
 
 
-def _readable(size: int) -> int:
+def _round_up_to_text(size: int) -> int:
     """Round `size` up to a number of bytes whose text (such as `"1.3 GiB"`) is exact."""
     unit = 1
     while unit << 10 <= size:

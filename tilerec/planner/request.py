@@ -204,22 +204,22 @@ class PlanRequest:
             if limits.sharding is not None:
                 table = self.by_key[key]
                 found[key] = complete(limits.sharding, key, table.rows, table.dim, self.topology)
-        self._pin_beside(found)
+        self._pin_colocated(found)
         return found
 
-    def _pin_beside(self, pins: dict[str, ParameterSharding]) -> None:
+    def _pin_colocated(self, pins: dict[str, ParameterSharding]) -> None:
         """Pin the tables that are co-located with pinned tables, with the same sharding type and ranks.
 
         An explicit tiling does not carry over to another table; `limits` then restricts the ranks only.
         """
-        beside: dict[str, list[str]] = {}
+        colocated: dict[str, list[str]] = {}
         for key, limits in self.constraints.items():
             if limits.with_table is not None:
-                beside.setdefault(self.named(limits.with_table, key), []).append(key)
-        waiting = [key for key in pins if key in beside]
+                colocated.setdefault(self.named(limits.with_table, key), []).append(key)
+        waiting = [key for key in pins if key in colocated]
         while waiting:
             pin = pins[waiting[-1]]
-            for key in beside[waiting.pop()]:
+            for key in colocated[waiting.pop()]:
                 if key in pins or pin.kind is ShardingType.EXPLICIT:
                     continue
                 table, limits = self.by_key[key], self.constraints[key]
@@ -229,13 +229,13 @@ class PlanRequest:
                         f"Table '{key}': with_table='{limits.with_table}' makes it {pin.kind.value}, which its "
                         "constraints do not allow; leave out with_table or the constraints."
                     )
-                self._check_beside(key, limits, pin.tiling)
+                self._check_colocated(key, limits, pin.tiling)
                 alike = ParameterSharding(pin.kind, ranks=pin.ranks)
                 pins[key] = complete(alike, key, table.rows, table.dim, self.topology)
-                if key in beside:
+                if key in colocated:
                     waiting.append(key)
 
-    def _check_beside(self, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
+    def _check_colocated(self, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
         assert tiling is not None
         assert limits.with_table is not None
         own, allowed = tiling.ranks(), self._ranks(limits)
@@ -321,8 +321,8 @@ class PlanRequest:
             offload: host memory may also hold the tables for which the user has not chosen a memory.
         """
         found: dict[str, Limits] = {}
-        said = offload or any(table.cached is not None for table in self.tables)
-        some = self.tables if said else [self.by_key[key] for key in self.constraints]
+        every = offload or any(table.cached is not None for table in self.tables)
+        some = self.tables if every else [self.by_key[key] for key in self.constraints]
         for table in some:
             on_device, cached = self._storages(table.key, offload)
             if (cached or not on_device) and table.key not in pins:
@@ -336,7 +336,7 @@ class PlanRequest:
                 if other in pins:
                     own = pins[other].tiling
                     assert own is not None
-                    self._check_beside(key, given, own)
+                    self._check_colocated(key, given, own)
                     ranks = own.ranks()
             types = self._types(key, given)
             if ShardingType.TABLE_COLUMN_WISE in types and ShardingType.COLUMN_WISE not in types and ranks:

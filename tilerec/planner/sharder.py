@@ -41,12 +41,12 @@ def check_sharder(sharder: Any, what: str) -> None:
         )
     if not all(hasattr(sharder, name) for name in ("module_type", "optimizer")):
         raise ConfigError(
-            f"{what} is {_words(sharder)}; wanted a sharder of tilerec.parallel: "
+            f"{what} is {_kind_text(sharder)}; wanted a sharder of tilerec.parallel: "
             "EmbeddingBagCollectionSharder(...) or EmbeddingCollectionSharder(...)."
         )
 
 
-def _words(sharder: Any) -> str:
+def _kind_text(sharder: Any) -> str:
     return f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
 
 

@@ -34,7 +34,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
     assert priced is not None
     request = decision.request
     free = {work.name: t for t, work in enumerate(decision.problem.tables)}
-    owner, home, held = _numbers(decision)
+    owner, home, held = _times_and_bytes(decision)
     owners, homes = owner.tolist(), home.tolist()
     works = {w.name: w for w in request.works() if w.name in decision.pins} if decision.pins else {}
     entries = []
@@ -91,7 +91,7 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
     )
 
 
-def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
+def _times_and_bytes(decision: Decision) -> tuple[Ints, Ints, Ints]:
     """Return [T, S] ps on the rank with most of a table, [T, S] ps on every rank, and [T] bytes on all ranks."""
     instance = decision.problem.instance
     every = np.arange(instance.tables)
@@ -109,7 +109,7 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         if t in uneven:
             continue
         if width[t] == 1 and len(shared):
-            owner[t] = _of_singles(instance, owner[t], places)
+            owner[t] = _ps_of_single_rank_pieces(instance, owner[t], places)
         elif len(set(places)) < len(places):
             owner[t] *= max(places.count(p) for p in set(places))
     # The ranks of a host share its link, so each of them gets its part of the time on the link.
@@ -122,7 +122,7 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         where = parts_of(instance, t, int(option[t]), decision.places(t))
         shares = decision.shares(t)
         assert shares is not None
-        owner[t] = _of_shares(instance, owner[t], where, shares)
+        owner[t] = _ps_of_uneven_rows(instance, owner[t], where, shares)
     # The mean over ranks, as hosts of different sizes have different parts.
     home = instance.home[every, option] * (instance.reach.sum(0) // instance.ranks) // PER_MILLE
     return owner, home, held
@@ -146,7 +146,7 @@ def _slowest(decision: Decision, option: Ints) -> Ints:
     return found
 
 
-def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
+def _ps_of_single_rank_pieces(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
     """Return [S] ps of single-rank pieces on the rank with most of them; on shared links, the rank's part."""
     on_rank = Counter(places)
     found: Ints = piece * max(on_rank.values())
@@ -157,8 +157,8 @@ def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
     return found
 
 
-def _of_shares(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> Ints:
-    """Return [S] ps of pieces with uneven shares on ranks `where`, on the rank with most; as in `_of_singles`."""
+def _ps_of_uneven_rows(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> Ints:
+    """Return [S] ps of uneven pieces on ranks `where`, on the rank with most of them (on links, its part)."""
     parts = portion(piece * len(shares), shares)
     ranks, place = np.unique(where, return_inverse=True)
     held = np.zeros((len(ranks), len(piece)), np.int64)

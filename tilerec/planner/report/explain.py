@@ -204,7 +204,7 @@ class Explainer:
         for t, row in enumerate(self.decision.row.tolist()):
             self.groups.setdefault(row, []).append(t)
         self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
-        self.problem, self.freed = self._freed(self.wanted)
+        self.problem, self.freed = self._without_restrictions(self.wanted)
         # Co-located tables are one table here, as in the search.
         self.instance, _ = together(self.problem.instance, request.groups(self.pins))
         place = {option: o for o, option in enumerate(self.problem.options)}
@@ -222,7 +222,7 @@ class Explainer:
         """Keys of the tables that can be explained: all tables that are not pinned."""
         return list(self.names)
 
-    def _freed(self, keys: set[str]) -> tuple[Problem, set[str]]:
+    def _without_restrictions(self, keys: set[str]) -> tuple[Problem, set[str]]:
         """Return the decision's problem without restrictions on some tables and the tables co-located with them.
 
         Also returns the tables for which this was possible. A split of rows over more ranks than rows is an option only
@@ -231,7 +231,7 @@ class Explainer:
         freed = {self.names[m] for own in self.groups.values() for m in own if self._any(own, keys)}
         while freed:
             problem = self._without_limits(freed)
-            lost = {self.names[t] for t in self._lost(problem)} & freed
+            lost = {self.names[t] for t in self._without_chosen_option(problem)} & freed
             if not lost:
                 return problem, freed
             freed -= lost
@@ -252,7 +252,7 @@ class Explainer:
         freed = replace(request, constraints={**request.constraints, **free})
         return problem_of(freed, self.pins, self.decision.offload)
 
-    def _lost(self, problem: Problem) -> list[int]:
+    def _without_chosen_option(self, problem: Problem) -> list[int]:
         """Return the tables for which a problem lacks the option that the plan uses."""
         place = {option: o for o, option in enumerate(problem.options)}
         own = self.decision.problem.options
@@ -275,7 +275,7 @@ class Explainer:
             )
         t = self.names.index(key)
         row = int(self.decision.row[t])
-        rest = _Rest(self, row)
+        rest = _OtherTables(self, row)
         found = [self._considered(rest, t, o) for o in np.flatnonzero(self.instance.there[row]).tolist()]
         found.sort(key=lambda way: (not way.chosen, not way.allowed, way.short > 0, way.step_ps, way.option))
         path, name = self.request.by_key[key].names[0]
@@ -303,7 +303,7 @@ class Explainer:
         if key not in self.freed:
             yield "Options that its constraints rule out were not considered."
 
-    def _considered(self, rest: _Rest, t: int, o: int) -> Considered:
+    def _considered(self, rest: _OtherTables, t: int, o: int) -> Considered:
         chosen = int(self.option[rest.row]) == o
         work, memory = rest.chosen() if chosen else rest.with_option(o)
         uses = rest.uses + self.instance.uses[rest.row, o]
@@ -321,7 +321,7 @@ class Explainer:
             max(0, int((memory - own.cap).max())),
         )
 
-    def _ruled_out(self, rest: _Rest, t: int, o: int) -> str:
+    def _ruled_out(self, rest: _OtherTables, t: int, o: int) -> str:
         option, topology = self.problem.options[o], self.request.topology
         for m in sorted(self.groups[rest.row], key=lambda m: m != t):
             key = self.names[m]
@@ -334,7 +334,7 @@ class Explainer:
         return ""
 
 
-class _Rest:
+class _OtherTables:
     """Load of all tables except one (or one group of co-located tables).
 
     row: number of the excluded table. work, memory: [R, S] work and [R, M] bytes of the others. uses: [F] number of

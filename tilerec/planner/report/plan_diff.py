@@ -61,8 +61,8 @@ class PlanDiff:
         rows = [
             (
                 f"{change.path}.{change.name}" if change.path else change.name,
-                _words(change.before, change.after),
-                _words(change.after, change.before),
+                _sharding_text(change.before, change.after),
+                _sharding_text(change.after, change.before),
                 bytes_text(change.moved * (change.after.element_bytes or 4))
                 if change.after is not None and _sizes(change.before) == _sizes(change.after)
                 else "",
@@ -90,7 +90,7 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
         one, other = before.get((path, name)), after.get((path, name))
         if one is None or other is None:
             changes.append(Change(path, name, one, other))
-        elif _marks(one) != _marks(other):
+        elif _compared_fields(one) != _compared_fields(other):
             alike = _sizes(one) is not None and _sizes(one) == _sizes(other)
             assert not alike or (one.tiling is not None and other.tiling is not None)
             moved = moved_cells(one.tiling, other.tiling) if alike else 0  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def _common(one: Sequence[Rectangle], other: Sequence[Rectangle]) -> int:
     return total
 
 
-def _marks(sharding: ParameterSharding) -> tuple[object, ...]:
+def _compared_fields(sharding: ParameterSharding) -> tuple[object, ...]:
     """Return the fields that are compared between plans."""
     return (sharding.tiling, sharding.kind, sharding.kernel, sharding.wire, sharding.data_type)
 
@@ -129,7 +129,7 @@ def _sizes(sharding: ParameterSharding | None) -> tuple[int, int] | None:
     return None if tiling is None else (tiling.rows, tiling.dim)
 
 
-def _words(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
+def _sharding_text(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
     """Return a sharding as text; table size, data type and wire only if they differ from the other plan."""
     if sharding is None:
         return "not there"

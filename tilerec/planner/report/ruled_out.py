@@ -59,9 +59,9 @@ def _type(
     if wanted:
         simpler = " or ".join(kind.value for kind in limits.types)
         return f"{wanted[0].value} reduces to {simpler} here: {_too_narrow(wanted, dim, given, topology)}"
-    said = given.sharding_types_said()
-    if said and not is_of(option, said, ranks, hosts):
-        return f"its sharding_types are {', '.join(kind.value for kind in said)}"
+    types = given.sharding_types_said()
+    if types and not is_of(option, types, ranks, hosts):
+        return f"its sharding_types are {', '.join(kind.value for kind in types)}"
     return f"its forbidden_types are {', '.join(map(_word, given.forbidden_types))}"
 
 

@@ -81,7 +81,7 @@ def what_ifs(
         if tried is None or number < tried:
             found.append(change.planned(request, step_ps, large))
         else:
-            found.append(replace(change.nothing, trouble=LEFT_OUT))
+            found.append(replace(change.without_plan, trouble=LEFT_OUT))
     return tuple(sorted(found, key=lambda one: (one.step_ps is None, -one.gain)))
 
 
@@ -93,7 +93,7 @@ class _Change:
     per_sample: bool = False
 
     @property
-    def nothing(self) -> WhatIf:
+    def without_plan(self) -> WhatIf:
         return WhatIf(self.what, self.how, None, 0.0, self.per_sample)
 
     def planned(self, request: PlanRequest, step_ps: int, on_device: bool) -> WhatIf:
@@ -101,16 +101,16 @@ class _Change:
             then = self.made()
             decision = decide(_on_device(then) if on_device else then)
         except ConfigError as error:
-            return replace(self.nothing, trouble=f"not possible: {error}")
+            return replace(self.without_plan, trouble=f"not possible: {error}")
         if decision.priced is None:
             where = "device memory alone" if on_device and then.may_offload() else "the memory there is"
-            return replace(self.nothing, trouble=f"no plan within {where}")
+            return replace(self.without_plan, trouble=f"no plan within {where}")
         cost = decision.priced.cost_ps
         samples = (then.batch_size * then.topology.world_size) / (
             request.batch_size * request.topology.world_size
         )
         gain = 1.0 - cost / samples / step_ps if step_ps else 0.0
-        return replace(self.nothing, step_ps=cost, gain=gain)
+        return replace(self.without_plan, step_ps=cost, gain=gain)
 
 
 def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
@@ -158,13 +158,16 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
             f"--{name} {cap / 2**30:g}GiB",
             lambda: varied(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
         )
-    bound = [key for key, limits in request.constraints.items() if _freed(limits) != limits]
+    bound = [key for key, limits in request.constraints.items() if _without_restrictions(limits) != limits]
     if bound:
         yield _Change(
             f"no constraints on the placement of {_tables(len(bound))}",
             "leave out sharding_types, ranks, hosts, max_ranks, with_table, min_partition and pins",
             lambda: replace(
-                request, constraints={key: _freed(limits) for key, limits in request.constraints.items()}
+                request,
+                constraints={
+                    key: _without_restrictions(limits) for key, limits in request.constraints.items()
+                },
             ),
         )
 
@@ -202,7 +205,7 @@ def _attached(request: PlanRequest) -> PlanRequest:
     return replace(request, tables=tables)
 
 
-def _freed(limits: ParameterConstraints) -> ParameterConstraints:
+def _without_restrictions(limits: ParameterConstraints) -> ParameterConstraints:
     return replace(
         limits, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
         min_partition=None, sharding=None,
