@@ -168,6 +168,7 @@ def _searched_or_quick(
 def _searched(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
+    """Build the problem, search for a solution, and price it."""
     problem = problem_of(request, pins, offload)
     instance, row = together(_with_restrictions(request, problem.instance), request.groups(pins))
     if not instance.tables:
@@ -377,6 +378,7 @@ def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
 
 
 def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
+    """Forbid uneven rows for tables that may be grid-sharded but not row-wise, as the rows of a grid are even."""
     rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
     grids = {
         key
