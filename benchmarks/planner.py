@@ -1,14 +1,18 @@
-"""The planner as a user meets it: from a model's configs to the plan's file. How long, how good, how much memory.
+"""Benchmark of the planner from a model's configs to the plan's file: time, gap to the bound, and memory.
 
     python benchmarks/planner.py [--cases NAME ...] [--repeat 3] [--peer PYTHON] [--peer-limit 120] [--curve FILE.svg]
 
-Times run from the built module (on meta; beyond 2,500 tables from its configs) to the written plan file, each
-case in a fresh process, imports not counted; the least of `--repeat`. Memory is what the process grew by. The gap is to
-the bound on the same objective. `--peer` is a Python with TorchRec 1.8.0: it plans the same tables on the same topology
-with its defaults, in a process of its own that is stopped after `--peer-limit` seconds. Both plans are then priced by
-this library's cost model; `planner_against.py` compares the two on random tables. `--curve` draws time against tables,
-100 to 100,000, with the exponent, and TorchRec's for up to 50 if `--peer` is given. The
-picture in the documentation is
+- Time: from the built module to the written plan file, without imports; the least of `--repeat` runs. The module is on
+  meta; above 2,500 tables, time starts from its configs. Each case runs in a fresh process.
+- Memory: the growth of the process.
+- Gap: to the bound on the same objective.
+
+`--peer` is a Python with TorchRec 1.8.0. It plans the same tables on the same topology with its defaults, in a separate
+process that is stopped after `--peer-limit` seconds. This library's cost model then prices both plans.
+`planner_against.py` compares the two planners on random tables.
+
+`--curve` draws time against tables, 100 to 100,000, with the exponent; with `--peer` also TorchRec's time for up to 50
+tables. The picture in the documentation is made by
 
     python benchmarks/planner.py --cases --peer PYTHON --curve docs/img/planner-time.svg
 """
@@ -104,7 +108,7 @@ def one(case: Case, repeat: int, keep: Path | None) -> dict[str, Any]:
 
 
 def in_process(name: str, repeat: int, keep: Path) -> dict[str, Any]:
-    """`one`, in a process of its own."""
+    """Run `one` in a separate process."""
     command = [sys.executable, __file__, "--one", name, "--repeat", str(repeat), "--keep", str(keep)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -112,8 +116,8 @@ def in_process(name: str, repeat: int, keep: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def told(case: Case) -> dict[str, Any]:
-    """A case as `planner_peer.py` reads it."""
+def case_json(case: Case) -> dict[str, Any]:
+    """Return a case in the JSON format of `planner_peer.py`."""
     topology = case.topology()
     return {
         "tables": [
@@ -127,15 +131,15 @@ def told(case: Case) -> dict[str, Any]:
 
 
 def by_peer(python: str, case: Case, limit: float) -> dict[str, Any]:
-    """TorchRec's plan of the same tables, its seconds and its rating; or an "error"."""
-    return ask_peer(python, [{"case": told(case), "search": True, "plans": {}}], limit)[0]
+    """Return TorchRec's plan of the same tables, its seconds and its rating; or an "error"."""
+    return ask_peer(python, [{"case": case_json(case), "search": True, "plans": {}}], limit)[0]
 
 
-def ask_peer(python: str, asked: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
-    """The answers of `planner_peer.py`; or one with an "error"."""
+def ask_peer(python: str, requests: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+    """Run `planner_peer.py` and return its answers; or one answer with an "error"."""
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder) / "asked.json", Path(folder) / "found.json"
-        source.write_text(json.dumps(asked))
+        source, out = Path(folder) / "requests.json", Path(folder) / "found.json"
+        source.write_text(json.dumps(requests))
         command = [python, str(HERE / "planner_peer.py"), str(source), str(out)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
@@ -147,7 +151,7 @@ def ask_peer(python: str, asked: list[dict[str, Any]], limit: float) -> list[dic
 
 
 def priced(case: Case, plan: ShardingPlan) -> float:
-    """Milliseconds of a step of a whole plan, by this library's cost model, tiling by tiling."""
+    """Return the milliseconds of a step of a plan, by this library's cost model."""
     return 1e3 * planner_of(case, case.topology()).price(configs_of(case), plan, SHARDERS).seconds
 
 
@@ -163,8 +167,8 @@ def plan_of_peer(case: Case, shards: dict[str, Any], topology: Topology) -> Shar
     return ShardingPlan({"": part}, topology.world_size, topology.host_ranks)
 
 
-def as_told(plan: ShardingPlan) -> dict[str, Any]:
-    """A plan as the peer reads it."""
+def plan_json(plan: ShardingPlan) -> dict[str, Any]:
+    """Return a plan in the JSON format of `planner_peer.py`."""
     rows = {}
     for _, name, sharding in plan.tables():
         assert sharding.tiling is not None
@@ -213,7 +217,7 @@ def main() -> None:
 
 
 def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
-    """TorchRec's columns of a line."""
+    """Return TorchRec's columns of an output line."""
     theirs = by_peer(given.peer, case, given.peer_limit)
     if "error" in theirs:
         return f" {theirs['error']:>10}"
@@ -225,7 +229,7 @@ def against(given: argparse.Namespace, case: Case, own: ShardingPlan) -> str:
 
 
 def curve(given: argparse.Namespace) -> None:
-    """Seconds against tables on 64 ranks, with the exponents of the best power laws, and a picture of it."""
+    """Print and draw seconds against tables on 64 ranks, with the exponents of fitted power laws."""
     own: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
     for count in CURVE:
@@ -258,14 +262,14 @@ def curve(given: argparse.Namespace) -> None:
 
 
 def growth(points: list[tuple[float, float]]) -> str:
-    """The exponents of the best power laws, over all points and over those where tables are many."""
+    """Return the exponents of fitted power laws, over all points and over those with at least `MANY` tables."""
     many = [point for point in points if point[0] >= MANY]
     last = f", from {MANY:,} on ^ {exponent(many):.2f}" if len(many) > 1 else ""
     return f": tables ^ {exponent(points):.2f}{last}"
 
 
 def of_curve(tables: int) -> Case:
-    """A point of the curve: half of the memory is taken."""
+    """Return the case of one point of the curve. The tables fill half of the memory."""
     return lognormal(tables, 64, fill=0.5)
 
 

@@ -1,21 +1,21 @@
-"""This search against TorchRec's planner on random tables: each plan priced by both cost models.
+"""Comparison of this planner with TorchRec's on random tables: both cost models price each plan.
 
     python benchmarks/planner_against.py PYTHON [--sets 14] [--tables 10 100] [--limit 300] [--keep FOLDER]
 
 PYTHON has TorchRec 1.8.0. It plans each set with its defaults; this search plans it restricted to tilings that TorchRec
 can express (even rows over all ranks or over a host's, columns no narrower than its 128, no grids), three times:
 
-    own   for this library's runtime, by the cost model as it stands. Both plans are priced by that model ("here"), and
-          both by TorchRec's estimator ("there").
-    its   for the machine and the runtime that TorchRec's estimator describes: bandwidths and no fixed charges, and row
-          splits that send a row for every bag
-          (here only for bags that have an id there). Priced by TorchRec's estimator.
-    prices  by TorchRec's estimator itself: its options at its prices, and its objective, the slowest rank's sum. What
-          the search alone is worth. Priced by TorchRec's estimator.
+    own     for this library's runtime and cost model. Both plans are priced by this cost model ("here"), and by
+            TorchRec's estimator ("there").
+    its     for the machine and the runtime of TorchRec's estimator: bandwidths without fixed costs, and row splits that
+            send a row for every bag (this library's send rows only for bags with an id in the piece). Priced by
+            TorchRec's estimator.
+    prices  for TorchRec's options at its estimator's prices, and its objective, the slowest rank's sum. This measures
+            the search alone. Priced by TorchRec's estimator.
 
-TorchRec's estimator charges its own runtime: a plan that is fast because this library's row splits send less is slow
-there, and says nothing about the search. "its" is the comparison of like with like; none of its numbers are taken over.
-A ratio below 1 is a faster step of ours. `--keep` keeps TorchRec's plans, which take most of the time.
+TorchRec's estimator models its own runtime. A plan that is fast because this library's row splits send less is slow
+there, which is no statement about the search. "its" compares like with like; it uses no numbers of the estimator.
+A ratio below 1 is a faster step of this planner. `--keep` stores TorchRec's plans, which take most of the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner import SHARDERS, as_told, ask_peer, by_peer, configs_of, plan_of_peer, planner_of, priced, told
+from planner import (
+    SHARDERS,
+    ask_peer,
+    by_peer,
+    case_json,
+    configs_of,
+    plan_json,
+    plan_of_peer,
+    planner_of,
+    priced,
+)
 from planner_cases import Case, lognormal
 
 from tilerec.planner.cost.default_speeds import default_speeds
@@ -51,7 +61,7 @@ CHARGES = ("call", "call_peer", "step", "part", "replica", "row_sum")
 
 
 class EveryBag(Workload):
-    """Tables of a runtime whose row splits send a row for each bag, whether or not it has an id there."""
+    """Tables of a runtime whose row splits send a row for each bag, including bags without an id in the piece."""
 
     def present(self, share: Any, tables: Ints | None = None) -> tuple[Floats, Floats, Floats]:
         _, ids, _ = super().present(share, tables)
@@ -60,15 +70,15 @@ class EveryBag(Workload):
 
 
 def bare(topology: Topology) -> Topology:
-    """A topology that knows bandwidths only."""
+    """Return the topology with bandwidths only, without fixed costs."""
     return replace(topology, speeds=replace(default_speeds(topology), **dict.fromkeys(CHARGES, 0.0)))
 
 
 def searched(case: Case, *, own: bool) -> ShardingPlan:
-    """The search's plan of tilings that TorchRec has.
+    """Return this planner's plan, restricted to tilings that TorchRec can express.
 
     Args:
-        own: for this library's runtime; otherwise for the machine and runtime of TorchRec's estimator.
+        own: plan for this library's runtime; if False, for the machine and runtime of TorchRec's estimator.
     """
     topology = case.topology() if own else bare(case.topology())
     request = planner_of(case, topology).request(configs_of(case), SHARDERS)
@@ -91,15 +101,15 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
 
 
 def at_prices(case: Case, options: list[dict[str, Any]]) -> dict[str, Any]:
-    """The search's plan at TorchRec's prices, as the peer reads plans.
+    """Return this planner's plan at TorchRec's prices, in the JSON format of `planner_peer.py`.
 
     Args:
-        options: of all tables, as the peer lists them.
+        options: options of all tables, as listed by `planner_peer.py`.
     """
     topology = case.topology()
     ranks, names = topology.world_size, [c.name for c in configs_of(case)]
     known = {(o["name"], o["type"]): o["shards"] for o in options}
-    # Sharding types, and on how many ranks each of their pieces lies; 0: as many pieces as there are shards.
+    # Sharding types, and the number of ranks of each piece; 0: one piece per shard.
     widths = {"table_wise": 0, "column_wise": 0, "data_parallel": ranks, "row_wise": ranks}
     if topology.host_count > 1:
         widths["table_row_wise"] = len(topology.ranks_of(0))
@@ -139,14 +149,14 @@ def at_prices(case: Case, options: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sets(count: int, least: int, most: int) -> list[tuple[int, int, int]]:
-    """Tables, ranks and seed of each random set."""
+    """Yield tables, ranks and seed of each random set."""
     rng = np.random.default_rng(11)
     sizes = np.exp(rng.uniform(math.log(least), math.log(most), count))
     return [(round(size), (8, 16)[i % 2], 100 + i) for i, size in enumerate(sizes.tolist())]
 
 
 def peer_plan(python: str, case: Case, limit: float, kept: Path | None) -> dict[str, Any]:
-    """TorchRec's plan, from `kept` if it is there."""
+    """Return TorchRec's plan, from the file `kept` if it exists."""
     if kept is not None and kept.is_file():
         return dict(json.loads(kept.read_text()))
     found = by_peer(python, case, limit)
@@ -156,7 +166,7 @@ def peer_plan(python: str, case: Case, limit: float, kept: Path | None) -> dict[
 
 
 def kinds(tables: dict[str, Any]) -> str:
-    """How many tables are of each sharding type, by initials."""
+    """Return the number of tables of each sharding type as text, types as initials."""
     types = [row["type"] for row in tables.values()]
     short = {kind: "".join(word[0] for word in kind.split("_")).upper() for kind in types}
     return " ".join(f"{types.count(kind)} {short[kind]}" for kind in sorted(set(types)))
@@ -173,7 +183,7 @@ def main() -> None:
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = []
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
     lines: list[tuple[str, float]] = []
     for tables, ranks, seed in sets(given.sets, *given.tables):
         case = lognormal(tables, ranks, seed)
@@ -186,24 +196,24 @@ def main() -> None:
         began = time.perf_counter()
         own = searched(case, own=True)
         line += f" {time.perf_counter() - began:>6.2f} s {theirs['seconds']:>7.2f} s |"
-        plans = {"": theirs["plan"], "own": as_told(own), "its": as_told(searched(case, own=False))}
+        plans = {"": theirs["plan"], "own": plan_json(own), "its": plan_json(searched(case, own=False))}
         converted = plan_of_peer(case, theirs["plan"], case.topology())
         lines.append((line, priced(case, own) / priced(case, converted)))
-        asked.append({"case": told(case), "search": False, "plans": plans, "options": True})
+        requests.append({"case": case_json(case), "search": False, "plans": plans, "options": True})
         cases.append(case)
-    found = ask_peer(given.python, [{**one, "plans": {}} for one in asked], given.limit)
+    found = ask_peer(given.python, [{**one, "plans": {}} for one in requests], given.limit)
     if not lines or "error" in found[0]:
         raise SystemExit(found[0]["error"] if found else "nothing to compare")
-    for case, one, answer in zip(cases, asked, found, strict=True):
+    for case, one, answer in zip(cases, requests, found, strict=True):
         one["options"] = False
         one["plans"]["prices"] = at_prices(case, answer["options"])
-    found = ask_peer(given.python, asked, given.limit)
+    found = ask_peer(given.python, requests, given.limit)
     print(
         "tables ranks |     ours  TorchRec |  own: here   there | its: there | prices: there | "
         "tables by type: own | its | prices | TorchRec"
     )
     ratios = []
-    for (line, here), one, answer in zip(lines, asked, found, strict=True):
+    for (line, here), one, answer in zip(lines, requests, found, strict=True):
         rated = answer["ratings"]
         ratios.append((here, *(rated[name] / rated[""] for name in ("own", "its", "prices"))))
         types = " | ".join(kinds(one["plans"][name]) for name in ("own", "its", "prices", ""))

@@ -1,9 +1,9 @@
-"""The planner's test cases: tables, what reads them, and the machines they go to. `planner_search.py` solves them.
+"""Benchmark cases of the planner: tables, the features that read them, and machines. `planner_search.py` solves them.
 
-Criteo: the 26 categorical features of the 1 TB click logs as MLPerf's DLRM benchmark has them, ids capped at 40 M.
+Criteo: the 26 categorical features of the 1 TB click logs as in MLPerf's DLRM benchmark, ids capped at 40 M.
 Merlin: the six synthetic models of NVIDIA Merlin's distributed-embeddings (examples/benchmarks/synthetic_models,
-"config v3": table counts, rows, columns, ids per bag, and the global batch of 65,536 are theirs; totals agree with the
-published 4.2, 26.3, 206.2, 773.8, 3,109.5 and 22,327.4 GiB). Log-normal: rows and ids per bag drawn so, fixed seeds.
+"config v3"), with their table counts, rows, columns, ids per bag, and global batch of 65,536. The totals agree with the
+published 4.2, 26.3, 206.2, 773.8, 3,109.5 and 22,327.4 GiB. Log-normal: random rows and ids per bag, with fixed seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CRITEO = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
     11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
 )  # fmt: skip
-# Of each kind of table: how many, rows, columns, whether a second feature reads it too, with `MERLIN_HOT` ids per bag.
+# For each kind of table: count, rows, columns, and whether a second feature with `MERLIN_HOT` ids per bag reads it.
 MERLIN = {
     "tiny": (
         (1, 10_000, 8, True), (1, 1_000_000, 16, True), (1, 25_000_000, 16, True), (1, 25_000_000, 16, False),
@@ -64,12 +64,15 @@ MERLIN_RANKS = {"tiny": 8, "small": 8, "medium": 8, "large": 32, "jumbo": 128, "
 
 @dataclass(frozen=True)
 class Case:
-    """Tables on machines.
+    """Tables, and the machines for them.
 
     Args:
-        rows, dims: of each table. bags: of each table, for each feature that reads it, ids per bag.
-        batch: samples per rank. cap: bytes of a rank. fill: if given, caps are such that this share of what is free
-            would be taken if every table were held once, in the option that takes least.
+        rows, dims: rows and columns of each table.
+        bags: ids per bag, for each table and each feature that reads it.
+        batch: samples per rank.
+        cap: bytes per rank.
+        fill: if given, sets the caps. Tables in one copy, with their smallest options, then fill this share of the free
+            memory.
     """
 
     rows: tuple[int, ...]
@@ -82,7 +85,7 @@ class Case:
     fill: float | None = None
 
     def tables(self) -> list[TableWork]:
-        """The tables, with row-wise Adagrad."""
+        """Return the tables, with row-wise Adagrad."""
         optimizer = RowWiseAdagrad(lr=0.1)
         batch = float(self.batch)
         return [
@@ -93,7 +96,7 @@ class Case:
         ]
 
     def topology(self) -> Topology:
-        """The machines."""
+        """Return the topology."""
         per_host = min(self.per_host, self.ranks)
         if self.fill is None:
             return Topology(self.ranks, "cuda", hbm_cap=self.cap, local_world_size=per_host)
@@ -105,12 +108,12 @@ class Case:
         return replace(self, cap=cap, fill=None).topology()
 
     def build(self) -> Problem:
-        """What the search is given."""
+        """Return the problem for the search."""
         return build(self.tables(), self.topology())
 
 
 def many_small() -> Case:
-    """500 tables of up to 1,000 rows and 4, 8 or 16 columns."""
+    """Return 500 tables of up to 1,000 rows and 4, 8 or 16 columns."""
     rng = np.random.default_rng(0)
     rows = rng.integers(2, 1000, 500)
     return Case(
@@ -119,12 +122,12 @@ def many_small() -> Case:
 
 
 def criteo(ranks: int) -> Case:
-    """26 tables of 128 columns, one id per bag."""
+    """Return 26 tables of 128 columns, with one id per bag."""
     return Case(CRITEO, (128,) * 26, ((1.0,),) * 26, ranks, cap=32 * GIB)
 
 
 def lognormal(tables: int, ranks: int, seed: int = 0, fill: float | None = None) -> Case:
-    """Rows around 60,000 (10 to 500 M), 16 to 256 columns, 1 to 200 ids per bag."""
+    """Return tables of about 60,000 rows (10 to 500 M), 16 to 256 columns, and 1 to 200 ids per bag."""
     rng = np.random.default_rng(seed)
     rows = np.clip(np.exp(rng.normal(11, 2.6, tables)), 10, 5e8).astype(np.int64)
     dims = rng.choice([16, 32, 64, 128, 256], tables, p=[0.15, 0.2, 0.35, 0.2, 0.1])
@@ -140,7 +143,7 @@ def lognormal(tables: int, ranks: int, seed: int = 0, fill: float | None = None)
 
 
 def merlin(size: str) -> Case:
-    """A synthetic model of NVIDIA Merlin's, on ranks of 80 GiB."""
+    """Return a synthetic model of NVIDIA Merlin, on ranks of 80 GiB."""
     rows: list[int] = []
     dims: list[int] = []
     bags: list[tuple[float, ...]] = []

@@ -1,11 +1,11 @@
-"""Does the planner keep its word? Random instances, each checked against a price computed a second time.
+"""Checks of the planner on random instances, against an independent implementation of the price.
 
     python benchmarks/planner_check.py [--count 500] [--seed 0] [--kind NAME ...] [--check NAME ...]
 
-CHECKS lists what must hold. Instances of the kinds "small", "small_plain" and "infeasible" are also compared with all
-arrangements: every option of every table on every combination of ranks. The own price (`planner_check_price.py`) shares
-no code with the planner's. Violations are counted by check, and the simplest are listed with the command that runs
-each alone. The exit status is 1 if there are any.
+CHECKS lists the checked properties. Instances of the kinds "small", "small_plain" and "infeasible" are also compared
+with all arrangements: every option of every table on every combination of ranks. The independent price
+(`planner_check_price.py`) shares no code with the planner's. The script counts violations by check, and lists the
+simplest ones with commands that run them alone. The exit status is 1 if there are violations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SMALL = 64  # tables x ranks of cases that are planned again in other ways
 
 @dataclass(frozen=True)
 class Violation:
-    """factor: how far off, as a part of the right number (0 where there is no number)."""
+    """A failed check. factor: error relative to the correct number; 0 if the check has no number."""
 
     check: str
     case: Case
@@ -61,8 +61,9 @@ class Result:
 
     Args:
         outcome: "planned", "no plan" or "refused" (the request contradicts itself).
-        above: how far the plan is above the best of all arrangements, as a part of it. above_walk: above the end of a
-            walk downhill from it. gap: above the bound. By the own price; None where there is no such number.
+        above: relative distance of the plan above the best arrangement, by the independent price; None if unknown.
+        above_walk: relative distance above the end of a downhill walk from the plan; None if unknown.
+        gap: relative distance above the bound; None if unknown.
     """
 
     case: Case
@@ -77,20 +78,20 @@ class Result:
 
 
 def check_cover(case: Case, planned: Planned) -> Iterator[Violation]:
-    """Every cell of each table lies exactly once (or as copies), on ranks of the world, as constraints allow."""
+    """Check that tiles cover each table exactly once, on ranks of the world, as constraints allow."""
     for text in wrong_cover(planned):
         yield Violation("cover", case, text)
 
 
 def check_memory(case: Case, planned: Planned) -> Iterator[Violation]:
-    """Own bytes and reserved ones are within the cap of every rank, in both memories."""
+    """Check that computed and reserved bytes are within the cap of every rank, in both memories."""
     found = over_cap(planned)
     if found is not None:
         yield Violation("memory", case, *found)
 
 
 def check_price(case: Case, planned: Planned) -> Iterator[Violation]:
-    """The planner's own `price` of the plan equals the own price."""
+    """Check that the planner's `price` of the plan equals the independent price."""
     assert planned.plan is not None
     priced, own = price_plan(planned.request, planned.plan), planned.price
     found = priced.price
@@ -110,7 +111,7 @@ def check_price(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_report(case: Case, planned: Planned) -> Iterator[Violation]:
-    """Seconds, stages and bytes of the report are those of the own price."""
+    """Check that seconds, stages and bytes of the report equal those of the independent price."""
     report, own = planned.report, planned.price
     if _differ(report.cost_s, own.seconds):
         text = f"the report has {report.cost_s:.9g} s, the own price {own.seconds:.9g} s"
@@ -119,7 +120,7 @@ def check_report(case: Case, planned: Planned) -> Iterator[Violation]:
     for s, stage in enumerate(report.stages):
         found, wanted = report.load_ps[:, s] / 1e12, own.stages.get(stage, np.zeros(planned.world.ranks))
         if s == 0:
-            # Collectives as such may be counted with the first stage.
+            # Fixed costs of collectives may be counted with the first stage.
             found = found - found.max() + wanted.max()
         off = float(np.abs(found - wanted).max())
         if off > worst:
@@ -138,7 +139,7 @@ def check_report(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_bound(case: Case, planned: Planned) -> Iterator[Violation]:
-    """The bound is not above the plan's price."""
+    """Check that the bound is not above the plan's price."""
     bound, own = planned.report.bound_s, planned.price.seconds
     if bound > own * (1.0 + CLOSE):
         text = f"the bound is {bound:.9g} s, and the plan takes {own:.9g} s"
@@ -154,7 +155,7 @@ _PLACEMENT = {
 
 
 def check_pins(case: Case, planned: Planned) -> Iterator[Violation]:
-    """The plan given back by hand is accepted as it is, at the same price."""
+    """Check that the plan, given as pins, results in the same plan at the same price."""
     constraints = {key: replace(limits, **_PLACEMENT) for key, limits in case.constraints.items()}
     try:
         again = case.planner(fixed=planned.plan, constraints=constraints).plan(list(case.tables))
@@ -178,14 +179,14 @@ def check_pins(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_order(case: Case, planned: Planned) -> Iterator[Violation]:
-    """The same tables in another order get the same plan."""
+    """Check that the same tables in another order get the same plan."""
     other = _plan_of(replace(planned.request, tables=planned.request.tables[::-1]))
     if other != (None if planned.plan is None else dict(planned.placed)):
         yield Violation("order", case, "the same tables in another order get another plan")
 
 
 def check_file(case: Case, planned: Planned) -> Iterator[Violation]:
-    """The plan and its report are the same after they were written and read."""
+    """Check that the plan and its report are unchanged after writing and reading."""
     assert planned.plan is not None
     read = ShardingPlan.from_json(json.loads(json.dumps(planned.plan.to_json())))
     if read != planned.plan:
@@ -196,7 +197,7 @@ def check_file(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_group(case: Case, planned: Planned) -> Iterator[Violation]:
-    """Ranks that are two sharding groups plan together what one group plans alone."""
+    """Check that the ranks of two sharding groups together get the same plan as one group alone."""
     planner, tables = case.planner(), list(case.tables)
     plans = run_virtual_ranks(
         2 * planned.world.ranks, lambda group: planner.collective_plan(tables, pg=group)
@@ -206,7 +207,7 @@ def check_group(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
-    """A varied request is the request of the varied case, and gets its plan."""
+    """Check that a varied request equals the request of the varied case, and gets its plan."""
     topology, cap = case.topology, "ddr_cap" if case.topology.compute_device == "cpu" else "hbm_cap"
     more = 2 * topology.memory_cap
     ways: list[tuple[dict[str, Any], Callable[[], Case]]] = [
@@ -239,7 +240,7 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_remedies(case: Case, planned: Planned) -> Iterator[Violation]:
-    """Each remedy of an answer without a plan gives a plan that covers its tables within memory."""
+    """Check that each remedy of a `PlannerError` gives a plan that covers its tables within memory."""
     assert planned.error is not None
     for remedy in planned.error.remedies:
         again = Planned(remedy.request)
@@ -248,7 +249,7 @@ def check_remedies(case: Case, planned: Planned) -> Iterator[Violation]:
             continue
         for text in wrong_cover(again):
             yield Violation("remedies", case, f"'{remedy.text}': {text}")
-        # The own price looks at every home of every part, so it is for few ranks.
+        # The independent price loops over every home of every part, which is slow for many ranks.
         over = over_cap(again) if again.world.ranks <= MANY else None
         if over is not None:
             yield Violation("remedies memory", case, f"'{remedy.text}': {over[0]}", over[1])
@@ -258,7 +259,7 @@ def check_remedies(case: Case, planned: Planned) -> Iterator[Violation]:
 
 
 def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violation]:
-    """The bound is not above the best of all arrangements; where there is no plan, none of them fits."""
+    """Check that the bound is not above the best arrangement; without a plan, that no arrangement fits."""
     if any(limits.with_table is not None for limits in planned.request.constraints.values()):
         return
     best = None
@@ -279,7 +280,7 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
     if best is None:
         return  # only uneven ranges of rows fit
     own, bound = planned.price.seconds, planned.report.bound_s
-    least = min(best[0], own)  # a plan may have uneven ranges of rows, which are not among the arrangements
+    least = min(best[0], own)  # a plan may have uneven ranges of rows, which the arrangements do not contain
     result.above = own / least - 1.0
     if bound > least * (1.0 + CLOSE):
         text = f"the bound is {bound:.9g} s, and the best of all arrangements takes {least:.9g} s"
@@ -287,7 +288,7 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
 
 
 def check_downhill(case: Case, planned: Planned, result: Result) -> Iterator[Violation]:
-    """The bound is not above an arrangement that a walk downhill from the plan finds."""
+    """Check that the bound is not above an arrangement found by a downhill walk from the plan."""
     constraints = planned.request.constraints.values()
     if any(limits.with_table is not None for limits in constraints):
         return
@@ -328,10 +329,10 @@ CHECKS: Mapping[str, str] = MappingProxyType(
 
 
 def check(case: Case, only: Sequence[str] = ()) -> Result:
-    """Plan a case and check it.
+    """Plan a case and run the checks.
 
     Args:
-        only: names of checks; () for all.
+        only: names of the checks to run; () for all.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -373,7 +374,7 @@ def _line(error: Exception) -> str:
 
 
 def _request(make: Callable[[], PlanRequest]) -> PlanRequest | str:
-    """A request, or the message of what refused it."""
+    """Return the request of a case, or the message of the error that building it raised."""
     try:
         return make()
     except ConfigError as error:
@@ -381,7 +382,7 @@ def _request(make: Callable[[], PlanRequest]) -> PlanRequest | str:
 
 
 def _plan_of(request: PlanRequest) -> Any:
-    """Shardings by table; None where there is no plan; the message of what refused the request."""
+    """Return shardings by table; None if there is no plan; the message if the request raised an error."""
     try:
         planned = Planned(request)
     except ConfigError as error:
@@ -390,7 +391,7 @@ def _plan_of(request: PlanRequest) -> Any:
 
 
 def _two_by_two(topology: Topology) -> Topology:
-    """Two hosts of two ranks, on machines like these."""
+    """Return a topology of two hosts of two ranks, with the speeds of the given one."""
     return replace(topology, world_size=4, local_world_size=2, hosts=[[0, 1], [2, 3]])
 
 
@@ -398,7 +399,7 @@ def _two_by_two(topology: Topology) -> Topology:
 
 
 def summary(results: Sequence[Result], show: int = 3) -> str:
-    """Counts by outcome and check, and the simplest violations of each check."""
+    """Return counts by outcome and check, and the simplest violations of each check."""
     outcomes = Counter(result.outcome for result in results)
     lines = [
         f"{len(results)} cases: " + ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))

@@ -1,4 +1,4 @@
-"""Arrangements beside the planner's: all of a small case and the best of them, or a walk downhill, by the own price."""
+"""Arrangements to compare with a plan, by the independent price: all of a small case, or a downhill walk."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FEW = 2  # combinations of ranks of each option, where not all are tried
 
 
 class Arrangements:
-    """Where each table may lie: the options that limits allow, on all combinations of ranks.
+    """The allowed placements of each table: the options that limits allow, on all combinations of ranks.
 
     Args:
-        offload: rows may lie in host memory where nothing is said about it.
-        some: draws a few combinations of ranks of each option instead of all.
+        offload: host memory may hold the rows of tables without constraints on the memory.
+        some: random generator that draws a few combinations of ranks per option; None: all combinations.
     """
 
     def __init__(self, planned: Planned, offload: bool = False, some: random.Random | None = None) -> None:
@@ -44,7 +44,7 @@ class Arrangements:
             given = request.constraints.get(table.key, ParameterConstraints())
             most, length = given.max_ranks or planned.world.ranks, given.ids_per_bag()
             several = [
-                # Ranges of rows on single ranks are not added up, even on ranks that share a host.
+                # Ranges of rows on single ranks are not summed inside a host, even on ranks that share one.
                 Placement(
                     tiling,
                     o.cached,
@@ -108,7 +108,7 @@ class Arrangements:
                     yield self._rows(table, sorted(host))
 
     def _combinations(self, ranks: Sequence[int], pieces: int) -> Iterator[tuple[int, ...]]:
-        """Different ranks where there are enough, else each as often as another or once more."""
+        """Yield ranks for the pieces: distinct if possible, else with numbers of pieces that differ by at most 1."""
         times, rest = divmod(pieces, len(ranks))
         if self.some is None:
             chosen: Iterable[Sequence[int]] = itertools.combinations(ranks, rest)
@@ -120,7 +120,7 @@ class Arrangements:
     def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
         sizes = None
         if table.ordered:
-            # Cut where share of ids + share of rows is 2 / k.
+            # Split where the share of ids + the share of rows is 2 / k.
             cuts = [0]
             for i in range(1, len(ranks)):
                 low, high = 0, table.rows
@@ -143,7 +143,7 @@ class Arrangements:
         return bool((memory <= np.array(self.topology.caps)).all())
 
     def best(self) -> tuple[float, tuple[Placement, ...]] | None:
-        """The least own price within memory, and the arrangement; None: none fits."""
+        """Return the least independent price within memory, and its arrangement; None if no arrangement fits."""
         pricing = self.planned.pricing
         each = [
             [(pricing.of_table(table, placed), placed) for placed in several]
@@ -167,7 +167,7 @@ class Arrangements:
         return found
 
     def downhill(self) -> float:
-        """The least own price on a walk from the plan: table by table, the best of the placements here."""
+        """Return the least independent price on a walk from the plan that improves one table after the other."""
         pricing, planned = self.planned.pricing, self.planned
         parts = [pricing.of_table(t, placement_of(planned.placed[t.key])) for t in pricing.tables]
         least = planned.price.seconds

@@ -1,4 +1,4 @@
-"""Random instances for `planner_check.py`: tables, machines, constraints, reservations; one kind stresses one thing.
+"""Random instances for `planner_check.py`: tables, machines, constraints, reservations; each kind stresses one aspect.
 
 The same kind and seed give the same case on every machine.
 """
@@ -54,7 +54,7 @@ SMALL = ([2], [3], [4], [1, 1], [2, 2], [1, 3], [1, 2])
 
 @dataclass(frozen=True)
 class Case:
-    """What a user gives to the planner."""
+    """Inputs of the planner."""
 
     kind: str
     seed: int
@@ -83,12 +83,12 @@ class Case:
 
     @property
     def once(self) -> str:
-        """The command that runs this case alone."""
+        """Return the command that runs this case alone."""
         return f"python benchmarks/planner_check.py --count 1 --seed {self.seed} --kind {self.kind}"
 
 
 def case_of(kind: str, seed: int) -> Case:
-    """The case of a kind and a seed."""
+    """Return the case of a kind and a seed."""
     return _Draw(kind, seed).case()
 
 
@@ -130,7 +130,7 @@ class _Draw:
         sizes = draw.choice(SMALL if self.small else UNEVEN if "uneven_hosts" in self.has else EVEN)
         ranks = list(range(sum(sizes)))
         if "groups2d" in self.has:
-            # A sharding group of some of a larger world's ranks: host after host, with fewer ranks on each.
+            # A sharding group inside a larger world: the same hosts, with fewer ranks on each.
             sizes = draw.choice(([1, 1], [2, 2], [2, 1], [4], [1, 1, 1, 1]))
             ranks = list(range(sum(sizes)))
             draw.shuffle(ranks)
@@ -149,7 +149,7 @@ class _Draw:
         return topology if nic is None else replace(topology, nic=nic)
 
     def speeds(self, topology: Topology) -> Speeds:
-        """The defaults, each number up to twice as large or half as small."""
+        """Return the default speeds, each multiplied by a random factor from 1/2 to 2."""
         draw, usual = self.random, speeds_of(topology)
         given: dict[str, Any] = {"cache": draw.choice((0, MIB, 32 * MIB, 1024 * MIB))}
         for name in PER_WIDTH:
@@ -161,7 +161,7 @@ class _Draw:
         return Speeds(**given)
 
     def with_caps(self, case: Case) -> Topology:
-        """Memory of each rank: roomy, tight, or too small."""
+        """Return the topology with random memory per rank: ample, tight, or too small."""
         draw, topology = self.random, case.topology
         tables = [table_of(t, case.constraints.get(t.key), case.batch_size) for t in case.tables]
         least = sum(t.weights(t.rows, t.dim) for t in tables) / topology.world_size
@@ -323,12 +323,12 @@ class _Draw:
             lambda: ParameterSharding("data_parallel", ranks=sorted(some)),
         ]
         if table.optimizer is None or not table.optimizer.partials:
-            # Sums over whole rows need column blocks that are cut at the same rows.
+            # Optimizers with sums over whole rows need the same row ranges in all column blocks.
             ways.append(lambda: ParameterSharding("explicit", tiling=self.tiling(table, ranks)))
         return draw.choice(ways)()
 
     def tiling(self, table: PlannedTable, ranks: int) -> Tiling:
-        """Blocks of columns, each cut into ranges of rows of its own, on any ranks; some are copies."""
+        """Return a random tiling: column blocks with separate row ranges, on any ranks, some replicated."""
         draw, tiles = self.random, []
         columns = sorted({0, table.dim, *(draw.randint(0, table.dim) for _ in range(2))})
         for c0, c1 in pairwise(columns):
@@ -340,7 +340,7 @@ class _Draw:
 
 
 def _buffers(table: Table, ranks: int) -> float:
-    """About the bytes of a step on a rank, beside weights."""
+    """Return the approximate bytes of a step on a rank, without weights."""
     bags = sum(f.bags for f in table.features)
     return 16.0 * bags * table.dim + 40.0 * table.ids + 8.0 * bags * table.dim * min(1.0, 8.0 / ranks)
 

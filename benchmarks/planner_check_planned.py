@@ -1,4 +1,4 @@
-"""What the planner made of a request, beside the own price of it; and what a plan may not do, whatever it costs."""
+"""The planner's result for a request with its independent price, and checks that every plan must satisfy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilerec.spec.topology import Topology
 
 
 class Planned:
-    """A request, what the planner made of it, and what that costs by the own price."""
+    """A request, the planner's result for it, and the independent price of the result."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.topology = request, request.topology
@@ -57,19 +57,19 @@ class Planned:
         return self.pricing.price({key: placement_of(sharding) for key, sharding in self.placed.items()})
 
     def is_cached(self, key: str) -> bool:
-        """Whether a table's rows lie in host memory behind a cache."""
+        """Return True if the table's rows are in host memory."""
         return self.placed[key].kernel in HOST_KERNELS
 
     @cached_property
     def reserved(self) -> list[int]:
-        """Bytes of each rank that tables may not have, in the memory that they lie in."""
+        """Reserved bytes of each rank, in the memory that holds tables."""
         own = self.request
         always = own.reserved + own.reserved_batches * own.input_bytes()
         return [always + int(np.ceil(cap * own.reserved_part)) for cap in self.topology.memory_caps]
 
 
 def placement_of(sharding: ParameterSharding) -> Placement:
-    """What the price needs of a table's sharding. Hosts add rows up unless it has one id per bag."""
+    """Return the placement of a sharding. Hosts sum rows before sending unless the table has one id per bag."""
     sums = sharding.ids_per_bag is None or sharding.ids_per_bag > 1
     return Placement(tiling_of(sharding), sharding.kernel in HOST_KERNELS, sums)
 
@@ -111,7 +111,7 @@ def wrong_cover(planned: Planned) -> Iterator[str]:
 
 
 def _wrong_kind(sharding: ParameterSharding, topology: Topology) -> Iterator[str]:
-    """Whether the sharding type is a name of the tiling."""
+    """Yield a violation if the sharding type does not match the tiling."""
     tiling, kind = tiling_of(sharding), sharding.kind
     owners = {tile.owners for tile in tiling.tiles()}
     one_host = len({topology.host_of(r) for r in tiling.ranks()}) == 1
@@ -172,7 +172,7 @@ def _against_constraints(
 
 
 def over_cap(planned: Planned) -> tuple[str, float] | None:
-    """The rank and memory that own and reserved bytes exceed most, and by which part of the cap; None: all fit."""
+    """Return the rank and memory most over the cap, and the excess as a part of the cap; None if all fit."""
     price, caps = planned.price, planned.topology.caps
     found: tuple[str, float] | None = None
     for rank in range(planned.world.ranks):

@@ -1,19 +1,19 @@
-"""The price of a plan, computed a second time: seconds by stage, bytes by rank and memory tier.
+"""An independent implementation of the price of a plan: seconds by stage, bytes by rank and memory tier.
 
-`planner_check.py` compares it with what the planner reports. It shares no code with the planner's cost model or search:
-it reads tables, tilings and topologies (`tilerec.spec`) and follows docs/planner-cost.md, table by table and rank by
-rank.
+`planner_check.py` compares it with the planner's report. It shares no code with the planner's cost model or search. It
+reads tables, tilings and topologies (`tilerec.spec`) and follows docs/planner-cost.md, with loops over tables and
+ranks.
 
-Nouns
-  part        rows [r0, r1) of a table on one set of owners: ids of a feature travel to a part
-  unit        a rectangle of a part: rows come back per unit
+Terms
+  part        rows [r0, r1) of a table on one set of owners; ids of a feature are sent to a part
+  unit        a rectangle of a part; rows are returned per unit
   home        the rank whose batch it is;  reader: the owner of a part that reads it for a home
-  exchange    a collective that carries bytes from ranks to ranks; EXCHANGES lists them
+  exchange    a collective that sends bytes between ranks; EXCHANGES lists them
 
-In each exchange a rank sends `a` bytes to ranks of its host and receives `b`: max(a link_out, b link_in) on full-duplex
-links, else the sum. Between hosts likewise, with network_out and network_in: of the rank's own bytes where each device
-has a network card, as a part of the stage; of the mean over its host's ranks where they share one, as a stage of its
-own.
+In each exchange a rank sends `a` bytes to ranks of its host and receives `b`. The time is max(a link_out, b link_in) on
+full-duplex links, else the sum. Between hosts, network_out and network_in take the place of link_out and link_in. If
+each device has a network card, the rank's own bytes count, as a part of the stage. If ranks of a host share a card, the
+mean over these ranks counts, as a separate stage.
 
 Legend: R ranks, U distinct rows, q share of a table's ids, L ids per bag.
 """
@@ -52,7 +52,7 @@ STAGE_OF = {
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 BAGS, ROWS, DENSE, BARE = range(4)  # forms in which replicas exchange gradients
 SORT_BYTES, CACHE_LINE_BYTES, CACHE_ROW_BYTES, CACHE_SET = 16, 17, 4, 32
-DEPTH = 1  # batches whose ids are on their way at once, beside the current one
+DEPTH = 1  # batches routed ahead, besides the current one
 OUT, IN = 0, 1
 
 
@@ -60,14 +60,17 @@ OUT, IN = 0, 1
 
 
 def missed(share: float, draws: float) -> float:
-    """Chance that none of `draws` ids falls on a `share` of the ids; 2.5 draws are 2 or 3, each half of the time."""
+    """Return the probability that none of `draws` ids is in a `share` of the ids.
+
+    Fractional draws interpolate: 2.5 draws are 2 or 3 with probability 1/2 each.
+    """
     whole = math.floor(draws)
     none = (1.0 if whole == 0 else 0.0) if share >= 1.0 else math.exp(whole * math.log1p(-share))
     return none * (1.0 - (draws - whole) * share)
 
 
 def _hit(share: float, draws: float) -> float:
-    """1 - `missed`, exact for tiny shares."""
+    """Return 1 - `missed`, without cancellation for tiny shares."""
     whole = math.floor(draws)
     if share >= 1.0:
         return 1.0 - missed(share, draws)
@@ -98,12 +101,12 @@ class Zipf:
         return math.fsum(min(max(row + 1.0 - low, 0.0), count) * share for low, count, share in self.buckets)
 
 
-# ------------------------------------------------------------------------------------------------ what is given
+# ------------------------------------------------------------------------------------------------ inputs
 
 
 @dataclass(frozen=True)
 class Feature:
-    """bags of one home in a step, ids per bag, and whether ids have weights."""
+    """A feature: bags of one home in a step, ids per bag, and whether ids have weights."""
 
     bags: float
     length: float
@@ -112,7 +115,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the price needs it: sizes in cells and bytes, and the features that read it."""
+    """A table: sizes in cells and bytes, and the features that read it."""
 
     key: str
     rows: int
@@ -139,7 +142,7 @@ class Table:
         return sum(f.bags * f.length for f in self.features)
 
     def distinct(self, ranks: float) -> float:
-        """U: expected distinct rows among the ids of the batches of so many ranks."""
+        """Return U, the expected number of distinct rows among the ids of the batches of `ranks` ranks."""
         if ranks not in self.known:
             draws = self.ids * ranks
             if self.zipf is not None:
@@ -149,18 +152,18 @@ class Table:
         return self.known[ranks]
 
     def share(self, r0: int, r1: int) -> float:
-        """Share of the table's ids that fall on rows [r0, r1)."""
+        """Return the share of the table's ids in rows [r0, r1)."""
         if self.ordered and (r0, r1) != (0, self.rows):
             assert self.zipf is not None
             return self.zipf.below(r1) - self.zipf.below(r0)
         return (r1 - r0) / self.rows
 
     def weights(self, rows: float, width: int) -> float:
-        """Bytes of a rectangle with its optimizer state, or its dense gradient."""
+        """Return the bytes of a rectangle with its optimizer state, or its dense gradient."""
         return rows * (width * (self.element + self.cell_state) + self.row_state)
 
     def misses(self, ranks: int) -> float:
-        """Rows of a step that a cache with LRU and `load_factor` rows does not hold."""
+        """Return the rows of a step that an LRU cache with `load_factor` lines per row misses."""
         lines, step = self.load_factor * self.rows, self.distinct(ranks)
         if self.distinct(ranks * 2.0**40) <= lines:
             return 0.0  # all rows that ever occur fit
@@ -178,7 +181,7 @@ class Table:
 
 
 def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_size: int) -> Table:
-    """What the price needs of one table, from its description and what its constraints say about its ids."""
+    """Return the `Table` for a planned table; its constraints supply facts about its ids."""
     given = limits or ParameterConstraints()
     count = max(1, len(planned.features))
 
@@ -224,7 +227,7 @@ def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_s
 
 
 def _load_factor(planned: PlannedTable, given: ParameterConstraints, pin: ParameterSharding | None) -> float:
-    """Cache lines per row, if the table is cached; 0 for rows in host memory without a cache."""
+    """Return the cache lines per row of a cached table; 0 for rows in host memory without a cache."""
     kernels = given.kernels_allowed() if pin is None else (pin.kernel,)
     caching, bare = EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.FUSED_UVM
     if bare in kernels and caching not in kernels:
@@ -252,7 +255,7 @@ class World:
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)
 
     def rate(self, name: str, width: float) -> float:
-        """Seconds of a row: linear between the measured widths, flat below the first, in proportion above the last."""
+        """Return seconds per row: linear between measured widths, constant below, proportional above them."""
         widths, rates = self.speeds.widths, getattr(self.speeds, name)
         if width <= widths[0]:
             return float(rates[0])
@@ -263,7 +266,7 @@ class World:
         return float(rates[i - 1] + (width - widths[i - 1]) * slope)
 
     def reader(self, owners: Sequence[int], home: int) -> int:
-        """The owner that reads for a home: itself, else one of its host, else any, by turns."""
+        """Return the owner that reads for a home: the home itself, else one on its host, else any, in turn."""
         if home in owners:
             return home
         near = [o for o in owners if self.host[o] == self.host[home]] or list(owners)
@@ -271,7 +274,7 @@ class World:
 
 
 def speeds_of(topology: Topology) -> Any:
-    """A topology's speeds, or the defaults made from its bandwidths."""
+    """Return the topology's speeds, or the defaults derived from its bandwidths."""
     if topology.speeds is not None:
         return topology.speeds
     cpu = topology.compute_device == "cpu"
@@ -295,14 +298,14 @@ def speeds_of(topology: Topology) -> Any:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------------------ prices
 
 
 class Placement(NamedTuple):
-    """Where a table lies.
+    """Placement of a table.
 
-    cached: its rows are in host memory, behind a cache. sums_in_hosts: rows of ranges that share a host are added up
-    there before they travel to other hosts.
+    cached: its rows are in host memory, behind a cache. sums_in_hosts: rows from ranges on one host are summed there
+    before they are sent to other hosts.
     """
 
     tiling: Tiling
@@ -312,10 +315,10 @@ class Placement(NamedTuple):
 
 @dataclass
 class Sums:
-    """What tables add up to.
+    """Sums over tables.
 
     local: [stage, R] seconds of work on a rank. near, far: [exchange, out or in, R] bytes within and between hosts.
-    memory: [R, 2] bytes. The others say which collectives there are.
+    memory: [R, 2] bytes. The other fields determine which collectives run.
     """
 
     local: Array
@@ -341,9 +344,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Price:
-    """stages: [R] seconds by stage. calls: seconds of collectives as such. memory: [R, 2] bytes (device, host).
+    """Price of a plan.
 
-    pieces: how many numbers of memory were added, each of which may be rounded up.
+    stages: [R] seconds by stage. calls: seconds of fixed costs of collectives. memory: [R, 2] bytes (device, host).
+    pieces: number of memory figures that were added, each of which may be rounded up.
     """
 
     stages: Mapping[str, Array]
@@ -366,11 +370,11 @@ class Pricing:
         touched = (
             sum(t.distinct(world.ranks) * t.dim * (t.element + t.cell_state) for t in tables) / world.ranks
         )
-        # The part of what a step touches that is still in a rank's processor cache in the next step.
+        # Part of the touched bytes that is still in a rank's processor cache in the next step.
         self.resident = min(1.0, world.speeds.cache / touched) if touched > 0 else 1.0
 
     def price(self, plan: Mapping[str, Placement]) -> Price:
-        """The price of a plan, by the tables' keys."""
+        """Return the price of a plan, given placements by the tables' keys."""
         total = self.nothing()
         wide = any(t.r1 - t.r0 >= 2**31 for placed in plan.values() for t in placed.tiling.tiles())
         for table in self.tables:
@@ -387,7 +391,7 @@ class Pricing:
     # -------------------------------------------------------------------------------------------- all tables
 
     def finished(self, total: Sums) -> Price:
-        """The price of all tables together."""
+        """Return the price of all tables together."""
         world, speeds = self.world, self.world.speeds
         near, far = total.near.copy(), total.far.copy()
         # Every rank sends every other one a number in the header.
@@ -418,12 +422,12 @@ class Pricing:
         return Price(stages, calls * world.call * self.collections, memory, total.pieces + 2)
 
     def _seconds(self, both: Array, out_rate: float, in_rate: float) -> Array:
-        """[R] seconds of one exchange: of the two directions the slower one if links are full duplex, else both."""
+        """Return [R] seconds of one exchange: the slower direction if links are full duplex, else the sum of both."""
         out, into = both[OUT] * out_rate, both[IN] * in_rate
         return np.maximum(out, into) if self.world.speeds.duplex else out + into
 
     def _mean_of_hosts(self, both: Array) -> Array:
-        """The ranks of a host share its network card."""
+        """Return the means over the ranks of each host, which share its network card."""
         host, found = self.world.host, np.zeros_like(both)
         for rank in range(self.world.ranks):
             same = [r for r in range(self.world.ranks) if host[r] == host[rank]]
@@ -433,7 +437,7 @@ class Pricing:
     # -------------------------------------------------------------------------------------------- one table
 
     def of_table(self, table: Table, placed: Placement, id_bytes: float = 4.0) -> Sums:
-        """What one table adds."""
+        """Return the sums of one table."""
         return _OfTable(self, table, placed, id_bytes).result()
 
 
@@ -463,7 +467,7 @@ class _OfTable:
         return found
 
     def _send(self, exchange: str, source: int, target: int, count: float) -> None:
-        """`count` bytes from a rank to another."""
+        """Add `count` bytes from one rank to another."""
         if source == target:
             return
         x = EXCHANGES.index(exchange)
@@ -481,7 +485,10 @@ class _OfTable:
     # ---------------------------------------------------------------------------------------- a feature's ids and rows
 
     def _routes(self) -> list[list[tuple[int, int, tuple[int, ...]]]]:
-        """Parts by route: column blocks with other cuts or owners need a route of their own, for parts not yet fed."""
+        """Return parts by route.
+
+        Column blocks with other row ranges or owners need a separate route for the parts that no earlier route feeds.
+        """
         routes, fed, seen = [], set(), set()
         for block in self.tiling.blocks:
             if (block.cuts, block.owners) in seen:
@@ -511,14 +518,14 @@ class _OfTable:
             self._merge(feature, host, group)
 
     def _part(self, feature: Feature, part: tuple[int, int, tuple[int, ...]], merged: bool) -> None:
-        """Ids of every home to the part, rows back, gradients there."""
+        """Add ids from every home to the part, rows back, and gradients to the part."""
         world, speeds, table = self.world, self.speeds, self.table
         r0, r1, owners = part
         units = self.units[part]
         width = sum(u.c1 - u.c0 for u in units)
         q = table.share(r0, r1)
         bags, ids = feature.bags * _hit(q, feature.length), feature.bags * feature.length * q
-        lengths = bags if ids - bags > 0.5 else 0.0  # where each bag has one id, lengths need not travel
+        lengths = bags if ids - bags > 0.5 else 0.0  # if each bag has one id, lengths are not sent
         payload = ids * (self.id_bytes + self.wide * feature.weighted) + 4.0 * lengths
         forward, backward = (self._bytes_of_row(wire, units) for wire in (table.forward, table.backward))
         element = table.element
@@ -533,7 +540,7 @@ class _OfTable:
                 self._send("rows", owner, home, bags * forward)
                 self._send("gradients", home, owner, bags * backward)
                 self._work("gradients", home, bags * (world.rate("place", width) + world.rate("pick", width)))
-            # What the owner does for this home. Rows that come from memory are added in `_rectangles`.
+            # Work of the owner for this home. Rows read from memory are added in `_rectangles`.
             for unit in units:
                 own = unit.c1 - unit.c0
                 self._work("lookup", owner, ids * world.rate("lookup_near", own * element / 4.0))
@@ -541,7 +548,7 @@ class _OfTable:
             self._work("lookup", owner, payload * speeds.copy)
             self._work("ids", owner, speeds.part)
             self._hold(owner, payload * (1 + DEPTH) + bags * width * self.wide + ids * SORT_BYTES)
-            # And the home itself.
+            # Work of the home.
             self._work("ids", home, 2.0 * payload * speeds.copy + speeds.part)
             self._hold(home, bags * width * self.wide + payload * (1 + DEPTH))
 
@@ -550,7 +557,7 @@ class _OfTable:
     def _groups(
         self, route: Sequence[tuple[int, int, tuple[int, ...]]]
     ) -> list[tuple[int, list[tuple[int, int, tuple[int, ...]]]]]:
-        """(host, parts) whose rows are added up there before they travel to other hosts."""
+        """Return (host, parts) for parts whose rows are summed on the host before they are sent to other hosts."""
         if not (self.world.several and self.sums_in_hosts and self.table.pooled):
             return []
         found: defaultdict[Any, list[Any]] = defaultdict(list)
@@ -572,7 +579,9 @@ class _OfTable:
         owners = sorted({part[2][0] for part in group})
         place, pick = world.rate("place", width), world.rate("pick", width)
         elsewhere = [home for home in self.everyone if world.host[home] != host]
-        for turn, home in enumerate(elsewhere):  # to others of the host, rows come as they are: `_part`
+        for turn, home in enumerate(
+            elsewhere
+        ):  # to ranks of the same host, rows are sent without sums: `_part`
             proxy = owners[turn % len(owners)]
             self._send("header", home, proxy, 4.0 * (1 + len(group)))
             self._send("ids", home, proxy, positions)
@@ -588,7 +597,7 @@ class _OfTable:
     # ---------------------------------------------------------------------------------------- rectangles and updates
 
     def _update(self, ids: float, bags: float, distinct: float, width: int) -> float:
-        """Sort ids, add the gradients of bags, change each distinct row and its state."""
+        """Add the update: sort ids, sum the gradients of bags, change each distinct row and its state."""
         world, table = self.world, self.table
         row = width * (table.element + (table.cell_state if table.attached else 0)) / 4.0
         far = distinct * (1.0 - self.pricing.resident)
@@ -601,7 +610,7 @@ class _OfTable:
         )
 
     def _rectangles(self) -> None:
-        """Rows that come from memory, updates, weights and state."""
+        """Add rows read from memory, updates, weights and state."""
         world, table = self.world, self.table
         twice = table.distinct(2 * world.ranks)
         again = (2.0 * self.every - twice) / max(self.every, 1e-9)  # read in the step before, too
@@ -631,7 +640,7 @@ class _OfTable:
                         self._hold(owner, table.weights(rows, width))
 
     def _behind_a_cache(self, owner: int, rows: int, share: float, width: int) -> None:
-        """Rows in host memory, lines on the device; rows that the cache misses come, and as many go back."""
+        """Add host memory for rows, device memory for lines, and transfers: rows missed, and as many rows evicted."""
         table = self.table
         weights = table.weights(rows, width)
         self.found.memory[owner, 1] += weights
@@ -644,7 +653,7 @@ class _OfTable:
     # ---------------------------------------------------------------------------------------- copies
 
     def _form(self) -> int:
-        """How replicas exchange gradients: the form that sends least."""
+        """Return the form in which replicas exchange gradients: the one that sends the fewest bytes."""
         table, ranks = self.table, self.world.ranks
         if not table.attached:
             return BARE
@@ -659,7 +668,7 @@ class _OfTable:
         return BAGS if as_bags < as_rows and not weighted else ROWS
 
     def _replicas(self) -> None:
-        """Owners of copies send each other their gradients, and each applies those of all."""
+        """Add the exchange of gradients between owners of copies; each owner applies all gradients."""
         world, table, speeds, wide = self.world, self.table, self.speeds, self.wide
         copies = [tile for tile in self.tiling.tiles() if len(tile.owners) > 1]
         if not copies:
@@ -698,7 +707,7 @@ class _OfTable:
     # ---------------------------------------------------------------------------------------- column blocks
 
     def _row_sums(self) -> None:
-        """Column blocks of an optimizer that needs sums over whole rows send each other theirs."""
+        """Add the exchange of sums between column blocks, for optimizers that need sums over whole rows."""
         table, blocks = self.table, self.tiling.blocks
         if not table.phases or len({b.owners for b in blocks}) == 1:
             return
@@ -714,7 +723,7 @@ class _OfTable:
                     for other in others:
                         for s0, s1, peers in zip(other.cuts, other.cuts[1:], other.owners, strict=False):
                             rows = max(0, min(r1, s1) - max(r0, s0))
-                            # The one more number says whether the row is finite.
+                            # The additional number is the flag that the row is finite.
                             count = self.every * rows / table.rows * 4.0 * (table.sums + 1.0)
                             for peer in peers:
                                 self._send("row sums", owner, peer, count / len(peers))

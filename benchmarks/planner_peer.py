@@ -1,13 +1,16 @@
-"""TorchRec's planner on cases of `planner.py`: run by it, in an environment that has TorchRec.
+"""TorchRec's planner on cases of `planner.py`, which runs this script in an environment with TorchRec.
 
-    python planner_peer.py asked.json found.json
+    python planner_peer.py requests.json found.json
 
-`asked.json` is a list of {"case": tables and machines, "search": whether to plan, "plans": shards by name}, and
-`found.json` the list of answers: seconds and shards of TorchRec's own plan where it was asked for, a rating of every
-plan, and where "options" are asked for, what TorchRec could do with each table and what it thinks that costs.
+`requests.json` is a list of {"case": tables and machines, "search": whether to plan, "plans": shards by name,
+"options": whether to list options}. `found.json` is the list of answers, each with
 
-Written from TorchRec's public interface. Seconds run from the built module to the written plan. A rating is what its
-search goes by: `NoopPerfModel`, milliseconds of the slowest rank, where a rank's are the sum of its shards'.
+- the seconds and shards of TorchRec's own plan, if "search" is true;
+- a rating of every plan;
+- TorchRec's options for each table with their estimated costs, if "options" is true.
+
+The script uses TorchRec's public interface only. Seconds run from the built module to the written plan. A rating is the
+objective of TorchRec's search (`NoopPerfModel`): milliseconds of the slowest rank, summed over its shards.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Peer:
         self.sharders: Any = [EmbeddingBagCollectionSharder()]
 
     def plan(self) -> tuple[float, dict[str, Any]]:
-        """Seconds, and [row, column, rows, columns, rank] of each shard, by table."""
+        """Return the seconds of planning, and [row, column, rows, columns, rank] of each shard, by table."""
         from torchrec.distributed.planner import EmbeddingShardingPlanner
         from torchrec.distributed.planner.stats import NoopEmbeddingStats
         from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -86,7 +89,7 @@ class Peer:
         return time.perf_counter() - began, tables
 
     def _enumerated(self) -> tuple[Any, list[Any]]:
-        """TorchRec's enumerator and its options in device memory: replicas dense, everything else fused."""
+        """Return TorchRec's enumerator and its options in device memory: replicas dense, all others fused."""
         from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
         enumerator = EmbeddingEnumerator(
@@ -99,7 +102,7 @@ class Peer:
         ]
 
     def options(self) -> list[dict[str, Any]]:
-        """[row, column, rows, columns, milliseconds, bytes] of each shard of each option of each table."""
+        """Return [row, column, rows, columns, milliseconds, bytes] of each shard of each option of each table."""
         return [
             {
                 "name": option.name,
@@ -110,7 +113,7 @@ class Peer:
         ]
 
     def rate(self, tables: dict[str, Any]) -> float:
-        """A plan's rating: its shards are set on TorchRec's own options of the same sharding type."""
+        """Return the rating of a plan, by setting its shards on TorchRec's options of the same sharding types."""
         from torchrec.distributed.planner.perf_models import NoopPerfModel
         from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
         from torchrec.distributed.planner.types import Shard
@@ -135,12 +138,12 @@ class Peer:
 def main() -> None:
     warnings.filterwarnings("ignore")
     found = []
-    for asked in json.loads(Path(sys.argv[1]).read_text()):
-        peer, answer, plans = Peer(asked["case"]), {}, dict(asked["plans"])
-        if asked["search"]:
+    for request in json.loads(Path(sys.argv[1]).read_text()):
+        peer, answer, plans = Peer(request["case"]), {}, dict(request["plans"])
+        if request["search"]:
             answer["seconds"], answer["plan"] = peer.plan()
             plans[""] = answer["plan"]
-        if asked.get("options"):
+        if request.get("options"):
             answer["options"] = peer.options()
         answer["ratings"] = {name: peer.rate(tables) for name, tables in plans.items()}
         found.append(answer)

@@ -1,17 +1,18 @@
-"""Plans of this planner and of TorchRec's on random tables, judged by a plain roofline, and by this library's price.
+"""Plans of this planner and of TorchRec's on random tables, compared by a simple roofline and by this library's price.
 
     python benchmarks/planner_roofline.py PYTHON [--sets 12] [--tables 10 60] [--machine h100] [--limit 300]
 
 PYTHON has TorchRec 1.8.0. Both plan the same tables for the same machine (memory and link bandwidths of its data
-sheet), each with its defaults. The roofline knows nothing of either planner: per rank and direction,
+sheet), each with its defaults. The roofline is independent of both planners. Per rank and direction:
 
     seconds = bytes read and written in memory / its bandwidth
             + the longer of bytes sent and received inside the host / a link's bandwidth
             + the longer of bytes sent and received between hosts / a network card's bandwidth
 
-for the forward (rows read, pooled rows sent home) and the backward (the same way back, rows changed); a step takes what
-its slowest rank takes forward, and what its slowest takes backward. "every" has row splits send a row for every bag, as
-TorchRec's runtime does; "present" only for bags that have an id there. A ratio below 1 is a faster step of ours.
+The forward reads rows and sends pooled rows home; the backward sends gradients back and changes rows. The time of a
+step is the slowest rank's forward plus the slowest rank's backward. With "every", row splits send a row for every bag,
+as in TorchRec's runtime; with "present", only for bags with an id in the piece. A ratio below 1 means
+that this planner's step is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BYTES = 4.0  # of a cell
 
 
 class On(Case):
-    """A case on a machine that is known by name."""
+    """A case on one of the machines known by name."""
 
     machine = "h100"
 
@@ -42,7 +43,7 @@ class On(Case):
 
 
 def roofline(case: Case, plan: ShardingPlan, topology: Topology, *, present: bool) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     ranks = topology.world_size
     host = np.array([topology.host_of(rank) for rank in range(ranks)])
     memory, sent = np.zeros((2, ranks)), np.zeros((ranks, ranks))

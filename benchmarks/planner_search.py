@@ -1,16 +1,16 @@
-"""The planner's search: how long it takes, how far from its bound it ends, how much memory, and how it grows.
+"""Benchmark of the planner's search: time, gap to its bound, memory, and growth with the number of tables.
 
     python benchmarks/planner_search.py [--cases NAME ...] [--repeat 3]       the cases of planner_cases.py
     python benchmarks/planner_search.py --scaling [--csv FILE]               time against tables, and the exponent
     python benchmarks/planner_search.py --made-up                            instances of simpler costs
 
-Times are processor seconds of one process, the least of `--repeat` runs: making the tables' records, building the
-instance (`options.build`), the search (`solve`), and writing the plan (a checked tiling for each table). One case after
-another in a process of its own, so that the peak is that case's (with about 230 MiB of libraries).
+Times are processor seconds of one process, the least of `--repeat` runs. The parts are: making the tables' records,
+building the instance (`options.build`), the search (`solve`), and writing the plan (a checked tiling for each table).
+Each case runs in a separate process, so that the peak memory belongs to this case (with about 230 MiB of libraries).
 
 The made-up instances have simple formulas (bytes over bandwidth) with five stages: lookup and update at the owner, rows
-over the links inside a host, rows over the host's network link, combining at home; they vary what the library's own
-cost model (docs/planner-cost.md) does not: dense exchanges, uneven splits.
+over the links inside a host, rows over the host's network link, and combining at home. They vary parameters that the
+library's cost model (docs/planner-cost.md) does not: dense exchanges, uneven splits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = np.ndarray
 # Bytes per second.
 MEMORY = 2.0e12
 LINK = 200e9
-NETWORK = 25e9  # of a rank: a host's link is shared by its ranks
+NETWORK = 25e9  # per rank; the ranks of a host share its link
 PS = 1e12
 BATCH = 1024
 SPLITS = (2, 4, 8, 16)
@@ -54,9 +54,9 @@ def instance_of(
     batch: int = BATCH,
     dense: bool = False,
 ) -> Instance:
-    """Tables of `rows` × `dim` with `bag` ids per bag, cut in all the usual ways.
+    """Return an instance for tables of `rows` × `dim` with `bag` ids per bag, with all the usual options.
 
-    `dense`: each part of a row split sends every bag, as a reduce-scatter does, instead of those it has ids of.
+    `dense`: each piece of a row split sends every bag, as in a reduce-scatter; else only bags with an id in it.
     """
     hosts = max(ranks // per_host, 1)
     size = ranks // hosts
@@ -70,7 +70,7 @@ def instance_of(
         there: Array, width: int, pieces: int, ids: Array, bags: Array, d: Array, mem: Array, home_bags: Array,
         replicated: bool = False,
     ) -> None:  # fmt: skip
-        """`ids` and `bags` that a rank with a piece looks up and sends, of width `d`."""
+        """Add an option; a rank with a piece looks up `ids` and sends `bags`, of width `d`."""
         # A row takes at least 64 bytes' worth of time.
         lookup = ids * np.maximum(d * 4, 64) / MEMORY
         if replicated:
@@ -131,7 +131,7 @@ def instance_of(
 
 
 def fill_to(instance: Instance, share: float) -> Instance:
-    """With caps such that the tables, each in one copy, fill that share of them."""
+    """Return the instance with caps of which the tables, each in one copy, fill the given share."""
     held = instance.memory[:, :, 0] * instance.pieces * instance.width
     least = int(np.where(instance.there, held, held.max()).min(1).sum())
     return replace(instance, cap=np.full_like(instance.cap, int(least / share / instance.ranks)))
@@ -174,7 +174,7 @@ MADE_UP: dict[str, Callable[[], Instance]] = {
 
 
 def measured(name: str, case: Case, repeat: int, effort: int) -> dict[str, Any]:
-    """Seconds of every part, and what came out."""
+    """Return the seconds of every part, and figures of the result."""
     topology = case.topology()
     seconds: list[list[float]] = []
     for _ in range(repeat):
@@ -206,7 +206,7 @@ def measured(name: str, case: Case, repeat: int, effort: int) -> dict[str, Any]:
 
 
 def _alone(name: str, case: Case, repeat: int, effort: int) -> dict[str, Any]:
-    """`measured` in a process of its own."""
+    """Run `measured` in a separate process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measured, (name, case, repeat, effort))
 
@@ -230,7 +230,7 @@ def run_cases(names: list[str], repeat: int, effort: int) -> None:
 
 
 def run_scaling(path: str | None, repeat: int, effort: int) -> None:
-    """Log-normal tables on a rank for every 10 of them (hosts of 8), memory 30 % full."""
+    """Measure log-normal tables, with one rank per 10 tables (hosts of 8 ranks) and memory 30 % full."""
     rows = []
     for tables in SCALING:
         ranks = max(tables // 10 // 8 * 8, 8)

@@ -133,7 +133,7 @@ def test_plans_are_compared(planned: Path) -> None:
     assert "2 x 2 cuda" in text
     assert "of 3 tables differ" in text or "the same: 3 tables" in text
     code, text = run("diff", "plan.json", "plan.json")
-    assert "the same: 3 tables lie alike in both plans" in text
+    assert "the same: 3 tables have the same placement in both plans" in text
 
 
 def test_what_would_be_is_told_beside_what_is(planned: Path) -> None:
@@ -149,7 +149,7 @@ def test_what_would_be_is_told_beside_what_is(planned: Path) -> None:
     code, text = run("whatif", "--hbm", "20MiB")
     assert code == 1
     assert "error: No plan exists for 3 tables" in text
-    assert "What would fit, each tried" in text
+    assert "Remedies, each with a plan" in text
 
 
 def test_statistics_fixed_parts_and_types_are_taken(planned: Path, tmp_path: Path) -> None:

@@ -626,7 +626,7 @@ def test_a_sharder_of_shard_is_one_or_a_list_and_is_named_if_it_is_none() -> Non
         shard(bags(), None, alone, sharder=EmbeddingBagCollectionSharder)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"shard: sharder is a str; wanted a sharder"):
         shard(bags(), None, alone, sharder="fused")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"shard: sharders\[0\] and sharders\[1\] both speak"):
+    with pytest.raises(ConfigError, match=r"shard: sharders\[0\] and sharders\[1\] are both for"):
         shard(bags(), None, alone, sharder=[both[0], both[0]])
 
 

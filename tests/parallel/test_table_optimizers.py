@@ -248,7 +248,7 @@ def test_the_file_of_a_sharded_models_plan_shards_it_again_as_it_was(tmp_path: P
         (EmbeddingBagCollectionSharder, "wanted a list"),
         ([EmbeddingBagCollectionSharder], r"sharders\[0\] is the class"),
         (["fused"], r"sharders\[0\] is a str; wanted a sharder"),
-        ([sgd(), EmbeddingBagCollectionSharder()], r"sharders\[0\] and sharders\[1\] both speak"),
+        ([sgd(), EmbeddingBagCollectionSharder()], r"sharders\[0\] and sharders\[1\] are both for"),
     ],
 )
 def test_what_are_no_sharders_is_refused_before_anything_changes(wrong: Any, message: str) -> None:

@@ -80,7 +80,7 @@ def test_ids_per_bag_are_the_largest_pooling_factor() -> None:
         ({"num_poolings": ["many"]}, "num_poolings is"),
         ({"batch_sizes": [float("inf")]}, "batch_sizes is"),
         ({"max_ranks": 0}, "max_ranks is 0; it must be a whole number of ranks"),
-        ({"ranks": []}, "ranks is empty, so the table may lie nowhere"),
+        ({"ranks": []}, "ranks is empty, so no rank may hold the table"),
         ({"ranks": "0-x"}, "ranks: got .0-x."),
         ({"hosts": -1}, "hosts: got -1"),
         (
@@ -90,7 +90,7 @@ def test_ids_per_bag_are_the_largest_pooling_factor() -> None:
         ({"sharding": "row_wise"}, "sharding is a str; wanted a ParameterSharding or a Tiling"),
         (
             {"sharding": ParameterSharding("row_wise"), "ranks": [0], "max_ranks": 2},
-            "sharding says where the table lies, so ranks, max_ranks cannot say it too",
+            "sharding gives the placement of the table, so ranks, max_ranks cannot restrict it",
         ),
     ],
 )

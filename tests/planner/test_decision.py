@@ -170,7 +170,7 @@ def test_a_pin_that_goes_with_neither_table_nor_world_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': ranks contain 7; the world has ranks 0 to 1"):
         decide(plan_request({"a": 1000}, Topology(2), {"a": far}))
     dense = ParameterConstraints(sharding=ParameterSharding("row_wise", "dense"))
-    with pytest.raises(ConfigError, match=r"optimizer is attached, .* says 'dense'"):
+    with pytest.raises(ConfigError, match=r"optimizer is attached, .* has 'dense'"):
         decide(plan_request({"a": 1000}, Topology(2), {"a": dense}))
 
 

@@ -83,7 +83,7 @@ def test_row_sizes_and_placements_may_be_given() -> None:
         planned(row_wise(([3, 6], "cpu")))
     with pytest.raises(ConfigError, match="2 sizes and 1 placements"):
         row_wise(([3, 7], ["cpu"]))
-    with pytest.raises(ConfigError, match="asks for device 'cuda', but the world's is 'cpu'"):
+    with pytest.raises(ConfigError, match="got device 'cuda'; expected the world's 'cpu'"):
         planned(row_wise(([3, 7], "cuda")))
 
 
@@ -92,7 +92,7 @@ def test_buckets_are_never_cut() -> None:
     assert [t[1] - t[0] for t in tiles(row_wise(num_buckets=2))] == [5, 5]
     with pytest.raises(ConfigError, match="num_buckets=3, which does not divide its 10 rows"):
         planned(row_wise(num_buckets=3))
-    with pytest.raises(ConfigError, match="keep one of them"):
+    with pytest.raises(ConfigError, match="got both sizes_placement and num_buckets; expected one of them"):
         row_wise(([3, 7], "cpu"), num_buckets=2)
 
 
@@ -117,7 +117,7 @@ def test_helpers_of_hosts_use_the_hosts_ranks() -> None:
     for cut in (table_row_wise(2), grid_shard([0, 2]), table_column_wise(2)):
         with pytest.raises(ConfigError, match="names host 2; 4 ranks are on hosts 0 to 1"):
             planned(cut)
-    with pytest.raises(ConfigError, match="names host nobody"):
+    with pytest.raises(ConfigError, match="names no host"):
         planned(grid_shard([]))
 
 
@@ -126,7 +126,7 @@ def test_one_rank_or_all() -> None:
     assert tiles(data_parallel()) == [(0, 10, 0, 512, 0, 1, 2, 3)]
     with pytest.raises(ConfigError, match="table_wise names rank 5; the world has ranks 0 to 3"):
         planned(table_wise(5))
-    with pytest.raises(ConfigError, match="asks for device 'cuda'"):
+    with pytest.raises(ConfigError, match="got device 'cuda'"):
         planned(table_wise(1, "cuda"))
 
 
@@ -184,7 +184,10 @@ def test_each_table_is_named_once() -> None:
         construct_module_sharding_plan(bags(names="ab"), {"a": row_wise()}, world_size=1)
     with pytest.raises(ConfigError, match="'c' is no table of the module"):
         construct_module_sharding_plan(bags(names="a"), {"a": row_wise(), "c": row_wise()}, world_size=1)
-    with pytest.raises(ConfigError, match="per_param_sharding\\['a'\\] is a str; wanted what row_wise"):
+    with pytest.raises(
+        ConfigError,
+        match="per_param_sharding\\['a'\\] is a str; wanted the return value of a helper such as row_wise",
+    ):
         construct_module_sharding_plan(bags(names="a"), {"a": "row_wise"}, world_size=1)  # type: ignore[dict-item]
 
 
@@ -205,7 +208,10 @@ def test_apply_to_all_repeats_a_helper() -> None:
 
 def test_a_sharder_of_another_kind_or_none_at_all_is_refused() -> None:
     for sharder, message in (
-        (EmbeddingCollectionSharder(), "speaks of EmbeddingCollection, which EmbeddingBagCollection is not"),
+        (
+            EmbeddingCollectionSharder(),
+            "got a sharder for EmbeddingCollection; expected one for EmbeddingBagCollection",
+        ),
         (EmbeddingBagCollectionSharder, "is the class EmbeddingBagCollectionSharder; wanted a sharder of it"),
         (3, "sharder is a int; wanted a sharder of tilerec.parallel"),
     ):

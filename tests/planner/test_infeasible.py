@@ -81,16 +81,16 @@ def test_a_hand_made_part_beyond_a_cap_is_named_with_rank_and_bytes() -> None:
         plan_request({"a": 400_000, "b": 10}, Topology(4, ddr_cap=0, hbm_cap=64 * MIB), {"a": pin})
     )
     assert error.proved
-    assert "rank 1 has " in str(error)
-    assert "tables given by hand take 'ebc.a'" in str(error)
+    assert "rank 1 holds " in str(error)
+    assert "pinned tables take 'ebc.a'" in str(error)
     assert error.short > 30 * MIB
-    assert any(remedy.text == "'ebc.a' left to the planner, not given by hand" for remedy in error.remedies)
+    assert any(remedy.text == "'ebc.a' left to the planner instead of pinned" for remedy in error.remedies)
 
 
 def test_all_tables_by_hand_beyond_a_cap_are_refused_too() -> None:
     pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[0]))
     error = refused(plan_request({"a": 400_000}, Topology(2, ddr_cap=0, hbm_cap=64 * MIB), {"a": pin}))
-    assert "beyond its cap" in str(error)
+    assert "more than its cap" in str(error)
 
 
 def test_memory_that_is_all_reserved_is_said_to_be() -> None:
@@ -184,7 +184,7 @@ def test_bytes_of_a_hand_made_part_are_those_of_state_and_gradients_too() -> Non
     for optimizer, size in ((RowWiseAdagrad(), 4 * 65), (None, 8 * 64)):
         tables = [table("a", 400_000, optimizer=optimizer)]
         error = refused(plan_request(tables, Topology(2, ddr_cap=0, hbm_cap=64 * MIB), {"a": pin}))
-        assert f"tables given by hand take 'ebc.a' {bytes_text(400_000 * size)}" in str(error)
+        assert f"pinned tables take 'ebc.a' {bytes_text(400_000 * size)}" in str(error)
 
 
 def test_ranks_that_differ_in_memory_are_said_to() -> None:
@@ -195,5 +195,5 @@ def test_ranks_that_differ_in_memory_are_said_to() -> None:
     assert text.endswith("at least on every rank; they have 32.0 MiB to 64.0 MiB")
     assert any("ranks instead of 2" in r.text for r in error.remedies)
     full = refused(plan_request({"a": 10}, topology, reserved=40 * MIB))
-    assert "rank 1 has" in str(full)
-    assert "beyond its cap of 32.0 MiB" in str(full)
+    assert "rank 1 holds" in str(full)
+    assert "more than its cap of 32.0 MiB" in str(full)

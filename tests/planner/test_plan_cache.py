@@ -61,7 +61,7 @@ def test_an_entry_that_cannot_be_read_is_warned_of_and_made_anew(tmp_path: Path,
         }[harm].encode()
         + (b"\xff\xfe" if harm == "binary" else b"")
     )
-    with pytest.warns(UserWarning, match="is not used and made anew"):
+    with pytest.warns(UserWarning, match="is ignored and will be written again"):
         assert planner.plan(TABLES) == plan
     assert path.read_text() == text
     assert planner.plan(TABLES) == plan

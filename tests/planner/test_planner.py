@@ -246,7 +246,7 @@ def test_the_optimizer_that_a_sharder_gives_counts_for_its_kind() -> None:
         ([EmbeddingBagCollectionSharder(), None], r"sharders\[1\] is a NoneType; wanted a sharder"),
         (
             [EmbeddingBagCollectionSharder()] * 2,
-            r"sharders\[0\] and sharders\[1\] both speak of EmbeddingBag",
+            r"sharders\[0\] and sharders\[1\] are both for EmbeddingBag",
         ),
     ],
 )
@@ -337,9 +337,7 @@ def test_the_topology_of_one_sharding_group_gives_a_plan_of_it_on_all_ranks() ->
     plans = run_virtual_ranks(4, plan, 2)
     assert all(made == plans[0] for made in plans)
     assert plans[0].world_size == 2
-    with pytest.raises(
-        ConfigError, match="or of one sharding group of DMPCollection, whose size divides that"
-    ):
+    with pytest.raises(ConfigError, match="or of one sharding group of DMPCollection, whose size divides it"):
         run_virtual_ranks(4, plan, 3)
 
 
@@ -383,7 +381,7 @@ def test_a_list_of_tables_is_planned_as_the_collection_of_them() -> None:
     sharders = [EmbeddingBagCollectionSharder({"optimizer": "adam"})]
     module = EmbeddingBagCollection(configs, device=META)
     assert planner.plan(configs, sharders) == planner.plan(module, sharders)
-    with pytest.raises(ConfigError, match="Table 'user' is there twice"):
+    with pytest.raises(ConfigError, match="Table 'user' occurs twice"):
         planner.plan([configs[0], configs[0]])
     with pytest.raises(ConfigError, match="the list of tables is empty"):
         planner.plan([])
@@ -423,7 +421,7 @@ def test_parts_of_a_plan_by_hand_stay_and_the_rest_is_planned_around_them(tmp_pa
     limits = {"t0": ParameterConstraints(["row_wise"])}
     both = EmbeddingShardingPlanner(on_cpu(2), fixed=by_hand, constraints=limits)
     with pytest.raises(
-        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot say it too"
+        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot restrict it"
     ):
         both.plan(module)
 
@@ -524,7 +522,7 @@ def test_a_table_is_given_by_hand_once() -> None:
         on_cpu(2), constraints={"item": ParameterConstraints(sharding=pin)}, fixed={"ebc": {"item": other}}
     )
     with pytest.raises(
-        ConfigError, match=r"Table 'item' of module 'ebc': both fixed= and the sharding= of its constr"
+        ConfigError, match=r"Table 'item' of module 'ebc': got both fixed= and the sharding= of its constr"
     ):
         planner.plan(model())
 

@@ -61,15 +61,15 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
     [
         ({"batch_size": 0}, "batch_size is 0; it must be a whole number from 1"),
         ({"effort": True}, "effort is True"),
-        ({"tables": [table("a"), table("a")]}, "Table 'a' of module 'ebc' is there twice"),
+        ({"tables": [table("a"), table("a")]}, "Table 'a' of module 'ebc' occurs twice"),
         ({"constraints": {"x": ParameterConstraints()}}, "constraints name 'ebc.x', which is no table"),
         (
             {"constraints": {"a": ParameterConstraints(ranks=[4])}},
-            "name rank 4, and the topology has ranks 0 to 3",
+            "name rank 4, but the topology has ranks 0 to 3",
         ),
         (
             {"constraints": {"a": ParameterConstraints(hosts=[2])}},
-            "name host 2, and the topology has hosts 0 to 1",
+            "name host 2, but the topology has hosts 0 to 1",
         ),
         (
             {"constraints": {"a": ParameterConstraints(hosts=[1], ranks=[0])}},
@@ -77,7 +77,7 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
         ),
         (
             {"constraints": {"a": ParameterConstraints(device_group="cpu")}},
-            "device_group is 'cpu' and the topology's",
+            "got device_group 'cpu'; expected the topology's",
         ),
     ],
 )
@@ -257,11 +257,11 @@ def test_fields_of_another_kind_are_refused(item: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"reserved": -1}, "-1 are reserved of every rank"),
-        ({"reserved": 0.5}, "0.5 are reserved"),
+        ({"reserved": -1}, "reserved=-1; expected bytes per rank"),
+        ({"reserved": 0.5}, "reserved=0.5; expected bytes per rank"),
         ({"reserved": 2**60}, r"below 2\^60"),
-        ({"reserved_part": 1.0}, "the part of the memory that is reserved is 1.0"),
-        ({"reserved_part": "x"}, "is 'x'"),
+        ({"reserved_part": 1.0}, "reserved_part=1.0; expected a part of the memory"),
+        ({"reserved_part": "x"}, "reserved_part='x'"),
         ({"batch_size": 10**12}, "batch_size is 1000000000000"),
     ],
 )

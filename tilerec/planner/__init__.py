@@ -1,4 +1,4 @@
-"""Choosing who holds what: a search, and helpers for plans by hand."""
+"""The planner: a search that places each table on ranks, and helpers for plans written by hand."""
 
 from tilerec.compat.planner_parts import BasicCommsBandwidths as BasicCommsBandwidths
 from tilerec.compat.planner_parts import CustomTopologyData as CustomTopologyData

@@ -1,4 +1,4 @@
-"""Tables that lie together as one table of an instance: an option of the group is that option of each of them.
+"""Co-located tables: each group becomes one table of the instance, so all its tables get the same option and ranks.
 
 Legend: T tables, O options, G tables and groups.
 """
@@ -15,10 +15,12 @@ from tilerec.planner.search.instance import Instance, Ints
 
 
 def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Instance, Ints]:
-    """An instance in which every group is one table, under its least name, and [T] which of its tables is each.
+    """Return an instance in which each group is one table, and the index [T] of each old table in it.
+
+    A group is named after its alphabetically first table. Its costs and bytes are the sums over its tables.
 
     Raises:
-        ConfigError: tables of a group have no option, or no rank, in common.
+        ConfigError: the tables of a group have no option, or no rank, in common.
     """
     if not groups:
         return instance, np.arange(instance.tables)
@@ -47,12 +49,12 @@ def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Insta
         if not there[g].any() or (allowed is not None and not allowed[g].any() and not everywhere):
             what = "way to be cut" if not there[g].any() else "rank"
             raise ConfigError(
-                f"Tables {sorted(group)[:8]} are to lie together (with_table), and there is no {what} that all of "
-                "their constraints and sizes allow; relax those of one of them, or leave with_table out."
+                f"Tables {sorted(group)[:8]} are co-located (with_table), but there is no {what} that all of their "
+                "constraints and sizes allow. Relax the constraints of one of them, or leave with_table out."
             )
     uses = np.zeros((count, *instance.uses.shape[1:]), np.bool_)
     np.logical_or.at(uses, row, instance.uses)
-    # Uneven rows are one share for all of them; each of them must be able to.
+    # All tables of a group get the same uneven row shares, so each of them must allow an uneven split.
     divisible = np.ones((count, instance.width.shape[1]), np.bool_)
     np.logical_and.at(divisible, row, instance.divisible)
     return (

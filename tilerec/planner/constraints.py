@@ -1,4 +1,4 @@
-"""`ParameterConstraints`: what a user says about one table before it is placed."""
+"""`ParameterConstraints`: restrictions on the placement of one table, and facts about its ids, given by the user."""
 
 from __future__ import annotations
 
@@ -21,44 +21,46 @@ USED = (
     "is_weighted", "device_group", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "sharding", "skew",
     "cache_params", "enforce_hbm",
 )  # fmt: skip
-"""What planning reads; a planner warns of the others."""
+"""Fields that the planner reads. It warns about the others."""
 
 
 @dataclass(frozen=True)
 class ParameterConstraints:
-    """What a planner may do with a table, and what is known about its ids.
+    """Restrictions on the placement of one table, and facts about its ids.
 
     Args:
-        sharding_types: those allowed, in any order; all of them if None.
-        compute_kernels: those allowed. "dense" alone keeps the optimizers of sharders off the table; a table with an
-            attached optimizer is "fused". "fused_uvm_caching" puts its rows into host memory behind a cache on its
-            rank's GPU, "fused_uvm" without one; beside "fused", where that is better. None: device memory, and host
-            memory behind a cache where the tables would not fit else.
-        min_partition: least number of columns of a column tile.
-        pooling_factors: ids per bag, for each feature (or one number for all); 1 if None, and the plan does not say.
-        num_poolings, batch_sizes: lookups per sample, and samples per batch of a rank, for each feature; 1 and the
-            planner's batch_size if None.
-        is_weighted: ids have weights; those of a collection that says so have anyway.
-        cache_params: of the table's cache, if its rows lie in host memory: a `CacheParams`, or a dict of its fields.
-        enforce_hbm: its rows lie in device memory, whatever is short.
-        key_value_params, use_virtual_table: of tables in stores of another library.
-        stochastic_rounding, bounds_check_mode, output_dtype: of the table's lookups; said on the module and its
-            optimizer here.
-        feature_names: of the table; those of its config hold.
-        device_group: kind of device the table belongs on; there is one kind in a plan.
-        forbidden_types: sharding types that are not allowed.
-        ranks, hosts: where its pieces may lie: `"0-3"` or `[0, 1, 2, 3]`.
-        max_ranks: on how many ranks they may lie at most.
-        with_table: the name of another table. Both are cut alike and lie on the same ranks.
-        sharding: a pin: a `ParameterSharding` or a `Tiling` made by hand, which the plan has as it is.
-        skew: how unevenly its ids are drawn, as `tilerec stats` finds.
+        sharding_types: allowed sharding types, in any order. None: all of them.
+        compute_kernels: allowed kernels. None: rows in device memory, or in host memory behind a cache if the tables
+            do not fit otherwise. A table with an attached optimizer is "fused".
 
-    Enums are accepted as their values, too: `sharding_types=["row_wise"]`. A planner warns about what it was told and
-    does not use.
+            - "dense" alone: no sharder attaches its optimizer to the table.
+            - "fused_uvm_caching": rows in host memory, with a cache on the rank's GPU.
+            - "fused_uvm": rows in host memory, without a cache.
+            - one of these two next to "fused": the planner chooses the better one.
+        min_partition: least number of columns of a column tile.
+        pooling_factors: ids per bag, for each feature (or one number for all). None: planned as 1, and the plan states
+            no number.
+        num_poolings, batch_sizes: lookups per sample, and samples per batch of a rank, for each feature. None: 1, and
+            the planner's batch_size.
+        is_weighted: ids have weights. Ids of a weighted collection have weights in any case.
+        cache_params: cache of the table if its rows are in host memory: a `CacheParams`, or a dict of its fields.
+        enforce_hbm: keep the rows in device memory even if they do not fit there.
+        key_value_params, use_virtual_table: settings of tables in key-value stores of another library; no effect.
+        stochastic_rounding, bounds_check_mode, output_dtype: no effect; set them on the module and its optimizer.
+        feature_names: no effect; the planner reads the table's config.
+        device_group: kind of device for the table. All tables of a plan are on one kind of device.
+        forbidden_types: sharding types that are not allowed.
+        ranks, hosts: ranks or hosts that may hold pieces of the table: `"0-3"` or `[0, 1, 2, 3]`.
+        max_ranks: largest number of ranks that may hold pieces of the table.
+        with_table: name of another table. Both tables get the same split and the same ranks.
+        sharding: a pin: a `ParameterSharding` or `Tiling` made by hand, which the plan contains unchanged.
+        skew: how unevenly the ids are distributed, as measured by `tilerec stats`.
+
+    Enum values are accepted, too: `sharding_types=["row_wise"]`. The planner warns about fields that have no effect.
 
     Raises:
-        ConfigError: an unknown word, an empty list, a sharding type that no planner can choose, a number out of range,
-            things that contradict each other.
+        ConfigError: an unknown word, an empty list, a sharding type that a planner cannot choose, a number out of
+            range, or fields that contradict each other.
     """
 
     sharding_types: Sequence[ShardingType | str] | None = None
@@ -113,7 +115,7 @@ class ParameterConstraints:
             given = getattr(self, name)
             if given is None:
                 continue
-            numbers = _listed(given)
+            numbers = _as_tuple(given)
             whole = name == "batch_sizes"
             if not numbers or not all(_is_number(n) and not (whole and n % 1) for n in numbers):
                 raise ConfigError(
@@ -125,12 +127,12 @@ class ParameterConstraints:
             if getattr(self, name) is not None:
                 given = getattr(self, name)
                 found = text_to_ranks(
-                    given if isinstance(given, (str, int)) else list(_listed(given)),
+                    given if isinstance(given, (str, int)) else list(_as_tuple(given)),
                     f"ParameterConstraints: {name}",
                 )
                 if not found:
                     raise ConfigError(
-                        f"ParameterConstraints: {name} is empty, so the table may lie nowhere; leave it out."
+                        f"ParameterConstraints: {name} is empty, so no rank may hold the table; leave it out."
                     )
                 fill(name, tuple(sorted(set(found))))
         self._check_kinds()
@@ -192,36 +194,36 @@ class ParameterConstraints:
         ]  # fmt: skip
         if others:
             raise ConfigError(
-                f"ParameterConstraints: sharding says where the table lies, so {', '.join(others)} cannot say it too; "
-                "leave one of them out."
+                f"ParameterConstraints: sharding gives the placement of the table, so {', '.join(others)} cannot "
+                "restrict it; leave one of them out."
             )
 
     def sharding_types_said(self) -> tuple[ShardingType, ...]:
-        """`sharding_types`, as it is stored; () if nothing was said."""
+        """Return `sharding_types`; () if it is None."""
         return self.sharding_types or ()  # type: ignore[return-value]
 
     def types_allowed(self) -> tuple[ShardingType, ...]:
-        """Sharding types that are allowed; () if all are."""
-        said = self.sharding_types_said()
+        """Return the allowed sharding types, without `forbidden_types`; () if all are allowed."""
+        given = self.sharding_types_said()
         if not self.forbidden_types:
-            return said
-        all_types = said or tuple(kind for kind in ShardingType if kind is not ShardingType.EXPLICIT)
+            return given
+        all_types = given or tuple(kind for kind in ShardingType if kind is not ShardingType.EXPLICIT)
         return tuple(kind for kind in all_types if kind not in self.forbidden_types)
 
     def kernels_allowed(self) -> tuple[EmbeddingComputeKernel, ...]:
-        """`compute_kernels`, as it is stored; () if all are allowed."""
+        """Return `compute_kernels`; () if all are allowed."""
         return self.compute_kernels or ()  # type: ignore[return-value]
 
     def ids_per_bag(self) -> float | None:
-        """The largest of the pooling factors, if they are known."""
+        """Return the largest pooling factor; None if unknown."""
         return float(max(self.pooling_factors)) if self.pooling_factors else None
 
     def said(self) -> tuple[str, ...]:
-        """Names of the fields that differ from their default."""
+        """Return the names of the fields that differ from their defaults."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values, of what was said and is used."""
+        """Return a dict of JSON values: the fields in `USED` that differ from their defaults."""
         out: dict[str, Any] = {}
         for name in self.said():
             value = getattr(self, name)
@@ -244,10 +246,10 @@ class ParameterConstraints:
 
     @staticmethod
     def from_json(name: str, data: Mapping[str, Any] | JsonValue) -> ParameterConstraints:
-        """The inverse of `to_json`.
+        """Read constraints that `to_json` returned.
 
         Args:
-            name: of the table, for messages.
+            name: the table's name, for error messages.
         """
         value = JsonValue.of(data, f"Table '{name}'")
         found = value.record([f.name for f in fields(ParameterConstraints)])
@@ -270,8 +272,8 @@ class ParameterConstraints:
             raise error if str(error).startswith(value.where) else value.refused(error) from error
 
 
-def _listed(given: Any) -> tuple[Any, ...]:
-    """One or several, as plain numbers: an array's and a tensor's are taken, too."""
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    """Return one item or several as a tuple; arrays and tensors become Python numbers."""
     if hasattr(given, "tolist"):
         given = given.tolist()
     several = given if isinstance(given, (Sequence, Set)) and not isinstance(given, str) else (given,)

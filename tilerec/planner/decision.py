@@ -1,12 +1,12 @@
-"""`Decision`: what the search found for a request, and the plan that it stands for.
+"""`Decision`: the result of the search for a request, and the plan that follows from it.
 
     request  ──build──►  problem  ──together, max_ranks──►  instance  ──solve──►  solution  ──price──►  plan, report
 
-What the search takes to be the cost of a plan is the price of its tilings where hosts are alike, and close to it
-elsewhere. The price decides: a plan that is over a cap by it is not taken (the search runs again with less memory), and
-it is what the report states.
+The search minimizes an estimated cost. It equals the price of the plan's tilings if all hosts are alike; otherwise it
+is close to the price. The price is decisive: if the price puts a rank over its cap, the search runs again with less
+memory. The report states the price.
 
-Legend: T tables that are not pinned, in the problem's order; G of the instance, where those that lie together are one.
+Legend: T tables that are not pinned, in the problem's order; G tables of the instance, co-located tables being one.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from tilerec.spec.plan import (
 )
 from tilerec.spec.topology import Topology
 
-MOST_BY_CAPS = 8  # tables that are cut in proportion to the ranks' memories
-ROUGH = 5_000  # options are priced to one part in so many: ranges of whole rows are not all alike
-NEAR = 500  # a price within 1 / NEAR of what the search took it for is taken as it is
-HARDER = 3  # efforts that are tried until something fits
-AGAIN = 6  # searches with less memory, where the price of what was found is over a cap
+MOST_PROPORTIONAL_TABLES = 8  # most tables whose rows are split in proportion to the ranks' memory
+PRICING_STEPS = 5_000  # options are priced to 1 / PRICING_STEPS, as ranges of whole rows differ in size
+NEAR = 500  # a price within 1 / NEAR of the search's cost is accepted without trying other solutions
+EFFORTS_TRIED = 3  # efforts tried until a plan fits
+SEARCHES_WITHIN_CAPS = 6  # searches with less memory, if the price of a solution is over a cap
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What was found.
+    """Result of a search.
 
     Args:
-        pins: shardings that were given, by key.
-        row: [T] the instance's table that each of the problem's tables is (a part of).
-        solution: of the instance; of status FOUND, or there is no plan.
-        bound: ps that no plan's price is below, of those made of the problem's options.
-        priced: what the plan costs; None without one.
-        offload: device memory alone did not do, so host memory was tried, too.
-        by_caps: keys of `pins` that the search made: ranges of rows in proportion to the ranks' memory.
+        pins: shardings of pinned tables, by key.
+        row: [T] index of the instance's table that contains each of the problem's tables.
+        solution: solution of the instance. There is a plan only if its status is FOUND.
+        bound: lower bound in ps on the price of every plan made of the problem's options.
+        priced: price of the plan; None without a plan.
+        offload: True if the plan did not fit into device memory alone, so host memory was tried, too.
+        by_caps: keys of `pins` added by the search: tables whose rows are split in proportion to the ranks' memory.
     """
 
     request: PlanRequest
@@ -84,19 +84,19 @@ class Decision:
         return self.solution.status is Status.FOUND
 
     def option(self, table: int) -> int:
-        """The option that a table of the problem has."""
+        """Return the chosen option of a table of the problem."""
         return int(self.solution.option[self.row[table]])
 
     def places(self, table: int) -> tuple[int, ...]:
-        """Ranks, or hosts, of its pieces; () for all ranks."""
+        """Return the ranks, or hosts, of the table's pieces; () for all ranks."""
         return self.solution.places[self.row[table]]
 
     def shares(self, table: int) -> Ints | None:
-        """Of an uneven split by rows."""
+        """Return the row shares of an uneven split by rows; None for other splits."""
         return self.solution.rows.get(int(self.row[table]))
 
     def shardings(self) -> dict[str, ParameterSharding]:
-        """Of every table, by key, in the request's order."""
+        """Return the sharding of every table, by key, in the request's order."""
         free = {work.name: t for t, work in enumerate(self.problem.tables)}
         found: dict[str, ParameterSharding] = {}
         for table in self.request.tables:
@@ -104,19 +104,21 @@ class Decision:
             if table.key in self.pins:
                 pin = replace(self.pins[table.key], data_type=table.data_type)
                 given = limits is not None and limits.sharding is not None
-                found[table.key] = pin if given else _finished(pin, table, limits, self.request.topology)
+                found[table.key] = (
+                    pin if given else _with_table_fields(pin, table, limits, self.request.topology)
+                )
                 continue
             t = free[table.key]
             o = self.option(t)
             made = self.problem.sharding(t, o, self.places(t), self.shares(t))
-            finished = _finished(made, table, limits, self.request.topology)
+            finished = _with_table_fields(made, table, limits, self.request.topology)
             if self.problem.options[o].cached:
                 finished = _behind_a_cache(finished, self.problem.tables[t], limits)
             found[table.key] = finished
         return found
 
     def plan(self) -> ShardingPlan:
-        """The plan, without its report."""
+        """Return the plan, without its report."""
         topology = self.request.topology
         shardings = self.shardings() if self.priced is None else self.priced.shardings
         paths = dict.fromkeys(path for table in self.request.tables for path, _ in table.names)
@@ -131,48 +133,51 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     """Search for a plan.
 
     Args:
-        quick: take the first plan that fits, with a loose bound, within this work.
+        quick: limit of work; the search then returns the first plan that fits, with a loose bound. None: full search.
 
     Raises:
-        ConfigError: constraints leave a table no option.
+        ConfigError: constraints leave a table without options.
     """
     pins = request.pins()
     for key, sharding in pins.items():
         _check_kernel(request.by_key[key], sharding, request.limits_of(key))
-    found = _tried(request, pins, False, quick)
+    found = _searched_or_quick(request, pins, False, quick)
     if (
         not found.found
         and found.solution.status is not Status.NONE_EXISTS
         and len(set(request.topology.memory_caps)) > 1
     ):
-        found = _by_caps(found, quick)
+        found = _with_proportional_rows(found, quick)
     if found.found or not request.may_offload():
         return found
-    # Device memory alone does not do: tables may lie behind caches, where nobody said otherwise.
-    return _tried(request, pins, True, quick)
+    # The tables do not fit into device memory: try host memory behind caches, unless constraints forbid it.
+    return _searched_or_quick(request, pins, True, quick)
 
 
-def _tried(
+def _searched_or_quick(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
-    """As `_decided`; where a search for the best finds no plan, the first that fits, as remedies are checked."""
-    found = _decided(request, pins, offload, quick)
+    """Return `_searched`; if a full search finds no plan, the result of a quick search, as used for remedies."""
+    found = _searched(request, pins, offload, quick)
     if quick is None and found.solution.status is Status.NONE_FOUND:
-        first = _decided(request, pins, offload, Work(UNITS))
+        first = _searched(request, pins, offload, Work(UNITS))
         found = first if first.found else found
     return found
 
 
-def _decided(
+def _searched(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
+    """Build the problem, search for a solution, and price it."""
     problem = problem_of(request, pins, offload)
-    instance, row = together(_adapted(request, problem.instance), request.groups(pins))
+    instance, row = together(_with_restrictions(request, problem.instance), request.groups(pins))
     if not instance.tables:
         nothing = evaluate(instance, np.zeros(0, np.int64), ())
-        return _of_nothing(Decision(request, pins, problem, instance, row, nothing, offload=offload))
+        return _of_pins_only(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
-    lower = together(_adapted(request, problem.lower), request.groups(pins))[0] if apart else instance
+    lower = (
+        together(_with_restrictions(request, problem.lower), request.groups(pins))[0] if apart else instance
+    )
     first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
@@ -181,29 +186,32 @@ def _decided(
     if decision.priced is None or quick is not None:
         return decision
     bound = lower_bound(lower, decision.priced.cost_ps) if apart else first.bound
-    # Ranges of whole rows are not quite alike; uneven ones may cost less than the even ones that the bound goes by.
-    return replace(decision, bound=min(bound - bound // ROUGH, decision.priced.cost_ps))
+    # The bound assumes even ranges of rows. Ranges of whole rows differ slightly, so uneven ones may cost less.
+    return replace(decision, bound=min(bound - bound // PRICING_STEPS, decision.priced.cost_ps))
 
 
 def _solved(request: PlanRequest, instance: Instance, quick: Work | None, *, prove: bool) -> Solution:
-    """A solution. Where none is found, twice and four times the work is tried; a quick one is not.
+    """Solve the instance. If no solution is found, try again with twice and four times the work, unless `quick`.
 
-    prove: its bound is of use.
+    prove: compute the bound as well, since the caller uses it.
     """
     if quick is not None:
         return solve(instance, effort=0, work=quick)
-    for more in range(HARDER):
+    for more in range(EFFORTS_TRIED):
         solution = solve(instance, effort=request.effort + more, prove=prove)
         if solution.status is not Status.NONE_FOUND:
             break
     return solution
 
 
-def _by_caps(none: Decision, quick: Work | None) -> Decision:
-    """Where ranks have unlike memories and even pieces do not fit: the largest tables in proportion to what is free."""
+def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
+    """Split the rows of the largest tables in proportion to the free memory of each rank.
+
+    For ranks with different amounts of memory, if even pieces do not fit. Returns `none` if this does not fit either.
+    """
     request, problem = none.request, none.problem
     free = (none.instance.cap - none.instance.base_memory)[:, problem.model.tier]
-    # Those that lie with others, or on fewer ranks, are not cut by themselves over all of them.
+    # Co-located tables, and tables with fewer max_ranks, cannot be split over all ranks on their own.
     ranks, grouped = (
         request.topology.world_size,
         {key for group in request.groups(none.pins) for key in group},
@@ -225,49 +233,49 @@ def _by_caps(none: Decision, quick: Work | None) -> Decision:
     parts = np.array([int(f) * SHARE // int(free.sum()) for f in free.tolist()], np.int64)
     parts[int(free.argmax())] += SHARE - int(parts.sum())
     pins = dict(none.pins)
-    for work in order[:MOST_BY_CAPS]:
+    for work in order[:MOST_PROPORTIONAL_TABLES]:
         sizes = sizes_of_shares(work.rows, parts)
         held = [(rank, size) for rank, size in zip(range(ranks), sizes, strict=True) if size]
         tiling = row_wise(
             work.name, work.rows, work.dim, [r for r, _ in held], request.topology, sizes=[n for _, n in held]
         )
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
-        found = _decided(request, pins, False, quick)
+        found = _searched(request, pins, False, quick)
         if found.priced is not None:
-            lower = together(_adapted(request, problem.lower), request.groups(none.pins))[0]
+            lower = together(_with_restrictions(request, problem.lower), request.groups(none.pins))[0]
             bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none
 
 
 def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Decision:
-    """The decision with its price, searched again as long as ranks are over their caps by it.
+    """Return the decision with its price; search again while the price puts ranks over their caps.
 
-    The search knows what even ranges of rows take, and counts uneven ones in proportion to their rows. What it missed
-    of the last plan is taken from every rank's memory for the next.
+    The search has exact bytes for even ranges of rows only, and counts uneven ranges in proportion to their rows. The
+    bytes it missed in one solution are deducted from every rank's memory in the next search.
     """
     instance = decision.instance
     missed = np.zeros_like(instance.base_memory)
-    for _ in range(AGAIN):
+    for _ in range(SEARCHES_WITHIN_CAPS):
         if not decision.found:
             return decision
         decision = _with_rows(decision)
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
-            return _cheapest(_evened(replace(decision, priced=priced)))
+            return _cheapest(_with_even_rows(replace(decision, priced=priced)))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
-        missed = np.maximum(missed, less + (less >> 4))  # and a little, for the next plan is another one
+        missed = np.maximum(missed, less + (less >> 4))  # 1/16 more, as the next plan will differ
         again = replace(instance, base_memory=instance.base_memory + missed)
         solution = _solved(decision.request, again, quick, prove=prove)
         if solution.status is not Status.FOUND:
-            # With less memory than there is: that proves nothing.
+            # This search had less memory than the ranks have, so it proves nothing.
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)
         decision = replace(decision, solution=solution)
     return replace(decision, solution=replace(decision.solution, status=Status.NONE_FOUND, proof=None))
 
 
 def _with_rows(decision: Decision) -> Decision:
-    """Even ranges for tables that lie together, where an uneven range of one of them would have no row."""
+    """Use even ranges for co-located tables if an uneven range of one of them would be empty."""
     solution, tables = decision.solution, decision.problem.tables
     together: dict[int, list[int]] = {}
     for t, row in enumerate(decision.row.tolist()):
@@ -284,8 +292,8 @@ def _with_rows(decision: Decision) -> Decision:
     return replace(decision, solution=even)
 
 
-def _evened(decision: Decision) -> Decision:
-    """With even ranges of rows, if those are cheaper: what uneven ones cost is only estimated by the search."""
+def _with_even_rows(decision: Decision) -> Decision:
+    """Use even ranges of rows if their price is lower: the search only estimates the cost of uneven ranges."""
     solution, priced = decision.solution, decision.priced
     assert priced is not None
     if not solution.rows or priced.cost_ps <= solution.cost + solution.cost // NEAR:
@@ -301,7 +309,10 @@ def _evened(decision: Decision) -> Decision:
 
 
 def _cheapest(decision: Decision) -> Decision:
-    """The solution of the least price, where the price of the best one is above the cost that the search stated."""
+    """Return the solution of lowest price.
+
+    Other solutions are priced only if the price of the best one is above the cost that the search estimated.
+    """
     best = decision
     for other in decision.solution.others:
         assert best.priced is not None
@@ -316,8 +327,8 @@ def _cheapest(decision: Decision) -> Decision:
     return best
 
 
-def _of_nothing(decision: Decision) -> Decision:
-    """Where every table was given by hand: what is there is the plan, if it fits."""
+def _of_pins_only(decision: Decision) -> Decision:
+    """Return the decision for a request whose tables are all pinned: the pins are the plan, if they fit."""
     priced = price_of(decision.request, decision.shardings())
     if not priced.over.any():
         return replace(decision, bound=priced.cost_ps, priced=priced)
@@ -328,7 +339,10 @@ def _of_nothing(decision: Decision) -> Decision:
 
 
 def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
-    """The request's tables with their options, and what is taken already; `offload` as in `PlanRequest.limits`."""
+    """Return the request's tables with their options, and the memory in use before the search.
+
+    `offload` as in `PlanRequest.limits`.
+    """
     topology = request.topology
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
@@ -344,8 +358,8 @@ def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload
     )
 
 
-def _adapted(request: PlanRequest, instance: Instance) -> Instance:
-    """An instance of a problem with what its options do not know: `max_ranks`, and that a grid's rows are even."""
+def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
+    """Apply restrictions that options do not contain: `max_ranks`, and the even rows of a grid."""
     instance = _with_even_grids(request, instance)
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
     if not most:
@@ -357,13 +371,14 @@ def _adapted(request: PlanRequest, instance: Instance) -> Instance:
             width[t, held[t] > most[name]] = 0
             if not width[t].any():
                 raise ConfigError(
-                    f"Table '{name}': max_ranks={most[name]} and its other constraints contradict each other: whatever "
-                    "those allow is on more ranks; raise max_ranks, or allow table_wise."
+                    f"Table '{name}': max_ranks={most[name]} and its other constraints contradict each other: all "
+                    "splits that those allow use more ranks. Raise max_ranks, or allow table_wise."
                 )
     return replace(instance, width=width)
 
 
 def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
+    """Forbid uneven rows for tables that may be grid-sharded but not row-wise, as the rows of a grid are even."""
     rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
     grids = {
         key
@@ -377,30 +392,30 @@ def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
     return replace(instance, divisible=divisible)
 
 
-def _finished(
+def _with_table_fields(
     made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
 ) -> ParameterSharding:
-    """With the kernel that is known, the word that the user knows it by, and ids per bag where they are known."""
+    """Return the sharding with its kernel, its ids per bag, and a sharding type that the constraints allow."""
     allowed = () if limits is None else limits.types_allowed()
-    kind = made.kind if not allowed or made.kind in allowed else _called(made, allowed, topology)
+    kind = made.kind if not allowed or made.kind in allowed else _allowed_type(made, allowed, topology)
     kernel = kernel_of(table, limits)
     ids_per_bag = made.ids_per_bag
     if ids_per_bag is None and limits is not None:
         ids_per_bag = limits.ids_per_bag()
     if (kind, kernel, ids_per_bag) == (made.kind, made.kernel, made.ids_per_bag):
         return made
-    # All of it was checked already; a new record would check a thousand ranks again.
+    # All fields have been checked; constructing a new record would check up to a thousand ranks again.
     finished = ParameterSharding.__new__(ParameterSharding)
     vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=ids_per_bag)
     if kernel is not None and kernel not in KERNELS_IN_USE:
-        return replace(finished)  # which warns
+        return replace(finished)  # its constructor warns
     return finished
 
 
 def _behind_a_cache(
     made: ParameterSharding, work: TableWork, limits: ParameterConstraints | None
 ) -> ParameterSharding:
-    """The same, with rows in host memory."""
+    """Return the sharding with its rows in host memory."""
     params = None if limits is None else limits.cache_params
     if not work.load_factor:
         return replace(made, compute_kernel=EmbeddingComputeKernel.FUSED_UVM)
@@ -411,8 +426,10 @@ def _behind_a_cache(
     )
 
 
-def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology) -> ShardingType:
-    """The first allowed type that gives this tiling: rows over all ranks of one host go by several names."""
+def _allowed_type(
+    made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology
+) -> ShardingType:
+    """Return the first allowed type that yields this tiling; rows over all ranks of one host have several types."""
     tiling = made.tiling
     assert tiling is not None
     for kind in allowed:
@@ -425,21 +442,21 @@ def _called(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology
                 if strategy("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:
                     return kind
             except ConfigError:
-                continue  # not on these ranks, or not so many pieces
+                continue  # the type allows other ranks or another number of pieces
     return made.kind
 
 
 def kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> EmbeddingComputeKernel | None:
-    """What is known or must be; None leaves it to what is attached when the model is sharded.
+    """Return the table's kernel; None if the optimizer attached at sharding will determine it.
 
     Raises:
-        ConfigError: an optimizer is attached, and the constraints allow "dense" alone.
+        ConfigError: an optimizer is attached, but the constraints allow only "dense".
     """
     allowed = () if limits is None else limits.kernels_allowed()
     dense = EmbeddingComputeKernel.DENSE
     if not allowed:
         return table.kernel
-    # In host memory is what an option says, where there is a choice.
+    # Device memory first: if both are allowed, the chosen option moves rows to host memory.
     updating = sorted(
         (k for k in allowed if k is not dense), key=lambda k: (k in HOST_KERNELS, k not in KERNELS_IN_USE)
     )
@@ -459,13 +476,13 @@ def _check_kernel(
     kernel_of(table, limits)
     if table.optimizer is not None and sharding.kernel is EmbeddingComputeKernel.DENSE:
         raise ConfigError(
-            f"{table}: an optimizer is attached, so its kernel is 'fused', and the sharding given for it says 'dense'; "
-            "leave compute_kernel out."
+            f"{table}: an optimizer is attached, so its kernel is 'fused', but its pinned sharding has 'dense'. Leave "
+            "compute_kernel out."
         )
 
 
 def topology_of_ranks(ranks: int, compute_device: str, **more: Any) -> Topology:
-    """Ranks on hosts of LOCAL_WORLD_SIZE each where that divides them, else on one host."""
+    """Return a topology with LOCAL_WORLD_SIZE ranks per host if that divides `ranks`, else with one host."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     local = int(text) if text.isdecimal() and int(text) else ranks
     return Topology(ranks, compute_device, local_world_size=local if ranks % local == 0 else None, **more)

@@ -1,7 +1,7 @@
-"""Python's collector of reference cycles, at rest while a plan is made.
+"""Pause Python's cyclic garbage collector while a plan is made.
 
-A plan of 100,000 tables is millions of small records, none of which refers back. The collector walks over all of them
-again and again as they become more: 2 of 15 seconds.
+A plan of 100,000 tables consists of millions of small records without reference cycles. The collector scans all of
+them repeatedly as their number grows, which takes 2 of 15 seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """No collections meanwhile, in any thread of the process; afterwards as before."""
+    """Disable garbage collection in the whole process, and restore its previous setting on exit."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,11 +1,11 @@
-"""Plans by hand: one helper per sharding type, and `construct_module_sharding_plan` to put them together.
+"""Plans written by hand: one helper per sharding type, and `construct_module_sharding_plan` to combine them.
 
     construct_module_sharding_plan(ebc, {"user": row_wise(), "item": table_wise(rank=1)}, local_size=2, world_size=4)
 
-`shard` takes them without it: `shard(ebc, {"user": row_wise(), "item": table_wise(rank=1)})`, `shard(ebc, row_wise())`.
+`shard` also accepts helpers: `shard(ebc, {"user": row_wise(), "item": table_wise(rank=1)})`, `shard(ebc, row_wise())`.
 
-Nouns
-  cut  what a helper returns: how a table is to be cut, once its size and the world are known
+Terms
+  cut  a split of a table into pieces, independent of the table's size and of the world. Each helper returns one
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 Kernel = EmbeddingComputeKernel | str | None
-"""None: "fused" for a table whose optimizer is attached or given by the sharder, else "dense".
+"""None: "fused" for a table whose optimizer is attached or comes from the sharder, else "dense".
 
-`construct_module_sharding_plan` decides it; a plan of bare helpers leaves it to `shard`.
+`construct_module_sharding_plan` makes this choice; for helpers passed to `shard` directly, `shard` makes it.
 """
 
 
 @final
 @dataclass(frozen=True)
 class Cut:
-    """How a table is to be cut. Made by the helpers below.
+    """A split of a table into pieces, with their ranks. The helpers below return it.
 
     Args:
-        ranks: those that take part; None: all, or those of `hosts`.
-        hosts: those whose ranks take part.
-        sizes: rows of each piece. widths: columns of each block. buckets: see `row_wise`.
-        devices: kinds of device that the caller asked for.
-        tiles: of an explicit cut.
+        ranks: ranks that hold pieces. None: all ranks, or those of `hosts`.
+        hosts: hosts whose ranks hold pieces.
+        sizes: rows of each piece. widths: columns of each block. buckets: `num_buckets` of `row_wise`.
+        devices: device types given by the caller; they must match the topology's.
+        tiles: the tiles of an explicit cut.
     """
 
     kind: ShardingType
@@ -81,10 +81,12 @@ class Cut:
             object.__setattr__(self, "tiles", tuple(self.tiles))
 
     def sharding(self, name: str, rows: int, dim: int, topology: Topology) -> ParameterSharding:
-        """Of one table in one world. Pieces of given sizes name the ranks that have some.
+        """Return the sharding of one table in one world.
+
+        With given `sizes`, `widths` or `buckets`, its ranks are those that hold a nonempty piece.
 
         Raises:
-            ConfigError: it does not fit the table or the world.
+            ConfigError: the cut does not fit the table or the world.
         """
         self._check_devices(name, topology)
         ranks = self._ranks(name, dim, topology)
@@ -101,7 +103,7 @@ class Cut:
             strategy = _BY_WIDTHS[self.kind]
             tiling = strategy(name, rows, dim, ranks, topology, widths=self.widths)
         if tiling is not None:
-            ranks = None  # read off the tiling: pieces may be empty, or one with their neighbours
+            ranks = None  # derived from the tiling: pieces may be empty, or merged with their neighbours
         return strategies.complete(
             ParameterSharding(self.kind, self.compute_kernel, ranks, tiling=tiling),
             name,
@@ -122,12 +124,12 @@ class Cut:
         missing = [host for host in self.hosts if host >= topology.host_count]
         if missing or not self.hosts:
             raise ConfigError(
-                f"Table '{name}': {self.kind.value} names host {missing[0] if missing else 'nobody'}; "
+                f"Table '{name}': {self.kind.value} names {f'host {missing[0]}' if missing else 'no host'}; "
                 f"{topology.world_size} ranks are on hosts 0 to {topology.host_count - 1}."
             )
         ranks = tuple(rank for host in self.hosts for rank in topology.ranks_of(host))
         if self.kind is ShardingType.TABLE_COLUMN_WISE:
-            # As many of the host's ranks as there are widths, or as divide the columns.
+            # One rank per width; without widths, the largest number of ranks that divides the columns.
             count = strategies.column_pieces(dim, len(ranks)) if self.widths is None else len(self.widths)
             return ranks[:count]
         return ranks
@@ -136,9 +138,9 @@ class Cut:
         other = [d for d in self.devices if d.split(":")[0] != topology.compute_device]
         if other:
             raise ConfigError(
-                f"Table '{name}': {self.kind.value} asks for device {other[0]!r}, but the world's is "
-                f"{topology.compute_device!r}; all tables of a world are on one kind of device, so leave it out or "
-                "pass device_type=."
+                f"Table '{name}': {self.kind.value} got device {other[0]!r}; expected the world's "
+                f"{topology.compute_device!r}, as all tables are on one kind of device. Leave the device out, or pass "
+                "device_type=."
             )
 
 
@@ -150,12 +152,12 @@ _BY_WIDTHS = {
 
 
 def data_parallel() -> Cut:
-    """A copy of the table on every rank. Copies on some of the ranks are an `explicit` tiling."""
+    """Replicate the table on every rank. For replicas on some ranks use an `explicit` tiling."""
     return Cut(ShardingType.DATA_PARALLEL)
 
 
 def table_wise(rank: int, device: str | None = None, compute_kernel: Kernel = None) -> Cut:
-    """The whole table on one rank. `device` is the world's kind of device; another one is refused."""
+    """Place the whole table on one rank. `device` must be the world's device type."""
     return Cut(ShardingType.TABLE_WISE, compute_kernel, [rank], devices=[device] if device else ())
 
 
@@ -164,18 +166,19 @@ def row_wise(
     compute_kernel: Kernel = None,
     num_buckets: int | None = None,
 ) -> Cut:
-    """Ranges of rows on all ranks.
+    """Split the rows into ranges over all ranks.
 
     Args:
-        sizes_placement: (rows of each piece, where they go). A device type ("cuda") puts piece i on rank i; a list has
-            for each piece its rank ("rank:3/cuda:1") or its device type.
-        num_buckets: rows come in this many equal buckets, which are never cut; must divide the rows.
+        sizes_placement: (rows of each piece, placement). The placement "cuda" (a device type) puts piece i on rank i. A
+            list contains the rank ("rank:3/cuda:1") or the device type of each piece.
+        num_buckets: number of equal buckets of rows that must not be split; it must divide the rows.
     """
     if sizes_placement is None:
         return Cut(ShardingType.ROW_WISE, compute_kernel, buckets=num_buckets)
     if num_buckets is not None:
         raise ConfigError(
-            "row_wise: both sizes_placement and num_buckets say where to cut; keep one of them."
+            "row_wise: got both sizes_placement and num_buckets; expected one of them, as each determines the row "
+            "ranges. Leave one out."
         )
     sizes, where = sizes_placement
     places = [where] * len(sizes) if isinstance(where, str) else list(where)
@@ -194,11 +197,12 @@ def column_wise(
     compute_kernel: Kernel = None,
     device_types: Sequence[str] | None = None,
 ) -> Cut:
-    """Blocks of columns, block i on `ranks[i]` (None: on rank i).
+    """Split the columns into blocks, block i on `ranks[i]` (None: on rank i).
 
     Args:
-        size_per_rank: columns of each block; None: equal ones, without `ranks` over as many as divide the columns.
-        device_types: of the blocks; each is the world's kind of device.
+        size_per_rank: columns of each block. None: equal blocks, one per rank in `ranks`; without `ranks`, over the
+            largest number of ranks that divides the columns.
+        device_types: device type of each block; all must be the world's.
     """
     if ranks is None and size_per_rank is not None:
         ranks = range(len(size_per_rank))
@@ -208,29 +212,33 @@ def column_wise(
 
 
 def table_row_wise(host_index: int, compute_kernel: Kernel = None) -> Cut:
-    """Ranges of rows on the ranks of one host."""
+    """Split the rows into ranges over the ranks of one host."""
     return Cut(ShardingType.TABLE_ROW_WISE, compute_kernel, hosts=[host_index])
 
 
 def table_column_wise(
     host_index: int, size_per_rank: Sequence[int] | None = None, compute_kernel: Kernel = None
 ) -> Cut:
-    """Blocks of columns on ranks of one host: `size_per_rank` columns each, or equal ones on as many as divide them."""
+    """Split the columns into blocks over ranks of one host.
+
+    `size_per_rank` gives the columns of each block. None: equal blocks on as many
+    ranks as divide the columns.
+    """
     return Cut(ShardingType.TABLE_COLUMN_WISE, compute_kernel, hosts=[host_index], widths=size_per_rank)
 
 
 def grid_shard(
     host_indexes: Sequence[int], size_per_host: Sequence[int] | None = None, compute_kernel: Kernel = None
 ) -> Cut:
-    """A block of columns for each of the hosts (they may repeat), its rows in ranges over that host's ranks.
+    """Split the columns into one block per host, and each block's rows into ranges over that host's ranks.
 
-    The blocks cover the table: equal ones, or `size_per_host` columns each.
+    A host may occur several times. Blocks are equal, or have `size_per_host` columns, which must cover the table.
     """
     return Cut(ShardingType.GRID_SHARD, compute_kernel, hosts=host_indexes, widths=size_per_host)
 
 
 def explicit(tiles: Iterable[Sequence[Any]] | Tiling, compute_kernel: Kernel = None) -> Cut:
-    """Any cover: `Tile`s or `(r0, r1, c0, c1, owners)`, as `Tiling.of` takes them, or a tiling."""
+    """Split the table into `Tile`s or tuples `(r0, r1, c0, c1, owners)`, as `Tiling.of`, or as a given tiling."""
     return Cut(ShardingType.EXPLICIT, compute_kernel, tiles=tiles)
 
 
@@ -244,21 +252,23 @@ def construct_module_sharding_plan(
     *,
     topology: Topology | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """The plan of one embedding collection, table by table. It knows the world it is for, and is refused in another.
+    """Return the plan of one embedding collection, given a cut for each table.
+
+    The plan records its world size and hosts; sharding in another world raises an error.
 
     Args:
-        module: an EmbeddingBagCollection or EmbeddingCollection, or a module with one of them in it.
+        module: an EmbeddingBagCollection or EmbeddingCollection, or a module that contains one of them.
         per_param_sharding: table -> helper's result, for every table.
-        sharder: the one that the collection will be sharded with: tables are "fused" where it gives an optimizer.
-            Tables without one are "dense": a sharder that is given later, to `shard`, does not change that.
-        local_size, world_size: ranks per host and in all; None: the process group's and the launcher's, or those of a
-            world of one. Where neither is known, hosts are left to the launcher.
-        device_type: "cpu" or "cuda"; None: where the tables are.
-        topology: in place of these three.
+        sharder: the sharder that the collection will be sharded with. Tables are "fused" if it has an optimizer for
+            them. Tables without an optimizer are "dense"; a sharder that `shard` gets later does not change that.
+        local_size, world_size: ranks per host, and in total. None: those of the process group and the launcher, or of
+            a world of one rank. If the ranks per host remain unknown, the plan leaves the hosts to the launcher.
+        device_type: "cpu" or "cuda"; None: the device of the tables.
+        topology: replaces the three arguments above.
 
     Raises:
-        ConfigError: a table is missing or unknown, `module` has several collections, the cut does not fit its table or
-            the world, `sharder` speaks of another kind of collection.
+        ConfigError: a table is missing or unknown, `module` has several collections, a cut does not fit its table or
+            the world, or `sharder` is for another kind of collection.
     """
     if sharder is not None:
         check_sharder(sharder, "construct_module_sharding_plan: sharder")
@@ -272,8 +282,8 @@ def construct_module_sharding_plan(
         )
     if sharder is not None and not any(isinstance(part, sharder.module_type) for part in module.modules()):
         raise ConfigError(
-            f"construct_module_sharding_plan: the sharder speaks of {sharder.module_type.__name__}, which "
-            f"{type(module).__name__} is not; pass the sharder of its kind, or none."
+            f"construct_module_sharding_plan: got a sharder for {sharder.module_type.__name__}; expected one for "
+            f"{type(module).__name__}. Pass that sharder, or none."
         )
     for mine, theirs, what in (
         (tables, per_param_sharding, "has no sharding"),
@@ -282,8 +292,9 @@ def construct_module_sharding_plan(
         stray = [name for name in mine if name not in theirs]
         if stray:
             raise ConfigError(
-                f"construct_module_sharding_plan: '{stray[0]}' {what} ({len(stray)} such in all); per_param_sharding "
-                f"names {list(per_param_sharding)[:8]}, the module has {list(tables)[:8]}. Name each table once."
+                f"construct_module_sharding_plan: '{stray[0]}' {what} ({len(stray)} such names in total); "
+                f"per_param_sharding names {list(per_param_sharding)[:8]}, the module has {list(tables)[:8]}. Name "
+                "each table once."
             )
     world, hosts_known = topology, True
     if world is None:
@@ -295,8 +306,8 @@ def construct_module_sharding_plan(
         cut = per_param_sharding[name]
         if not isinstance(cut, Cut):
             raise ConfigError(
-                f"construct_module_sharding_plan: per_param_sharding['{name}'] is a {type(cut).__name__}; wanted what "
-                "row_wise(), table_wise(rank) and their like return."
+                f"construct_module_sharding_plan: per_param_sharding['{name}'] is a {type(cut).__name__}; wanted the "
+                "return value of a helper such as row_wise() or table_wise(rank)."
             )
         if cut.compute_kernel is None:
             cut = replace(cut, compute_kernel=_kernel(table))
@@ -308,19 +319,19 @@ def construct_module_sharding_plan(
 def apply_to_all(
     module: nn.Module, parameter_sharding_generator: Cut, sharder: Sharder | None = None
 ) -> dict[str, Cut]:
-    """The same helper for every table of a collection: `per_param_sharding` of `construct_module_sharding_plan`."""
+    """Return `per_param_sharding` of `construct_module_sharding_plan`, with the same cut for every table."""
     return {name: parameter_sharding_generator for table in tables_of(module) for _, name in table.names}
 
 
 def _kernel(table: PlannedTable) -> Kernel:
-    """Return "fused" for a table with an optimizer, else "dense"; None for a frozen table, which stays where it is."""
+    """Return "fused" for a table with an optimizer, else "dense"; None for a frozen table with rows in host memory."""
     if table.kernel is None and table.cached is None:
         return EmbeddingComputeKernel.DENSE
     return table.kernel
 
 
 def _bucket_rows(name: str, rows: int, buckets: int, world_size: int) -> tuple[int, ...]:
-    """Rows of each rank: whole buckets, the first ranks have one more where they do not come out even."""
+    """Return the rows of each rank, in whole buckets; the first ranks get one more bucket each if there is a rest."""
     if buckets < 1 or rows % buckets:
         raise ConfigError(
             f"Table '{name}': row_wise got num_buckets={buckets}, which does not divide its {rows} rows; use a divisor."
@@ -330,7 +341,7 @@ def _bucket_rows(name: str, rows: int, buckets: int, world_size: int) -> tuple[i
 
 
 def _world(local_size: int | None, world_size: int | None, device_type: str) -> tuple[Topology, bool]:
-    """The world, and whether somebody said which ranks share a host."""
+    """Return the world, and True if it is known which ranks share a host."""
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
     text = os.environ.get("LOCAL_WORLD_SIZE", "")

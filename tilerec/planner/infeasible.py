@@ -1,11 +1,11 @@
-"""`PlannerError`: there is no plan, or none was found; by how much, what weighs most, and what would help.
+"""`PlannerError`: no plan exists or none was found. It reports missing bytes, the heaviest tables, and remedies.
 
-Every remedy that is named was planned before it is named.
+A remedy is listed only after a plan for it was found.
 
-Nouns
-  cap     bytes that a rank may hold, of the memory that tables lie in
-  taken   of these, what is reserved, what batches need, and tables that were given by hand
-  least   the bytes of a table in the way of cutting it that takes least
+Terms
+  cap     bytes that a rank may hold, of the memory that holds tables
+  taken   bytes of the cap that are reserved, or used by batches and by pinned tables
+  least   bytes of a table with the option that uses least memory
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import MOST_BYTES, Topology
 
-SHOWN = 5
-TRIES = 10  # plans tried for one remedy
-UNITS = 900_000_000  # of work on all remedies
-PER_TABLE = 40_000  # of these, to state the problem
-MOST = 64  # times as many ranks as there are; nobody has more
-WIDE = 8  # ranks that a host is taken to have room for
+NAMES_SHOWN = 5
+PLANS_PER_REMEDY = 10  # plans tried for one remedy
+REMEDY_WORK = 900_000_000  # units of work for all remedies together
+WORK_PER_TABLE = 40_000  # units of work per table, to build one problem
+MOST_TIMES_RANKS = 64  # a remedy proposes at most MOST_TIMES_RANKS times the present number of ranks
+RANKS_PER_HOST = 8  # ranks assumed to fit into one host
 
 
 @dataclass(frozen=True, eq=False)
 class Remedy:
-    """A change of the request that there is a plan for. `text` says it; `request` is what was planned."""
+    """A change of the request for which a plan was found. `text`: its description. `request`: the changed request."""
 
     text: str
     request: PlanRequest
 
 
 class PlannerError(ConfigError):
-    """No plan.
+    """Raised if there is no plan for a request, or if none was found.
 
     Attributes:
-        proved: no plan exists; else none was found.
-        tier: "device" or "host": the memory that is short. "" where it cannot be told.
-        short: bytes missing there, at least; over all ranks, or on one where a piece of one table is too large.
-        heaviest: names of the tables that weigh most.
-        remedies: changes that there is a plan for.
-        error_type: as in TorchRec: INSUFFICIENT_STORAGE where the tables need more than all ranks have, or a rank is
-            full before anything is placed; STRICT_CONSTRAINTS where all ranks together have room.
+        proved: True if no plan exists; False if the search found none.
+        tier: memory that is too small: "device" or "host"; "" if unknown.
+        short: least number of missing bytes, over all ranks; on one rank if a piece of one table is too large.
+        heaviest: names of the tables with the most bytes.
+        remedies: changes of the request for which a plan was found.
+        error_type: as in TorchRec. INSUFFICIENT_STORAGE: the tables need more memory than all ranks have, or a rank is
+            full before any table is placed. STRICT_CONSTRAINTS: all ranks together have enough memory.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class PlannerError(ConfigError):
 
 
 def no_plan(decision: Decision) -> PlannerError:
-    """What to raise for a decision that found nothing."""
-    return _Search(decision).error()
+    """Return the error for a decision without a plan."""
+    return _Diagnosis(decision).error()
 
 
-class _Search:
-    """What is short, and what would help."""
+class _Diagnosis:
+    """Finds the memory that is too small, and remedies."""
 
     def __init__(self, decision: Decision) -> None:
         self.decision, self.request = decision, decision.request
@@ -107,30 +107,30 @@ class _Search:
             self.least = np.zeros(0, np.int64)
         self.need = int(self.least.sum()) + int(self.taken.sum())
         self.room = int(self.instance.cap[:, self.tier].sum())
-        self.tries = TRIES
-        self.work = Work(UNITS)
+        self.tries = PLANS_PER_REMEDY
+        self.work = Work(REMEDY_WORK)
 
     def error(self) -> PlannerError:
         decision, names = self.decision, self.instance.names
         proof = decision.solution.proof
         proved = decision.solution.status is Status.NONE_EXISTS
-        what, short = self._what(proved)
-        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))[:SHOWN]
+        shortage, short = self._shortage(proved)
+        order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))[:NAMES_SHOWN]
         heaviest = [names[t] for t in order]
         heavy = ", ".join(f"'{names[t]}' {bytes_text(int(self.least[t]))}" for t in order)
         remedies = list(self._remedies())
         start = "No plan exists" if proved else "No plan was found (there may be one)"
         ranks, hosts = self.topology.world_size, self.topology.host_count
         world = f"{_count(ranks, f'{self.topology.compute_device} rank')} of {_count(hosts, 'host')}"
-        text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {what}"
+        text = f"{start} for {_count(len(self.request.tables), 'table')} on {world}: {shortage}"
         if heavy:
-            text += f" The heaviest tables take, at least, {heavy}."
+            text += f" The heaviest tables need at least {heavy}."
         if remedies:
-            text += " What would fit, each tried:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
+            text += " Remedies, each with a plan:" + "".join(f"\n  - {remedy.text}" for remedy in remedies)
         else:
             text += (
-                " None of these, tried one by one, was enough: more ranks, a larger cap, optimizers that update in the "
-                "backward pass, bf16 rows, other sharding types. Change several, or plan fewer tables."
+                " None of these changes alone was enough: more ranks, a larger cap, optimizers that update in the "
+                "backward pass, bf16 rows, other sharding types. Combine several, or plan fewer tables."
             )
         tier = TIERS[proof.tier] if proof is not None and proof.tier >= 0 else TIERS[self.tier]
         has_room = self.need <= self.room and bool((self.taken <= self.caps).all())
@@ -139,36 +139,36 @@ class _Search:
             text, proved=proved, tier=tier, short=short, heaviest=heaviest, remedies=remedies, error_type=kind
         )
 
-    def _what(self, proved: bool) -> tuple[str, int]:
-        """What is short, and by how many bytes."""
+    def _shortage(self, proved: bool) -> tuple[str, int]:
+        """Return the sentence about the memory that is too small, and the number of missing bytes."""
         tier, proof = TIERS[self.tier], self.decision.solution.proof
         fullest = int((self.taken - self.caps).argmax())
         over = int(self.taken[fullest] - self.caps[fullest])
         if over > 0:
             pinned = self._pinned_on(fullest)
-            names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:SHOWN])
+            names = ", ".join(f"'{key}' {bytes_text(size)}" for key, size in pinned[:NAMES_SHOWN])
             return (
-                f"rank {fullest} has {bytes_text(int(self.taken[fullest]))} before anything is placed, "
-                f"{bytes_text(over)} beyond its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
+                f"rank {fullest} holds {bytes_text(int(self.taken[fullest]))} before any table is placed, "
+                f"{bytes_text(over)} more than its cap of {bytes_text(int(self.caps[fullest]))} of {tier} memory: "
                 f"{bytes_text(self.request.reserved_bytes()[fullest])} are reserved"
-                + (f", tables given by hand take {names}" if names else "")
+                + (f", pinned tables take {names}" if names else "")
                 + ", batches take the rest.",
                 over,
             )
         mean = int(self.taken.sum()) // self.topology.world_size
         own = (
             f"{self.topology.world_size} x {self._cap_text()} of {tier} memory, of which {bytes_text(mean)} each are "
-            "taken"
+            "in use"
         )
         if proof is not None and proof.table is not None:
             return (
-                f"no piece of table '{proof.table}' that its constraints and sizes allow fits a rank: the least is "
-                f"{bytes_text(proof.short)} too large for any of {own}.",
+                f"no piece of table '{proof.table}' that its constraints and sizes allow fits a rank: the smallest "
+                f"is {bytes_text(proof.short)} too large for any of {own}.",
                 proof.short,
             )
         if proof is not None and proof.tier >= 0:
             return (
-                f"they need {bytes_text(self.need)} in all where they take least, and there are {own}: at least "
+                f"they need at least {bytes_text(self.need)} in total, and there are {own}: at least "
                 f"{bytes_text(proof.short)} too much.",
                 proof.short,
             )
@@ -176,7 +176,7 @@ class _Search:
         part = 100 * self.need // max(1, self.room)
         how = "every arrangement of them was tried" if proved else "the search did not place all of them"
         return (
-            f"they need {bytes_text(self.need)} in all where they take least, {part} % of {own}, and {how}.",
+            f"they need at least {bytes_text(self.need)} in total, {part} % of {own}, and {how}.",
             short,
         )
 
@@ -185,9 +185,7 @@ class _Search:
         return bytes_text(self.cap) if least == self.cap else f"{bytes_text(least)} to {bytes_text(self.cap)}"
 
     def _pinned_on(self, rank: int) -> list[tuple[str, int]]:
-        """Tables that were given by hand, with their bytes on a rank, optimizer state or gradients included; the
-        largest first.
-        """
+        """Return the pinned tables with their bytes on a rank, optimizer state or gradients included; largest first."""
         pins = self.decision.pins
         works = [work for work in self.request.works() if work.name in pins]
         about = Workload(works)
@@ -201,14 +199,14 @@ class _Search:
                 found.append((work.name, size))
         return sorted(found, key=lambda each: (-each[1], each[0]))
 
-    # ---------------------------------------------------------------------------------------------- what would help
+    # ---------------------------------------------------------------------------------------------------- remedies
 
     def _remedies(self) -> Iterator[Remedy]:
         ways = (
             self._more_ranks, self._larger_cap, self._host_memory, self._attached, self._bf16, self._other_types,
             self._unpinned,
         )  # fmt: skip
-        whole = Work(UNITS)
+        whole = Work(REMEDY_WORK)
         for i, way in enumerate(ways):
             self.work = whole.part(whole.left // (len(ways) - i))
             found = way()
@@ -216,18 +214,18 @@ class _Search:
                 yield found
 
     def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
-        """The first that there is a plan for."""
+        """Return the first candidate with a plan, of at most `tries`."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
             if self._decided(request) is not None:
                 return Remedy(text, request)
         return None
 
     def _decided(self, request: PlanRequest) -> Decision | None:
-        """A decision with some plan, or None; also where there is no work left."""
+        """Return a decision with a plan; None if there is none, or if no work is left."""
         try:
             if self.work.over:
                 return None
-            self.work.spend(PER_TABLE * len(request.tables))
+            self.work.spend(WORK_PER_TABLE * len(request.tables))
             found = decide(request, quick=self.work)
             return found if found.priced is not None else None
         except ConfigError:
@@ -243,26 +241,31 @@ class _Search:
         if free <= 0:
             return
         wanted = max(topology.world_size + 1, -(-int(self.least.sum()) // free))
-        if wanted > MOST * topology.world_size:
+        if wanted > MOST_TIMES_RANKS * topology.world_size:
             return
         size = max(len(host) for host in topology.host_ranks)
-        if topology.host_count == 1 and size < WIDE:
-            for ranks in range(min(wanted, WIDE), WIDE + 1):
+        if topology.host_count == 1 and size < RANKS_PER_HOST:
+            for ranks in range(min(wanted, RANKS_PER_HOST), RANKS_PER_HOST + 1):
                 if ranks > topology.world_size:
                     yield (
                         f"{ranks} ranks instead of {topology.world_size}",
-                        replace(self.request, topology=_grown(topology, (), ranks)),
+                        replace(self.request, topology=_with_more_ranks(topology, (), ranks)),
                     )
         hosts = max(1, -(-(wanted - topology.world_size) // size))
         for more in sorted({hosts, hosts + 1, -(-hosts * 5 // 4), -(-hosts * 3 // 2), 2 * hosts, 4 * hosts}):
             yield (
                 f"{more} host{'s' * (more != 1)} of {size} rank{'s' * (size != 1)} more ({topology.host_count + more} "
                 "in all)",
-                replace(self.request, topology=_grown(topology, (size,) * more, topology.world_size)),
+                replace(
+                    self.request, topology=_with_more_ranks(topology, (size,) * more, topology.world_size)
+                ),
             )
 
     def _larger_cap(self) -> Remedy | None:
-        """The least cap that fits, as near as tries go; what is reserved as a part of the memory grows with it."""
+        """Find the least cap with a plan, by bisection with at most `tries` plans.
+
+        Memory that is reserved as a part of the cap grows with the cap.
+        """
         request, proof = self.request, self.decision.solution.proof
         part = np.array(request.reserved_bytes(), np.int64) - request.reserved
         if self.tier != self.main:
@@ -274,7 +277,7 @@ class _Search:
         low = max(int(self.caps.min()), math.floor(wanted / (1.0 - request.reserved_part)) - 1)
         tries, high, step = self.tries, 0, 1
         while tries and not high:
-            cap = _readable(low + max(1, low * step // 100))
+            cap = _round_up_to_text(low + max(1, low * step // 100))
             if cap >= MOST_BYTES:
                 break
             if self._decided(self._with_cap(cap)) is not None:
@@ -283,7 +286,7 @@ class _Search:
                 low, step = cap, min(4 * step, 100)
             tries -= 1
         while tries and high - low > max(1, high // 50):
-            middle = _readable((low + high) // 2)
+            middle = _round_up_to_text((low + high) // 2)
             if middle >= high:
                 break
             if self._decided(self._with_cap(middle)) is not None:
@@ -318,7 +321,7 @@ class _Search:
         return replace(self.request, topology=replace(self.topology, **changes))
 
     def _host_memory(self) -> Remedy | None:
-        """Rows in host memory behind caches, where constraints or too little of it stand in the way."""
+        """Try rows in host memory behind caches: without the constraints that forbid it, or with more host memory."""
         request, topology = self.request, self.topology
         if topology.compute_device == "cpu":
             return None
@@ -330,7 +333,7 @@ class _Search:
         freed = request
         for key in bound:
             freed = freed.with_constraint(key, enforce_hbm=None, compute_kernels=None)
-        some = ", ".join(f"'{name}'" for name in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+        some = ", ".join(f"'{name}'" for name in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             if bound:
@@ -342,15 +345,15 @@ class _Search:
                 if (topology.ddr_cap or 0) > 0:
                     yield (
                         f"smaller caches for tables in host memory: cache_params=CacheParams(load_factor={factor})",
-                        _with_caches(freed, factor),
+                        _with_load_factor(freed, factor),
                     )
             work = Workload(request.works())
             size = work.rows * (work.dim * (work.element + work.cell_state) + work.row_state)
             each = int(size.sum()) // topology.world_size
             for cap in (
-                _readable(each * 21 // 20),
-                _readable(each * 3 // 2),
-                _readable(int(size.max()) + each),
+                _round_up_to_text(each * 21 // 20),
+                _round_up_to_text(each * 3 // 2),
+                _round_up_to_text(int(size.max()) + each),
             ):
                 if (topology.ddr_cap or 0) < cap < MOST_BYTES:
                     larger = replace(topology, ddr_cap=cap, ddr_caps=None)
@@ -363,7 +366,7 @@ class _Search:
         return self._first(candidates())
 
     def _attached(self) -> Remedy | None:
-        """Tables without an attached optimizer have gradients as large as themselves."""
+        """Try attached optimizers: a table without one has a gradient as large as the table."""
         request = self.request
         bare = [
             table.key
@@ -377,8 +380,8 @@ class _Search:
             replace(table, optimizer=RowWiseAdagrad()) if table.key in chosen else table
             for table in request.tables
         )
-        some = ", ".join(f"'{name}'" for name in bare[:SHOWN])
-        more = f" and {len(bare) - SHOWN} more" if len(bare) > SHOWN else ""
+        some = ", ".join(f"'{name}'" for name in bare[:NAMES_SHOWN])
+        more = f" and {len(bare) - NAMES_SHOWN} more" if len(bare) > NAMES_SHOWN else ""
         text = (
             "an optimizer that updates in the backward pass (apply_optimizer_in_backward, or a sharder's) and has no "
             f"state per cell, such as RowWiseAdagrad, for {some}{more}: without one, gradients are as large as tables"
@@ -391,14 +394,14 @@ class _Search:
         wide = [
             names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
         ]
-        if not wide or self._decided(_narrowed(request, wide)) is None:
+        if not wide or self._decided(_with_bf16_rows(request, wide)) is None:
             return None
         count = least_that(
-            len(wide), lambda k: self._decided(_narrowed(request, wide[:k])) is not None, self.tries
+            len(wide), lambda k: self._decided(_with_bf16_rows(request, wide[:k])) is not None, self.tries
         )
-        some = ", ".join(f"'{name}'" for name in wide[: min(count, SHOWN)])
-        more = f" and {count - SHOWN} more" if count > SHOWN else ""
-        return Remedy(f"bf16 rows (data_type) for {some}{more}", _narrowed(request, wide[:count]))
+        some = ", ".join(f"'{name}'" for name in wide[: min(count, NAMES_SHOWN)])
+        more = f" and {count - NAMES_SHOWN} more" if count > NAMES_SHOWN else ""
+        return Remedy(f"bf16 rows (data_type) for {some}{more}", _with_bf16_rows(request, wide[:count]))
 
     def _other_types(self) -> Remedy | None:
         order = {name: int(self.least[t]) for t, name in enumerate(self.instance.names)}
@@ -410,18 +413,18 @@ class _Search:
         bound.sort(key=lambda key: (-order[key], key))
 
         for key in bound[: max(1, self.tries - 1)]:
-            request = _freed(self.request, [key])
+            request = _without_restrictions(self.request, [key])
             found = self._decided(request)
             if found is not None:
-                kind, says = found.shardings()[key].kind, _says(self.request.constraints[key])
+                kind, names = found.shardings()[key].kind, _restricting(self.request.constraints[key])
                 if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-                    return Remedy(f"a split by rows of '{key}', which {says} rule out", request)
-                return Remedy(f"'{key}' as {kind.value}, without its {says}", request)
+                    return Remedy(f"a split by rows of '{key}', which {names} rule out", request)
+                return Remedy(f"'{key}' as {kind.value}, without its {names}", request)
         if len(bound) < 2:
             return None
-        some = ", ".join(f"'{key}'" for key in bound[:SHOWN]) + ", …" * (len(bound) > SHOWN)
+        some = ", ".join(f"'{key}'" for key in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
         text = f"no restriction of sharding types and ranks for {some}"
-        return self._first(iter([(text, _freed(self.request, bound))]))
+        return self._first(iter([(text, _without_restrictions(self.request, bound))]))
 
     def _unpinned(self) -> Remedy | None:
         keys = list(self.decision.pins)
@@ -431,8 +434,11 @@ class _Search:
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             for key in over[: max(1, self.tries - 1)]:
-                yield f"'{key}' left to the planner, not given by hand", _freed(self.request, [key])
-            yield "no table given by hand", _freed(self.request, keys)
+                yield (
+                    f"'{key}' left to the planner instead of pinned",
+                    _without_restrictions(self.request, [key]),
+                )
+            yield "no table pinned", _without_restrictions(self.request, keys)
 
         return self._first(candidates())
 
@@ -440,8 +446,8 @@ class _Search:
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
 
 
-def _with_caches(request: PlanRequest, load_factor: float) -> PlanRequest:
-    """With caches of this size for all tables of which nobody said another."""
+def _with_load_factor(request: PlanRequest, load_factor: float) -> PlanRequest:
+    """Set this load factor for all tables without their own cache_params."""
     params = CacheParams(load_factor=load_factor)
     constraints = dict(request.constraints)
     for table in request.tables:
@@ -459,11 +465,11 @@ def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
     return bool(limits.enforce_hbm) or (bool(updating) and not set(HOST_KERNELS) & set(kernels))
 
 
-def _says(limits: ParameterConstraints) -> str:
+def _restricting(limits: ParameterConstraints) -> str:
     return " and ".join(name for name in _RESTRICT if getattr(limits, name))
 
 
-def _freed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+def _without_restrictions(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     constraints = dict(request.constraints)
     for key in keys:
         constraints[key] = replace(
@@ -473,7 +479,7 @@ def _freed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     return replace(request, constraints=constraints)
 
 
-def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
+def _with_bf16_rows(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     chosen = set(keys)
     tables = tuple(
         replace(table, data_type=DataType.BF16) if table.key in chosen else table for table in request.tables
@@ -481,8 +487,8 @@ def _narrowed(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
     return replace(request, tables=tables)
 
 
-def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
-    """With so many ranks on its one host, or with further hosts."""
+def _with_more_ranks(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
+    """Return the topology with `ranks` ranks on its only host, or with additional hosts."""
     hosts = [list(host) for host in topology.host_ranks]
     if len(hosts) == 1:
         hosts[0] += range(topology.world_size, ranks)
@@ -494,7 +500,7 @@ def _grown(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topolog
     caps: dict[str, Any] = {}
     for name in ("hbm_cap", "ddr_cap"):
         own = getattr(topology, f"{name}s")
-        if own is not None:  # new ranks are like the largest
+        if own is not None:  # new ranks have as much memory as the largest
             caps[f"{name}s"] = (*own, *(max(own) for _ in more))
     return replace(topology, world_size=last, hosts=hosts, local_world_size=None, **caps)
 
@@ -504,7 +510,10 @@ def _count(number: int, what: str) -> str:
 
 
 def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
-    """The least number up to `most` that fits, where `most` does and larger ones do as well; as near as tries go."""
+    """Return the least number in 1 to `most` for which `fits` is true, by bisection.
+
+    `fits` must be monotonic and true for `most`. After `tries` calls, the best number so far is returned.
+    """
     low, high = 1, most
     for _ in range(tries):
         if low == high:
@@ -517,8 +526,8 @@ def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
     return high
 
 
-def _readable(size: int) -> int:
-    """The least number of bytes from `size` on that its text (`"1.3 GiB"`) says exactly."""
+def _round_up_to_text(size: int) -> int:
+    """Round `size` up to a number of bytes whose text (such as `"1.3 GiB"`) is exact."""
     unit = 1
     while unit << 10 <= size:
         unit <<= 10

@@ -1,4 +1,4 @@
-"""`Outcome`: what planning came to on one rank, and the one comparison that all ranks make of it."""
+"""`Outcome`: the result of planning on one rank, and the check that all ranks have the same result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tilerec.spec.plan import ShardingPlan
 @final
 @dataclass
 class Outcome:
-    """How far a rank came.
+    """Result of planning on one rank, or the error that stopped it.
 
     Args:
-        request: what it planned; None if it never had one. digest: the request's, "" likewise.
-        plan: what it found, or None. fingerprint: the plan's, or 0.
-        trouble: the message of what stopped it, "" if nothing did.
+        request: the planned request; None if building it failed. digest: the request's digest; "" without a request.
+        plan: the plan; None if planning failed. fingerprint: the plan's fingerprint; 0 without a plan.
+        trouble: message of the error; "" if there was none.
     """
 
     request: PlanRequest | None = None
@@ -30,14 +30,16 @@ class Outcome:
     trouble: str = ""
 
     def compare(self, group: Group, raises: bool = True) -> None:
-        """Raise on every rank if ranks differ; a digest each travels, and all of it only where digests differ.
+        """Raise on every rank if the outcomes of the ranks differ. Collective.
+
+        Ranks exchange digests, and exchange requests and plans only if the digests differ.
 
         Args:
-            raises: False where this rank is about to raise its own trouble: then only other inputs, which may be why,
-                are raised.
+            raises: False if this rank will raise its own error. It then raises here only if the requests differ, as
+                this may be the cause of its error.
 
         Raises:
-            ConfigError: names ranks, the first difference, and what each has there.
+            ConfigError: outcomes differ; names the ranks, the first difference, and the values there.
         """
         marks = group.all_gather_object([self.trouble, self.digest, str(self.fingerprint)])
         if all(mark == marks[0] for mark in marks):

@@ -1,8 +1,8 @@
-"""Plans in a folder, each under the digest of its request: what was planned once is read and not searched again.
+"""Cache of plans in a folder, keyed by the digest of the request. A cached plan is read without a search.
 
 An entry is one JSON file with its request's digest, the plan, its report and a checksum of them. It is written
-whole or not at all, so readers never read half of one, and writers of the same entry write the same. An entry
-that cannot be read, or that is not for its request, is warned of and made anew.
+atomically, so readers never see a partial entry. Concurrent writers of one entry write the same content. If an entry
+cannot be read, or does not belong to its request, the cache warns, and the planner plans again.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ VERSION = 2
 
 @final
 class PlanCache:
-    """Plans in a folder.
+    """Cache of plans in a folder.
 
     Args:
-        folder: made if it is not there.
+        folder: folder of the entries; created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     def path(self, request: PlanRequest) -> Path:
-        """Where a request's entry is, or would be."""
+        """Return the path of a request's entry, which may not exist."""
         return self.folder / f"plan-{request.digest()}.json"
 
     def load(self, request: PlanRequest) -> tuple[ShardingPlan, PlanReport] | None:
-        """The plan and the report of a request; None if there is no entry, or none that can be read."""
+        """Return the plan and the report of a request; None if there is no readable entry."""
         path = self.path(request)
         if not path.exists():
             return None
         try:
             entry = read_json(path, "Plan cache").value
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
-                raise ConfigError("it is of another version")
+                raise ConfigError("it has another version")
             body = {name: entry.get(name) for name in ("request", "plan", "report")}
             if entry.get("checksum") != _checksum(body):
-                raise ConfigError("its checksum is not that of its contents")
+                raise ConfigError("its checksum does not match its contents")
             if entry["request"] != request.digest():
                 raise ConfigError("it is for another request")
             plan = ShardingPlan.from_json(entry["plan"])
@@ -65,7 +65,7 @@ class PlanCache:
         return plan, report
 
     def store(self, request: PlanRequest, plan: ShardingPlan, report: PlanReport) -> None:
-        """Keep a plan. A folder that cannot be written is warned of: the plan is as good without."""
+        """Write a plan to the folder. If that fails, warn; the plan remains valid."""
         path = self.path(request)
         body: dict[str, Any] = {
             "request": request.digest(),
@@ -78,7 +78,7 @@ class PlanCache:
             write_file(path, json.dumps(entry, separators=(",", ":")), "Plan cache")
         except OSError as error:
             warnings.warn(
-                f"Plan cache: {path} cannot be written ({error}); the plan is not kept.", stacklevel=4
+                f"Plan cache: {path} cannot be written ({error}); the plan is not cached.", stacklevel=4
             )
 
 
@@ -88,4 +88,4 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def _warn(path: Path, why: str) -> None:
-    warnings.warn(f"Plan cache: {path} is not used and made anew: {why}.", stacklevel=5)
+    warnings.warn(f"Plan cache: {path} is ignored and will be written again: {why}.", stacklevel=5)

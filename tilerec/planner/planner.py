@@ -1,4 +1,4 @@
-"""`EmbeddingShardingPlanner`: a plan for a model, from what its tables, the machines and the user say."""
+"""`EmbeddingShardingPlanner`: makes a plan for a model from its tables, the topology and constraints."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 RESERVED = 0.15
-"""Part of the memory that is reserved unless `storage_reservation` says else."""
+"""Part of the memory that is reserved by default (`storage_reservation=None`)."""
 
 Fixed = ShardingPlan | str | Path | Mapping[str, Mapping[str, ParameterSharding | Tiling]]
 
 
 class EmbeddingShardingPlanner:
-    """Plans so that the predicted time of a step is least, within every rank's memory (docs/planner.md).
+    """Planner that minimizes the predicted time of a step within the memory of every rank (docs/planner.md).
+
+    The plan is the same for the same model, topology and constraints, on every machine. Its `report` (`PlanReport`)
+    contains cost, bound, memory and stages. The report is not part of the plan's file.
 
     Args:
         topology: the machines: ranks, hosts, memory, speeds. None: the launcher's WORLD_SIZE and LOCAL_WORLD_SIZE (in
-            `collective_plan`: the group's ranks), on the device that the tables are on.
-        batch_size: samples of a rank in a step; 512 if None.
+            `collective_plan`: the group's ranks), on the device of the tables.
+        batch_size: samples per rank and step; None: 512.
         enumerator, proposer, partitioner, performance_model, stats, callbacks, timeout_seconds, plan_loader: parts of
-            another planner; they do not fit this search, which warns.
-        storage_reservation: memory that tables may not have; None: `HeuristicalStorageReservation(0.15)`.
-        constraints: table -> what is allowed and known; holds for every collection that has a table of this name.
-            `"<path>.<name>"` is the table of one of them.
-        debug: takes no effect; `print(plan.report)` shows what a plan costs, `print(plan)` where everything is.
-        fixed: a plan by hand of some tables, or the path of one: they stay as they are, and the rest is planned
-            around them.
-        cache: a folder that keeps plans by what they depend on; None: nothing is read or written.
-        effort: 1 searches as fast as it goes; each step doubles the work.
-
-    The plan is the same for the same model, topology and constraints, on every machine. It has a `report`
-    (`PlanReport`): cost, bound, memory and stages. `report` is no part of the plan's file.
+            TorchRec's planner, accepted with a warning; they have no effect on this search.
+        storage_reservation: memory that tables must not use; None: `HeuristicalStorageReservation(0.15)`.
+        constraints: `ParameterConstraints` by table name, for every collection with a table of this name. The key
+            `"<path>.<name>"` is for the table of one collection.
+        debug: no effect. `print(plan.report)` prints the cost of a plan, `print(plan)` its placement.
+        fixed: a plan of some tables made by hand, or the path of its file. These tables are pinned, and the others are
+            planned around them.
+        cache: folder of a plan cache, keyed by all inputs of the plan; None: no cache.
+        effort: amount of search; 1 is the fastest, and each further step doubles the work.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EmbeddingShardingPlanner:
         if unused:
             warnings.warn(
                 f"EmbeddingShardingPlanner: {', '.join(unused)} {'have' if len(unused) > 1 else 'has'} no effect: the "
-                "search has no such parts, and needs no time limit. Say what a table may become with constraints=.",
+                "search has no such parts, and needs no time limit. Restrict a table's placement with constraints=.",
                 stacklevel=2,
             )
         if topology is not None and not isinstance(topology, Topology):
@@ -163,28 +163,28 @@ class EmbeddingShardingPlanner:
     def plan(
         self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
     ) -> ShardingPlan:
-        """A plan for the embedding collections below `module` (or for `module`, if it is one).
+        """Return a plan for all embedding collections in `module` (or for `module`, if it is a collection).
 
         Args:
-            module: or a list of table configs, which are planned as one collection at the path ""; or of
+            module: a model; or a list of table configs, planned as one collection at path ""; or a list of
                 `PlannedTable`s.
-            sharders: those that the model will be sharded with. Their optimizers, of the tables of their kind that have
-                none attached, count in bytes and seconds, and so do their wire formats. They do not choose what is
-                planned, as TorchRec's do: sharding places every table, with or without a sharder for it, and refuses a
-                plan that forgets one. So every collection is in the plan.
+            sharders: the sharders of the later sharding. Bytes and seconds include their optimizers, for tables of
+                their kind without an attached one, and their wire formats. Unlike TorchRec's, they do not select the
+                planned collections: the plan contains every collection, as sharding places every table and rejects a
+                plan that lacks one.
 
         Raises:
-            PlannerError: no plan is within every rank's memory, or none was found; says which memory is short and what
-                would help.
-            ConfigError: the model has no tables, constraints name one that it lacks, contradict each other or do not go
-                with its optimizer, or the sharders are no list of sharders of different kinds.
+            PlannerError: no plan fits the memory of every rank, or none was found. It names the memory that is too
+                small, and remedies.
+            ConfigError: the model has no tables; constraints name an unknown table, contradict each other or contradict
+                the table's optimizer; or `sharders` is not a list of sharders of different kinds.
         """
         return self.make(self.request(module, sharders))
 
     def request(
         self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
     ) -> PlanRequest:
-        """Everything that `plan` goes by, as a record that can be kept, varied and explained."""
+        """Return all inputs of `plan` as a record that can be stored, varied and explained."""
         topology = self.topology or Topology.from_launcher(_device_type(module))
         return self._request(module, sharders, topology)
 
@@ -194,15 +194,15 @@ class EmbeddingShardingPlanner:
         plan: ShardingPlan,
         sharders: Sequence[Sharder] | None = None,
     ) -> PlanPrice:
-        """What a plan costs, made by this planner, by another one or by hand: seconds of a step, bytes of each rank.
+        """Return the price of a plan, made by any planner or by hand: seconds of a step, bytes of each rank.
 
             planner.price(model, plan).seconds
 
         Args:
-            module, sharders: as of `plan`.
+            module, sharders: as in `plan`.
 
         Raises:
-            ConfigError: as `price_plan`.
+            ConfigError: as in `price_plan`.
         """
         return price_plan(self.request(module, sharders), plan)
 
@@ -212,20 +212,20 @@ class EmbeddingShardingPlanner:
         sharders: Sequence[Sharder] | None = None,
         pg: dist.ProcessGroup | Group | None = None,
     ) -> ShardingPlan:
-        """`plan`, called by every rank of `pg` (None: the default process group).
+        """Return the plan of `plan` on every rank of `pg` (None: the default process group). Collective.
 
-        Rank 0's topology is everyone's. Every rank plans for itself, and digests are compared: nobody waits for rank
-        0's search. A topology of fewer ranks, whose number divides that of `pg`, is that of one sharding group
-        (`DMPCollection`), and so is the plan.
+        All ranks use rank 0's topology. Every rank runs the search itself, and ranks then compare digests, so no rank
+        waits for rank 0's search. The topology may have fewer ranks than `pg` if their number divides the size of
+        `pg`: it then describes one sharding group (`DMPCollection`), and so does the plan.
 
         Raises:
-            ConfigError: as `plan`; the topology is for a number of ranks that does not divide that of `pg`; ranks
-                differ in what they plan, or in the plan, with the place.
+            ConfigError: as in `plan`; or the topology's number of ranks does not divide the size of `pg`; or ranks
+                differ in their inputs or plans. The message names the first difference.
         """
         if pg is None and not dist.is_initialized():
             whole = self.plan(module, sharders)
             if whole.world_size == 1:
-                return whole  # there is nobody to ask
+                return whole  # a world of one rank: nothing to compare
         group = group_of(pg)
         topology = self._shared_topology(group, module)
         outcome = Outcome()
@@ -235,7 +235,7 @@ class EmbeddingShardingPlanner:
             outcome.plan = self.make(outcome.request)
             outcome.fingerprint = outcome.plan.fingerprint()
         except Exception as error:
-            # The others must not wait for this rank: they hear of it where they compare.
+            # Take part in the comparison all the same: the other ranks wait there, and raise this error, too.
             outcome.trouble = str(error) or type(error).__name__
             outcome.compare(group, raises=False)
             raise
@@ -251,16 +251,16 @@ class EmbeddingShardingPlanner:
         if group.rank or own is None:
             assert isinstance(shared, dict)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # rank 0 has said what there is to say
+                warnings.simplefilter("ignore")  # rank 0 has already warned
                 own = Topology.from_json(shared)
         if group.size % own.world_size:
             raise ConfigError(
                 f"EmbeddingShardingPlanner: the topology has {own.world_size} ranks and the group {group.size}; pass "
-                "the topology of the group's ranks, or of one sharding group of DMPCollection, whose size divides that."
+                "the topology of the group's ranks, or of one sharding group of DMPCollection, whose size divides it."
             )
         return own
 
-    # ---------------------------------------------------------------------------------------------- what is asked for
+    # -------------------------------------------------------------------------------------------- building requests
 
     @collector_at_rest()
     def _request(
@@ -294,7 +294,7 @@ class EmbeddingShardingPlanner:
         cap, part = topology.memory_cap, self.storage_reservation.percentage
         model, one = module if isinstance(module, nn.Module) else None, request.input_bytes()
         reserved = self.storage_reservation.reserved(cap, model, one) - math.ceil(cap * part)
-        # Batches of input are kept as such: another batch takes other bytes.
+        # Reserved input is stored as a number of batches, so that it scales when a what-if changes the batch size.
         batches = (
             max(0, reserved + math.ceil(cap * part) - self.storage_reservation.reserved(cap, model, 0)) // one
         )
@@ -303,23 +303,26 @@ class EmbeddingShardingPlanner:
         )
 
     def _by_key(self, tables: Sequence[PlannedTable]) -> dict[str, ParameterConstraints]:
-        """Constraints and pins by `PlannedTable.key`; of a table with several names, those of the first with any."""
+        """Return constraints and pins by `PlannedTable.key`.
+
+        A table with several names gets the constraints of its first name that has any.
+        """
         used: set[str] = set()
         pinned: set[tuple[str, str]] = set()
         found: dict[str, ParameterConstraints] = {}
         for table in tables:
             for path, name in table.names:
-                for said in (f"{path}.{name}" if path else name, name):
-                    if said in self.constraints:
-                        used.add(said)
-                        found.setdefault(table.key, self.constraints[said])
+                for given in (f"{path}.{name}" if path else name, name):
+                    if given in self.constraints:
+                        used.add(given)
+                        found.setdefault(table.key, self.constraints[given])
                 if (path, name) in self.fixed:
                     pinned.add((path, name))
                     limits = found.get(table.key, ParameterConstraints())
                     if limits.sharding is not None:
                         raise ConfigError(
-                            f"{table}: both fixed= and the sharding= of its constraints say where it lies; leave one "
-                            "of them out."
+                            f"{table}: got both fixed= and the sharding= of its constraints; expected one of them, as "
+                            "each gives the placement. Leave one out."
                         )
                     try:
                         found[table.key] = replace(limits, sharding=self.fixed[(path, name)])
@@ -345,10 +348,10 @@ class EmbeddingShardingPlanner:
         return found
 
     def make(self, request: PlanRequest) -> ShardingPlan:
-        """The plan of a request: from the cache, if there is one and it has it.
+        """Return the plan of a request, from the cache if possible.
 
         Raises:
-            PlannerError, ConfigError: as `plan`.
+            PlannerError, ConfigError: as in `plan`.
         """
         kept = None if self.cache is None else self.cache.load(request)
         if kept is not None:
@@ -362,11 +365,11 @@ class EmbeddingShardingPlanner:
 
 @collector_at_rest()
 def make_plan(request: PlanRequest) -> ShardingPlan:
-    """The plan of a request, with its report.
+    """Return the plan of a request, with its report.
 
     Raises:
-        PlannerError: there is none within every rank's memory, or none was found.
-        ConfigError: constraints leave a table no way to be cut.
+        PlannerError: no plan fits the memory of every rank, or none was found.
+        ConfigError: constraints leave a table without options.
     """
     decision = decide(request)
     if not decision.found:
@@ -391,7 +394,7 @@ def _loaded(path: str | Path) -> ShardingPlan:
 
 
 def _read_fixed(fixed: Any) -> dict[tuple[str, str], ParameterSharding]:
-    """Shardings by (path, table)."""
+    """Return shardings by (module path, table name)."""
     if isinstance(fixed, ShardingPlan):
         return {(path, name): sharding for path, name, sharding in fixed.tables()}
     found: dict[tuple[str, str], ParameterSharding] = {}

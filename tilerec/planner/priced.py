@@ -1,4 +1,4 @@
-"""`price_plan`: what a step takes under a plan, and what each rank holds; for plans made by the planner or by hand."""
+"""`price_plan`: predicted time of a step and memory of each rank, for any plan, made by the planner or by hand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from tilerec.spec.tile import Tiling
 
 @dataclass(frozen=True, eq=False)
 class PlanPrice:
-    """What a plan costs (docs/planner-cost.md).
+    """Predicted time and memory of a plan (docs/planner-cost.md).
+
+    Legend: R ranks, S stages.
 
     Args:
-        price: of all tables together, without what is reserved.
-        reserved: [R, 2] bytes that other things take in the memory of the device and of the host.
-        cap: [R, 2] bytes that there are.
-        shardings: of each table, by key.
+        price: price of all tables together, without reserved memory.
+        reserved: [R, 2] reserved bytes of device and host memory.
+        cap: [R, 2] bytes of device and host memory that each rank has.
+        shardings: sharding of each table, by key.
     """
 
     price: Price
@@ -40,7 +42,7 @@ class PlanPrice:
 
     @property
     def seconds(self) -> float:
-        """Of a step: the sum over stages of the slowest rank's, and of collectives as such."""
+        """Seconds of a step: the slowest rank's seconds, summed over stages, plus fixed costs of collectives."""
         return self.cost_ps / PICO
 
     @property
@@ -55,16 +57,16 @@ class PlanPrice:
 
     @property
     def memory(self) -> Ints:
-        """[R, 2] bytes of device and host memory, what is reserved included."""
+        """[R, 2] bytes of device and host memory in use, reserved memory included."""
         return self.price.memory + self.reserved
 
     @property
     def over(self) -> Ints:
-        """[R, 2] bytes above what there is; 0 where the plan fits."""
+        """[R, 2] bytes above the cap; 0 where the plan fits."""
         return np.maximum(self.memory - self.cap, 0)
 
     def __str__(self) -> str:
-        """The step, its stages with their slowest ranks, and the fullest memory: a few lines."""
+        """Return a few lines: the step, its stages with their slowest ranks, and the fullest memory."""
         lines = [f"{time_text(self.cost_ps)} a step, as predicted"]
         for name, seconds in self.stages.items():
             rank = int(seconds.argmax())
@@ -95,7 +97,7 @@ class PlanPrice:
 
     @property
     def network_ps(self) -> Ints:
-        """[R, S] of `load_ps`, what is on a rank's own network card; cards that ranks share are stages of their own."""
+        """[R, S] part of `load_ps` on a rank's own network card; cards that ranks share are separate stages."""
         found = np.zeros((len(self.cap), len(self.stage_names)))
         for name, seconds in self.price.network.items():
             if name not in self.stage_names:
@@ -104,7 +106,7 @@ class PlanPrice:
 
     @property
     def charge_ps(self) -> int:
-        """Picoseconds of collectives as such."""
+        """Fixed costs of the collectives of a step, in picoseconds."""
         return round(self.price.calls * PICO)
 
     @property
@@ -114,12 +116,12 @@ class PlanPrice:
 
 
 def price_plan(request: PlanRequest, plan: ShardingPlan) -> PlanPrice:
-    """What a plan costs: the number that reports state and searches are judged by.
+    """Return the price of a plan, which reports state and searches minimize.
 
     Args:
-        request: tables, topology and batch, as `EmbeddingShardingPlanner.request` makes it. Its constraints say how
-            tables are read (pooling factors, skew); those on shardings have no effect.
-        plan: a sharding of each of its tables.
+        request: tables, topology and batch, from `EmbeddingShardingPlanner.request`. Its constraints supply facts about
+            ids (pooling factors, skew); its constraints on shardings have no effect.
+        plan: a sharding of each table in the request.
 
     Raises:
         ConfigError: the plan lacks a table, or was made for another number of ranks or for tables of another size.
@@ -128,7 +130,7 @@ def price_plan(request: PlanRequest, plan: ShardingPlan) -> PlanPrice:
     if plan.world_size not in (0, None, topology.world_size):
         raise ConfigError(
             f"price_plan: got a plan for {plan.world_size} ranks; expected one for the topology's "
-            f"{topology.world_size}. Give the topology that it was made for."
+            f"{topology.world_size}. Use the topology of the plan."
         )
     shardings: dict[str, ParameterSharding] = {}
     for table in request.tables:
@@ -145,10 +147,10 @@ def price_plan(request: PlanRequest, plan: ShardingPlan) -> PlanPrice:
 
 
 def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) -> ParameterSharding:
-    """With its tiling, which belongs to the table.
+    """Return the sharding with a tiling of the table, computed if it has none.
 
     Raises:
-        ConfigError: it is for a table of another size.
+        ConfigError: its tiling is for a table of another size.
     """
     table = request.by_key[key]
     tiling = sharding.tiling
@@ -157,13 +159,13 @@ def _with_tiling(request: PlanRequest, key: str, sharding: ParameterSharding) ->
     if (tiling.rows, tiling.dim) != (table.rows, table.dim):
         raise ConfigError(
             f"Table '{key}': got a sharding of {tiling.rows} x {tiling.dim}; expected {table.rows} x {table.dim}. "
-            "Plan again, or give the tables that the plan was made for."
+            "Plan again, or use the tables that the plan was made for."
         )
     return sharding
 
 
 def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> PlanPrice:
-    """Likewise, for shardings with tilings, by `PlannedTable.key`."""
+    """Return the price of the given shardings, by `PlannedTable.key`. Each must have a tiling."""
     works, tilings = list[TableWork](), list[Tiling]()
     for work in request.works():
         sharding = shardings[work.name]
@@ -177,7 +179,10 @@ def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> 
 
 
 def work_under(work: TableWork, sharding: ParameterSharding) -> TableWork:
-    """What a step does with a table that is sharded so: where its rows lie, and whether hosts add them up."""
+    """Return the table's work in a step under a sharding.
+
+    The sharding determines whether rows are in host memory, and whether hosts sum rows before they send them.
+    """
     in_host = sharding.kernel in HOST_KERNELS
     params = sharding.cache if in_host else None
     known = sharding.ids_per_bag

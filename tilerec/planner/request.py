@@ -1,8 +1,8 @@
-"""`PlanRequest`: everything that a plan depends on. The same request gives the same plan, on every machine.
+"""`PlanRequest`: all inputs of a plan. The same request gives the same plan, on every machine.
 
-    module, or configs  ──►  request  ──►  problem (options.py)  ──►  solution (search.py)  ──►  plan and report
+    module, or configs  ──►  request  ──►  problem (options.py)  ──►  solution (search/)  ──►  plan and report
 
-A request is also a file: what `tilerec plan` keeps beside a plan, so that it can be explained and varied.
+A request can be stored in a file. `tilerec plan` writes it next to the plan, for `explain` and `whatif`.
 """
 
 from __future__ import annotations
@@ -39,29 +39,31 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import MOST_BYTES, Topology
 
 VERSION = 1
-"""Of what planning does with a request: plans of another version are not read from a cache."""
+"""Version of the request format and of the planner's results; cached plans of another version are not used."""
 
 _MOST = 10**12
-_MOST_CELLS = 2**54  # bytes with optimizer state stay within 64 bits
-_FROZEN = SGD(0.0)  # a table without gradients has no state, and no `.grad`
+_MOST_CELLS = 2**54  # so that bytes with optimizer state fit in 64 bits
+_FROZEN = SGD(0.0)  # for tables without gradients: no optimizer state and no `.grad`
 
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """Tables, machines, and what a user says of them.
+    """Tables, machines, constraints and settings of the search.
+
+    The reserved memory of a rank is the sum of `reserved`, `reserved_part` and `reserved_batches`.
 
     Args:
-        tables: with different keys.
+        tables: tables with distinct keys.
         topology: the machines.
-        batch_size: samples of a rank in a step.
-        constraints: by `PlannedTable.key`; pins are among them.
-        reserved, reserved_part: of every rank's memory that tables lie in, bytes and a part of it (from 0 up to, not
-            including, 1) are taken, one beside the other.
-        reserved_batches: and as many batches of a rank's input, whose bytes follow from `batch_size`.
-        effort: how long to search; see `solve`.
+        batch_size: samples per rank and step.
+        constraints: constraints, pins included, by `PlannedTable.key`.
+        reserved: bytes per rank that tables must not use, in the memory that holds tables.
+        reserved_part: part of that memory that tables must not use, at least 0 and below 1.
+        reserved_batches: number of input batches to reserve memory for; their bytes follow from `batch_size`.
+        effort: amount of search; see `solve`.
 
     Raises:
-        ConfigError: a size out of range, no tables, constraints that do not fit the tables or the topology.
+        ConfigError: a size is out of range, or constraints do not fit the tables or the topology.
     """
 
     tables: tuple[PlannedTable, ...]
@@ -88,25 +90,24 @@ class PlanRequest:
         whole = isinstance(self.reserved, int) and not isinstance(self.reserved, bool)
         if not whole or not 0 <= self.reserved < MOST_BYTES:
             raise ConfigError(
-                f"Planner: {self.reserved!r} are reserved of every rank; it must be a whole number of bytes from 0 "
-                "(below 2^60)."
+                f"Planner: reserved={self.reserved!r}; expected bytes per rank, a whole number from 0 (below 2^60). "
+                "For a part of the memory use reserved_part."
             )
         if not isinstance(self.reserved_part, (int, float)) or not 0 <= self.reserved_part < 1:
             raise ConfigError(
-                f"Planner: the part of the memory that is reserved is {self.reserved_part!r}; it must be from 0 up to, "
-                "not including, 1."
+                f"Planner: reserved_part={self.reserved_part!r}; expected a part of the memory, at least 0 and below 1."
             )
         keys: set[str] = set()
         cells = 0
         for table in self.tables:
             if table.key in keys:
-                raise ConfigError(f"{table} is there twice; give every table a name of its own.")
+                raise ConfigError(f"{table} occurs twice; give every table a unique name.")
             keys.add(table.key)
             cells += table.rows * table.dim
             if cells >= _MOST_CELLS:
                 raise ConfigError(
-                    f"{table}: {table.rows} x {table.dim} cells make the tables larger than any machines (2^54 cells); "
-                    "correct its size."
+                    f"{table}: {table.rows} x {table.dim} cells make the tables larger than the limit of 2^54 cells in "
+                    "total; correct its size."
                 )
         for key in self.constraints:
             if key not in keys:
@@ -119,32 +120,32 @@ class PlanRequest:
             given = getattr(limits, name)
             if given is not None and given[-1] >= size:
                 raise ConfigError(
-                    f"Table '{key}': its constraints name {name[:-1]} {given[-1]}, and the topology has {name} 0 to "
-                    f"{size - 1}; name those."
+                    f"Table '{key}': its constraints name {name[:-1]} {given[-1]}, but the topology has {name} 0 to "
+                    f"{size - 1}; use those."
                 )
         if limits.ranks is not None and limits.hosts is not None and not self._ranks(limits):
             raise ConfigError(
-                f"Table '{key}': none of the ranks that its constraints allow is on one of the hosts that they allow; "
-                "leave one of the two out."
+                f"Table '{key}': none of the ranks in its constraints is on one of the hosts in its constraints; leave "
+                "ranks or hosts out."
             )
         table = self.by_key[key]
         if not self._storages(key, False)[0] and table.trained and table.optimizer is None:
             raise ConfigError(
                 f"Table '{key}': its compute_kernels {[kernel.value for kernel in limits.kernels_allowed()]} keep rows "
-                "in host memory, which takes an optimizer that updates them in the backward pass; attach one "
-                "(apply_optimizer_in_backward, or a sharder's), or allow 'fused'."
+                "in host memory, which takes an optimizer that updates them in the backward pass. Attach one with "
+                "apply_optimizer_in_backward or a sharder, or allow 'fused'."
             )
         if limits.device_group is not None and limits.device_group != topology.compute_device:
             raise ConfigError(
-                f"Table '{key}': device_group is {limits.device_group!r} and the topology's device "
-                f"{topology.compute_device!r}; all tables of a plan are on one kind of device: leave it out, or plan "
-                "these tables apart."
+                f"Table '{key}': got device_group {limits.device_group!r}; expected the topology's device "
+                f"{topology.compute_device!r}, as all tables of a plan are on one kind of device. Leave it out, or "
+                "plan these tables separately."
             )
 
     # ---------------------------------------------------------------------------------------------- for the search
 
     def limits_of(self, key: str) -> ParameterConstraints | None:
-        """A table's constraints."""
+        """Return the table's constraints; None if it has none."""
         return self.constraints.get(key)
 
     @cached_property
@@ -152,12 +153,12 @@ class PlanRequest:
         return {table.key: table for table in self.tables}
 
     def reserved_bytes(self) -> list[int]:
-        """Of each rank, what is taken of the memory that tables lie in."""
+        """Return the reserved bytes of each rank, in the memory that holds tables."""
         always = self.reserved + (self.reserved_batches * self.input_bytes() if self.reserved_batches else 0)
         return [always + math.ceil(cap * self.reserved_part) for cap in self.topology.memory_caps]
 
     def works(self) -> list[TableWork]:
-        """What a step does with each table, by key: the order in which a model names its tables decides nothing."""
+        """Return the work of a step for each table, sorted by key, so the plan does not depend on the model's order."""
         return list(self._works)
 
     @cached_property
@@ -184,7 +185,7 @@ class PlanRequest:
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
-                    # As sharding has it: where ids per bag are unknown, hosts add rows up.
+                    # As in sharding: if ids per bag are unknown, rows are summed on the host before they are sent.
                     sums_in_hosts=None if not table.pooled else (ids_per_bag is None or ids_per_bag > 1),
                     **({} if limits is None and table.cached is None else _cache_of(table, limits)),
                 )
@@ -197,25 +198,28 @@ class PlanRequest:
         return reads_of(table.key, table.features or (table.names[0][1],), self.batch_size, limits)
 
     def pins(self) -> dict[str, ParameterSharding]:
-        """Tables whose sharding is given, with a tiling each."""
+        """Return the shardings of the pinned tables, each with its tiling."""
         found: dict[str, ParameterSharding] = {}
         for key, limits in self.constraints.items():
             if limits.sharding is not None:
                 table = self.by_key[key]
                 found[key] = complete(limits.sharding, key, table.rows, table.dim, self.topology)
-        self._pin_beside(found)
+        self._pin_colocated(found)
         return found
 
-    def _pin_beside(self, pins: dict[str, ParameterSharding]) -> None:
-        """Who lies with a pinned table is cut as that is, where its type says how; else only ranks are given."""
-        beside: dict[str, list[str]] = {}
+    def _pin_colocated(self, pins: dict[str, ParameterSharding]) -> None:
+        """Pin the tables that are co-located with pinned tables, with the same sharding type and ranks.
+
+        An explicit tiling does not carry over to another table; `limits` then restricts the ranks only.
+        """
+        colocated: dict[str, list[str]] = {}
         for key, limits in self.constraints.items():
             if limits.with_table is not None:
-                beside.setdefault(self.named(limits.with_table, key), []).append(key)
-        waiting = [key for key in pins if key in beside]
+                colocated.setdefault(self.named(limits.with_table, key), []).append(key)
+        waiting = [key for key in pins if key in colocated]
         while waiting:
             pin = pins[waiting[-1]]
-            for key in beside[waiting.pop()]:
+            for key in colocated[waiting.pop()]:
                 if key in pins or pin.kind is ShardingType.EXPLICIT:
                     continue
                 table, limits = self.by_key[key], self.constraints[key]
@@ -223,15 +227,15 @@ class PlanRequest:
                 if allowed and pin.kind not in allowed:
                     raise ConfigError(
                         f"Table '{key}': with_table='{limits.with_table}' makes it {pin.kind.value}, which its "
-                        "constraints do not allow; leave one of the two out."
+                        "constraints do not allow; leave out with_table or the constraints."
                     )
-                self._check_beside(key, limits, pin.tiling)
+                self._check_colocated(key, limits, pin.tiling)
                 alike = ParameterSharding(pin.kind, ranks=pin.ranks)
                 pins[key] = complete(alike, key, table.rows, table.dim, self.topology)
-                if key in beside:
+                if key in colocated:
                     waiting.append(key)
 
-    def _check_beside(self, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
+    def _check_colocated(self, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
         assert tiling is not None
         assert limits.with_table is not None
         own, allowed = tiling.ranks(), self._ranks(limits)
@@ -239,11 +243,11 @@ class PlanRequest:
         if others or len(own) > (limits.max_ranks or len(own)):
             raise ConfigError(
                 f"Table '{key}': with_table='{self.named(limits.with_table, key)}' puts it on ranks {list(own)[:16]}, "
-                "which its constraints do not allow; leave one of the two out."
+                "which its constraints do not allow; leave out with_table or the constraints."
             )
 
     def groups(self, pins: Mapping[str, ParameterSharding]) -> list[list[str]]:
-        """Tables that lie together, two or more in each group, none of them pinned."""
+        """Return the groups of co-located tables: two or more keys in each group, none of them pinned."""
         leader: dict[str, str] = {}
 
         def find(key: str) -> str:
@@ -266,10 +270,11 @@ class PlanRequest:
         return [group for group in groups.values() if len(group) > 1]
 
     def named(self, name: str, beside: str) -> str:
-        """The key of a table that a constraint names: by its key, or by its name where only one has it.
+        """Return the key of the table that `with_table` names: by key, or by name if the name is unique.
 
         Args:
-            beside: the table whose constraints say it; one in its module is meant first.
+            name: key or name of a table.
+            beside: key of the table with this constraint; a table in its module takes precedence.
         """
         path = self.by_key[beside].names[0][0]
         near = f"{path}.{name}" if path else name
@@ -283,12 +288,12 @@ class PlanRequest:
         if len(found) != 1:
             raise ConfigError(
                 f"Table '{beside}': with_table='{name}' "
-                + (f"may be any of {found}; write one of these." if found else "is no table of the model.")
+                + (f"may be any of {found}; use one of these." if found else "is no table of the model.")
             )
         return found[0]
 
     def may_offload(self) -> bool:
-        """Whether there are tables that may, and nobody said must, lie in host memory behind a cache."""
+        """Return True if the planner may move some tables from device memory to host memory behind a cache."""
         return any(ddr for _, ddr in self.topology.caps) and any(
             (table.optimizer is not None or not table.trained)
             and self._storages(table.key, True) != self._storages(table.key, False)
@@ -296,7 +301,7 @@ class PlanRequest:
         )
 
     def _storages(self, key: str, offload: bool) -> tuple[bool, bool]:
-        """Whether a table may lie in device memory, and whether in host memory behind a cache."""
+        """Return whether device memory, and whether host memory behind a cache, may hold the table."""
         given = self.constraints.get(key)
         if self.topology.compute_device == "cpu" or (given is not None and given.enforce_hbm):
             return True, False
@@ -309,13 +314,15 @@ class PlanRequest:
         return any(kernel not in HOST_KERNELS for kernel in kernels), behind
 
     def limits(self, pins: Mapping[str, ParameterSharding], offload: bool = False) -> dict[str, Limits]:
-        """What the options of each table are restricted to.
+        """Return the restrictions on the options of each table, by key; tables without restrictions are left out.
 
-        offload: tables of which nobody said where their rows lie may lie in host memory, too.
+        Args:
+            pins: the shardings of pinned tables, which get no restrictions.
+            offload: host memory may also hold the tables for which the user has not chosen a memory.
         """
         found: dict[str, Limits] = {}
-        said = offload or any(table.cached is not None for table in self.tables)
-        some = self.tables if said else [self.by_key[key] for key in self.constraints]
+        every = offload or any(table.cached is not None for table in self.tables)
+        some = self.tables if every else [self.by_key[key] for key in self.constraints]
         for table in some:
             on_device, cached = self._storages(table.key, offload)
             if (cached or not on_device) and table.key not in pins:
@@ -329,7 +336,7 @@ class PlanRequest:
                 if other in pins:
                     own = pins[other].tiling
                     assert own is not None
-                    self._check_beside(key, given, own)
+                    self._check_colocated(key, given, own)
                     ranks = own.ranks()
             types = self._types(key, given)
             if ShardingType.TABLE_COLUMN_WISE in types and ShardingType.COLUMN_WISE not in types and ranks:
@@ -350,7 +357,7 @@ class PlanRequest:
         return tuple(sorted(allowed))
 
     def _on_one_host(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Those of the host with the most of them."""
+        """Return the ranks on the host that has the most of `ranks`."""
         hosts: dict[int, list[int]] = {}
         for rank in ranks:
             hosts.setdefault(self.topology.host_of(rank), []).append(rank)
@@ -358,7 +365,7 @@ class PlanRequest:
         return tuple(next(own for own in hosts.values() if len(own) == most))
 
     def _types(self, key: str, given: ParameterConstraints) -> tuple[ShardingType, ...]:
-        """The sharding types to search, where those that are asked for come down to simpler ones on this world."""
+        """Return the sharding types to search: on this topology, some allowed types reduce to simpler ones."""
         types, topology = given.types_allowed(), self.topology
         if not types or topology.world_size == 1:
             return ()
@@ -383,7 +390,7 @@ class PlanRequest:
         return tuple(dict.fromkeys(found))
 
     def input_bytes(self) -> int:
-        """Of one batch of a rank as it arrives: int64 ids, int32 lengths, fp32 weights."""
+        """Return the bytes of one input batch of a rank: int64 ids, int32 lengths, fp32 weights."""
         total = 0.0
         for table in self.tables:
             limits = self.constraints.get(table.key)
@@ -397,7 +404,7 @@ class PlanRequest:
     # ---------------------------------------------------------------------------------------------- as a file
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+        """Return a dict of JSON values."""
         return {
             "version": VERSION,
             "batch_size": self.batch_size,
@@ -438,10 +445,10 @@ class PlanRequest:
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> PlanRequest:
-        """The inverse of `to_json`. Only `topology` and `tables` must be there.
+        """Read a request that `to_json` returned. Only `topology` and `tables` are required.
 
         Raises:
-            ConfigError: it is no request, or one of another version.
+            ConfigError: the data is not a request, or has another version.
         """
         value = JsonValue.of(data, "Plan request JSON")
         known = (
@@ -467,33 +474,34 @@ class PlanRequest:
 
     @staticmethod
     def load(path: str | Path) -> PlanRequest:
-        """Read a request's file.
+        """Read a request from a file.
 
         Raises:
-            FileError: it cannot be read. ConfigError: it is no request.
+            FileError: the file cannot be read.
+            ConfigError: the file is not a request.
         """
         return PlanRequest.from_json(read_json(path, "Plan request"))
 
     def digest(self) -> str:
-        """32 letters that two requests share exactly when they are the same (up to chance)."""
+        """Return a hash of the request: 32 hexadecimal digits, equal for equal requests."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def with_constraint(self, key: str, **changes: Any) -> PlanRequest:
-        """The same with other fields of a table's constraints."""
+        """Return the request with some fields of one table's constraints replaced."""
         new = replace(self.constraints.get(key, ParameterConstraints()), **changes)
         return replace(self, constraints={**self.constraints, key: new})
 
 
 def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConstraints]]:
-    """Tables and their constraints from a list of JSON objects.
+    """Return tables, and constraints by key, from a list of JSON objects.
 
     A table is `{"name": "user", "num_embeddings": 1000, "embedding_dim": 64}`; further fields are `data_type`,
     `feature_names`, `module` (its path), `optimizer` (`"SGD"`, or an object), `pooled`, `weighted`, `trained`, and
     `constraints` (an object with fields of `ParameterConstraints`).
 
     Raises:
-        ConfigError: it is no such list; names the table.
+        ConfigError: the data is not such a list; the message names the table.
     """
     value = JsonValue.of(data, "Tables")
     items = value.items(_TABLES)
@@ -546,7 +554,7 @@ _FIELDS = (
 
 
 def _names(name: str, found: Mapping[str, JsonValue]) -> tuple[tuple[str, str], ...]:
-    """(module, table) pairs, the table's own first."""
+    """Return the pairs (module path, table name) of a table, its own pair first."""
     pairs = [(found["module"].text('a path such as "ebc"') if "module" in found else "", name)]
     for other in found["also"].items("a list of [path, table]") if "also" in found else ():
         pair = other.texts("[path, table]")
@@ -557,14 +565,17 @@ def _names(name: str, found: Mapping[str, JsonValue]) -> tuple[tuple[str, str], 
 
 
 def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
-    """A pin's, else the sharder's."""
+    """Return the wire formats of the pin, else those of the sharder, else fp32."""
     pin = None if limits is None else limits.sharding
     own = pin.wire if isinstance(pin, ParameterSharding) else None
     return own or table.wire or Wire()
 
 
 def _cache_of(table: PlannedTable, limits: ParameterConstraints | None) -> dict[str, Any]:
-    """Whether a table that is given by hand lies in host memory, and how many lines its cache would have."""
+    """Return the `cached` and `load_factor` arguments of a table's `TableWork`.
+
+    `cached` is True only for a pin with rows in host memory.
+    """
     if limits is None:
         return {"load_factor": table.cached}
     pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None

@@ -1,11 +1,10 @@
-"""Memory that tables may not have: a storage reservation says how much of each rank's.
+"""Storage reservations: memory of each rank that the planner leaves free for everything but tables.
 
-Bytes are those of the memory that tables lie in: of the device, or of the host where there is no device memory. What
-tables themselves need beside their rows (ids, looked-up rows, gradients in flight) is part of the planner's cost model
-and needs no reservation.
+Bytes are those of the memory that holds the tables: device memory, or host memory on CPU ranks. Temporary memory of
+the tables (ids, looked-up rows, gradients in flight) is part of the planner's cost model and needs no reservation.
 
     dense     parameters and buffers of the model that belong to no table
-    input     a batch as it arrives: int64 ids, lengths, weights; one in use and one on its way
+    input     a batch as it arrives: int64 ids, lengths, weights. Two batches: one in use, one being copied
 """
 
 from __future__ import annotations
@@ -20,36 +19,39 @@ from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 
 GRADIENTS_AND_STATE = 6.0
-"""Of a dense parameter: itself, its gradient, two numbers of an optimizer, and as much again for buckets and copies."""
+"""Bytes reserved per byte of a dense parameter.
+
+The parameter, its gradient and two values of optimizer state make 4; buckets and copies take 2 more.
+"""
 
 
 class StorageReservation(ABC):
-    """How many bytes of a rank are taken already.
+    """Number of bytes per rank that tables must not use.
 
-    percentage: of these, the part of the rank's memory: of ranks and machines with more memory, more is taken.
+    percentage: part of the rank's memory that is reserved, from 0 to 1; it scales with the memory of a rank.
     """
 
     percentage: float = 0.0
 
     @abstractmethod
     def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
-        """Bytes per rank.
+        """Return the reserved bytes of one rank.
 
         Args:
-            cap: of a rank's memory that tables lie in.
-            module: the model; None where only tables are planned.
-            input_bytes: of one batch of a rank.
+            cap: bytes of the rank's memory that holds tables.
+            module: the model; None if only tables are planned.
+            input_bytes: bytes of one batch of a rank.
         """
 
 
 @final
 class HeuristicalStorageReservation(StorageReservation):
-    """A part of the memory, the dense model with gradients and optimizer state, and two batches of input.
+    """Reservation of a part of the memory, the dense model with gradients and optimizer state, and two input batches.
 
     Args:
-        percentage: part of the memory, from 0 up to, not including, 1.
-        parameter_multiplier: dense bytes count so many times.
-        dense_tensor_estimate: bytes of the dense model, all in all, instead of looking at it.
+        percentage: part of the memory, at least 0 and below 1.
+        parameter_multiplier: factor on the bytes of the dense model, for gradients and optimizer state.
+        dense_tensor_estimate: bytes of the dense model in total, without the factor; None: measured from the model.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class HeuristicalStorageReservation(StorageReservation):
 
 @final
 class FixedPercentageStorageReservation(StorageReservation):
-    """A part of the memory and nothing else.
+    """Reservation of a part of the memory.
 
     Args:
-        percentage: from 0 up to, not including, 1.
+        percentage: part of the memory, at least 0 and below 1.
     """
 
     def __init__(self, percentage: float) -> None:
@@ -96,10 +98,10 @@ class FixedPercentageStorageReservation(StorageReservation):
 
 @final
 class FixedAbsoluteStorageReservation(StorageReservation):
-    """So many bytes of every rank.
+    """Reservation of a fixed number of bytes per rank.
 
     Args:
-        hbm_reserved_bytes: of the device's memory; of the host's where tables lie there.
+        hbm_reserved_bytes: bytes of device memory, or of host memory on CPU ranks.
     """
 
     def __init__(self, hbm_reserved_bytes: int) -> None:
@@ -112,7 +114,7 @@ class FixedAbsoluteStorageReservation(StorageReservation):
 
     @classmethod
     def from_gb(cls, hbm_reserved_gb: float) -> FixedAbsoluteStorageReservation:
-        """The same in GB of 1024³ bytes, as TorchRec counts them."""
+        """Return the reservation for a number of GB of 1024³ bytes, as in TorchRec."""
         if not _is_number(hbm_reserved_gb):
             raise ConfigError(
                 f"FixedAbsoluteStorageReservation.from_gb: got hbm_reserved_gb={hbm_reserved_gb!r}; expected GB from "
@@ -126,11 +128,11 @@ class FixedAbsoluteStorageReservation(StorageReservation):
 
 @final
 class InferenceStorageReservation(StorageReservation):
-    """For a model that is served: a part of the memory, the dense model as it is, and two batches of input.
+    """Reservation for inference: a part of the memory, the dense model without gradients, and two batches of input.
 
     Args:
-        percentage: from 0 up to, not including, 1.
-        dense_tensor_estimate: bytes of the dense model instead of looking at it.
+        percentage: part of the memory, at least 0 and below 1.
+        dense_tensor_estimate: bytes of the dense model; None: measured from the model.
     """
 
     def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
@@ -142,7 +144,7 @@ class InferenceStorageReservation(StorageReservation):
 
 
 def dense_bytes(module: nn.Module | None) -> int:
-    """Bytes of parameters and buffers that belong to no table; each tensor once."""
+    """Return the bytes of parameters and buffers that belong to no table; each tensor counts once."""
     if module is None:
         return 0
     seen: dict[int, Tensor] = {}
@@ -157,7 +159,7 @@ def dense_bytes(module: nn.Module | None) -> int:
 def _part(who: str, percentage: float) -> float:
     if not _is_number(percentage) or percentage >= 1:
         raise ConfigError(
-            f"{who}: percentage is {percentage!r}; it is a part of the memory, from 0 up to, not including, 1."
+            f"{who}: percentage is {percentage!r}; it is a part of the memory and must be at least 0 and below 1."
         )
     return float(percentage)
 

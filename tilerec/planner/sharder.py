@@ -1,4 +1,4 @@
-"""What a planner reads of sharders: for which kind of collection each speaks, and the optimizer it gives."""
+"""The planner's view of sharders: the kind of collection of each sharder, and the optimizer it attaches."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from tilerec.spec.optimizer import OptimizerSpec
 
 
 class Sharder(Protocol):
-    """`tilerec.parallel.EmbeddingBagCollectionSharder` and its like."""
+    """Interface of `tilerec.parallel.EmbeddingBagCollectionSharder` and the other sharders."""
 
     @property
     def module_type(self) -> type[nn.Module]:
-        """The kind of collection it speaks of."""
+        """The class of collections that it shards."""
 
     @property
     def optimizer(self) -> OptimizerSpec | None:
-        """Of the tables of this kind that have none attached, unless their kernel is `dense`."""
+        """Optimizer for tables of these collections that have none attached, unless their kernel is `dense`."""
 
 
 _S = TypeVar("_S", bound=Sharder)
 
 
 def check_sharder(sharder: Any, what: str) -> None:
-    """Refuse what is no sharder.
+    """Raise if `sharder` is not a sharder.
 
     Args:
-        what: begins the message.
+        what: name of the argument, with which the error begins.
 
     Raises:
-        ConfigError: a class, or a thing of another kind.
+        ConfigError: `sharder` is a class, or another kind of object.
     """
     if isinstance(sharder, type) and not issubclass(sharder, nn.Module):
         raise ConfigError(
@@ -41,23 +41,23 @@ def check_sharder(sharder: Any, what: str) -> None:
         )
     if not all(hasattr(sharder, name) for name in ("module_type", "optimizer")):
         raise ConfigError(
-            f"{what} is {_words(sharder)}; wanted a sharder of tilerec.parallel: "
+            f"{what} is {_kind_text(sharder)}; wanted a sharder of tilerec.parallel: "
             "EmbeddingBagCollectionSharder(...) or EmbeddingCollectionSharder(...)."
         )
 
 
-def _words(sharder: Any) -> str:
+def _kind_text(sharder: Any) -> str:
     return f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
 
 
 def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
-    """The sharders, checked.
+    """Return the sharders as a list, after checking them.
 
     Args:
-        who: takes them, for messages.
+        who: name of the class that takes them, for error messages.
 
     Raises:
-        ConfigError: they are no list, one of them is no sharder, or two speak of one kind of collection.
+        ConfigError: `sharders` is not a list, an item is not a sharder, or two are for one kind of collection.
     """
     if sharders is None:
         return []
@@ -71,14 +71,18 @@ def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
         first = kinds.setdefault(sharder.module_type, i)
         if first != i:
             raise ConfigError(
-                f"{who}: sharders[{first}] and sharders[{i}] both speak of {sharder.module_type.__name__}; give one "
-                "for each kind. A single table's optimizer is apply_optimizer_in_backward's, its wire the plan's."
+                f"{who}: sharders[{first}] and sharders[{i}] are both for {sharder.module_type.__name__}; give one "
+                "for each kind. Set a single table's optimizer with apply_optimizer_in_backward, and its wire format "
+                "in the plan."
             )
     return list(sharders)
 
 
 def sharder_of(module: nn.Module, sharders: Sequence[_S] | None) -> _S | None:
-    """The sharder that speaks of a collection; one of the module with managed collision around it goes before."""
+    """Return the sharder for a collection, or None.
+
+    A sharder for the managed-collision module around the collection takes precedence.
+    """
     around = vars(module).get("_managed_by")
     for kind in (type(module),) if around is None else (around, type(module)):
         for sharder in sharders or ():

@@ -1,4 +1,4 @@
-"""The tables that a planner places: read off a model, or given as configs."""
+"""The tables that a planner places: collected from a model, or given as configs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tilerec.storage.cached import RowCache
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table as a planner sees it.
+    """One table, as input of the planner.
 
     Args:
-        names: (path of a collection in the model, table) pairs; more than one where collections share the table.
-        features: names of those that read it, of all these collections.
-        optimizer: attached, or given by a sharder; None: a gradient as large as the table goes to `.grad`.
-        trained: it has gradients at all.
-        pooled: rows of a bag are added up (a bag collection).
+        names: pairs (path of a collection in the model, table name); several if collections share the table.
+        features: names of the features that read the table, from all these collections.
+        optimizer: attached to the table, or given by a sharder. None: `.grad` holds a gradient as large as the table.
+        trained: the table has gradients.
+        pooled: the rows of a bag are summed (a bag collection).
         weighted: ids have weights.
-        wire: number formats that a sharder gives; None: fp32.
-        cached: its rows lie in host memory already, and this is its cache's load factor (0: no lines).
+        wire: wire formats from a sharder; None: fp32.
+        cached: load factor of the table's cache, if its rows are already in host memory (0: no cache lines); else None.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -56,13 +56,13 @@ class PlannedTable:
 
     @cached_property
     def key(self) -> str:
-        """One word for it that no other table of the model has: `"<path>.<name>"`."""
+        """A name that is unique in the model: `"<path>.<name>"`, or `"<name>"` at path ""."""
         path, name = self.names[0]
         return f"{path}.{name}" if path else name
 
     @property
     def kernel(self) -> EmbeddingComputeKernel | None:
-        """FUSED where an optimizer is attached, or will be by a sharder; else None: nothing says it yet."""
+        """FUSED if an optimizer is attached or a sharder will attach one; None if the kernel is not known yet."""
         return None if self.optimizer is None else EmbeddingComputeKernel.FUSED
 
     def __str__(self) -> str:
@@ -76,11 +76,11 @@ AnyTable = AnyTableConfig | PlannedTable
 def tables_of(
     module: nn.Module, sharders: Sequence[Sharder] = (), dense: Container[str] = ()
 ) -> list[PlannedTable]:
-    """The tables of all collections below a module (and of the module itself, if it is one), in their order there.
+    """Return the tables of all collections in a module (or of the module, if it is a collection), in module order.
 
     Args:
-        sharders: each gives its optimizer to the tables of its kind that have none, while sharding.
-        dense: names of tables that will take none from a sharder.
+        sharders: sharders of the later sharding. Each attaches its optimizer to tables of its kind without one.
+        dense: names of tables that get no optimizer from a sharder.
     """
     names: dict[int, list[tuple[str, str]]] = {}
     tables: dict[int, tuple[Table, TableCollection]] = {}
@@ -134,10 +134,10 @@ def _load_factor(cache: RowCache | None) -> float | None:
 def tables_of_configs(
     configs: Iterable[AnyTable], sharders: Sequence[Sharder] = (), dense: Container[str] = ()
 ) -> list[PlannedTable]:
-    """The tables of configs, as if one collection at the path "" held them; planned tables are as they are.
+    """Return the tables of configs, as tables of one collection at path ""; `PlannedTable`s are returned unchanged.
 
     Raises:
-        ConfigError: something is no config, or two have one name.
+        ConfigError: an item is not a config, or two configs have the same name.
     """
     found, seen = [], set()
     for config in configs:
@@ -150,7 +150,7 @@ def tables_of_configs(
                 "EmbeddingBagConfig or EmbeddingConfig."
             )
         if config.name in seen:
-            raise ConfigError(f"Table '{config.name}' is there twice; give every table a name of its own.")
+            raise ConfigError(f"Table '{config.name}' occurs twice; give every table a unique name.")
         seen.add(config.name)
         pooled = isinstance(config, EmbeddingBagConfig)
         kind = EmbeddingBagCollection if pooled else EmbeddingCollection
@@ -173,11 +173,11 @@ def tables_of_configs(
 
 
 def device_type_of(module: nn.Module) -> str:
-    """ "cpu" or "cuda": where the tables are; for tables on meta, what this machine has."""
+    """Return the device type of the module's tables; for tables on meta, that of `device_type_at_home`."""
     types = [part.device.type for part in module.modules() if isinstance(part, TableCollection)]
     return next((kind for kind in types if kind != "meta"), device_type_at_home())
 
 
 def device_type_at_home() -> str:
-    """What this machine computes on."""
+    """Return "cuda" if this machine has a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -109,7 +109,7 @@ def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_
     request = plan_request([table("a", dim=16), table("b", dim=64)], topology, limits)
     why = reasons(request, "a")[option]
     assert why.startswith(
-        f"{kind} comes down to {simpler} here: no split of its 16 columns into 2 to {most} even tiles leaves "
+        f"{kind} reduces to {simpler} here: no split of its 16 columns into 2 to {most} even tiles leaves "
         f"{MIN_PARTITION} columns by default in each"
     )
     assert request.limits({})["ebc.a"].types == (ShardingType(simpler),)
@@ -121,11 +121,13 @@ def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_
 def test_ranks_and_hosts_rule_out_ways_that_take_more() -> None:
     topology = Topology(8, local_world_size=4)
     found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(ranks="0-2")}), "t6")
-    assert found["rows over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 0-2"
-    assert found["rows over 4 ranks"] == "it takes all 4 ranks of a host, and the table may lie on ranks 0-2"
+    assert found["rows over 8 ranks"] == "it takes all 8 ranks, but the table may only use ranks 0-2"
+    assert (
+        found["rows over 4 ranks"] == "it takes all 4 ranks of a host, but the table may only use ranks 0-2"
+    )
     assert found["rows x 2"] == ""
     found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(hosts=[1])}), "t6")
-    assert found["copies over 8 ranks"] == "it takes all 8 ranks, and the table may lie on ranks 4-7"
+    assert found["copies over 8 ranks"] == "it takes all 8 ranks, but the table may only use ranks 4-7"
     assert found["rows over 4 ranks"] == ""
 
 
@@ -135,7 +137,7 @@ def test_max_ranks_rules_out_ways_on_more_ranks() -> None:
     why = {way.option: way.ruled_out for way in found.considered}
     assert why["columns x 2"] == "it takes 2 ranks, and max_ranks is 1"
     assert why["copies over 4 ranks"] == "it takes 4 ranks, and max_ranks is 1"
-    assert "whole is the only way that is open to it; every other one is ruled out." in str(found)
+    assert "whole is the only allowed option; every other one is ruled out." in str(found)
 
 
 def test_several_restrictions_are_all_named() -> None:
@@ -153,13 +155,13 @@ def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
     found = explain(request, "t1")
     assert found.together == ("ebc.t0",)
     why = {way.option: way.ruled_out for way in found.considered}
-    assert why["rows x 2"] == "of 'ebc.t0', which lies with it: its sharding_types are table_wise"
+    assert why["rows x 2"] == "of 'ebc.t0', which is co-located with it: its sharding_types are table_wise"
     assert found.chosen.step_ps == decide(request).priced.cost_ps
-    assert "It lies with 'ebc.t0', as constraints say (with_table)" in str(found)
+    assert "It is co-located with 'ebc.t0' (with_table)" in str(found)
 
 
 def test_one_rank_leaves_one_way() -> None:
-    assert "whole is the only way to cut it on these machines." in str(
+    assert "whole is the only option on these machines." in str(
         explain(plan_request(ROWS, Topology(1)), "t0")
     )
 
@@ -263,7 +265,10 @@ def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
     tight = tight.with_constraint("ebc.a", enforce_hbm=True, sharding_types=["row_wise", "table_wise"])
     found = explain(tight, "a")
     assert not [way for way in found.considered[1:] if way.allowed and not way.short]
-    assert "rows over 4 ranks is the only open way that fits with everything else" in found.reason()
+    assert (
+        "rows over 4 ranks is the only allowed option that fits with all other tables unchanged"
+        in found.reason()
+    )
 
 
 def test_many_tables_are_explained_from_one_search() -> None:
@@ -275,7 +280,7 @@ def test_many_tables_are_explained_from_one_search() -> None:
 
 def test_what_cannot_be_explained_is_refused() -> None:
     pin = {"t0": ParameterConstraints(sharding=ParameterSharding("row_wise"))}
-    with pytest.raises(ConfigError, match=r"Table 'ebc.t0' was given by hand"):
+    with pytest.raises(ConfigError, match=r"Table 'ebc.t0' is pinned, or co-located with a pinned table"):
         explain(plan_request(ROWS, Topology(2), pin), "t0")
     with pytest.raises(ConfigError, match=r"There is no table 'x'; there are \['ebc.t0'"):
         explain(plan_request(ROWS, Topology(2)), "x")
@@ -290,7 +295,7 @@ def test_rows_over_more_ranks_than_there_are_rows_are_explained_too(others: dict
     found = explain(plan_request({"a": 1, **others}, Topology(4), limits), "a")
     assert found.chosen.chosen
     assert found.chosen.option == "rows over 4 ranks"
-    assert "Ways that its constraints rule out were not considered." in str(found)
+    assert "Options that its constraints rule out were not considered." in str(found)
 
 
 def test_an_explanation_knows_its_plan() -> None:

@@ -35,7 +35,7 @@ def test_cells_move_where_a_rank_did_not_hold_them() -> None:
 def test_equal_plans_are_the_same() -> None:
     found = plan_diff(plan(a=WHOLE_0), plan(a=WHOLE_0))
     assert found.changes == ()
-    assert str(found) == "the same: 1 tables lie alike in both plans"
+    assert str(found) == "the same: 1 tables have the same placement in both plans"
 
 
 def test_changes_are_named_with_the_bytes_that_move() -> None:
@@ -53,7 +53,7 @@ def test_tables_of_other_sizes_are_no_move_but_a_question() -> None:
     other = Tiling.of("t", 8, 2, [(0, 8, 0, 2, 1)])
     found = plan_diff(plan(a=WHOLE_0, b=ROWS), plan(a=other, b=WHOLE_1))
     assert (found.moved_bytes, found.others) == (8, 1)
-    assert "1 are not in both plans, or have other sizes: are they plans of one model?" in str(found)
+    assert "1 are in one plan only, or differ in size: are they plans of the same model?" in str(found)
     assert "explicit on 0, 4 x 2  explicit on 1, 8 x 2" in str(found)
 
 
@@ -65,4 +65,4 @@ def test_another_wire_or_type_is_a_difference() -> None:
     found = plan_diff(made(None, DataType.FP32), made(Wire("bf16", "int8"), DataType.BF16))
     assert len(found.changes) == 1
     assert found.moved_bytes == 0
-    assert "explicit on 0-1, fp32, wire unsaid  explicit on 0-1, bf16, wire bf16 and int8" in str(found)
+    assert "explicit on 0-1, fp32, wire not set  explicit on 0-1, bf16, wire bf16 and int8" in str(found)

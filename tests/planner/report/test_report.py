@@ -81,9 +81,9 @@ def test_the_text_says_what_counts() -> None:
     for word in (
         "3 tables on 2 cuda ranks of 1 host, 64 samples each: 3 us a step; no plan takes less than 2.4 us (gap 25.0 %)",
         "Bottleneck: update, 50 % of the step (1.5 us); then ids 33 %, collectives as such 17 %.",
-        "Rank 1 has the most to do: 2 us, 21 % above the mean. Ranks wait for the slowest of each stage for 28 % of "
+        "Rank 1 has the most work: 2 us, 21 % above the mean. Ranks wait for the slowest of each stage for 28 % of "
         "the step, longest in 'update' for rank 1, which takes 67 % more than the mean there.",
-        "What weighs most on rank 1: ebc.user 800 ps, ebc.item 210 ps.",
+        "The heaviest tables on rank 1: ebc.user 800 ps, ebc.item 210 ps.",
         "collectives as such         17 %   500 ns  500 ns           all",
         "note: made up",
     ):
@@ -104,8 +104,8 @@ def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
     assert even.bottleneck.balanced
     assert not even.bottleneck.waits
     text = str(even)
-    assert "The ranks are balanced: none has more than 2.04 us to do, 1.0 % above the mean." in text
-    assert "has the most to do" not in text
+    assert "The ranks are balanced: none has more than 2.04 us of work, 1.0 % above the mean." in text
+    assert "has the most work" not in text
     assert [line.split()[-1] for line in text.splitlines() if line.startswith(("ids ", "update "))] == [
         "balanced", "balanced",
     ]  # fmt: skip
@@ -121,13 +121,13 @@ def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
     alone = replace(
         report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=()
     )
-    assert "The one rank has 11 ps to do." in str(replace(alone, cap=np.array([[10, 0]])))
+    assert "The only rank has 11 ps of work." in str(replace(alone, cap=np.array([[10, 0]])))
 
 
 def test_time_of_no_table_is_named() -> None:
     """Of rank 1's 500 + 1500 ns, its tables take 100 + 700 and 30 * 2 / 6 + 600 * 2 / 6 ps, its batch 40 ps."""
     known = replace(report(), tables=report().tables[:2])
-    assert "ebc.item 210 ps; 2 us for no single table (bookkeeping, and collectives that" in str(known)
+    assert "ebc.item 210 ps; 2 us for no single table (fixed costs, and collectives that" in str(known)
     assert "no single table" not in str(report())  # one is by hand, and its time unknown
     busy = np.array([[0, 0], [110 + 10 + 10, 700 + 200 + 25]])
     assert "no single table" not in str(replace(known, load_ps=busy, cost_ps=2_000))
@@ -182,7 +182,7 @@ def test_a_report_made_by_hand_is_shown_with_what_it_has() -> None:
     text = str(made)
     assert "no bound is known" in text
     assert "Bottleneck: update, 50 % of the step" in text
-    assert "What weighs most" not in text
+    assert "The heaviest tables on" not in text
 
 
 REQUEST = plan_request({"a": 40_000, "b": 300, "c": 90_000}, Topology(4, local_world_size=2), batch_size=1024)

@@ -53,9 +53,9 @@ def test_what_is_given_changes_and_the_rest_stays() -> None:
         ({"hosts": 0}, "hosts is 0; it must be at least 1"),
         ({"data_type": "fp4"}, r"data type 'fp4' is none of \['fp32', 'bf16'"),
         ({"batch_size": -1}, "batch_size is -1"),
-        ({"wire": "fp4"}, r"Wire: got forward='fp4'"),
-        ({"hosts": 1}, r"name rank 7, and the topology has ranks 0 to 3"),
-        ({"hbm_cap": -5}, "got hbm_cap=-5"),
+        ({"wire": "fp4"}, r"Wire: forward is 'fp4'"),
+        ({"hosts": 1}, r"name rank 7, but the topology has ranks 0 to 3"),
+        ({"hbm_cap": -5}, "hbm_cap is -5"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
@@ -77,7 +77,7 @@ def test_what_is_reserved_as_a_part_grows_with_the_memory() -> None:
 
 def test_ranks_that_differ_in_memory_need_a_cap_for_new_ones() -> None:
     differ = plan_request({"a": 10}, Topology(2, hbm_caps=[2**30, 2**31], local_world_size=1))
-    with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); say how much the new ones have"):
+    with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); give the memory of the new ranks"):
         varied(differ, hosts=4)
     other = varied(differ, hosts=4, hbm_cap=2**32).topology
     assert (other.world_size, other.memory_caps) == (4, (2**32,) * 4)

@@ -51,7 +51,7 @@ def test_only_changes_that_apply_are_tried() -> None:
     changes = {one.change for one in make_plan(request).report.what_would_help()}
     assert changes == {
         "twice the batch, 1,024 samples of a rank", "one more host, 2 x 2 ranks",
-        "an optimizer in the backward pass for 1 table", "no constraints on how 1 table may lie",
+        "an optimizer in the backward pass for 1 table", "no constraints on the placement of 1 table",
     }  # fmt: skip
     assert {one.change for one in make_plan(plan_request({"a": 10}, Topology(1))).report.what_would_help()} == {
         "bf16 rows in 1 table", "twice the batch, 1,024 samples of a rank", "one more host, 2 x 1 ranks",

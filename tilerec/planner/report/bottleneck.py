@@ -1,6 +1,6 @@
-"""`Bottleneck`: what takes most of a step, and how much of it is ranks waiting for each other.
+"""`Bottleneck`: the resource that takes the largest part of a step, and the time that ranks wait for each other.
 
-    resource   a stage; the stages between hosts together, since they share the network; collectives as such
+    resource   one stage; or all stages between hosts, which share the network; or the fixed costs of collectives
 
 Legend: S stages, R ranks. Times are whole picoseconds.
 """
@@ -15,14 +15,20 @@ import numpy as np
 from tilerec.planner.search.instance import Ints
 
 BALANCED = 0.05
-"""Ranks are balanced where the slowest has at most this part more to do than the mean."""
+"""Ranks are balanced if the slowest has at most this part more work than the mean."""
 BETWEEN_HOSTS = " between hosts"
 NETWORK, COLLECTIVES = "network between hosts", "collectives as such"
 
 
 @dataclass(frozen=True)
 class Resource:
-    """A part of the step. ps: its time. share: of the step, from 0 to 1. stages: their numbers; () for collectives."""
+    """A part of the step.
+
+    Args:
+        ps: its time.
+        share: its part of the step, from 0 to 1.
+        stages: numbers of its stages; () for collectives.
+    """
 
     name: str
     ps: int
@@ -32,14 +38,14 @@ class Resource:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Where a step goes.
+    """Breakdown of a step into resources, and its imbalance between ranks.
 
     Args:
-        resources: the longest first.
-        rank: the one with the most to do in all stages. above: by which part of the mean.
-        stage: the number of the stage in which ranks wait longest for the slowest. stage_rank: the slowest there.
-            stage_above: by which part of the stage's mean.
-        waiting: the part of the step that the mean rank waits in, over all stages.
+        resources: the resources, longest time first.
+        rank: the rank with the most work over all stages. above: its work above the mean, as a part of the mean.
+        stage: number of the stage in which ranks wait longest for the slowest rank. stage_rank: the slowest rank there.
+            stage_above: its time above the stage's mean, as a part of the mean.
+        waiting: waiting time of the mean rank over all stages, as a part of the step.
     """
 
     resources: tuple[Resource, ...]
@@ -52,28 +58,30 @@ class Bottleneck:
 
     @property
     def largest(self) -> Resource:
-        """The bottleneck."""
+        """The resource that takes the largest part of the step."""
         return self.resources[0]
 
     @property
     def balanced(self) -> bool:
-        """Whether no rank has much more to do than the mean, in all stages together."""
+        """True if no rank has much more work than the mean, over all stages."""
         return self.above <= BALANCED
 
     @property
     def waits(self) -> bool:
-        """Whether ranks wait for each other for more than a small part of the step."""
+        """True if ranks wait for each other for more than `BALANCED` of the step."""
         return self.waiting > BALANCED
 
 
 def bottleneck_of(
     stages: Sequence[str], load_ps: Ints, charge_ps: int, network_ps: Ints | None = None
 ) -> Bottleneck:
-    """Read off the loads of all ranks.
+    """Return the bottleneck for the given loads of all ranks.
 
     Args:
-        stages: [S] names. load_ps: [R, S]. charge_ps: of collectives. network_ps: [R, S] of the loads, what is on the
-            ranks' own network cards; None: nothing.
+        stages: [S] names.
+        load_ps: [R, S] time of each rank in each stage.
+        charge_ps: fixed costs of collectives.
+        network_ps: [R, S] part of `load_ps` on the ranks' own network cards; None: 0.
     """
     slowest, mean = load_ps.max(0, initial=0), load_ps.mean(0) if len(load_ps) else load_ps.sum(0)
     step = int(slowest.sum()) + charge_ps
@@ -81,7 +89,7 @@ def bottleneck_of(
     groups = {name: tuple(s for s, other in enumerate(names) if other == name) for name in names}
     time = {name: int(slowest[list(own)].sum()) for name, own in groups.items()}
     if network_ps is not None and network_ps.any():
-        # Of each stage, as much as its slowest rank spends there.
+        # Network time of each stage: that of its slowest rank.
         away = network_ps[load_ps.argmax(0), np.arange(len(stages))].tolist()
         time |= {name: time[name] - sum(away[s] for s in own) for name, own in groups.items()}
         time[NETWORK] = time.get(NETWORK, 0) + sum(away)

@@ -1,4 +1,4 @@
-"""The report of a decision: its numbers, table by table and rank by rank."""
+"""Builds the report of a decision: times and bytes of each table and each rank."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tilerec.spec.tile import rectangles
 
 VERSION = 1
 PRICED_PINS = 256
-"""Tables given by hand whose own seconds are worked out; of more, only their sums are."""
+"""With at most this many pinned tables, the report has seconds of each of them; with more, only of their sum."""
 
 
 def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
-    """What a found plan costs.
+    """Return the report of a found plan.
 
     Args:
-        plan: `decision.plan()`.
+        plan: the result of `decision.plan()`.
     """
     priced = decision.priced
     assert priced is not None
     request = decision.request
     free = {work.name: t for t, work in enumerate(decision.problem.tables)}
-    owner, home, held = _numbers(decision)
+    owner, home, held = _times_and_bytes(decision)
     owners, homes = owner.tolist(), home.tolist()
     works = {w.name: w for w in request.works() if w.name in decision.pins} if decision.pins else {}
     entries = []
@@ -62,18 +62,16 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
         some = bytes_text(min(reserved))
         if len(set(reserved)) > 1:
             some += f" to {bytes_text(max(reserved))}"
-        notes.append(f"memory holds {some} of every rank that are reserved for other things")
+        notes.append(f"memory includes {some} per rank that are reserved for other uses")
     if len(decision.pins) > PRICED_PINS:
-        notes.append(
-            f"seconds of single tables are left out for the {len(decision.pins)} that were given by hand"
-        )
+        notes.append(f"seconds of single tables are left out for the {len(decision.pins)} pinned tables")
     behind = 0
     if any(option.cached for option in decision.problem.options):
         behind = sum(decision.problem.options[decision.option(t)].cached for t in range(len(free)))
     if behind:
         notes.append(
             f"{behind} of {len(request.tables)} tables have their rows in host memory, behind a cache on their "
-            "rank's device; what they miss is priced with the topology's hbm_to_ddr_mem_bw"
+            "rank's device; cache misses are priced with the topology's hbm_to_ddr_mem_bw"
         )
     return PlanReport(
         cost_ps=priced.cost_ps,
@@ -93,8 +91,8 @@ def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
     )
 
 
-def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
-    """[T, S] ps on the rank with most of a table; [T, S] ps on every rank; [T] bytes of all ranks."""
+def _times_and_bytes(decision: Decision) -> tuple[Ints, Ints, Ints]:
+    """Return [T, S] ps on the rank with most of a table, [T, S] ps on every rank, and [T] bytes on all ranks."""
     instance = decision.problem.instance
     every = np.arange(instance.tables)
     option = decision.solution.option[decision.row] if instance.tables else np.zeros(0, np.int64)
@@ -111,10 +109,10 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         if t in uneven:
             continue
         if width[t] == 1 and len(shared):
-            owner[t] = _of_singles(instance, owner[t], places)
+            owner[t] = _ps_of_single_rank_pieces(instance, owner[t], places)
         elif len(set(places)) < len(places):
             owner[t] *= max(places.count(p) for p in set(places))
-    # A host's link is its ranks' together: what one of them sends takes each its part of the time.
+    # The ranks of a host share its link, so each of them gets its part of the time on the link.
     single = np.flatnonzero((width == 1) & (pieces == 1))
     single = single[[t not in uneven for t in single.tolist()]]
     if len(shared) and len(single) and instance.ranks > 1:
@@ -124,14 +122,14 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         where = parts_of(instance, t, int(option[t]), decision.places(t))
         shares = decision.shares(t)
         assert shares is not None
-        owner[t] = _of_shares(instance, owner[t], where, shares)
-    # The mean over ranks, where hosts of several sizes bear unlike parts.
+        owner[t] = _ps_of_uneven_rows(instance, owner[t], where, shares)
+    # The mean over ranks, as hosts of different sizes have different parts.
     home = instance.home[every, option] * (instance.reach.sum(0) // instance.ranks) // PER_MILLE
     return owner, home, held
 
 
 def _slowest(decision: Decision, option: Ints) -> Ints:
-    """[T, S] per mille, of the ranks that hold each table."""
+    """Return [T, S] slowness in per mille of the slowest rank that holds each table; [1, S] if all ranks are alike."""
     instance = decision.problem.instance
     if instance.even:
         return np.full((1, instance.stages), PER_MILLE)
@@ -148,8 +146,8 @@ def _slowest(decision: Decision, option: Ints) -> Ints:
     return found
 
 
-def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
-    """[S] of pieces on single ranks, on the rank with most of them; of a host's link, a rank's part of its host's."""
+def _ps_of_single_rank_pieces(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
+    """Return [S] ps of single-rank pieces on the rank with most of them; on shared links, the rank's part."""
     on_rank = Counter(places)
     found: Ints = piece * max(on_rank.values())
     if instance.shared.any():
@@ -159,8 +157,8 @@ def _of_singles(instance: Instance, piece: Ints, places: Sequence[int]) -> Ints:
     return found
 
 
-def _of_shares(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> Ints:
-    """[S] likewise, of pieces of uneven shares on ranks `where`."""
+def _ps_of_uneven_rows(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> Ints:
+    """Return [S] ps of uneven pieces on ranks `where`, on the rank with most of them (on links, its part)."""
     parts = portion(piece * len(shares), shares)
     ranks, place = np.unique(where, return_inverse=True)
     held = np.zeros((len(ranks), len(piece)), np.int64)
@@ -174,7 +172,10 @@ def _of_shares(instance: Instance, piece: Ints, where: Ints, shares: Ints) -> In
 
 
 def _pinned(decision: Decision, work: TableWork, sharding: ParameterSharding) -> tuple[int, tuple[int, ...]]:
-    """Bytes of all ranks, and ps on the rank with most of it, its own batch included (it cannot be told apart)."""
+    """Return bytes on all ranks, and [S] ps on the rank with most of a pinned table.
+
+    The ps include the rank's own batch, as the price does not separate it. With more than `PRICED_PINS` pins: ().
+    """
     tiling, problem = sharding.tiling, decision.problem
     assert tiling is not None
     alone = Workload([work])

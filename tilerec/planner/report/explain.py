@@ -1,9 +1,8 @@
-"""Why tables are cut as they are: every way that was considered, what it costs, and what the step would take with it.
+"""Explanations of a plan: every option of a table, its cost, and the step time with this option.
 
-    step then   the whole step, if this table were cut so and everything else stayed where it is; its pieces go to the
-                ranks where they add least, of those that it may lie on. Tables that lie together are cut together
-    ruled out   a way that the table's constraints, its size or the tables that lie with it do not leave open
-                (ruled_out.py)
+    step then   the time of the whole step if this table had this option and all other tables stayed unchanged. Its
+                pieces are placed on those allowed ranks where they add least. Co-located tables change together
+    ruled out   an option that the table's constraints, its size or its co-located tables forbid (ruled_out.py)
 
 Legend: G tables and groups, T tables, O options, S stages, R ranks, M tiers.
 """
@@ -34,17 +33,18 @@ from tilerec.spec.tile import Tiling
 
 @dataclass(frozen=True)
 class Considered:
-    """One way to cut the table.
+    """One option of a table.
 
     Args:
-        option: what it is called. chosen: the plan has it.
-        ruled_out: why the way is not open to the table; "" where it is.
-        pieces: how many; on `width` ranks each.
-        piece_bytes: on each rank that holds a piece, what the way takes on every rank included.
-        owner_ps: what a piece adds on a rank that holds it (the slowest one), all stages together.
-        home_ps: what it adds on every rank, the mean where hosts differ in size.
-        step_ps: the step then.
-        short: bytes beyond the caps on the rank with most of them; 0 if it fits.
+        option: name of the option.
+        chosen: True if the plan uses it.
+        ruled_out: reason why the option is not allowed; "" if it is allowed.
+        pieces: number of pieces, on `width` ranks each.
+        piece_bytes: bytes on each rank that holds a piece, including bytes that the option needs on every rank.
+        owner_ps: time that a piece adds on a rank that holds it (the slowest one), over all stages.
+        home_ps: time that the option adds on every rank; the mean if hosts differ in size.
+        step_ps: time of the step with this option.
+        short: bytes above the caps, on the rank with most such bytes; 0 if it fits.
     """
 
     option: str
@@ -60,19 +60,23 @@ class Considered:
 
     @property
     def allowed(self) -> bool:
-        """Whether the way is open to the table."""
+        """True if no restriction rules the option out."""
         return not self.ruled_out
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a table is cut as it is.
+    """All options of one table, with the reason for the chosen one.
 
     Args:
-        table: its key. path, name, tiling: its place in the plan, and where its cells are there.
-        step_ps: of the plan. bound_ps: no plan takes less.
-        considered: the chosen way first, then by `step_ps`; ways that are ruled out last.
-        together: keys of the tables that lie with it.
+        table: the table's key.
+        step_ps: time of a step with the plan.
+        considered: the chosen option first, the others by `step_ps`, options that are ruled out last.
+        notes: remarks for the reader.
+        path, name: path of the table's module, and the table's name.
+        tiling: the table's tiling in the plan.
+        bound_ps: lower bound on the time of a step, over all plans.
+        together: keys of the co-located tables.
     """
 
     table: str
@@ -86,7 +90,7 @@ class Explanation:
     together: tuple[str, ...] = ()
 
     def is_in(self, plan: ShardingPlan) -> bool:
-        """Whether a plan has the table where this explains it to be."""
+        """Return True if the plan has the tiling of this table that is explained here."""
         part = plan.plan.get(self.path)
         there = None if part is None else part.get(self.name)
         return there is not None and there.tiling == self.tiling
@@ -115,7 +119,7 @@ class Explanation:
         )
 
     def verdict(self, way: Considered, time: Callable[[int], str] = time_text) -> str:
-        """What speaks for or against a way, in a few words; `time` writes picoseconds."""
+        """Return the comparison of an option with the chosen one, in a few words; `time` formats picoseconds."""
         if way.chosen:
             return "chosen"
         if way.ruled_out:
@@ -126,41 +130,41 @@ class Explanation:
         return f"+{time(more)}" if more > 0 else ("as fast" if not more else f"-{time(-more)}")
 
     def reason(self, time: Callable[[int], str] = time_text) -> str:
-        """Why the chosen way, as a sentence; `time` writes picoseconds."""
+        """Return the reason for the chosen option as a sentence; `time` formats picoseconds."""
         chosen = self.chosen.option
         if len(self.considered) == 1:
-            return f"{chosen} is the only way to cut it on these machines."
+            return f"{chosen} is the only option on these machines."
         others = [way for way in self.considered[1:] if way.allowed]
         open_ = [way for way in others if not way.short]
         if not others:
-            return f"{chosen} is the only way that is open to it; every other one is ruled out."
+            return f"{chosen} is the only allowed option; every other one is ruled out."
         if not open_:
-            return f"{chosen} is the only open way that fits with everything else where it is."
+            return f"{chosen} is the only allowed option that fits with all other tables unchanged."
         best = min(open_, key=lambda way: way.step_ps)
         more = best.step_ps - self.step_ps
         if more > 0:
             return (
-                f"with everything else where it is, {chosen} makes the fastest step; the next best, {best.option}, "
+                f"with all other tables unchanged, {chosen} makes the fastest step; the next best, {best.option}, "
                 f"would take {time(more)} more."
             )
         if more == 0:
             return f"{chosen} and {best.option} make equally fast steps."
         gap = time(self.step_ps - self.bound_ps)
         return (
-            f"{chosen}; {best.option} would save {time(-more)} with everything else where it is. The search did "
-            f"not find that, and its plan may be up to {gap} above the least possible step: a larger effort may help."
+            f"{chosen}; {best.option} would save {time(-more)} with all other tables unchanged. The search did not "
+            f"find that plan. Its plan may be up to {gap} above the least possible step: a larger effort may help."
         )
 
 
 def explain(request: PlanRequest, table: str) -> Explanation:
-    """Every way to cut one table, in the plan of a request.
+    """Return all options of one table in the plan of a request.
 
     Args:
-        table: its key, or its name if only one has it.
+        table: the table's key, or its name if the name is unique.
 
     Raises:
         PlannerError: the request has no plan.
-        ConfigError: there is no such table, or it was given by hand.
+        ConfigError: there is no such table, or it is pinned.
     """
     return Explainer(request, (_key(request, table),)).explanation(_key(request, table))
 
@@ -172,17 +176,17 @@ def _key(request: PlanRequest, table: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"There are several tables '{table}': {found[:8]}; name one of these.")
+        raise ConfigError(f"There are several tables '{table}': {found[:8]}; use one of these keys.")
     names = [t.key for t in request.tables]
     raise ConfigError(f"There is no table '{table}'; there are {names[:8]}{' and more' * (len(names) > 8)}.")
 
 
 class Explainer:
-    """Explains tables of one plan, which is made once.
+    """Explanations of the tables of one plan. The constructor makes the plan.
 
     Args:
-        request: of the plan.
-        keys: tables whose restrictions are taken off to price the ways that they rule out; None: all.
+        request: the request of the plan.
+        keys: tables for which the options that constraints rule out are priced, too; None: all.
 
     Raises:
         PlannerError: the request has no plan.
@@ -200,34 +204,34 @@ class Explainer:
         for t, row in enumerate(self.decision.row.tolist()):
             self.groups.setdefault(row, []).append(t)
         self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
-        self.problem, self.freed = self._freed(self.wanted)
-        # Tables that lie together are one table here, as in the search.
+        self.problem, self.freed = self._without_restrictions(self.wanted)
+        # Co-located tables are one table here, as in the search.
         self.instance, _ = together(self.problem.instance, request.groups(self.pins))
         place = {option: o for o, option in enumerate(self.problem.options)}
         solution = self.decision.solution
         self.option = np.array([place[own.options[o]] for o in solution.option.tolist()], np.int64)
         self.work, self.memory = work_of(self.instance, self.option, solution.places, solution.rows)
         self.uses = self.instance.uses[np.arange(len(self.option)), self.option].sum(0)
-        # What the search takes a step for, and by how much the price of the plan differs from it.
+        # The search's cost of a step, and the difference between the price of the plan and this cost.
         taken, priced = self._cost(self.work, self.uses), self.decision.priced
         assert priced is not None
         self.step_ps, self.differs = priced.cost_ps, priced.cost_ps - taken
 
     @property
     def tables(self) -> list[str]:
-        """Keys of the tables that can be explained: all but those that were given by hand."""
+        """Keys of the tables that can be explained: all tables that are not pinned."""
         return list(self.names)
 
-    def _freed(self, keys: set[str]) -> tuple[Problem, set[str]]:
-        """The decision's problem with no restriction on some tables and the tables that lie with them.
+    def _without_restrictions(self, keys: set[str]) -> tuple[Problem, set[str]]:
+        """Return the decision's problem without restrictions on some tables and the tables co-located with them.
 
-        Second, the tables for which that was possible: rows over more ranks than there are rows are only an option for
-        tables whose constraints name the type.
+        Also returns the tables for which this was possible. A split of rows over more ranks than rows is an option only
+        for tables whose constraints name the type, so these tables keep their restrictions if the plan uses it.
         """
         freed = {self.names[m] for own in self.groups.values() for m in own if self._any(own, keys)}
         while freed:
             problem = self._without_limits(freed)
-            lost = {self.names[t] for t in self._lost(problem)} & freed
+            lost = {self.names[t] for t in self._without_chosen_option(problem)} & freed
             if not lost:
                 return problem, freed
             freed -= lost
@@ -248,8 +252,8 @@ class Explainer:
         freed = replace(request, constraints={**request.constraints, **free})
         return problem_of(freed, self.pins, self.decision.offload)
 
-    def _lost(self, problem: Problem) -> list[int]:
-        """Tables whose way in the plan a problem lacks."""
+    def _without_chosen_option(self, problem: Problem) -> list[int]:
+        """Return the tables for which a problem lacks the option that the plan uses."""
         place = {option: o for o, option in enumerate(problem.options)}
         own = self.decision.problem.options
         chosen = [place.get(own[self.decision.option(t)]) for t in range(len(self.names))]
@@ -263,15 +267,15 @@ class Explainer:
         """Explain one table.
 
         Raises:
-            ConfigError: it was given by hand.
+            ConfigError: the table is pinned.
         """
         if key in self.pins:
             raise ConfigError(
-                f"Table '{key}' was given by hand, or lies with one that was, so nothing was considered for it."
+                f"Table '{key}' is pinned, or co-located with a pinned table, so no options were considered for it."
             )
         t = self.names.index(key)
         row = int(self.decision.row[t])
-        rest = _Rest(self, row)
+        rest = _OtherTables(self, row)
         found = [self._considered(rest, t, o) for o in np.flatnonzero(self.instance.there[row]).tolist()]
         found.sort(key=lambda way: (not way.chosen, not way.allowed, way.short > 0, way.step_ps, way.option))
         path, name = self.request.by_key[key].names[0]
@@ -291,15 +295,15 @@ class Explainer:
                 " and more" if len(together) > 8 else ""
             )
             yield (
-                f"It lies with {names}, as constraints say (with_table): a step then is with all of them cut alike; "
-                "the figures of pieces are its own."
+                f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
+                "figures of pieces are for this table alone."
             )
         if self.decision.shares(t) is not None:
-            yield "Its rows are cut unevenly, to even out the ranks."
+            yield "Its rows are split unevenly, to balance the ranks."
         if key not in self.freed:
-            yield "Ways that its constraints rule out were not considered."
+            yield "Options that its constraints rule out were not considered."
 
-    def _considered(self, rest: _Rest, t: int, o: int) -> Considered:
+    def _considered(self, rest: _OtherTables, t: int, o: int) -> Considered:
         chosen = int(self.option[rest.row]) == o
         work, memory = rest.chosen() if chosen else rest.with_option(o)
         uses = rest.uses + self.instance.uses[rest.row, o]
@@ -317,7 +321,7 @@ class Explainer:
             max(0, int((memory - own.cap).max())),
         )
 
-    def _ruled_out(self, rest: _Rest, t: int, o: int) -> str:
+    def _ruled_out(self, rest: _OtherTables, t: int, o: int) -> str:
         option, topology = self.problem.options[o], self.request.topology
         for m in sorted(self.groups[rest.row], key=lambda m: m != t):
             key = self.names[m]
@@ -325,16 +329,16 @@ class Explainer:
             given = self.request.limits_of(key)
             reasons = ruled_out(option, self.problem.tables[m].dim, limits, given, topology, rest.allowed)
             if reasons:
-                said = "; ".join(reasons)
-                return said if m == t else f"of '{key}', which lies with it: {said}"
+                text = "; ".join(reasons)
+                return text if m == t else f"of '{key}', which is co-located with it: {text}"
         return ""
 
 
-class _Rest:
-    """All that lies on the ranks but one table, or the tables that lie together as one.
+class _OtherTables:
+    """Load of all tables except one (or one group of co-located tables).
 
-    row: its number. work, memory: [R, S] and [R, M] of the others. uses: [F] how many others use a collective.
-    allowed: [R] the ranks that it may lie on; None for all.
+    row: number of the excluded table. work, memory: [R, S] work and [R, M] bytes of the others. uses: [F] number of
+    the others that use each collective. allowed: [R] True for ranks that may hold the excluded table; None for all.
     """
 
     def __init__(self, explainer: Explainer, row: int) -> None:
@@ -349,26 +353,29 @@ class _Rest:
         self.allowed = None if allowed is None else allowed[row]
 
     def _added(self, o: int, places: tuple[int, ...], rows: Mapping[int, Ints]) -> tuple[Ints, Ints]:
-        """[R + 1, S] work and [R, M] bytes of an option alone."""
+        """Return [R + 1, S] work and [R, M] bytes of one option of the table alone."""
         work, memory = work_of(self.instance, np.array([o]), [places], rows)
         return work, memory - self.instance.base_memory
 
     def chosen(self) -> tuple[Ints, Ints]:
-        """[R + 1, S] work and [R, M] bytes of everything, as the plan has it."""
+        """Return [R + 1, S] work and [R, M] bytes of all tables, as in the plan."""
         return self.whole.work, self.whole.memory
 
     def with_option(self, o: int) -> tuple[Ints, Ints]:
-        """[R + 1, S] work and [R, M] bytes of everything, with the table cut by an option in even pieces."""
+        """Return [R + 1, S] work and [R, M] bytes of all tables, with an option of even pieces for this table."""
         work, memory = self._added(o, self._places(o), {})
         return self.work + work, self.memory + memory
 
     def _places(self, o: int) -> tuple[int, ...]:
-        """Ranks, or hosts, for the pieces of an option: one by one, where the step grows least and memory holds."""
+        """Return ranks, or hosts, for the pieces of an option.
+
+        Places one piece after the other, where memory suffices and the step grows least.
+        """
         instance = self.instance
         width = int(instance.width[0, o])
         if instance.everywhere(width):
             return ()
-        # [spots, ·] of single ranks, or of hosts of the right size: their slowest rank, and their least room.
+        # [spots, ·] for single ranks, or hosts of the right size: load of the slowest rank, least free memory.
         load = loads(instance, self.work)
         room = instance.cap - self.memory - instance.home_memory[0, o]
         spots = [np.array([r]) for r in range(instance.ranks)] if width == 1 else list(instance.host_ranks)
@@ -397,7 +404,7 @@ class _Rest:
 
 
 def _spread(instance: Instance, t: int, o: int) -> Ints:
-    """[S] what a piece adds to a rank that holds it; its part, where a host's link is shared."""
+    """Return [S] time that a piece adds on a rank that holds it; on shared links of hosts, the rank's part."""
     own = instance.cost[t, o].copy()
     if instance.shared.any() and instance.width[t, o] == 1:
         own[instance.shared] //= int(instance.host_sizes.max())

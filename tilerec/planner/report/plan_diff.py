@@ -1,4 +1,4 @@
-"""What two plans of the same tables have in common, and how many bytes move from one to the other."""
+"""Differences between two plans of the same tables, and the bytes that move from one to the other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tilerec.spec.tile import Rectangle, Tiling
 
 @dataclass(frozen=True)
 class Change:
-    """A table that the plans treat differently; None where a plan lacks it.
+    """A table whose sharding differs between two plans.
 
     Args:
-        moved: cells that a rank holds in the second plan and did not hold in the first, all ranks together; 0 where the
-            plans have another size of table, of which nothing can move.
+        path, name: path of the table's module, and the table's name.
+        before, after: shardings in the first and second plan; None if the plan lacks the table.
+        moved: cells that a rank holds in the second plan but not in the first, summed over ranks; 0 if the table has
+            different sizes in the plans.
     """
 
     path: str
@@ -30,19 +32,24 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """Args: tables: in either plan. changes: of those that differ."""
+    """Differences of two plans.
+
+    Args:
+        tables: number of tables in either plan.
+        changes: the tables that differ.
+    """
 
     tables: int
     changes: tuple[Change, ...]
 
     @property
     def others(self) -> int:
-        """Tables that are not in both plans, or not of one size: signs of another model."""
+        """Number of tables that only one plan has, or whose sizes differ: a sign that the models differ."""
         return sum(_sizes(c.before) != _sizes(c.after) for c in self.changes)
 
     @property
     def moved_bytes(self) -> int:
-        """Weights that travel from the first plan to the second; 4 bytes a cell where the type is unknown."""
+        """Bytes of weights that move from the first plan to the second; 4 bytes per cell if the type is unknown."""
         return sum(
             change.moved * ((change.after.element_bytes or 4) if change.after is not None else 0)
             for change in self.changes
@@ -50,12 +57,12 @@ class PlanDiff:
 
     def __str__(self) -> str:
         if not self.changes:
-            return f"the same: {self.tables} tables lie alike in both plans"
+            return f"the same: {self.tables} tables have the same placement in both plans"
         rows = [
             (
                 f"{change.path}.{change.name}" if change.path else change.name,
-                _words(change.before, change.after),
-                _words(change.after, change.before),
+                _sharding_text(change.before, change.after),
+                _sharding_text(change.after, change.before),
                 bytes_text(change.moved * (change.after.element_bytes or 4))
                 if change.after is not None and _sizes(change.before) == _sizes(change.after)
                 else "",
@@ -68,13 +75,13 @@ class PlanDiff:
         )
         if self.others:
             head += (
-                f"; {self.others} are not in both plans, or have other sizes: are they plans of one model?"
+                f"; {self.others} are in one plan only, or differ in size: are they plans of the same model?"
             )
         return f"{head}\n\n" + aligned(("table", "first", "second", "moves"), rows, right=(3,))
 
 
 def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
-    """Tables that two plans cut or place differently."""
+    """Compare two plans: return the tables with different shardings."""
     before = {(path, name): sharding for path, name, sharding in first.tables()}
     after = {(path, name): sharding for path, name, sharding in second.tables()}
     changes = []
@@ -83,7 +90,7 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
         one, other = before.get((path, name)), after.get((path, name))
         if one is None or other is None:
             changes.append(Change(path, name, one, other))
-        elif _marks(one) != _marks(other):
+        elif _compared_fields(one) != _compared_fields(other):
             alike = _sizes(one) is not None and _sizes(one) == _sizes(other)
             assert not alike or (one.tiling is not None and other.tiling is not None)
             moved = moved_cells(one.tiling, other.tiling) if alike else 0  # type: ignore[arg-type]
@@ -92,9 +99,9 @@ def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:
 
 
 def moved_cells(first: Tiling, second: Tiling) -> int:
-    """Cells that a rank holds in the second tiling and not in the first, all ranks together.
+    """Return the cells that a rank holds in the second tiling but not in the first, summed over ranks.
 
-    A table of 4 x 2 from rank 0 whole to rows [0, 2) on rank 0 and [2, 4) on rank 1: 4.
+    Example: a table of 4 x 2 cells, first on rank 0, then rows [0, 2) on rank 0 and rows [2, 4) on rank 1: 4 cells.
     """
     return sum(
         sum(r.cells for r in second.tiles_of(rank)) - _common(first.tiles_of(rank), second.tiles_of(rank))
@@ -112,8 +119,8 @@ def _common(one: Sequence[Rectangle], other: Sequence[Rectangle]) -> int:
     return total
 
 
-def _marks(sharding: ParameterSharding) -> tuple[object, ...]:
-    """What makes plans differ."""
+def _compared_fields(sharding: ParameterSharding) -> tuple[object, ...]:
+    """Return the fields that are compared between plans."""
     return (sharding.tiling, sharding.kind, sharding.kernel, sharding.wire, sharding.data_type)
 
 
@@ -122,8 +129,8 @@ def _sizes(sharding: ParameterSharding | None) -> tuple[int, int] | None:
     return None if tiling is None else (tiling.rows, tiling.dim)
 
 
-def _words(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
-    """A sharding; of size, type of data and wire only what the other plan has otherwise."""
+def _sharding_text(sharding: ParameterSharding | None, other: ParameterSharding | None) -> str:
+    """Return a sharding as text; table size, data type and wire only if they differ from the other plan."""
     if sharding is None:
         return "not there"
     more = ""
@@ -135,7 +142,7 @@ def _words(sharding: ParameterSharding | None, other: ParameterSharding | None) 
             more += f", {sharding.data_type.value.lower()}"
         if sharding.wire != other.wire:
             wire = sharding.wire
-            more += ", wire unsaid" if wire is None else f", wire {wire.forward} and {wire.backward}"
+            more += ", wire not set" if wire is None else f", wire {wire.forward} and {wire.backward}"
     ranks = ranks_to_text(sharding.ranks or ())
     kernel = "" if sharding.kernel is None else f" ({sharding.kernel.value})"
     shown = ranks if len(ranks) <= 24 else f"{len(set(sharding.ranks or ()))} ranks"

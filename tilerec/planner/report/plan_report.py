@@ -1,13 +1,14 @@
-"""`PlanReport`: what a plan costs, where its bottleneck is, how far from the best it can be, and what would help.
+"""`PlanReport`: the cost of a plan, its bottleneck, its gap to a lower bound, and changes that would help.
 
-Nouns
-  stage    what ranks do between two collectives; a step takes the sum over stages of the slowest rank, and charges
-  charge   time of collectives as such, once a step
-  bound    no plan within the same limits takes less time (docs/planner-bound.md)
-  tier     a memory: of the device, of the host
+Terms
+  stage    work of a rank between two collectives
+  charge   fixed costs of the collectives of a step
+  step     the slowest rank's time of each stage, summed over stages, plus the charge
+  bound    lower bound on the step time of all plans within the same limits (docs/planner-bound.md)
+  tier     a memory: device or host
   entry    one table's part of the report (table_entry.py)
 
-Times are whole picoseconds and memory is whole bytes, as the search decides by them; `…_s` are seconds as float.
+Times are whole picoseconds and memory is whole bytes, as in the search; names ending in `_s` are seconds as float.
 
 Legend: S stages, M tiers, R ranks.
 """
@@ -43,18 +44,23 @@ TIERS = ("device", "host")
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """What a plan costs and why.
+    """Predicted time and memory of a plan, by stage, rank and table.
 
     Args:
-        cost_ps, bound_ps: of a step; what no plan is below (0 where nothing is known, as of plans by hand).
-        stages: [S] names. load_ps: [R, S]. charge_ps: of collectives.
-        memory, cap: [R, M] bytes: what is there in all, and what there may be.
-        tables: one entry for each.
-        topology: the machines. batch_size: samples of a rank in a step.
-        planner: name and version of what made it. notes: what a reader should know beside.
-        network_ps: [R, S] of `load_ps`, what is on ranks' own network cards; None: nothing (cards that the ranks of a
-            host share are stages of their own).
-        request: what the plan was made of, which what-ifs vary; None where that is unknown. No part of the file.
+        cost_ps: time of a step.
+        bound_ps: lower bound on the time of a step; 0 if unknown, as for plans made by hand.
+        stages: [S] names.
+        load_ps: [R, S] time of each rank in each stage.
+        charge_ps: fixed costs of collectives.
+        memory, cap: [R, M] bytes in use, and bytes available.
+        tables: one entry per table.
+        topology: the machines.
+        batch_size: samples per rank and step.
+        planner: name and version of the planner.
+        notes: remarks for the reader.
+        network_ps: [R, S] part of `load_ps` on the ranks' own network cards; None: 0. Cards that the ranks of a host
+            share are separate stages.
+        request: the request of the plan, which what-ifs vary; None if unknown. It is not part of the report's file.
     """
 
     cost_ps: int
@@ -79,12 +85,12 @@ class PlanReport:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no plan is below."""
+        """Lower bound on the seconds of a step, over all plans."""
         return self.bound_ps / PICO
 
     @property
     def gap(self) -> float:
-        """How far the cost can be above the least possible, as a part of the bound: 0.02 is 2 %."""
+        """Largest possible distance of the cost from the optimum, as a part of the bound: 0.02 is 2 %."""
         if not self.bound_ps:
             return 0.0 if not self.cost_ps else float("inf")
         return (self.cost_ps - self.bound_ps) / self.bound_ps
@@ -96,49 +102,49 @@ class PlanReport:
 
     @property
     def stage_s(self) -> dict[str, float]:
-        """Seconds of the slowest rank, by stage."""
+        """Seconds of the slowest rank in each stage, by name."""
         return {name: ps / PICO for name, ps in zip(self.stages, self.stage_ps.tolist(), strict=True)}
 
     @property
     def tier(self) -> int:
-        """The tier that tables lie in."""
+        """The tier that holds the tables: 0 (device), or 1 (host) on CPU ranks."""
         return 1 if self.topology.compute_device == "cpu" else 0
 
     @property
     def memory_per_rank(self) -> list[int]:
-        """[R] bytes in the tier that tables lie in."""
+        """[R] bytes in use in the tier that holds the tables."""
         return [int(b) for b in self.memory[:, self.tier]]
 
     @property
     def slowest_rank(self) -> int:
-        """The rank with the most to do, all stages together; of equals, the lowest."""
+        """The rank with the most work over all stages; the lowest such rank."""
         return int(self.load_ps.sum(1).argmax())
 
     @property
     def fullest_rank(self) -> int:
-        """The rank whose memory that tables lie in is fullest, as a part of its cap; of equals, the lowest."""
+        """The rank with the largest part of its cap in use, in the tier that holds the tables; the lowest such rank."""
         return fullest(self.memory[:, self.tier], self.cap[:, self.tier])
 
     @cached_property
     def bottleneck(self) -> Bottleneck:
-        """What takes most of the step, and how much ranks wait for each other."""
+        """The resources that the step's time is spent on, and the waiting time of ranks."""
         return bottleneck_of(self.stages, self.load_ps, self.charge_ps, self.network_ps)
 
     @property
     def speeds_origin(self) -> str:
-        """Where the speeds are from that the times are made of."""
+        """Origin of the speeds from which the times are computed."""
         return (self.topology.speeds or default_speeds(self.topology)).origin
 
     @property
     def speeds_are_default(self) -> bool:
-        """Whether the speeds were assumed, not measured."""
+        """True if the speeds are defaults, not measurements."""
         return self.speeds_origin.startswith("default")
 
     def with_request(self, request: PlanRequest) -> PlanReport:
-        """The report with the request that its plan was made of, as `PlanRequest.load` reads it.
+        """Return the report with the request of its plan, for example from `PlanRequest.load`.
 
         Raises:
-            ConfigError: the request has other tables, machines or another batch.
+            ConfigError: the request has other tables, another topology or another batch size.
         """
         ours = sorted((e.path, e.name, e.rows, e.dim, e.data_type) for e in self.tables)
         theirs = sorted(
@@ -149,18 +155,18 @@ class PlanReport:
         if ours != theirs or not alike or self.batch_size != request.batch_size:
             raise ConfigError(
                 "PlanReport.with_request: got a request with other tables, machines or another batch; expected the "
-                "one that the plan was made of. Plan again."
+                "request of the plan. Plan again."
             )
         return replace(self, request=request)
 
     def what_would_help(self) -> tuple[WhatIf, ...]:
-        """Changes and what the step would take with each, the largest gain first.
+        """Return changes of the request with the step time of each, largest gain first.
 
-        The first call plans each change anew, about as long as the plan itself took; later calls return the same. Of
-        large problems, the changes that were not tried are listed as left out.
+        The first call makes a plan for each change, which takes about as long for each as the original plan. Later
+        calls return the same result. For large problems some changes are listed as left out.
 
         Raises:
-            ConfigError: the request is unknown.
+            ConfigError: `request` is None.
         """
         return self._what_ifs
 
@@ -168,8 +174,8 @@ class PlanReport:
     def _what_ifs(self) -> tuple[WhatIf, ...]:
         if self.request is None:
             raise ConfigError(
-                "PlanReport.what_would_help: got a report without its request, as files have it; expected the request, "
-                "too. Call report.with_request(PlanRequest.load('plan.request.json')) first."
+                "PlanReport.what_would_help: got a report without its request (files do not contain it). Call "
+                "report.with_request(PlanRequest.load('plan.request.json')) first."
             )
         rank = self.fullest_rank
         full = int(self.memory[rank, self.tier]) / max(1, int(self.cap[rank, self.tier]))
@@ -177,7 +183,7 @@ class PlanReport:
         return what_ifs(self.request, self.cost_ps, full, cached)
 
     def is_of(self, plan: ShardingPlan) -> bool:
-        """Whether these are the numbers of that plan: the same tables where the plan has them."""
+        """Return True if the report belongs to this plan: all its tables have the plan's tilings."""
         mine = {(entry.path, entry.name): entry.tiling for entry in self.tables}
         theirs = {(path, name): sharding.tiling for path, name, sharding in plan.tables()}
         return self.topology.world_size == (plan.world_size or self.topology.world_size) and all(
@@ -185,29 +191,30 @@ class PlanReport:
         )
 
     def weighs_most(self, rank: int, most: int | None = 8) -> list[tuple[TableEntry, float]]:
-        """The tables that add the most seconds on a rank, and how many, beside the rank's own batch.
+        """Return the tables that add most time on a rank, with their seconds, without the rank's own batch.
 
         Args:
-            most: how many; None: all that add anything there.
+            rank: the rank.
+            most: largest number of tables to return; None: all that add time there.
         """
         found = [(entry, entry.ps_on(rank)) for entry in self.tables]
         found = sorted((f for f in found if f[1]), key=lambda f: (-f[1], f[0].path, f[0].name))
         return [(entry, ps / PICO) for entry, ps in found[:most]]
 
     def text(self, *, what_would_help: bool = True) -> str:
-        """The report as text; ends without a newline.
+        """Return the report as text, without a final newline.
 
         Args:
-            what_would_help: with the what-ifs, where the request is known; see `what_would_help`.
+            what_would_help: include the what-ifs if the request is known; see `what_would_help`.
         """
         return report_text(self, self._what_ifs if what_would_help and self.request is not None else None)
 
     def __str__(self) -> str:
-        """The text without what-ifs, which take time."""
+        """Return the text without what-ifs, as these need further searches."""
         return self.text(what_would_help=False)
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values. Tables are rows of `columns`; tilings are written as plans write them."""
+        """Return a dict of JSON values. Tables are rows of `columns`; tilings have the format of plans."""
         return {
             "version": VERSION,
             "planner": self.planner,
@@ -229,10 +236,10 @@ class PlanReport:
 
     @staticmethod
     def from_json(data: Mapping[str, Any] | JsonValue) -> PlanReport:
-        """The inverse of `to_json`.
+        """Read a report that `to_json` returned.
 
         Raises:
-            ConfigError: it is no report, or one of another version.
+            ConfigError: the data is not a report, or has another version.
         """
         value = JsonValue.of(data, "PlanReport JSON")
         names = (
@@ -266,10 +273,10 @@ class PlanReport:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file; an earlier one is replaced whole or not at all.
+        """Write `to_json` to a file, which is replaced atomically.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the file cannot be written.
         """
         write_file(path, json.dumps(self.to_json(), separators=(",", ":")), "PlanReport")
 
@@ -278,7 +285,8 @@ class PlanReport:
         """Read a file that `save` wrote.
 
         Raises:
-            FileError: it cannot be read. ConfigError: it is no report.
+            FileError: the file cannot be read.
+            ConfigError: the file is not a report.
         """
         return PlanReport.from_json(read_json(path, "PlanReport"))
 

@@ -1,6 +1,6 @@
-"""Why a way to cut a table is not open to it: one sentence for each restriction that the way breaks.
+"""Reasons why an option is not allowed for a table: one sentence for each restriction that the option violates.
 
-The restrictions are those by which options are made: `planner/cost/options.py` (`_allowed`), `PlanRequest.limits` and
+The restrictions are those used to build options: `planner/cost/options.py` (`_allowed`), `PlanRequest.limits` and
 `max_ranks` (`planner/decision.py`).
 """
 
@@ -26,12 +26,15 @@ def ruled_out(
     topology: Topology,
     allowed: Bools | None,
 ) -> list[str]:
-    """Return the restrictions of one table that an option breaks; none where the option is open.
+    """Return a sentence for each restriction of a table that an option violates; [] if the option is allowed.
 
     Args:
-        option: a way that the table's size, storage and optimizer permit. dim: columns of the table.
-        limits: what the table's options were made with. given: its constraints, as the user wrote them.
-        allowed: [R] ranks that its pieces may lie on; None for all.
+        option: an option that the table's size, storage and optimizer permit.
+        dim: columns of the table.
+        limits: the restrictions with which the table's options were built.
+        given: the table's constraints, as the user wrote them.
+        topology: the machines.
+        allowed: [R] True for ranks that may hold pieces; None for all.
     """
     found = (
         _type(option, dim, limits, given, topology),
@@ -55,17 +58,17 @@ def _type(
     wanted = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
     if wanted:
         simpler = " or ".join(kind.value for kind in limits.types)
-        return f"{wanted[0].value} comes down to {simpler} here: {_too_narrow(wanted, dim, given, topology)}"
-    said = given.sharding_types_said()
-    if said and not is_of(option, said, ranks, hosts):
-        return f"its sharding_types are {', '.join(kind.value for kind in said)}"
+        return f"{wanted[0].value} reduces to {simpler} here: {_too_narrow(wanted, dim, given, topology)}"
+    types = given.sharding_types_said()
+    if types and not is_of(option, types, ranks, hosts):
+        return f"its sharding_types are {', '.join(kind.value for kind in types)}"
     return f"its forbidden_types are {', '.join(map(_word, given.forbidden_types))}"
 
 
 def _too_narrow(
     wanted: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology
 ) -> str:
-    """The reason why no column split of the allowed types is possible."""
+    """Return the reason why no column split of the allowed types is possible."""
     sizes = [len(host) for host in topology.host_ranks]
     most = topology.world_size
     if ShardingType.COLUMN_WISE not in wanted:
@@ -91,16 +94,16 @@ def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | 
     ranks = topology.world_size
     if allowed is not None and option.width == 1 and option.pieces > int(allowed.sum()):
         where = ranks_to_text(np.flatnonzero(allowed).tolist())
-        return f"it has {option.pieces} pieces, and the table may lie on ranks {where}"
+        return f"it has {option.pieces} pieces, but the table may only use ranks {where}"
     if ranks == 1:
         return ""
     own = set(range(ranks)) if allowed is None else set(allowed.nonzero()[0].tolist())
     if limits.ranks is not None and len(set(limits.ranks)) < ranks and option.width == ranks:
-        return f"it takes all {ranks} ranks, and the table may lie on {_shown(limits.ranks)}"
+        return f"it takes all {ranks} ranks, but the table may only use {_shown(limits.ranks)}"
     if 1 < option.width < ranks and not any(
         len(host) == option.width and own.issuperset(host) for host in topology.host_ranks
     ):
-        return f"it takes all {option.width} ranks of a host, and the table may lie on {_shown(own)}"
+        return f"it takes all {option.width} ranks of a host, but the table may only use {_shown(own)}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""`TableEntry`: one table's part of a plan's report.
+"""`TableEntry`: the entry of one table in a plan's report.
 
 Legend: S stages. Times are whole picoseconds.
 """
@@ -24,13 +24,13 @@ class TableEntry:
     """One table in a plan.
 
     Args:
-        path, name: the module that holds it, and the table.
-        rows, dim, data_type: of the table; `data_type` is a word such as "fp32".
-        bytes: of all ranks together, with optimizer state or dense gradients, and buffers.
-        sharding_type: its word in the plan. option: what the search called it ("columns x 4"), or "pinned".
-        tiling: where its cells are.
-        owner_ps: [S] what it adds on the rank that holds most of it; of a host's link, the rank's part. home_ps: [S]
-            what it adds on every rank, for the rank's own batch. Both () where that is unknown.
+        path, name: path of the table's module, and the table's name.
+        rows, dim, data_type: size of the table, and its data type as a word such as "fp32".
+        bytes: bytes on all ranks together, including optimizer state or dense gradients, and buffers.
+        sharding_type: sharding type in the plan. option: name of the search's option ("columns x 4"), or "pinned".
+        tiling: tiling of the table.
+        owner_ps: [S] time that the table adds on the rank that holds most of it; on a host's link, the rank's part.
+        home_ps: [S] time that the table adds on every rank, for the rank's own batch. Both times are () if unknown.
     """
 
     path: str
@@ -47,21 +47,24 @@ class TableEntry:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """(r0, r1, c0, c1, ranks) of each rectangle that lies together."""
+        """(r0, r1, c0, c1, ranks) of each rectangle: adjacent column blocks with equal rows and owners are merged."""
         return rectangles(self.tiling)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that hold some of it."""
+        """The ranks that hold cells of the table."""
         return self.tiling.ranks()
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """[S] what it adds on the rank that holds most of it, its own batch included."""
+        """[S] seconds that the table adds on the rank that holds most of it, including the rank's own batch."""
         return tuple((own + home) / PICO for own, home in zip(self.owner_ps, self.home_ps, strict=True))
 
     def ps_on(self, rank: int) -> int:
-        """About what it adds on a rank, beside the rank's own batch: in proportion to what lies there."""
+        """Return the approximate ps that the table adds on a rank, in proportion to its cells there.
+
+        The rank's own batch is not included.
+        """
         if not self.owner_ps:
             return 0
         own = sum(r.cells for r in self.tiling.tiles_of(rank))
@@ -72,7 +75,7 @@ class TableEntry:
         return max(sum(r.cells for r in self.tiling.tiles_of(rank)) for rank in self.ranks)
 
     def to_json(self) -> list[Any]:
-        """A row of `COLUMNS`."""
+        """Return a list of JSON values, in the order of `COLUMNS`."""
         return [
             self.path, self.name, self.rows, self.dim, self.data_type, self.bytes, self.sharding_type, self.option,
             self.tiling.to_json(), list(self.owner_ps), list(self.home_ps),
@@ -80,13 +83,13 @@ class TableEntry:
 
     @staticmethod
     def from_json(row: Sequence[Any] | JsonValue, stages: int, world_size: int) -> TableEntry:
-        """The inverse of `to_json`.
+        """Read an entry that `to_json` returned.
 
         Args:
-            stages: S. world_size: ranks that a tiling may name.
+            stages: number of stages S. world_size: number of ranks; tilings may use ranks below it.
 
         Raises:
-            ConfigError: it is no such row.
+            ConfigError: the data is not such a row.
         """
         value = JsonValue.of(row, "TableEntry JSON")
         items = value.items("a row of columns")

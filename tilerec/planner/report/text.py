@@ -1,4 +1,4 @@
-"""A `PlanReport` as text: cost and bound, the bottleneck, what would help, stages, memory, the heaviest tables."""
+"""The text of a `PlanReport`: cost and bound, bottleneck, what-ifs, stages, memory, and the heaviest tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TABLES, _MOST_ON_RANK, _MOST_NAMED = 20, 5, 8
 
 
 class Reported(Protocol):
-    """What is read of a `PlanReport`, whose text this is."""
+    """The parts of `PlanReport` that this module reads."""
 
     @property
     def tables(self) -> Sequence[TableEntry]: ...
@@ -54,25 +54,26 @@ class Reported(Protocol):
 
 
 def fullest(held: Ints, cap: Ints) -> int:
-    """The rank that holds most of what it may hold; of equals, the lowest."""
+    """Return the rank with the largest part of its cap in use; the lowest such rank."""
     return int((held / cap.clip(1)).argmax())
 
 
 def percent_text(share: float) -> str:
-    """`0.0213` -> `"2.1 %"`, `0.213` -> `"21 %"`."""
+    """Return a part as a percentage: `0.0213` -> `"2.1 %"`, `0.213` -> `"21 %"`."""
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
 
 
 def gap_text(gap: float) -> str:
-    """`0.0213` -> `"2.1 %"`."""
+    """Return a gap as a percentage with one digit: `0.0213` -> `"2.1 %"`; "unknown" for infinity."""
     return "unknown" if gap == float("inf") else f"{100 * gap:.1f} %"
 
 
 def report_text(report: Reported, what_ifs: Sequence[WhatIf] | None = None) -> str:
-    """The text of a report; ends without a newline.
+    """Return the text of a report, without a final newline.
 
     Args:
-        what_ifs: None leaves them out.
+        report: the report.
+        what_ifs: the what-ifs to list; None: leave the section out.
     """
     bound = (
         f"no plan takes less than {time_text(report.bound_ps)} (gap {gap_text(report.gap)})"
@@ -97,7 +98,7 @@ def report_text(report: Reported, what_ifs: Sequence[WhatIf] | None = None) -> s
 
 
 def banner_text(report: Reported) -> str:
-    """That speeds are assumed, which, and the next move."""
+    """Return the warning that speeds are defaults: their values, and the command that measures them."""
     topology = report.topology
     device = topology.compute_device
     memory = topology.ddr_mem_bw if device == "cpu" else topology.hbm_mem_bw
@@ -113,37 +114,37 @@ def banner_text(report: Reported) -> str:
 
 
 def bottleneck_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
-    """`"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` writes picoseconds."""
+    """Return `"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` formats picoseconds."""
     first, *others = report.bottleneck.resources
-    said = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
+    text = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
     if len(first.stages) > 1:
         parts = sorted(((int(report.load_ps[:, s].max()), s) for s in first.stages), key=lambda one: -one[0])
-        said += ": " + ", ".join(f"{report.stages[s]} {time(ps)}" for ps, s in parts if ps)
+        text += ": " + ", ".join(f"{report.stages[s]} {time(ps)}" for ps, s in parts if ps)
     then = [f"{one.name} {percent_text(one.share)}" for one in others if one.ps]
-    return said + (f"; then {', '.join(then)}" if then else "") + "."
+    return text + (f"; then {', '.join(then)}" if then else "") + "."
 
 
 def balance_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
-    """Which rank is the slowest; where none is by more than 5 %, that ranks are balanced."""
+    """Return a sentence on the slowest rank; ranks within 5 % of the mean are called balanced."""
     found, ranks = report.bottleneck, report.topology.world_size
     load = time(int(report.load_ps[found.rank].sum()))
     if ranks == 1:
-        return f"The one rank has {load} to do."
+        return f"The only rank has {load} of work."
     if not found.balanced:
-        said = f"Rank {found.rank} has the most to do: {load}, {percent_text(found.above)} above the mean."
+        text = f"Rank {found.rank} has the most work: {load}, {percent_text(found.above)} above the mean."
     else:
-        said = f"The ranks are balanced: none has more than {load} to do, {percent_text(found.above)} above the mean."
+        text = f"The ranks are balanced: none has more than {load} of work, {percent_text(found.above)} above the mean."
     if found.waits:
-        said += (
+        text += (
             f" Ranks wait for the slowest of each stage for {percent_text(found.waiting)} of the step, longest in "
             f"'{report.stages[found.stage]}' for rank {found.stage_rank}, which takes "
             f"{percent_text(found.stage_above)} more than the mean there."
         )
-    return said
+    return text
 
 
 def _heaviest(report: Reported) -> str:
-    """The tables that take most on the rank with the most to do, and how many others there are."""
+    """Return the tables that take most time on the rank with the most work, and the number of other tables there."""
     rank = report.bottleneck.rank
     heavy = report.weighs_most(rank, None)
     if not heavy:
@@ -157,12 +158,14 @@ def _heaviest(report: Reported) -> str:
         shown += f"; {_count(len(others), 'other table')} there, {rest} together"
     own = _of_no_table(report, rank, [entry for entry, _ in heavy])
     if own > BALANCED * report.cost_ps:
-        shown += f"; {time_text(own)} for no single table (bookkeeping, and collectives that no plan avoids)"
-    return f"What weighs most on rank {rank}: {shown}."
+        shown += (
+            f"; {time_text(own)} for no single table (fixed costs, and collectives that every plan needs)"
+        )
+    return f"The heaviest tables on rank {rank}: {shown}."
 
 
 def _of_no_table(report: Reported, rank: int, here: Sequence[TableEntry]) -> int:
-    """Picoseconds of a rank in stages inside hosts that neither its pieces nor its own batch take; 0 where unknown."""
+    """Return a rank's ps in stages inside hosts not due to its pieces or its own batch; 0 if unknown."""
     if not all(entry.owner_ps for entry in report.tables):
         return 0
     left = 0
@@ -244,7 +247,7 @@ def _tables(report: Reported) -> str:
 
 
 def _others(entries: Sequence[TableEntry]) -> str:
-    """The tables without a line of their own: how many, what they add, and the first of them by name."""
+    """Return a line on the tables that are not listed: their number, their bytes, and some of their names."""
     if not entries:
         return ""
     names = ", ".join(_name(entry) for entry in entries[:_MOST_NAMED])
@@ -259,7 +262,7 @@ def _count(count: int, what: str) -> str:
 
 
 def _rate(bandwidth: float) -> str:
-    """Bytes per millisecond as GiB per second."""
+    """Return bytes per millisecond as text, in GiB per second."""
     return f"{bandwidth * 1000 / 2**30:,.4g} GiB/s"
 
 
@@ -268,7 +271,7 @@ def _name(entry: TableEntry) -> str:
 
 
 def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Columns as wide as their widest entry; those numbered in `right` end on one line."""
+    """Return a table as text, with columns as wide as their widest entry; columns in `right` are right-aligned."""
     widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
     lines = []
     for row in (names, *rows):

@@ -1,4 +1,4 @@
-"""Picoseconds as people read them."""
+"""Picoseconds as readable text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ((10**12, "s"), (10**9, "ms"), (10**6, "us"), (10**3, "ns"), (1, "ps"))
 
 
 def time_text(ps: int | float) -> str:
-    """`1_234_000_000` (ps) -> `"1.23 ms"`."""
+    """Return picoseconds as text: `1_234_000_000` -> `"1.23 ms"`."""
     for size, unit in _UNITS:
         if ps >= size:
             value = ps / size

@@ -1,6 +1,6 @@
-"""A request with other machines, batches, tables or wire formats: the inputs of a what-if.
+"""Variations of a request for what-ifs: other machines, batch sizes, data types or wire formats.
 
-A varied request equals the one that a planner makes which is constructed with the new inputs.
+A varied request equals the request of a planner that is constructed with the new inputs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ def varied(
 ) -> PlanRequest:
     """Return the request with the given inputs changed.
 
-    A part of the memory that is reserved stays that part; reserved batches of input grow with the batch.
+    Memory reserved as a part of the cap scales with the cap; reserved input batches scale with the batch size.
 
     Args:
-        hosts, ranks_per_host: of the new world; what is left out stays.
-        hbm_cap, ddr_cap: bytes of a rank, of all ranks alike.
-        batch_size: samples of a rank.
-        data_type: "bf16", …: of every table.
-        wire: "bf16", …: format of rows and gradients between ranks, for every table without a pin's own.
+        hosts, ranks_per_host: size of the new world; None: unchanged.
+        hbm_cap, ddr_cap: bytes per rank, for all ranks.
+        batch_size: samples per rank.
+        data_type: data type of every table, such as "bf16".
+        wire: wire format of rows and gradients, such as "bf16", for every table whose pin has none.
 
     Raises:
-        ConfigError: a number below 1, an unknown type or format, or constraints for ranks that the new world lacks.
+        ConfigError: a number is below 1, a type or format is unknown, or constraints name ranks that the new world
+            lacks.
     """
     topology = request.topology
     if hbm_cap is not None:
@@ -61,22 +62,22 @@ def varied(
 
 
 def world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> Topology:
-    """As many hosts of as many ranks, on machines like these; what is None stays.
+    """Return the topology with another number of hosts or ranks per host; None leaves a number unchanged.
 
     Raises:
-        ConfigError: a number below 1, or what stays is not the same for all hosts or ranks.
+        ConfigError: a number is below 1, or hosts or ranks differ in a value that the new ones would copy.
     """
     for name, value in (("hosts", hosts), ("ranks per host", ranks_per_host)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1.")
     if ranks_per_host is None and topology.local_world_size is None:
         raise ConfigError(
-            f"The hosts differ in size ({topology}); say how many ranks each of the new ones has (ranks per host)."
+            f"The hosts differ in size ({topology}); give the number of ranks of each new host (ranks per host)."
         )
     for name in ("hbm_cap", "ddr_cap"):
         if getattr(topology, f"{name}s") is not None:
             raise ConfigError(
-                f"The ranks differ in memory ({name}s); say how much the new ones have ({name})."
+                f"The ranks differ in memory ({name}s); give the memory of the new ranks ({name})."
             )
     size = ranks_per_host or topology.local_world_size or 1
     count = hosts or topology.host_count

@@ -1,10 +1,10 @@
-"""`WhatIf`: what a step would take after one change, planned anew; and the changes that are tried for a report.
+"""`WhatIf`: the step time of a new plan after one change of the request; and the changes that a report tries.
 
     request  ──varied──►  request with one change  ──decide──►  seconds of a step, or no plan
 
-Changes are compared by time per sample, so a larger batch and more ranks compare with what is there. Every what-if is
-a search of its own. Problems of more than `LARGE` tables x ranks get `FEW` of them, and those in device memory alone,
-as a search over host memory takes minutes there; the others are listed as left out.
+Changes are compared by time per sample, so that larger batches and more ranks are comparable with the original. Each
+what-if is a separate search. For problems of more than `LARGE` tables x ranks, `FEW` changes are tried, in device
+memory only, as a search over host memory takes minutes there. The other changes are listed as left out.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ LARGE = 1 << 19
 """Tables x ranks. On one core of an AMD EPYC, 10,000 tables on 128 ranks take 2 s for one search in device memory."""
 FEW = 3
 NO_GAIN = 0.005
-"""Part of the time per sample; less is called no gain, as plans differ by as much within their gaps."""
-LEFT_OUT = "left out, as tables are many: tilerec plan whatif"
+"""Part of the time per sample. A smaller gain is reported as no gain, as plans differ by as much within their gaps."""
+LEFT_OUT = "left out for a problem of this size: try tilerec plan whatif"
 FULL = 0.9
-"""Part of a rank's memory beyond which more memory is tried."""
+"""Part of a rank's memory. If the plan uses more, a change with more memory is tried."""
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change of a request and what came of it.
+    """One change of a request, and its effect on the step time.
 
     Args:
-        change: what is changed. how: the next move of a user who wants it.
-        step_ps: a step then; None where there is no plan, or none was made.
-        gain: the part of the time per sample that it saves, of all ranks together; negative where it costs more, 0.0
-            where `step_ps` is None.
-        per_sample: it changes the number of samples in a step, so `gain` is not a part of the step.
-        trouble: why `step_ps` is None.
+        change: description of the change.
+        how: options or code with which the user can make the change.
+        step_ps: time of a step after the change; None if there is no plan, or if the change was not tried.
+        gain: saved part of the time per sample, over all ranks; negative if the change costs time, 0.0 if `step_ps`
+            is None.
+        per_sample: True if the change alters the number of samples per step, so that `gain` is not a part of the step.
+        trouble: reason why `step_ps` is None.
     """
 
     change: str
@@ -65,12 +66,13 @@ class WhatIf:
 def what_ifs(
     request: PlanRequest, step_ps: int, fullest: float = 0.0, cached: bool = False
 ) -> tuple[WhatIf, ...]:
-    """Plan the changes that apply to a request; the largest gain first, those without a figure last.
+    """Make a plan for each change that applies to a request; return the largest gain first, changes without plan last.
 
     Args:
-        request: of the plan. step_ps: what its step takes.
-        fullest: the part of its memory that the plan fills on the fullest rank.
-        cached: the plan has rows in host memory behind caches.
+        request: the request of the plan.
+        step_ps: time of its step.
+        fullest: part of its memory that the plan uses on the fullest rank.
+        cached: True if the plan has rows in host memory behind caches.
     """
     large = len(request.tables) * request.topology.world_size > LARGE
     tried = (0 if cached else FEW) if large else None
@@ -79,7 +81,7 @@ def what_ifs(
         if tried is None or number < tried:
             found.append(change.planned(request, step_ps, large))
         else:
-            found.append(replace(change.nothing, trouble=LEFT_OUT))
+            found.append(replace(change.without_plan, trouble=LEFT_OUT))
     return tuple(sorted(found, key=lambda one: (one.step_ps is None, -one.gain)))
 
 
@@ -91,7 +93,7 @@ class _Change:
     per_sample: bool = False
 
     @property
-    def nothing(self) -> WhatIf:
+    def without_plan(self) -> WhatIf:
         return WhatIf(self.what, self.how, None, 0.0, self.per_sample)
 
     def planned(self, request: PlanRequest, step_ps: int, on_device: bool) -> WhatIf:
@@ -99,20 +101,20 @@ class _Change:
             then = self.made()
             decision = decide(_on_device(then) if on_device else then)
         except ConfigError as error:
-            return replace(self.nothing, trouble=f"not possible: {error}")
+            return replace(self.without_plan, trouble=f"not possible: {error}")
         if decision.priced is None:
             where = "device memory alone" if on_device and then.may_offload() else "the memory there is"
-            return replace(self.nothing, trouble=f"no plan within {where}")
+            return replace(self.without_plan, trouble=f"no plan within {where}")
         cost = decision.priced.cost_ps
         samples = (then.batch_size * then.topology.world_size) / (
             request.batch_size * request.topology.world_size
         )
         gain = 1.0 - cost / samples / step_ps if step_ps else 0.0
-        return replace(self.nothing, step_ps=cost, gain=gain)
+        return replace(self.without_plan, step_ps=cost, gain=gain)
 
 
 def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
-    """Those that change anything in a request, the most telling first."""
+    """Yield the changes that have an effect on a request, the most useful first."""
     topology = request.topology
     exact = [table for table in request.tables if table.wire in (None, Wire())]
     if topology.world_size > 1 and exact:
@@ -156,19 +158,22 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
             f"--{name} {cap / 2**30:g}GiB",
             lambda: varied(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
         )
-    bound = [key for key, limits in request.constraints.items() if _freed(limits) != limits]
+    bound = [key for key, limits in request.constraints.items() if _without_restrictions(limits) != limits]
     if bound:
         yield _Change(
-            f"no constraints on how {_tables(len(bound))} may lie",
+            f"no constraints on the placement of {_tables(len(bound))}",
             "leave out sharding_types, ranks, hosts, max_ranks, with_table, min_partition and pins",
             lambda: replace(
-                request, constraints={key: _freed(limits) for key, limits in request.constraints.items()}
+                request,
+                constraints={
+                    key: _without_restrictions(limits) for key, limits in request.constraints.items()
+                },
             ),
         )
 
 
 def _on_device(request: PlanRequest) -> PlanRequest:
-    """The request whose tables stay in device memory, unless a constraint gives the place of their rows."""
+    """Return the request with tables kept in device memory, unless constraints choose the memory of their rows."""
     if not request.may_offload():
         return request
     free = {
@@ -200,7 +205,7 @@ def _attached(request: PlanRequest) -> PlanRequest:
     return replace(request, tables=tables)
 
 
-def _freed(limits: ParameterConstraints) -> ParameterConstraints:
+def _without_restrictions(limits: ParameterConstraints) -> ParameterConstraints:
     return replace(
         limits, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
         min_partition=None, sharding=None,
