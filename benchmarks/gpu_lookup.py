@@ -43,7 +43,7 @@ from torch.nn import functional
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from tilerec.ops import backends  # noqa: F401, E402
-from tilerec.storage.flat import flat_memory  # noqa: E402
+from tilerec.storage.flat_storage import flat_memory  # noqa: E402
 
 OPS = torch.ops.tilerec
 LR, EPS = 0.01, 1e-8

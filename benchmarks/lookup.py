@@ -49,7 +49,7 @@ from peer import DTYPES, EPS, LR, PERIOD, Case, fill_table, result_of, table_val
 
 from tilerec.ops import backends  # noqa: E402
 from tilerec.ops.runtime.cpu.library import status  # noqa: E402
-from tilerec.storage.flat import flat_memory  # noqa: E402
+from tilerec.storage.flat_storage import flat_memory  # noqa: E402
 
 SECTIONS = ("pooled", "sequence", "pooled-train", "sequence-train", "overhead")
 PEER_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")

@@ -37,7 +37,7 @@ from planner_cases import CASES, Case, lognormal
 from tilerec.compat.sharders import EmbeddingBagCollectionSharder
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
-from tilerec.planner.infeasible import PlannerError
+from tilerec.planner.planner_error import PlannerError
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

@@ -50,7 +50,7 @@ from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
 from tilerec.planner.decision import Decision, _cheapest
-from tilerec.planner.priced import priced as priced_by_request
+from tilerec.planner.plan_price import priced as priced_by_request
 from tilerec.planner.search.instance import Instance
 from tilerec.planner.search.solve import solve
 from tilerec.spec.plan import ShardingPlan

@@ -29,7 +29,7 @@ from planner_check_cases import KINDS, SMALL_KINDS, Case, case_of
 from planner_check_planned import Planned, over_cap, tiling_of, wrong_cover
 
 from tilerec.errors import ConfigError
-from tilerec.planner.priced import price_plan
+from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.variation import varied
 from tilerec.planner.request import PlanRequest

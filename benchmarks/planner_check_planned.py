@@ -10,8 +10,8 @@ import numpy as np
 from planner_check_price import Placement, Price, Pricing, Table, World, table_of
 
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.infeasible import PlannerError
 from tilerec.planner.planner import make_plan
+from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan, ShardingType

@@ -46,10 +46,10 @@ from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.plan_of import plan_of  # noqa: E402
-from tilerec.parallel.resharding.checks import planned  # noqa: E402
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of  # noqa: E402
 from tilerec.parallel.resharding.rebalance import _move_loads, rebalance  # noqa: E402
 from tilerec.parallel.resharding.reshard import reshard  # noqa: E402
+from tilerec.parallel.resharding.reshard_checks import planned  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.planner.constraints import ParameterConstraints  # noqa: E402
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise  # noqa: E402

@@ -19,7 +19,7 @@ from tilerec.data import PowerLawFeature, SyntheticClicks
 from tilerec.metrics import auc
 from tilerec.models import DLRM
 from tilerec.optim import RowWiseAdagrad, apply_optimizer_in_backward
-from tilerec.parallel.join import even_batches
+from tilerec.parallel.uneven_batches import even_batches
 from tilerec.train import click_loss
 
 

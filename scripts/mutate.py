@@ -84,7 +84,7 @@ ROOMS = {
 GPU_ONLY = {
     "tilerec/ops/runtime/readback.py": ("_new_copy",),
     "tilerec/storage/host_rows.py": ("_DeviceView.__init__", "_over_pinned", "_forget_error", "_pin"),
-    "tilerec/storage/made_ahead.py": ("StreamEvent.__init__", "StreamEvent.wait"),
+    "tilerec/storage/prefetched_results.py": ("StreamEvent.__init__", "StreamEvent.wait"),
 }
 """Functions of which no line runs without a GPU, by file. A function with any other line is not listed here: its GPU
 lines are entries of the list of equivalents."""

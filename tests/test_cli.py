@@ -87,7 +87,7 @@ def test_scores_are_printed_where_a_full_disk_takes_no_logs(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replaced(source, target)
 
-    monkeypatch.setattr("tilerec.train.watch.JsonLines.record", record)
+    monkeypatch.setattr("tilerec.train.run_logger.JsonLines.record", record)
     monkeypatch.setattr("tilerec.atomic_file.os.replace", rename)
     code, text = _invoke("train", "synthetic", *SMALL, "--log-dir", str(tmp_path / "log"))
     assert code == 1

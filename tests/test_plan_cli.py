@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilerec.cli import app
-from tilerec.planner.priced import price_plan
+from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.time_text import time_text
 from tilerec.planner.report.variation import varied

@@ -42,9 +42,9 @@ from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
 from tilerec.train.override import override, override_all, settings
+from tilerec.train.rank_batches import bounds, cut, shares
 from tilerec.train.report import report
-from tilerec.train.share import bounds, cut, shares
-from tilerec.train.watch import Event, Terminal, Watcher, finite
+from tilerec.train.run_logger import Event, Terminal, Watcher, finite
 
 CPU = torch.device("cpu")
 

@@ -205,7 +205,7 @@ def _calibrate(group: Group, out: str, device: str) -> None:
 
 def _speeds_text(speeds: Speeds) -> str:
     """Format all speeds as two tables: rates per width, then single numbers."""
-    from tilerec.planner.report.text import aligned
+    from tilerec.planner.report.report_text import aligned
     from tilerec.spec.speeds import PER_WIDTH, SINGLE
 
     widths = [str(width) for width in speeds.widths]

@@ -28,18 +28,18 @@ from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.json_document import JsonValue, read_json, read_text
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.infeasible import PlannerError
+from tilerec.planner.plan_price import price_plan
 from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner, make_plan
-from tilerec.planner.priced import price_plan
-from tilerec.planner.report.explain import explain
+from tilerec.planner.planner_error import PlannerError
+from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_diff import plan_diff
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.report.text import aligned, gap_text, time_text
+from tilerec.planner.report.report_text import aligned, gap_text, time_text
 from tilerec.planner.report.variation import varied, world
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
-from tilerec.spec.machines import MACHINES
+from tilerec.spec.gpu_presets import MACHINES
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilerec.modules import initial
-from tilerec.modules.initial import fill_initial
+from tilerec.modules import initial_values as initial
+from tilerec.modules.initial_values import fill_initial
 from tilerec.spec.table import EmbeddingBagConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

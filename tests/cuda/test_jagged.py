@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from tilerec.ops.exchange.triton import backend as exchange
 from tilerec.ops.jagged.triton import backend as jagged
-from tilerec.ops.jagged.triton import copy as jagged_copy
+from tilerec.ops.jagged.triton import item_copies as jagged_copy
 from tilerec.ops.quantize import triton as quant
 from tilerec.ops.runtime.triton import reports
 

@@ -16,14 +16,14 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
-from tilerec.modules.reset import reset_rows
+from tilerec.modules.row_reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.storage.made_ahead import StreamEvent
+from tilerec.storage.prefetched_results import StreamEvent
 from tilerec.testing.virtual import run_virtual_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -23,7 +23,7 @@ from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from tilerec.storage.made_ahead import MAX_RESULTS
+from tilerec.storage.prefetched_results import MAX_RESULTS
 
 GPU = torch.device("cuda", 0)
 ROWS, BATCH = size(100_000, 9), size(4096, 3)

@@ -26,8 +26,8 @@ from tilerec.recipes.model import DLRMConfig
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.storage.table_rows import NonFiniteGradientError
 from tilerec.testing.ranks import Ranks
-from tilerec.train.bring import DevicePrefetcher
 from tilerec.train.config import ParallelConfig, RunConfig, TrainConfig
+from tilerec.train.device_prefetcher import DevicePrefetcher
 from tilerec.train.loop import train
 from tilerec.train.world import World
 

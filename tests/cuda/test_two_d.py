@@ -14,7 +14,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, row_wise
-from tilerec.sharding.touched import WEIGHTS, ChangedRows, changed_rows_of
+from tilerec.sharding.changed_rows import WEIGHTS, ChangedRows, changed_rows_of
 from tilerec.spec.optimizer import SGD
 from tilerec.testing.batches import concat_batches
 from tilerec.testing.ranks import Ranks

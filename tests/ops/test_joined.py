@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tilerec.ops.gradient.concatenate import ALIGNED, joined
 from tilerec.ops.gradient.definition import GradientRecord, features_of, pooled_blocks, sum_rows
-from tilerec.ops.gradient.joined import ALIGNED, joined
 
 ROWS = 6
 

@@ -16,8 +16,8 @@ from tilerec.errors import InputError
 from tilerec.modules.cached_tables import cache_tables, flush_caches
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.modules.reset import reset_rows
-from tilerec.modules.resize_table import resize_table
+from tilerec.modules.row_reset import reset_rows
+from tilerec.modules.table_resize import resize_table
 from tilerec.ops.lookup.saved_rows import id_segments, places_in_copies
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

@@ -39,7 +39,8 @@ from tilerec.spec.optimizer import (
     RowWiseAdagrad,
 )
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
-from tilerec.storage import hyper_group, table_rows
+from tilerec.storage import shared_param_group as hyper_group
+from tilerec.storage import table_rows
 
 SPECS: dict[str, OptimizerSpec] = {
     "sgd": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.modules import initial
+from tilerec.modules import initial_values as initial
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import LRU_EvictionPolicy

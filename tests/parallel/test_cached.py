@@ -27,12 +27,12 @@ from tilerec import (
 )
 from tilerec.comms.group import Group
 from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
-from tilerec.modules.reset import reset_rows
+from tilerec.modules.row_reset import reset_rows
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding

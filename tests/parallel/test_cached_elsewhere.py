@@ -15,8 +15,8 @@ from tests.parallel.resharding.test_rebalance import HOT, NAMES, ROWS, planner, 
 from tests.parallel.resharding.test_rebalance import base as rebalanced_base
 from tests.parallel.test_cached import Model, batch, cached_plan, everything, plan, train
 from tests.parallel.test_model_parallel import Pool
-from tests.parallel.two_d.test_two_d import model as two_d_model
-from tests.parallel.two_d.test_two_d import train as train_two_d
+from tests.parallel.two_d.test_shard_2d import model as two_d_model
+from tests.parallel.two_d.test_shard_2d import train as train_two_d
 from tests.sharding.test_managed_collision import (
     POLICIES,
     STEPS,
@@ -33,7 +33,7 @@ from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.resize_ids import resize_ids
-from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.spec.optimizer import Adam
 from tilerec.testing.batches import random_batch

@@ -34,7 +34,7 @@ from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.shard import shard
-from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.spec.optimizer import Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig

@@ -13,7 +13,7 @@ from tilerec.errors import CommsError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
-from tilerec.parallel.resharding.load import load_of
+from tilerec.parallel.resharding.measured_load import load_of
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard

@@ -18,10 +18,10 @@ from tilerec.planner import decision as decision_module
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import _cheapest, _with_rows, decide, topology_of_ranks
+from tilerec.planner.plan_price import priced
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
-from tilerec.planner.priced import priced
-from tilerec.planner.report.build import report_of
 from tilerec.planner.report.plan_report import PlanReport
+from tilerec.planner.report.report_builder import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Solution, Status, evaluate
 from tilerec.planner.search.solve import solve

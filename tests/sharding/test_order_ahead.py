@@ -23,8 +23,8 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from tilerec.storage import order_ahead
-from tilerec.storage.order_ahead import PrefetchedOrders
+from tilerec.storage import prefetched_orders as order_ahead
+from tilerec.storage.prefetched_orders import PrefetchedOrders
 from tilerec.storage.table_rows import TableRows
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks

@@ -35,8 +35,8 @@ from tilerec import (
     uncache_tables,
 )
 from tilerec.modules.cached_tables import rows_below, set_cache
-from tilerec.modules.reset import reset_rows
-from tilerec.modules.resize_table import resize_table
+from tilerec.modules.row_reset import reset_rows
+from tilerec.modules.table_resize import resize_table
 from tilerec.spec.optimizer import (
     LAMB,
     SGD,

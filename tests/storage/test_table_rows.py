@@ -22,7 +22,7 @@ from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.storage import table_rows
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import NonFiniteGradientError, rows_of
 from tilerec.testing.virtual import run_virtual_ranks
 

@@ -15,9 +15,9 @@ from tests.viz.reports import entry, large, plan_of, report, small
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.planner import make_plan
-from tilerec.planner.report.explain import explain
+from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.report.text import percent_text
+from tilerec.planner.report.report_text import percent_text
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import write_report

@@ -1,6 +1,6 @@
 """Communication between ranks: groups, traffic counters, wire codecs."""
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agreement import agree
 from tilerec.comms.codec import CODECS, Codec, codec
 from tilerec.comms.group import Group, Handle, Pending
 from tilerec.comms.mesh import group_of, within_host

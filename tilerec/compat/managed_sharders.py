@@ -31,7 +31,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 
 @final

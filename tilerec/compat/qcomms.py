@@ -8,8 +8,8 @@ from enum import Enum, EnumMeta, unique
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.spec.ignored_settings import warn_without_effect
 from tilerec.spec.plan import CODECS, Wire, to_enum
-from tilerec.spec.without_effect import warn_without_effect
 
 _SUPPORTED = (
     f"the formats of tilerec are {', '.join(CODECS)}; int8 and fp8 take one byte per number and one scale per row, "

@@ -20,9 +20,9 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.cache import CacheParams
+from tilerec.spec.ignored_settings import warn_without_effect
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, ShardingType, Wire
-from tilerec.spec.without_effect import warn_without_effect
 
 Registry = Wire | Mapping[str, Any]
 

@@ -24,7 +24,7 @@ from tilerec.ops.lookup.saved_rows import SavedRows, kept_for_retained_graph
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.ops.runtime.upload import upload
 from tilerec.storage.cached import lock_caches, prefetch_all
-from tilerec.storage.placed import LineBatch, per_table, place, wanted
+from tilerec.storage.line_batch import LineBatch, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows
 
 _NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
 from tilerec.modules.data_parallel import refuse_data_parallel
-from tilerec.modules.initial import draw_seed
+from tilerec.modules.initial_values import draw_seed
 from tilerec.modules.table import Table, Tables
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.ops.runtime.upload import constants, upload
@@ -33,8 +33,8 @@ from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.flat import flat_memory, lay_flat
-from tilerec.storage.made_ahead import PrefetchedResults, Sources
+from tilerec.storage.flat_storage import flat_memory, lay_flat
+from tilerec.storage.prefetched_results import PrefetchedResults, Sources
 from tilerec.storage.table_rows import stats_of
 from tilerec.torch_private import functorch_is_active, is_functorch_wrapped, submodules
 

@@ -20,7 +20,7 @@ from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingConfig
-from tilerec.storage.made_ahead import MAX_RESULTS, PrefetchedResults, Sources
+from tilerec.storage.prefetched_results import MAX_RESULTS, PrefetchedResults, Sources
 
 
 class EmbeddingCollection(TableCollection):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
-from tilerec.modules.samples import bags_of_samples, check_samples
+from tilerec.modules.inverse_indices import bags_of_samples, check_samples
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import GradientRecord, bag_starts, order_ahead, pooled_blocks
 from tilerec.ops.lookup.definition import pooled_lookup

@@ -11,9 +11,9 @@ import torch
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets
 from tilerec.modules.evict import HashZchEvictionConfig, HashZchEvictionPolicyName, read_eviction
+from tilerec.modules.full_bucket import WhenFull, read_when_full
 from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
-from tilerec.modules.when_full import WhenFull, read_when_full
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 
 @final

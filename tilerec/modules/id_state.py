@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilerec.modules.buckets import Buckets
 from tilerec.ops.backends import advise_huge_pages
-from tilerec.storage.flat import HUGE_FROM
+from tilerec.storage.flat_storage import HUGE_FROM
 
 HASH_NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
 """Names of the fields of `HashState`, in order."""

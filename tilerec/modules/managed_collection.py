@@ -12,8 +12,8 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.collection import key_starts
 from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
-from tilerec.modules.kept_bags import with_rows
 from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.modules.remapped_bags import with_rows
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig

@@ -41,7 +41,7 @@ from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats
 from tilerec.modules.id_place import IdPlace, place_of
 from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
 from tilerec.modules.id_state import HASH_NAMES, StateView, misfit, zeros
-from tilerec.modules.kept_bags import jagged_with_rows
+from tilerec.modules.remapped_bags import jagged_with_rows
 from tilerec.ops.hash.checks import LONGEST
 from tilerec.ops.hash.definition import (
     HashRange,

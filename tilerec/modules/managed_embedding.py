@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
+from tilerec.modules.batch_checks import check_batch
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.id_resize import Resized
-from tilerec.modules.managed_batch import check_batch
 from tilerec.modules.managed_collection import ManagedCollisionCollection
-from tilerec.modules.reset import reset_rows
-from tilerec.modules.resize_table import check_resizable, resize_table
+from tilerec.modules.row_reset import reset_rows
+from tilerec.modules.table_resize import check_resizable, resize_table
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 
 class ManagedCollisionEmbeddings(nn.Module):

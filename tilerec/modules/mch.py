@@ -11,9 +11,9 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets, divisor_near
 from tilerec.modules.evict import MCHEvictionPolicy
+from tilerec.modules.full_bucket import WhenFull, read_when_full
 from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
-from tilerec.modules.when_full import WhenFull, read_when_full
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 
 @final

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.modules.initial import fill_initial
+from tilerec.modules.initial_values import fill_initial
 from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.idle import watch_optimizers
+from tilerec.optim.idle_step_check import watch_optimizers
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import TableRows, rows_of
 from tilerec.torch_private import apply_in_backward
 

@@ -21,7 +21,7 @@ from tilerec.errors import ConfigError
 from tilerec.optim.in_backward import updates_in_backward
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.optim.norm import grads_of, scale_grads_, total_norm
-from tilerec.optim.tiled import tiled_table_of
+from tilerec.optim.sharded_state import tiled_table_of
 from tilerec.optim.wrapper import OptimizerWrapper
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import TableRows, rows_of
 
 

@@ -27,9 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
-from tilerec.optim.initial import make_state
-from tilerec.optim.stateful import is_stateful
-from tilerec.optim.tiled import (
+from tilerec.optim.sharded_state import (
     TiledTable,
     adopted_parts,
     fill_parts,
@@ -39,6 +37,8 @@ from tilerec.optim.tiled import (
     tables_by_name,
     waits_for_step,
 )
+from tilerec.optim.state_creation import make_state
+from tilerec.optim.stateful import is_stateful
 from tilerec.torch_private import optimizer_hooks
 
 _HOOKS = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import CommsError, ConfigError
-from tilerec.optim.tiled import TiledTable, tiled_table_of
+from tilerec.optim.sharded_state import TiledTable, tiled_table_of
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _copied, _settings, write_setting
-from tilerec.optim.tiled import is_further_leaf
+from tilerec.optim.sharded_state import is_further_leaf
 from tilerec.optim.wrapper import OptimizerWrapper
 
 BESIDE = "beside"

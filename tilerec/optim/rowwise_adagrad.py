@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tilerec.errors import ConfigError
-from tilerec.optim.tiled import tiled_table_of
+from tilerec.optim.sharded_state import tiled_table_of
 from tilerec.spec import optimizer as spec
 
 

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _settings
-from tilerec.optim.tiled import (
+from tilerec.optim.non_elementwise import needs_rows, warn_of_parts
+from tilerec.optim.sharded_state import (
     TiledTable,
     empty_leaves,
     gradient_layout,
@@ -19,7 +20,6 @@ from tilerec.optim.tiled import (
     together,
     waits_for_step,
 )
-from tilerec.optim.whole import needs_rows, warn_of_parts
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):

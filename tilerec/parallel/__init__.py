@@ -24,13 +24,11 @@ from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWr
 from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv as ShardingEnv
 from tilerec.parallel.full_state import full_state_dict as full_state_dict
-from tilerec.parallel.join import Turn as Turn
-from tilerec.parallel.join import even_batches as even_batches
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of as plan_of
-from tilerec.parallel.resharding.load import FeatureLoad as FeatureLoad
-from tilerec.parallel.resharding.load import Load as Load
-from tilerec.parallel.resharding.load import load_of as load_of
+from tilerec.parallel.resharding.measured_load import FeatureLoad as FeatureLoad
+from tilerec.parallel.resharding.measured_load import Load as Load
+from tilerec.parallel.resharding.measured_load import load_of as load_of
 from tilerec.parallel.resharding.mover import Resharded as Resharded
 from tilerec.parallel.resharding.rebalance import Rebalanced as Rebalanced
 from tilerec.parallel.resharding.rebalance import rebalance as rebalance
@@ -41,3 +39,5 @@ from tilerec.parallel.traffic import traffic as traffic
 from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
 from tilerec.parallel.two_d.dmp_collection import DMPCollectionConfig as DMPCollectionConfig
 from tilerec.parallel.two_d.dmp_collection import ShardingStrategy as ShardingStrategy
+from tilerec.parallel.uneven_batches import Turn as Turn
+from tilerec.parallel.uneven_batches import even_batches as even_batches

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agree import digest, on_all_ranks
+from tilerec.comms.agreement import digest, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
@@ -30,7 +30,7 @@ from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
 from tilerec.parallel.traffic import traffic
-from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tilerec.comms.agree import agreeing, on_all_ranks
+from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.compat.sharders import ModuleSharder
@@ -24,7 +24,7 @@ from tilerec.parallel.broadcast_init import replicas_from_first, take_from_rank_
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
-from tilerec.parallel.managed_paths import with_table_paths
+from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.model_tables import Name, collections_of, described, sizes_of, ties_of
 from tilerec.parallel.plan_of import keep_plan
 from tilerec.parallel.plan_templates import without_cuts
@@ -42,6 +42,7 @@ from tilerec.parallel.table_optimizers import (
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.sharder import check_sharder, listed
 from tilerec.sharding.embedding import drawn_memory, is_drawn, shard_collection
+from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.shard_ids import (
     IdRanks,
     IdsBelow,
@@ -51,7 +52,6 @@ from tilerec.sharding.shard_ids import (
     shard_ids,
 )
 from tilerec.sharding.table import check_rule
-from tilerec.sharding.teams import ReplicaGroups
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology

@@ -26,8 +26,8 @@ from tilerec.planner.cost.cuts import sizes_of_shares
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import TableWork
-from tilerec.planner.priced import PlanPrice, work_under
-from tilerec.planner.priced import priced as price_of
+from tilerec.planner.plan_price import PlanPrice, work_under
+from tilerec.planner.plan_price import priced as price_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
 from tilerec.planner.search.relaxed import Relaxed

@@ -20,11 +20,11 @@ from tilerec.planner.constraints import USED, ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
 from tilerec.planner.gc_paused import collector_at_rest
-from tilerec.planner.infeasible import no_plan
-from tilerec.planner.outcome import Outcome
 from tilerec.planner.plan_cache import PlanCache
-from tilerec.planner.priced import PlanPrice, price_plan
-from tilerec.planner.report.build import report_of
+from tilerec.planner.plan_price import PlanPrice, price_plan
+from tilerec.planner.planner_error import no_plan
+from tilerec.planner.rank_result import Outcome
+from tilerec.planner.report.report_builder import report_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
 from tilerec.planner.sharder import Sharder, listed

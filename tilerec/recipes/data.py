@@ -12,7 +12,7 @@ from tilerec.data.movielens import MovieLens
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
 from tilerec.train.config import DataConfig
-from tilerec.train.share import Share, bounds
+from tilerec.train.rank_batches import Share, bounds
 
 _V = TypeVar("_V", int, float)
 

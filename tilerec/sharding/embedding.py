@@ -26,21 +26,21 @@ from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.modules.initial import fill_initial
-from tilerec.modules.samples import bags_of_samples, check_samples
+from tilerec.modules.initial_values import fill_initial
+from tilerec.modules.inverse_indices import bags_of_samples, check_samples
 from tilerec.modules.table import Table
 from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.sharding.combine import PooledRows, RowExchange
-from tilerec.sharding.dense import dense_grads
-from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.combine_autograd import Gradients, Output, combine, pooled_output
+from tilerec.sharding.dense_gradients import dense_grads
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts, room_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
-from tilerec.sharding.lookup import Gradients, Output, combine, pooled_output
+from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.route import Routed, RouteInput, Router, header_sizes
+from tilerec.sharding.row_exchange import PooledRows, RowExchange
 from tilerec.sharding.table import ShardedTable, shard_table
-from tilerec.sharding.teams import ReplicaGroups
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -48,9 +48,9 @@ from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.cached import RowCache
-from tilerec.storage.flat import flat_memory
-from tilerec.storage.hyper_group import SharedParamGroup
-from tilerec.storage.made_ahead import StreamEvent
+from tilerec.storage.flat_storage import flat_memory
+from tilerec.storage.prefetched_results import StreamEvent
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import TableRows
 
 OWN_STORAGE_FROM_BYTES = 1 << 20

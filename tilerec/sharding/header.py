@@ -18,7 +18,7 @@ from typing import NoReturn, cast
 
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 
 FLAG_BITS = 2
 """Bits of the first word below the digest."""

@@ -13,20 +13,20 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.id_counts import IdStats, Summary
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.id_resize import Resized
-from tilerec.modules.kept_bags import with_rows
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
+from tilerec.modules.remapped_bags import with_rows
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.embedding import LookedUp, RoutedFeatures, ShardedCollection
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.storage.made_ahead import StreamEvent
+from tilerec.storage.prefetched_results import StreamEvent
 
 _eager = graph_break
 

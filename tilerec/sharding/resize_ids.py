@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tilerec.comms.agree import on_all_ranks
+from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts

@@ -31,7 +31,7 @@ from tilerec.ops.runtime.upload import current_stream, kept, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
 from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.read_counts import ReadCounts
-from tilerec.storage.made_ahead import StreamEvent
+from tilerec.storage.prefetched_results import StreamEvent
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
 """Flag bits of a header's first word; the bits above them are the digest of its rank's `LookupFacts`."""

@@ -17,16 +17,16 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from tilerec.comms.agree import on_all_ranks
+from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.modules.initial import fill_initial
+from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table, empties_memory
-from tilerec.optim.tiled import TiledTable
+from tilerec.optim.sharded_state import TiledTable
 from tilerec.sharding.layout import reader, rectangles
 from tilerec.sharding.logical import Cover, LogicalTensor, Piece
+from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.state import load, shown, size_mismatch
-from tilerec.sharding.teams import ReplicaGroups
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology

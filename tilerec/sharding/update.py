@@ -27,11 +27,11 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient.definition import GradientRecord, GradientSink, features_of, sum_rows_of_tables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
+from tilerec.sharding.changed_rows import ChangedRows
+from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
-from tilerec.sharding.teams import ReplicaGroups, exchange_group
-from tilerec.sharding.touched import ChangedRows
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import (
     NonFiniteGradientError,
     TableRows,

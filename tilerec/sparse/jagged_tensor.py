@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import jagged_to_padded, padded_to_jagged
-from tilerec.sparse.items import SHOWN, allocate_like, check_items, shown_in_full
 from tilerec.sparse.segments import Segments, checked_segments
+from tilerec.sparse.value_checks import SHOWN, allocate_like, check_items, shown_in_full
 from tilerec.torch_private import pytree
 
 

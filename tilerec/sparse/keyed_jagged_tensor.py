@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.sparse.checks import check_derived, check_key_offsets, checked_parts
-from tilerec.sparse.inverse import InverseIndices
-from tilerec.sparse.items import allocate_like
+from tilerec.sparse.argument_checks import check_derived, check_key_offsets, checked_parts
+from tilerec.sparse.concatenation import join
+from tilerec.sparse.inverse_indices import InverseIndices
 from tilerec.sparse.jagged_tensor import (
     JaggedTensor,
     describe_bags,
@@ -45,13 +45,13 @@ from tilerec.sparse.jagged_tensor import (
     jt_is_equal,
     readable,
 )
-from tilerec.sparse.join import join
 from tilerec.sparse.keys import Keys, shorten
-from tilerec.sparse.leaves import Context, dump_context, flatten, load_context, unflatten
-from tilerec.sparse.parts import Parts
+from tilerec.sparse.kjt_fields import Parts
+from tilerec.sparse.pytree_registration import Context, dump_context, flatten, load_context, unflatten
 from tilerec.sparse.segments import Segments
-from tilerec.sparse.select import permute, permute_waits, split
+from tilerec.sparse.selection import permute, permute_waits, split
 from tilerec.sparse.slices import key_lengths, slice_all, slice_one
+from tilerec.sparse.value_checks import allocate_like
 from tilerec.torch_private import pytree
 
 

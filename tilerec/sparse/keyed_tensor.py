@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.sparse.columns import Columns
-from tilerec.sparse.items import check_tensor, shown_in_full
 from tilerec.sparse.keys import shorten
 from tilerec.sparse.regroup import RegroupPlan
+from tilerec.sparse.value_checks import check_tensor, shown_in_full
 from tilerec.torch_private import pytree
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import offsets_from_lengths
-from tilerec.sparse.items import check_tensor
+from tilerec.sparse.value_checks import check_tensor
 
 _INTEGER = (torch.int64, torch.int32)
 

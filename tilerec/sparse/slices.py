@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilerec.sparse.jagged_tensor import JaggedTensor
-from tilerec.sparse.parts import Parts
+from tilerec.sparse.kjt_fields import Parts
 from tilerec.sparse.segments import Segments
 
 

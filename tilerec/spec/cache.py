@@ -8,7 +8,7 @@ from enum import Enum, unique
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 DEFAULT_LOAD_FACTOR = 0.2
 

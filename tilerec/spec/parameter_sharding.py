@@ -15,11 +15,11 @@ from typing import Any
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
 from tilerec.spec.cache import CacheParams
-from tilerec.spec.kinds import KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
+from tilerec.spec.ignored_settings import warn_without_effect
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, read_ranks, text_to_ranks
+from tilerec.spec.sharding_type import KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Tiling
-from tilerec.spec.without_effect import warn_without_effect
 
 CODECS = ("fp32", "fp16", "bf16", "int8", "fp8")
 _WITHOUT_EFFECT = {

@@ -4,7 +4,7 @@ Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire (`spec/parameter_sharding.py`)
   plan        path of a module -> table -> sharding, for `world_size` ranks on `hosts`
 
-This file re-exports the enums of a plan (`spec/kinds.py`) and `Wire`, since most users import them together.
+This file re-exports the enums of a plan (`spec/sharding_type.py`) and `Wire`, since most users import them together.
 
 A plan written by hand has kinds and ranks only; `tilerec.sharding.strategies.complete` fills in the tilings.
 """
@@ -21,16 +21,16 @@ from typing import Any, NamedTuple, cast
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
-from tilerec.spec.kinds import HOST_KERNELS as HOST_KERNELS
-from tilerec.spec.kinds import KERNELS_IN_USE as KERNELS_IN_USE
-from tilerec.spec.kinds import EmbeddingComputeKernel as EmbeddingComputeKernel
-from tilerec.spec.kinds import ShardingType as ShardingType
-from tilerec.spec.kinds import to_enum as to_enum
 from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding, is_whole
 from tilerec.spec.parameter_sharding import Wire as Wire
 from tilerec.spec.plan_table import plan_table
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
+from tilerec.spec.sharding_type import HOST_KERNELS as HOST_KERNELS
+from tilerec.spec.sharding_type import KERNELS_IN_USE as KERNELS_IN_USE
+from tilerec.spec.sharding_type import EmbeddingComputeKernel as EmbeddingComputeKernel
+from tilerec.spec.sharding_type import ShardingType as ShardingType
+from tilerec.spec.sharding_type import to_enum as to_enum
 from tilerec.spec.tile import Rectangle, Tiling
 
 VERSION = 1

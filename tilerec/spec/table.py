@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilerec.errors import ConfigError
-from tilerec.spec.without_effect import warn_without_effect
+from tilerec.spec.ignored_settings import warn_without_effect
 
 
 @unique

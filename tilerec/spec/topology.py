@@ -26,10 +26,10 @@ import torch
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, read_json
-from tilerec.spec.machines import MACHINES
+from tilerec.spec.gpu_presets import MACHINES
+from tilerec.spec.ignored_settings import warn_without_effect
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
-from tilerec.spec.without_effect import warn_without_effect
 
 GIB = 2**30
 HBM_CAP = 32 * GIB
@@ -318,7 +318,7 @@ class Topology:
         """Build the topology of hosts with a named GPU; each GPU has its own network card.
 
         Args:
-            machine: "a100", "h100", "h200" or "b200"; figures and sources: `tilerec/spec/machines.py`.
+            machine: "a100", "h100", "h200" or "b200"; figures and sources: `tilerec/spec/gpu_presets.py`.
             hosts, gpus_per_host: number of hosts, and of GPUs per host; each GPU has one rank.
             more: further arguments of `Topology`, which override those of the GPU.
 

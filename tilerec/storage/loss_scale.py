@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch.amp.grad_scaler import GradScaler
 
 from tilerec.errors import ConfigError
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.torch_private import scale_of
 
 

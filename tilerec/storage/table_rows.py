@@ -5,7 +5,7 @@ Nouns
   place     first row and column of the leaf in the whole table, and the table's random key; with these, random bits
             do not depend on the plan
   cache     lines of device memory that hold rows and their slots while batches use them (`cached.py`)
-  group     the optimizer numbers shared by the tables that were attached together (`hyper_group.py`)
+  group     the optimizer numbers shared by the tables that were attached together (`shared_param_group.py`)
   count     number of updates of a table: a tensor in its state. It is on the host; if the optimizer is `capturable`, it
             is on the device of the update, which increments it, as replays of a captured update do
 
@@ -37,10 +37,10 @@ from tilerec.ops.update.counts import advance, read_counts
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cached import RowCache, lock_caches
-from tilerec.storage.hyper_group import SharedParamGroup
+from tilerec.storage.line_batch import Refuse, per_table, place
 from tilerec.storage.loss_scale import check_scale
-from tilerec.storage.order_ahead import PrefetchedOrders
-from tilerec.storage.placed import Refuse, per_table, place
+from tilerec.storage.prefetched_orders import PrefetchedOrders
+from tilerec.storage.shared_param_group import SharedParamGroup
 
 _HOST = torch.device("cpu")
 

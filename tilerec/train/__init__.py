@@ -7,7 +7,7 @@ from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import override, override_all, settings
 from tilerec.train.report import report
-from tilerec.train.watch import Event, JsonLines, TensorBoard, Terminal, Watcher
+from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
 
 __all__ = [
     "train",

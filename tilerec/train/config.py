@@ -13,7 +13,7 @@ from torch import nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
-from tilerec.train.share import Share, shares
+from tilerec.train.rank_batches import Share, shares
 
 
 class DataConfig(ABC):

@@ -35,14 +35,14 @@ from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.spec.plan import ShardingPlan
-from tilerec.train.bring import DevicePrefetcher
 from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.device_prefetcher import DevicePrefetcher
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import settings
-from tilerec.train.share import Share
-from tilerec.train.watch import Event, JsonLines, LogFiles, TensorBoard, Terminal, Watcher, finite
+from tilerec.train.rank_batches import Share
+from tilerec.train.run_logger import Event, JsonLines, LogFiles, TensorBoard, Terminal, Watcher, finite
 from tilerec.train.world import World
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agree import agree
+from tilerec.comms.agreement import agree
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
@@ -35,7 +35,7 @@ from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.evaluate import predict
 from tilerec.train.optimizers import attach, tables_of
 from tilerec.train.override import settings
-from tilerec.train.share import Share, shares
+from tilerec.train.rank_batches import Share, shares
 
 
 @final

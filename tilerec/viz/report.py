@@ -26,9 +26,15 @@ from typing import Any
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.planner.report.bottleneck import BALANCED
-from tilerec.planner.report.explain import Explainer, Explanation
+from tilerec.planner.report.explanation import Explainer, Explanation
 from tilerec.planner.report.plan_report import TIERS, PlanReport, TableEntry
-from tilerec.planner.report.text import balance_text, banner_text, bottleneck_text, gap_text, percent_text
+from tilerec.planner.report.report_text import (
+    balance_text,
+    banner_text,
+    bottleneck_text,
+    gap_text,
+    percent_text,
+)
 from tilerec.planner.report.what_if import WhatIf
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
 from tilerec.spec.plan_table import bytes_text

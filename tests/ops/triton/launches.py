@@ -37,7 +37,7 @@ from tilerec.ops.runtime import upload as sending
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import reports
 from tilerec.ops.update.triton import small_sort
-from tilerec.ops.update.triton.report import EMPTY_STATUS
+from tilerec.ops.update.triton.status import EMPTY_STATUS
 
 _ALLOCATIONS = (
     "empty",

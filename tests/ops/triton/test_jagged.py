@@ -21,7 +21,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 pytest.importorskip("triton")
 
 from tilerec.ops.jagged.triton import backend as jagged
-from tilerec.ops.jagged.triton import copy as jagged_copy
+from tilerec.ops.jagged.triton import item_copies as jagged_copy
 from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
@@ -358,7 +358,7 @@ def copy_gate(name: str, mode: int, word: str, width: int) -> Gate:
     options = {"num_warps": 4 if width == 1 else 1}
     return Gate(
         name,
-        "tilerec.ops.jagged.triton.copy:copy_items",
+        "tilerec.ops.jagged.triton.item_copies:copy_items",
         pointers | {"report": "*i64"} | sizes,
         constants,
         options=options,

@@ -22,10 +22,10 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.resharding import checks as ready
 from tilerec.parallel.resharding import chunked_transfer as transit
 from tilerec.parallel.resharding import external_optimizers as steppers
 from tilerec.parallel.resharding import mover, table_move
+from tilerec.parallel.resharding import reshard_checks as ready
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import Moving
 from tilerec.parallel.resharding.reshard import reshard

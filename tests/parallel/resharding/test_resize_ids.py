@@ -23,11 +23,11 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.resharding import resized_table
+from tilerec.parallel.resharding import table_resize as resized_table
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.resize_ids import resize_ids
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding import resize_ids as sharding_resize_ids
 from tilerec.testing.virtual import run_virtual_ranks

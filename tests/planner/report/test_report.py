@@ -15,7 +15,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.planner import make_plan
 from tilerec.planner.report.plan_report import PlanReport, TableEntry
-from tilerec.planner.report.text import gap_text, time_text
+from tilerec.planner.report.report_text import gap_text, time_text
 from tilerec.planner.report.variation import varied
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling

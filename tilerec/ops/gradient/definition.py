@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilerec.errors import CommsError, InputError, TilerecError
-from tilerec.ops.gradient.joined import joined
+from tilerec.ops.gradient.concatenate import joined
 from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id

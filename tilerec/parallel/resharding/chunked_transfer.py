@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.parallel.resharding.moves import (
+from tilerec.parallel.resharding.transfers import (
     Slice,
     Transfer,
     cut,

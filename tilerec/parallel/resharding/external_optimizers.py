@@ -27,9 +27,9 @@ from tilerec.errors import ConfigError
 from tilerec.optim.combined import CombinedOptimizer
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.optim.tiled import empty_leaves
+from tilerec.optim.sharded_state import empty_leaves
 from tilerec.optim.wrapper import KeyedOptimizerWrapper, OptimizerWrapper
-from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.table import ShardedTable, leaf_name
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, directions, sent_by_rank
-from tilerec.parallel.resharding.move_order import order_of
+from tilerec.parallel.resharding.move_batches import order_of
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.topology import Topology
 

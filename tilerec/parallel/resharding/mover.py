@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from tilerec.comms.agree import error_text, on_all_ranks
+from tilerec.comms.agreement import error_text, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ReshardError
 from tilerec.parallel.plan_of import keep_plan, kept_plans

@@ -20,18 +20,18 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import Name, ties_of
-from tilerec.parallel.resharding.checks import present_plan, sharded_collections
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer as MoveLoad
 from tilerec.parallel.resharding.chunked_transfer import TensorTransfer, sent_by_rank
-from tilerec.parallel.resharding.least_move import Tilings, renamed, tilings_of, with_what_stays
-from tilerec.parallel.resharding.load import FeatureLoad, Load, load_of
+from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
+from tilerec.parallel.resharding.move_reduction import Tilings, renamed, tilings_of, with_what_stays
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of
 from tilerec.parallel.resharding.mover import Resharded
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import group_topology
+from tilerec.parallel.resharding.reshard_checks import present_plan, sharded_collections
 from tilerec.parallel.table_optimizers import stored_as
-from tilerec.parallel.two_d.two_d import TwoD
+from tilerec.parallel.two_d.shard_2d import TwoD
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model

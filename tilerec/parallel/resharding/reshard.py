@@ -12,11 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tilerec.comms.agree import agreeing
+from tilerec.comms.agreement import agreeing
 from tilerec.errors import ConfigError
-from tilerec.parallel.managed_paths import with_table_paths
+from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
-from tilerec.parallel.resharding.checks import (
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.move_progress import ProgressOption
+from tilerec.parallel.resharding.mover import Mover, Resharded
+from tilerec.parallel.resharding.reshard_2d import reshard_2d
+from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
     check_moment,
     check_options,
@@ -26,11 +30,7 @@ from tilerec.parallel.resharding.checks import (
     sharded_collections,
     words_of,
 )
-from tilerec.parallel.resharding.interrupts import Interrupts
-from tilerec.parallel.resharding.move_progress import ProgressOption
-from tilerec.parallel.resharding.mover import Mover, Resharded
-from tilerec.parallel.resharding.reshard_2d import reshard_2d
-from tilerec.parallel.two_d.two_d import TwoD
+from tilerec.parallel.two_d.shard_2d import TwoD
 from tilerec.sharding.managed_collision import settle_ids
 
 

@@ -16,11 +16,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tilerec.comms.agree import agreeing
+from tilerec.comms.agreement import agreeing
 from tilerec.errors import ConfigError
-from tilerec.parallel.managed_paths import with_table_paths
+from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
-from tilerec.parallel.resharding.checks import (
+from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.move_progress import ProgressOption
+from tilerec.parallel.resharding.mover import Mover, Resharded
+from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
     check_moment,
     check_options,
@@ -29,11 +32,8 @@ from tilerec.parallel.resharding.checks import (
     ready_to_move,
     words_of,
 )
-from tilerec.parallel.resharding.interrupts import Interrupts
-from tilerec.parallel.resharding.move_progress import ProgressOption
-from tilerec.parallel.resharding.mover import Mover, Resharded
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.parallel.two_d.two_d import RunningGroup, TwoD
+from tilerec.parallel.two_d.shard_2d import RunningGroup, TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from tilerec.spec.topology import Topology

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tilerec.comms.agree import agreeing, on_all_ranks
+from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import keep_plan, plan_of
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
-from tilerec.parallel.resharding.resized_table import ResizedTable
-from tilerec.parallel.two_d.two_d import TwoD
+from tilerec.parallel.resharding.table_resize import ResizedTable
+from tilerec.parallel.two_d.shard_2d import TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.managed_collision import (

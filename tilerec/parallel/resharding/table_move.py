@@ -21,13 +21,13 @@ from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
+from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import ChangedRows
 from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.flat import flat_memory
+from tilerec.storage.flat_storage import flat_memory
 
 
 class Kind(NamedTuple):

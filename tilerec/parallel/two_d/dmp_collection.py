@@ -26,11 +26,11 @@ from tilerec.parallel.model_parallel import DistributedModelParallel, _default_e
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.two_d.replica_sync import AverageHook
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
-from tilerec.parallel.two_d.two_d import GroupConfig, ReplicaSettings, Sync, TwoD, shard_2d
-from tilerec.sharding.fused import ShardedFusedOptimizer
+from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, Sync, TwoD, shard_2d
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
+from tilerec.spec.ignored_settings import warn_without_effect
 from tilerec.spec.plan import to_enum
 from tilerec.spec.topology import Topology
-from tilerec.spec.without_effect import warn_without_effect
 from tilerec.torch_private import state_dict_pre_hooks
 
 

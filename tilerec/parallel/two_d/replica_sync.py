@@ -21,11 +21,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from tilerec.comms.agree import agree, digest
+from tilerec.comms.agreement import agree, digest
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.runtime.upload import upload
+from tilerec.sharding.changed_rows import SLOTS, WEIGHTS, changed_rows_of
 from tilerec.sharding.table import ShardedTable
-from tilerec.sharding.touched import SLOTS, WEIGHTS, changed_rows_of
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26

@@ -31,7 +31,7 @@ from tilerec.planner.cost.whole_steps import fitted
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.topology import DDR_CAP, Topology
-from tilerec.storage.flat import flat_memory
+from tilerec.storage.flat_storage import flat_memory
 
 _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
 _FLUSH = 48 * 2**20

@@ -41,7 +41,7 @@ from typing import Any
 
 from tilerec.ops.jagged.checks import checked
 from tilerec.ops.jagged.triton.bucketize import bucketize_by_cuts
-from tilerec.ops.jagged.triton.copy import (
+from tilerec.ops.jagged.triton.item_copies import (
     jagged_to_padded,
     padded_to_jagged,
     repeat_segments,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.jagged.definition import REFERENCE
-from tilerec.ops.jagged.triton.copy import ITEMS
+from tilerec.ops.jagged.triton.item_copies import ITEMS
 from tilerec.ops.jagged.triton.offsets import ANYWHERE, CHECKED, ceil_div, check_offsets, long, raise_as
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.jagged.definition import REFERENCE
-from tilerec.ops.jagged.triton.copy import ITEMS, tiles
+from tilerec.ops.jagged.triton.item_copies import ITEMS, tiles
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.update.triton.counts import read_pace
-from tilerec.ops.update.triton.report import record_not_finite
 from tilerec.ops.update.triton.runs import (
     begin_of_run,
     fold_tile,
@@ -35,6 +34,7 @@ from tilerec.ops.update.triton.runs import (
     table_of,
 )
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
+from tilerec.ops.update.triton.status import record_not_finite
 
 
 @triton.jit(

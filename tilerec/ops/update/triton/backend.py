@@ -30,9 +30,9 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device
 from tilerec.ops.update.triton.launch import device_of, given, launch_update
 from tilerec.ops.update.triton.order import made_before, order_rows
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import EMPTY_STATUS
 from tilerec.ops.update.triton.rules import PreparedRule, ready
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
+from tilerec.ops.update.triton.status import EMPTY_STATUS
 from tilerec.ops.update.triton.tables import GRADIENT_TYPES, KernelTables, Seen, TableGroup, served, tables_of
 
 _data_ptr = Tensor.data_ptr

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.report import begin_status
+from tilerec.ops.update.triton.status import begin_status
 
 PER_FEATURE = 8
 """Numbers per feature in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of

@@ -18,8 +18,8 @@ from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_of
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.report import STATUS_SIZE
 from tilerec.ops.update.triton.sort import Record, SortedKeys, order_occurrences
+from tilerec.ops.update.triton.status import STATUS_SIZE
 from tilerec.ops.update.triton.tables import KernelTables, tables_of
 
 

@@ -49,7 +49,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.report import STATUS_SIZE
+from tilerec.ops.update.triton.status import STATUS_SIZE
 
 CHUNK, CHUNKS = 128, 64
 

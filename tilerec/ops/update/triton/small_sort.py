@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.occurrences import bag_of, scale_of
-from tilerec.ops.update.triton.report import begin_status
+from tilerec.ops.update.triton.status import begin_status
 
 BLOCK, WARPS = 2048, 16
 # The interpreter takes a second per block, so there only the tests of this file set MOST.

@@ -26,9 +26,9 @@ from torch import Tensor
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
-from tilerec.ops.update.triton.report import STATUS_SIZE, begun
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS, sum_chunks
 from tilerec.ops.update.triton.small_sort import is_small, sort_small
+from tilerec.ops.update.triton.status import STATUS_SIZE, begun
 
 PER_TABLE = 16
 """Numbers per table in its tensor (`tables.py` lists them); number 0 is its first key, 1 its columns."""

@@ -1,0 +1,168 @@
+"""`Load`: the ids that batches have read from each table, and the ids that each rank has looked up.
+
+Nouns
+  step    one routed batch of a collection, training or not
+  reads   ids that a rank looks up for all homes; if a table has column blocks, each block's owner reads the id once
+
+Every forward pass adds to the counts (`sharding/read_counts.py`). They start at 0 with `shard`, `reshard`, and each
+`load_of` that resets them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import nn
+
+from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.reshard_checks import sharded_collections
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.layout import reader
+
+
+@dataclass(frozen=True)
+class FeatureLoad:
+    """Bags and ids that one feature reads from one table: means over ranks and steps.
+
+    Attributes:
+        bags: samples of a rank's batch (times lookups per sample).
+        ids: ids in these bags.
+    """
+
+    feature: str
+    bags: float
+    ids: float
+
+    @property
+    def ids_per_bag(self) -> float:
+        return self.ids / self.bags if self.bags else 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Measured load since the counts were last reset; equal on every rank.
+
+    Attributes:
+        steps: largest number of counted batches of any rank and collection.
+        features: (path, table) -> load of each of its features.
+        reads: (path, table) -> ids per step that each rank looks up.
+    """
+
+    steps: int
+    features: Mapping[Name, tuple[FeatureLoad, ...]]
+    reads: Mapping[Name, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def reads_per_rank(self) -> tuple[float, ...]:
+        """Ids per step that each rank looks up in all tables; indexed by rank in the group if groups differ in size."""
+        return tuple(map(sum, itertools.zip_longest(*self.reads.values(), fillvalue=0.0)))
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's reads divided by the mean: 1 is even. 1 if nothing was read."""
+        reads = self.reads_per_rank
+        total = sum(reads)
+        return max(reads) * len(reads) / total if total else 1.0
+
+    def __str__(self) -> str:
+        reads = ", ".join(f"{own:,.0f}" for own in self.reads_per_rank)
+        hot = sorted(self.reads, key=lambda name: -sum(self.reads[name]))[:4]
+        tables = ", ".join(f"'{name}' {sum(self.reads[(path, name)]):,.0f}" for path, name in hot)
+        return f"{self.steps} steps; ids per step and rank: {reads}; most of them of {tables or 'no table'}"
+
+
+def load_of(model: nn.Module, *, reset: bool = True) -> Load:
+    """Return the load of a sharded model's tables over all ranks since the last reset. Collective.
+
+    With sharding groups that train separately (a `DMPCollection` that averages), each group returns its own load.
+
+    Args:
+        reset: True: set the counts to 0.
+
+    Raises:
+        ConfigError: the model is not sharded.
+    """
+    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
+    collections = sharded_collections(model, "load_of", two_d=True)
+    features: dict[Name, tuple[FeatureLoad, ...]] = {}
+    reads: dict[Name, tuple[float, ...]] = {}
+    most = 0
+    groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
+    for group in groups.values():  # several only if parts differ in their sharding groups
+        here = {path: part for path, part in collections.items() if part.exchange.group is group}
+        group.begin("load_of")
+        own = {path: _counted(part, reset) for path, part in here.items()}
+        counts_of_all = cast("list[dict[str, Any]]", group.all_gather_object(own))
+        for path, part in here.items():
+            counts_by_rank = [facts[path] for facts in counts_of_all]
+            steps = sum(steps for steps, _, _ in counts_by_rank)
+            most = max(most, *(steps for steps, _, _ in counts_by_rank))
+            mean_steps = max(1.0, steps / group.size)
+            _add(path, part, counts_by_rank, mean_steps, features, reads)
+    return Load(most, features, reads)
+
+
+def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
+    """Return (steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
+    layout = part.exchange.layout
+    steps, bags, ids = 0, [0] * len(layout.slots), [0] * len(layout.parts)
+    for stages in part.exchange.all_stages():
+        counts = stages.router.reads
+        steps += counts.steps
+        bags = [a + b for a, b in zip(bags, counts.bags(), strict=True)]
+        in_wire = counts.ids(len(layout.parts))
+        ids = [total + in_wire[layout.wire[p]] for p, total in enumerate(ids)]
+        if reset:
+            counts.reset()
+    return steps, bags, ids
+
+
+def _add(
+    path: str,
+    part: ShardedCollection,
+    counts_by_rank: list[tuple[int, list[int], list[int]]],
+    mean_steps: float,
+    features: dict[Name, tuple[FeatureLoad, ...]],
+    reads: dict[Name, tuple[float, ...]],
+) -> None:
+    """Add one collection's load to `features` and `reads`.
+
+    Args:
+        counts_by_rank: counts of each rank, as `_counted` returns them.
+        mean_steps: mean steps of a rank.
+    """
+    layout, size = part.exchange.layout, part.exchange.group.size
+    team_of = part.exchange.teams.of if part.exchange.teams is not None else None
+    names = [table.name for table in layout.tables]
+    by_slot = [0.0] * len(layout.slots)
+    by_table = {name: [0.0] * size for name in names}
+    # The parts of a slot's first route contain each of its rows exactly once.
+    whole = {p for route in _first_routes(layout.routes) for p in route}
+    for home, (_, _, ids) in enumerate(counts_by_rank):
+        for p, count in enumerate(ids):
+            piece = layout.parts[p]
+            if p in whole:
+                by_slot[piece.slot] += count
+            table = names[layout.slots[piece.slot].table]
+            by_table[table][reader(piece.owners, home, layout.topology, team_of)] += count * len(piece.units)
+    for t, name in enumerate(names):
+        features[(path, name)] = tuple(
+            FeatureLoad(
+                slot.feature,
+                sum(bags[s] for _, bags, _ in counts_by_rank) / (mean_steps * size),
+                by_slot[s] / (mean_steps * size),
+            )
+            for s, slot in enumerate(layout.slots)
+            if slot.table == t
+        )
+        reads[(path, name)] = tuple(count / mean_steps for count in by_table[name])
+
+
+def _first_routes(routes: Any) -> list[tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for route in routes:
+        found.setdefault(route.slot, route.parts)
+    return list(found.values())

@@ -1,0 +1,234 @@
+"""Autograd of a sharded lookup: combine in the forward; send gradients to the owners in the backward.
+
+    out = Combine(leaves, sample weights; looked)      one autograd node, whose backward is a collective
+
+Legend: B samples, C columns of the output, D columns of a slot, N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilerec.ops.gradient.definition import submit
+from tilerec.ops.lookup.saved_rows import kept_for_retained_graph
+from tilerec.sharding.row_exchange import BagLocation, PooledRows, RowExchange
+from tilerec.storage.line_batch import RowSource
+from tilerec.torch_private import graph_task_id, will_execute
+
+
+@dataclass(frozen=True)
+class Output:
+    """Layout of a batch's output: flat, slot after slot, or `[B, C]` with slots side by side."""
+
+    places: list[BagLocation]
+    size: int
+    bag_sizes: list[Tensor | None]  # per slot: number of ids in each bag, float [bags]; None: no mean
+    dims: list[int]  # per slot
+    bags: list[int]  # per slot
+
+    def block(self, flat: Tensor, slot: int) -> Tensor:
+        """Return the view of a slot's `[bags, dim]` in a flat output."""
+        place = self.places[slot]
+        return flat.as_strided(
+            (self.bags[slot], self.dims[slot]), (place.stride, 1), flat.storage_offset() + place.base
+        )
+
+    def divide_(self, flat: Tensor) -> Tensor:
+        """Divide the bags of mean slots by their sizes, in place."""
+        for slot, sizes in enumerate(self.bag_sizes):
+            if sizes is not None:
+                self.block(flat, slot).div_(sizes[:, None])
+        return flat
+
+    @staticmethod
+    def _all_finite(grad: Tensor, dtypes: set[torch.dtype]) -> bool:
+        """Return True if all elements are finite in all `dtypes`. May return False for finite gradients, too."""
+        if dtypes == {torch.float32}:
+            return bool(torch.isfinite(grad.sum()))  # takes half the time of `aminmax`
+        least, most = torch.aminmax(grad)
+        limit = min(torch.finfo(dtype).max for dtype in dtypes)
+        return bool((least >= -limit) & (most <= limit))
+
+    def spread_non_finite(self, grad: Tensor, slots: Sequence[tuple[int, torch.dtype]]) -> Tensor:
+        """Make a bag's gradient non-finite in all columns of a slot if it is non-finite in one of them.
+
+        An unsharded table skips such a row. Without this, the owners of its other columns would update it. `[1, inf]`
+        becomes `[nan, nan]`.
+
+        Args:
+            slots: each with the dtype in which its gradients are sent; a value that overflows there counts as
+                non-finite.
+        """
+        if not slots:
+            return grad
+        if (
+            grad.device.type == "cpu"
+            and grad.numel()
+            and self._all_finite(grad, {dtype for _, dtype in slots})
+        ):
+            return grad
+        grad = grad.clone()
+        for slot, dtype in slots:
+            block = self.block(grad, slot)
+            block += (block.to(dtype) * 0).sum(dim=1, keepdim=True)
+        return grad
+
+
+def pooled_output(
+    dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]
+) -> Output:
+    """Return the output layout: `[B, C]` for uniform batches, flat for others."""
+    places, at, total = [], 0, sum(dims)
+    for dim, count in zip(dims, bags, strict=True):
+        places.append(BagLocation(at, total if uniform else dim))
+        at += dim if uniform else dim * count
+    return Output(places, total * bags[0] if uniform and bags else at, bag_sizes, list(dims), list(bags))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Destinations of the gradients of a rank's leaves.
+
+    Lists per table are the same on every rank, so that all ranks take the same branches.
+    """
+
+    current: Callable[[], bool]  # returns False after a reshard
+    leaves: list[nn.Parameter]
+    bare: list[nn.Parameter]  # empty leaves, of the tables of which this rank holds no rows
+    tables: list[int]  # of each leaf, then of each bare one
+    sinks: list[int]  # handle per leaf; -1: a dense `.grad`, or none
+    trained: list[bool]  # per table
+    attached: list[bool]  # per table: trained, and updated in the backward pass
+    # Slots whose rows are split over owners by columns, where each owner skips non-finite rows; with the wire dtype.
+    guarded: list[tuple[int, torch.dtype]]
+    dense: Callable[[Any], dict[int, Tensor]]  # returns the dense gradients of a record, by leaf
+    holders: list[RowSource]  # of the leaves, if some of them are cached
+
+    def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
+        """Return the bare leaves, each with its table."""
+        return list(zip(self.bare, self.tables[len(self.leaves) :], strict=True))
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        combiner, looked, output, gradients, _anchor, sample_weights, *_leaves = args
+        ctx.combiner, ctx.looked, ctx.output, ctx.gradients = (
+            combiner,
+            looked.without_rows(),
+            output,
+            gradients,
+        )
+        ctx.weights = None if sample_weights is None else (sample_weights.shape[0], sample_weights.dtype)
+        ctx.spent = False
+        return output.divide_(combiner.combine(looked, output.places, output.size))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gradients: Gradients = ctx.gradients
+        reached = _reached(ctx, gradients)
+        if ctx.spent:
+            raise RuntimeError(
+                "A sharded lookup's backward ran a second time (retain_graph=True), but the first one already applied "
+                "the gradients of its tables (an attached optimizer updates, a sparse .grad adds up): look the "
+                "features up again, or give the tables dense gradients and step them with your own optimizer."
+            )
+        combiner, routed = ctx.combiner, ctx.looked.routed
+        routed.check()
+        if not gradients.current():
+            raise RuntimeError(
+                "A sharded lookup's backward came after its tables were resharded, so its rows may be on other ranks: "
+                "reshard between two steps, after the backward."
+            )
+        if any(sizes is not None for sizes in ctx.output.bag_sizes):
+            grad = ctx.output.divide_(grad.clone())
+        grad = ctx.output.spread_non_finite(grad, gradients.guarded)
+        reader = ctx.looked.reader
+        if routed.weights_need_grad and reader is None:
+            raise RuntimeError(
+                "A sharded lookup's backward ran a second time, and the rows that the gradients of its sample weights "
+                "need were freed after the first: pass retain_graph=True to the first one."
+            )
+        as_read = None if reader is None else reader.rows()  # raises, if at all, before anything is sent
+        # Gradients of sample weights need the gradients of all rows.
+        live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
+        looked = combiner.thawed(ctx.looked, live)
+        rows = combiner.send_back(looked, grad.contiguous(), ctx.output.places)
+        sample_grad = None
+        if routed.weights_need_grad:  # true if any rank needs them: a collective
+            count, dtype = ctx.weights
+            sample_grad = combiner.sample_weight_grads(
+                routed, rows, gradients.leaves, count, as_read, gradients.holders
+            )
+            sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
+        sinks = [
+            sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)
+        ]
+        record = combiner.record(looked.routed, rows, sinks, routed.present)
+        submit(record)
+        dense = gradients.dense(record) if -1 in gradients.sinks else {}
+        if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
+            ctx.spent, ctx.looked = True, None
+        else:
+            ctx.looked = replace(ctx.looked, reader=kept_for_retained_graph(reader))
+        bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
+        return (
+            *(None,) * 5,
+            sample_grad,
+            *(dense.get(i) for i in range(len(gradients.leaves))),
+            *bare,
+        )
+
+
+def _no_rows(leaf: Tensor, attached: bool) -> Tensor | None:
+    """Return the gradient of an empty leaf: empty, or None where leaves with rows get none."""
+    return torch.zeros_like(leaf) if leaf.requires_grad and not attached else None
+
+
+def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
+    """Return per table whether the running backward pass includes it.
+
+    `loss.backward()` reaches every leaf; `torch.autograd.grad` and `backward(inputs=…)` reach some. A table that is not
+    an input of the pass must not be updated.
+    """
+    reached = [True] * len(gradients.trained)
+    if graph_task_id() == -1:
+        return reached
+    included = [False] * len(reached)
+    nodes = ctx.next_functions[
+        len(ctx.next_functions) - len(gradients.tables) :
+    ]  # leaves are the last inputs
+    for t, (node, _) in zip(gradients.tables, nodes, strict=True):
+        if not gradients.attached[t] or node is None:
+            continue
+        try:
+            included[t] |= will_execute(node)
+        except (
+            RuntimeError
+        ) as error:  # torch raises it if the pass returns this leaf's gradient to its caller
+            raise RuntimeError(
+                "torch.autograd.grad was called for the gradient of a sharded table that applies it at the end of the "
+                "backward pass (it has an attached optimizer, or a sparse .grad by set_sparse_grad); call "
+                "loss.backward(), or call torch.autograd.grad before either is set."
+            ) from error
+    return [a or not attached for a, attached in zip(included, gradients.attached, strict=True)]
+
+
+def combine(
+    combiner: RowExchange, looked: PooledRows, output: Output, gradients: Gradients, anchor: Tensor | None,
+    sample_weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the flat output of a lookup; with `anchor`, differentiable on every rank, even one that holds no rows."""
+    if anchor is None or not torch.is_grad_enabled():
+        with torch.no_grad():
+            return output.divide_(combiner.combine(looked, output.places, output.size))
+    return _Combine.apply(
+        combiner, looked, output, gradients, anchor, sample_weights, *gradients.leaves, *gradients.bare
+    )

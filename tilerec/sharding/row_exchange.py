@@ -1,0 +1,601 @@
+"""Lookup and combine: rows travel from their owners to the home ranks, and gradients travel back.
+
+    lookup    owners read and pool rows; a proxy adds up the parts of its host; rows are sent to their homes
+    combine   rows are written into the output, one column block at a time; parts of one block are added
+    backward  the same records, transposed: output gradients are sent to the owners of the rows
+
+The whole output is the result of one autograd function. An output that the loss does not use therefore gets zeros as
+its gradient, and every rank that calls backward takes part in its collectives.
+
+Legend: W ranks, B samples, C columns of the output, P present bags of a part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.group import Group, Handle
+from tilerec.ops.backends import reused_empty
+from tilerec.ops.gradient.definition import GradientRecord, expect_reads, next_serial, order_ahead
+from tilerec.ops.lookup.definition import raise_bad_id
+from tilerec.ops.lookup.saved_rows import SavedRows, copied, id_segments, places_in_copies
+from tilerec.sharding.layout import ExchangeLayout, HomeSegment, OwnerSegment
+from tilerec.sharding.route import LocalHandle, Routed
+from tilerec.sharding.wire import RowWire
+from tilerec.storage.cached import Segments as CacheSegments
+from tilerec.storage.cached import bags_of, lock_caches, prefetch_all
+from tilerec.storage.line_batch import LineBatch, RowSource, per_table, place, segments_of, wanted
+from tilerec.storage.table_rows import TableRows
+
+_NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+class BagLocation(NamedTuple):
+    """Location of a slot's bags in the flat output: bag b begins at element `base + b * stride`."""
+
+    base: int
+    stride: int
+
+
+@dataclass
+class PooledRows:
+    """Rows in transit to this rank, and rows of its batch that it holds itself."""
+
+    routed: Routed
+    handle: Handle
+    local: Tensor  # rows of this rank's own bags that this rank holds
+    reader: SavedRows | None = None  # where sample weights need gradients: the rows as they were read
+
+    def without_rows(self) -> PooledRows:
+        """Return a copy without the rows, which the backward does not need."""
+        nothing = self.local[:0].clone()
+        return PooledRows(self.routed, LocalHandle(nothing), nothing, self.reader)
+
+
+class SegmentArguments(NamedTuple):
+    """Arguments of the ops `place_rows_` and `pick_rows`, one element per segment."""
+
+    counts: list[int]
+    widths: list[int]
+    slot_starts: list[int]
+    places: list[int]
+    strides: list[int]
+    adds: list[int]
+
+
+def sizes_per_peer(segments: Sequence[Sequence[Any]], counts: Sequence[int]) -> list[int]:
+    """Return the number of elements in each peer's segments."""
+    return [sum(counts[s.count] * s.width for s in own) for own in segments]
+
+
+class RowSegments(NamedTuple):
+    """Segments of rows exchanged between this rank and every other rank, in memory order."""
+
+    counts: list[int]
+    widths: list[int]
+    per_peer: list[int]  # number of segments of each peer; 0 for this rank
+
+    def sizes(self) -> list[int]:
+        """Return the number of elements of each segment."""
+        return [count * width for count, width in zip(self.counts, self.widths, strict=True)]
+
+    def sums(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sum of the segments' `sizes` for each peer."""
+        ends = list(itertools.accumulate(self.per_peer, initial=0))
+        return [sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+@dataclass
+class _Decoded:
+    """Handle of rows that arrive in another number format; `wait` decodes them."""
+
+    handle: Handle
+    decoder: RowWire
+    rows: RowSegments
+    decoded: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.decoded is None:
+            self.decoded = self.decoder.decode(self.handle.wait(), self.rows.counts, self.rows.widths)
+        return self.decoded
+
+
+class RowExchange:
+    """Exchange of one module's rows and gradients between the owners of rows and the home ranks."""
+
+    def __init__(self, layout: ExchangeLayout, group: Group, wide: torch.dtype, *, each_id: bool) -> None:
+        self.layout, self.group, self.wide, self.each_id = layout, group, wide, each_id
+        # Rows for this rank's own bags come first: they stay on this rank. All rows after them are sent.
+        me = layout.rank
+        self._local = layout.direct[me]
+        self._direct = [[] if home == me else own for home, own in enumerate(layout.direct)]
+        self._to_homes: list[OwnerSegment] = [*self._local, *(s for own in self._direct for s in own)]
+        self._to_proxies: list[OwnerSegment] = [s for own in layout.inner for s in own]
+        self._read_segments = self._to_homes + self._to_proxies
+        self._tables = [s.leaf for s in self._read_segments]
+        self._keys = [s.count for s in self._read_segments]
+        self._widths = [s.width for s in self._read_segments]
+        # A row's gradients are summed in the order (slot, home), as for the concatenated batches.
+        self._order = sorted(
+            range(len(self._read_segments)),
+            key=lambda i: (self._read_segments[i].slot, self._read_segments[i].home),
+        )
+        # Leaf of each feature of a record.
+        self.leaf_order = [self._read_segments[i].leaf for i in self._order]
+        # Segments received as home: this rank's own, parallel to `_local`, then those of other ranks in rank order.
+        self._local_home = layout.home[me]
+        self._per_owner = [0 if owner == me else len(own) for owner, own in enumerate(layout.home)]
+        self._home = [s for owner, own in enumerate(layout.home) if owner != me for s in own]
+        self._home_widths = [s.width for s in self._home]
+        merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
+        self._merge_units = [
+            (m, h, unit.width)
+            for m, (h, merge) in enumerate(merges)
+            for unit in layout.parts[merge.parts[0]].units
+        ]
+        # Tables of the segments at either end of the exchange between owners (or proxies) and homes.
+        table_of = [slot.table for slot in layout.slots]
+        at_home = [table_of[s.slot] for s in self._home]
+        at_owner: list[int] = []
+        self._merged: list[list[tuple[int, int]]] = []  # per home: (merge, width) of merged rows sent there
+        for home, own in enumerate(self._direct):
+            at_owner.extend(table_of[s.slot] for s in own)
+            merged = [(m, width) for m, h, width in self._merge_units if h == home]
+            at_owner.extend(table_of[layout.parts[merges[m][1].parts[0]].slot] for m, _ in merged)
+            self._merged.append(merged)
+        self._owner_segments = [len(a) + len(b) for a, b in zip(self._direct, self._merged, strict=True)]
+        self._owner_widths = [
+            width
+            for own, merged in zip(self._direct, self._merged, strict=True)
+            for width in [*(s.width for s in own), *(w for _, w in merged)]
+        ]
+        forward = [table.wire.forward for table in layout.tables]
+        backward = [table.wire.backward for table in layout.tables]
+        self._rows_out = RowWire([forward[t] for t in at_owner], forward, wide)
+        self._rows_in = RowWire([forward[t] for t in at_home], forward, wide)
+        self._grads_out = RowWire([backward[t] for t in at_home], backward, wide)
+        self._grads_in = RowWire([backward[t] for t in at_owner], backward, wide)
+        here = [table_of[s.slot] for s in self._local]
+        self._rows_here = RowWire([forward[t] for t in here], forward, wide)
+        self._grads_here = RowWire([backward[t] for t in here], backward, wide)
+        # Table of each element of the count lists of `Routed`.
+        wire_tables = [0] * len(layout.parts)
+        for p, part in enumerate(layout.parts):
+            wire_tables[layout.wire[p]] = table_of[part.slot]
+        own_merges = [table_of[layout.parts[merge.parts[0]].slot] for merge in layout.own_merges]
+        self._table_of_count = wire_tables + own_merges
+        self._table_of_present = [table_of[layout.parts[p].slot] for parts in layout.received for p in parts]
+        self._table_of_union = [table_of[layout.parts[merge.parts[0]].slot] for _, merge in merges]
+        self._table_of_member = [table_of[layout.parts[p].slot] for _, merge in merges for p in merge.parts]
+        self._names = ",".join(
+            f"{layout.slots[s.slot].feature}@{layout.tables[layout.slots[s.slot].table].name}"
+            for s in self._read_segments
+        )
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    @torch.no_grad()
+    def lookup(
+        self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[RowSource] = ()
+    ) -> PooledRows:
+        """Read the rows of every rank's bags that this rank holds, and send them to their homes.
+
+        Args:
+            holders: of the leaves, if some of them are cached; else empty.
+        """
+        routed.wait().check()
+        layout = self.layout
+        if self._read_segments and holders:
+            with lock_caches([holder.cache for holder in holders]):
+                placed = self._placed(routed, holders)
+                features = list(range(len(self._read_segments)))
+                rows, _ = torch.ops.tilerec.pooled_lookup(
+                    placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables,
+                    features, [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
+                )  # fmt: skip
+        elif self._read_segments:
+            rows, _ = torch.ops.tilerec.pooled_lookup(
+                list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
+                self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
+            )  # fmt: skip
+        else:
+            rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
+        here = sum(routed.present[s.count] * s.width for s in self._local)
+        local, rows = self._wire_round_trip(self._rows_here, rows[:here], routed), rows[here:]
+        if layout.hierarchical:
+            rows = self._merge(routed, rows)
+        received = self._home_rows(routed)
+        into = self._receive_buffer(self._rows_in, received, rows.device)
+        handle = self._send(
+            "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
+        )
+        return PooledRows(routed, handle, local)
+
+    def _bags(self, routed: Routed) -> list[int]:
+        """Return the number of bags of each part that this rank looks up."""
+        return [routed.present[key] for key in self._keys]
+
+    def _starts(self, routed: Routed) -> list[int]:
+        """Return the first bag of each part that this rank looks up."""
+        first = list(itertools.accumulate(routed.present, initial=0))
+        return [first[key] for key in self._keys]
+
+    def _placed(
+        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
+    ) -> LineBatch:
+        """Return the batch's ids with cache line numbers in place of cached rows.
+
+        Args:
+            features: positions among the parts that this rank looks up; None: all of them.
+        """
+        every, starts, bags = self._names.split(","), self._starts(routed), self._bags(routed)
+        own = range(len(self._tables)) if features is None else features
+        return place(
+            holders, [self._tables[f] for f in own], routed.ids, routed.offsets, routed.sample_weights,
+            [starts[f] for f in own], [bags[f] for f in own], self._refuse(holders, own),
+            names=self._names if features is None else ",".join([every[f] for f in own]),
+        )  # fmt: skip
+
+    def _refuse(
+        self, holders: Sequence[RowSource], features: Sequence[int] | None = None
+    ) -> Callable[[int, int, int], None]:
+        def refuse(feature: int, position: int, id_: int) -> None:
+            f = feature if features is None else features[feature]
+            rows = holders[self._tables[f]].host()[0].shape[0]
+            raise_bad_id(self._names, f, position, id_, rows)
+
+        return refuse
+
+    def _cached(
+        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
+    ) -> list[tuple[int, list[int], CacheSegments]]:
+        starts, bags = self._starts(routed), self._bags(routed)
+        own = range(len(self._tables)) if features is None else features
+        tables = [self._tables[f] for f in own]
+        segments = segments_of(
+            holders, tables, routed.ids, routed.offsets, [starts[f] for f in own], [bags[f] for f in own]
+        )
+        return per_table(holders, tables, segments)
+
+    def prefetch(self, routed: Routed, holders: Sequence[RowSource]) -> None:
+        """Load the rows that a batch reads into the caches of these tables."""
+        routed.wait()
+        starts, bags = self._starts(routed), self._bags(routed)
+        segments = segments_of(holders, self._tables, routed.ids, routed.offsets, starts, bags)
+        wants = wanted(holders, self._tables, segments, self._refuse(holders), self._names)
+        prefetch_all([want for _, _, want in wants], routed.ids)
+        for _, features, want in wants:  # the lookup of this batch then needs no readback from the device
+            ranges = [(starts[f], bags[f], *segments[f]) for f in features]
+            want.cache.knows(routed.ids, want.segments, bags_of(routed.offsets, ranges))
+
+    def looked_up(
+        self,
+        routed: Routed,
+        holders: Sequence[RowSource],
+        *,
+        updates: bool,
+        features: Sequence[int] | None = None,
+    ) -> None:
+        """Notify the caches that a batch was looked up.
+
+        Args:
+            updates: the batch's update will follow.
+            features: as in `_placed`.
+        """
+        for t, _, own in self._cached(routed, holders, features):
+            cache = holders[t].cache
+            assert cache is not None
+            cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
+
+    def _wire_round_trip(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
+        """Return local rows after a round trip through the wire format.
+
+        Values then do not depend on the ranks that hold a table.
+        """
+        if wire.plain:
+            return rows
+        counts, widths = [routed.present[s.count] for s in self._local], [s.width for s in self._local]
+        return wire.decode(wire.encode(rows, counts, widths), counts, widths)
+
+    def _receive_buffer(self, decoder: RowWire, received: RowSegments, device: torch.device) -> Tensor:
+        return reused_empty(sum(decoder.sizes(received.counts, received.widths)), decoder.wire_dtype, device)
+
+    def _send(
+        self, name: str, rows: Tensor, into: Tensor, sent: RowSegments, received: RowSegments, encoder: RowWire,
+        decoder: RowWire,
+    ) -> Handle:  # fmt: skip
+        """Send rows to their homes, or gradients to the owners, in the tables' wire formats."""
+        if self.layout.alone:
+            return LocalHandle(into)
+        out_splits = sent.sums(encoder.sizes(sent.counts, sent.widths))
+        in_splits = received.sums(decoder.sizes(received.counts, received.widths))
+        wire = rows if encoder.plain else encoder.encode(rows, sent.counts, sent.widths)
+        handle = self.group.all_to_all(name, into, wire, in_splits, out_splits)
+        return handle if decoder.plain else _Decoded(handle, decoder, received)
+
+    def _home_rows(self, routed: Routed) -> RowSegments:
+        return RowSegments([routed.counts[s.count] for s in self._home], self._home_widths, self._per_owner)
+
+    def _owner_rows(self, routed: Routed) -> RowSegments:
+        counts: list[int] = []
+        for own, merged in zip(self._direct, self._merged, strict=True):
+            counts.extend([routed.present[s.count] for s in own])
+            counts.extend([routed.unions[m] for m, _ in merged])
+        return RowSegments(counts, self._owner_widths, self._owner_segments)
+
+    def combine(self, looked: PooledRows, places: Sequence[BagLocation], size: int) -> Tensor:
+        """Write the rows into a flat output and return it.
+
+        Args:
+            places: per slot.
+            size: elements of the output.
+        """
+        routed = looked.routed
+        local = self._segments(self._local_home, routed, places)
+        others = self._segments(self._home, routed, places)
+        whole = all(start < 0 for start in (*local.slot_starts, *others.slot_starts)) and not any(
+            (*local.adds, *others.adds)
+        )
+        out = reused_empty(size, self.wide, looked.local.device)
+        fresh = not whole  # start from zeros, for bags without ids and for sums
+        if local.counts:
+            torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local, fresh)
+            fresh = False
+        rows = looked.handle.wait()
+        if others.counts or fresh:
+            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others, fresh)
+        return out
+
+    def _segments(
+        self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[BagLocation]
+    ) -> SegmentArguments:
+        """Return the positions in the output of the rows of these segments."""
+        return SegmentArguments(
+            [routed.counts[s.count] for s in home],
+            [s.width for s in home],
+            [routed.slot_starts[s.count] for s in home],
+            [places[s.slot].base + s.c0 for s in home],
+            [places[s.slot].stride for s in home],
+            [int(s.adds) for s in home],
+        )
+
+    # ------------------------------------------------------------------------------------------------ within hosts
+
+    def _inner_sizes(self, routed: Routed) -> tuple[list[int], list[int]]:
+        to_proxies = sizes_per_peer(self.layout.inner, routed.present)
+        from_siblings = [
+            sum(routed.member_counts[s.member] * s.width for s in own) for own in self.layout.siblings
+        ]
+        return to_proxies, from_siblings
+
+    def _merge_segments(self, routed: Routed) -> tuple[SegmentArguments, list[int]]:
+        """Return the positions of the siblings' rows in the merged rows, and the merged elements of each home."""
+        places: dict[tuple[int, int], int] = {}
+        per_home = [0] * self.layout.size
+        at = 0
+        unit_of: dict[int, int] = {}
+        for m, home, width in self._merge_units:
+            u = unit_of.get(m, 0)
+            unit_of[m] = u + 1
+            places[(m, u)] = at
+            at += routed.unions[m] * width
+            per_home[home] += routed.unions[m] * width
+        own = [s for segments in self.layout.siblings for s in segments]
+        widths = [s.width for s in own]
+        return (
+            SegmentArguments(
+                [routed.member_counts[s.member] for s in own],
+                widths,
+                [routed.member_starts[s.member] for s in own],
+                [places[(s.merge, s.unit)] for s in own],
+                widths,
+                [1] * len(own),
+            ),
+            per_home,
+        )
+
+    def _merge(self, routed: Routed, rows: Tensor) -> Tensor:
+        """Send rows to their proxies and add up the rows that siblings send to this rank.
+
+        Returns:
+            The rows to send to homes: for each home its direct rows, then its merged ones.
+        """
+        direct = sizes_per_peer(self._direct, routed.present)
+        to_proxies, from_siblings = self._inner_sizes(routed)
+        cut = sum(direct)
+        into = reused_empty(sum(from_siblings), rows.dtype, rows.device)
+        self.group.all_to_all("rows in host", into, rows[cut:], from_siblings, to_proxies).wait()
+        segments, per_home = self._merge_segments(routed)
+        merged = torch.zeros(sum(per_home), dtype=rows.dtype, device=rows.device)
+        torch.ops.tilerec.place_rows_(merged, into, routed.member_slots, *segments)
+        pieces = [
+            piece
+            for pair in zip(rows[:cut].split(direct), merged.split(per_home), strict=True)
+            for piece in pair
+        ]
+        return torch.cat(pieces)
+
+    def _unmerge(self, routed: Routed, grads: Tensor) -> Tensor:
+        """Send the gradients of merged rows to every sibling that contributed to them: the transpose of `_merge`."""
+        direct = sizes_per_peer(self._direct, routed.present)
+        to_proxies, from_siblings = self._inner_sizes(routed)
+        segments, per_home = self._merge_segments(routed)
+        pieces = grads.split([size for pair in zip(direct, per_home, strict=True) for size in pair])
+        merged = torch.cat(pieces[1::2])
+        out = torch.ops.tilerec.pick_rows(merged, routed.member_slots, *segments[:-1])
+        into = reused_empty(sum(to_proxies), grads.dtype, grads.device)
+        self.group.all_to_all("gradients in host", into, out, to_proxies, from_siblings).wait()
+        return torch.cat([*pieces[0::2], into])
+
+    # ------------------------------------------------------------------------------------------------ backward
+
+    def thawed(self, looked: PooledRows, live: Sequence[bool]) -> PooledRows:
+        """Return the lookup with the bag counts of frozen tables set to 0, so that none of their gradients are sent.
+
+        Args:
+            live: per table, False if it is frozen.
+        """
+        return replace(looked, routed=self._without_frozen(looked.routed, live))
+
+    def _without_frozen(self, routed: Routed, live: Sequence[bool]) -> Routed:
+        if all(live):
+            return routed
+
+        def kept(counts: Sequence[int], tables: Sequence[int]) -> list[int]:
+            return [count if live[t] else 0 for count, t in zip(counts, tables, strict=True)]
+
+        return replace(
+            routed,
+            counts=kept(routed.counts, self._table_of_count),
+            present=kept(routed.present, self._table_of_present),
+            unions=kept(routed.unions, self._table_of_union),
+            member_counts=kept(routed.member_counts, self._table_of_member),
+        )
+
+    def send_back(self, looked: PooledRows, grad: Tensor, places: Sequence[BagLocation]) -> Tensor:
+        """Return the gradients of the rows that this rank looked up, in lookup order. Collective.
+
+        Args:
+            grad: flat gradient of this rank's output; the other homes send theirs.
+        """
+        routed, layout = looked.routed, self.layout
+        others = self._segments(self._home, routed, places)
+        out = torch.ops.tilerec.pick_rows(grad, routed.slots, *others[:-1])
+        received = self._owner_rows(routed)
+        here = sum(routed.present[s.count] * s.width for s in self._local)
+        # One buffer for local and received gradients, so that received ones need no copy.
+        plain = self._grads_in.plain and not layout.hierarchical
+        both = reused_empty(here + sum(received.sizes()), grad.dtype, grad.device) if plain else None
+        into = self._receive_buffer(self._grads_in, received, grad.device) if both is None else both[here:]
+        handle = self._send(
+            "gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in
+        )
+        local = grad.new_empty(here) if both is None else both[:here]
+        torch.ops.tilerec.pick_rows_(
+            local, grad, routed.slots, *self._segments(self._local_home, routed, places)[:-1]
+        )
+        rows = handle.wait()
+        if both is not None:
+            return both
+        if layout.hierarchical:
+            rows = self._unmerge(routed, rows)
+        return torch.cat([self._wire_round_trip(self._grads_here, local, routed), rows])
+
+    def record(
+        self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]
+    ) -> GradientRecord:
+        """Return the gradients as row gradients of this rank's leaves.
+
+        Args:
+            sinks: handle per leaf.
+            present: bags of each received part, of frozen tables too.
+        """
+        bag_starts = list(itertools.accumulate(present, initial=0))
+        sizes = [routed.present[s.count] * s.width for s in self._read_segments]
+        grad_starts = list(itertools.accumulate(sizes, initial=0))
+        own = [self._read_segments[i] for i in self._order]
+        return GradientRecord(
+            serial=next_serial(),
+            grad=grads,
+            ids=routed.ids,
+            offsets=None if self.each_id else routed.offsets,
+            sample_weights=routed.sample_weights,
+            sinks=tuple([sinks[s.leaf] for s in own]),
+            dims=tuple([s.width for s in own]),
+            starts=tuple([bag_starts[s.count] for s in own]),
+            bags=tuple([routed.present[s.count] for s in own]),
+            grad_starts=tuple([grad_starts[i] for i in self._order]),
+            grad_strides=tuple([s.width for s in own]),
+            means=(0,) * len(own),
+            order=tuple([s.slot * self.layout.size + s.home for s in own]),
+        )
+
+    def order(self, routed: Routed, sinks: Sequence[int], trained: Sequence[bool]) -> None:
+        """Sort a batch's rows ahead of its update, in the order in which `record` will list them.
+
+        Args:
+            sinks: handle per leaf.
+            trained: per table.
+        """
+        if not self._read_segments:
+            return
+        if routed.in_place and routed.weights_need_grad:  # an optimizer may change the batch's own weights
+            return
+        live = [True] * len(trained) if routed.weights_need_grad else trained
+        fewer = self._without_frozen(routed.wait(), live)
+        order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
+
+    def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> SavedRows:
+        """Return the reader of the rows that the gradients of sample weights need.
+
+        Args:
+            holders: of the leaves, cached or not.
+            bare: of tables of which this rank holds no rows: a write that all ranks make is detected in them, too.
+        """
+        cached = any(holder.cache is not None for holder in holders)
+        every = [*holders, *bare]
+
+        def copy(features: Sequence[int]) -> list[Tensor]:
+            if cached:
+                # Only these tables: the cache of another one may be settled already, for a later write.
+                tables = [self._tables[f] for f in features]
+                with lock_caches([holder.cache for holder in holders]):
+                    copies = self._placed(routed, holders, features).copies(tables, range(len(features)))
+                    self.looked_up(routed, holders, updates=True, features=features)
+                return copies
+            segments = self._segments_of_ids(routed, features)
+            return [
+                copied(holders[self._tables[f]].leaf, routed.ids[begin:end])
+                for f, (begin, end) in zip(features, segments, strict=True)
+            ]
+
+        watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
+        reader = SavedRows(self._tables, watched, lambda t: every[t].name, copy)
+        expect_reads({t: rows.handle for t, rows in enumerate(every)}, reader)
+        return reader
+
+    def _segments_of_ids(self, routed: Routed, features: Sequence[int]) -> list[tuple[int, int]]:
+        starts, bags = self._starts(routed), self._bags(routed)
+        return id_segments(routed.offsets, [starts[f] for f in features], [bags[f] for f in features])
+
+    def sample_weight_grads(
+        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, rows: Sequence[Tensor] | None,
+        holders: Sequence[RowSource] = (),
+    ) -> Tensor:  # fmt: skip
+        """Return the gradients of the sample weights of this rank's batch, `[count]`. A separate collective.
+
+        Args:
+            rows: copies that the reader kept; None: the leaves still hold the rows unchanged.
+        """
+        features = list(range(len(self._read_segments)))
+        if self._read_segments and holders:
+            placed, tables = self._placed(routed, holders), self._tables
+            if rows is not None:
+                placed, tables = placed.of_copies(rows), features
+            values = torch.ops.tilerec.sample_weight_grad(
+                placed.weights, placed.ids, placed.offsets, grads, tables, features, [0] * len(features),
+                [*self._bags(routed), 0],
+            )  # fmt: skip
+            own = placed.back(values, routed.ids.numel())
+            self.looked_up(routed, holders, updates=True)
+        elif self._read_segments:
+            weights, ids, tables = list(leaves), routed.ids, self._tables
+            if rows is not None:
+                ids = places_in_copies(ids, self._segments_of_ids(routed, features))
+                weights, tables = list(rows), features
+            own = torch.ops.tilerec.sample_weight_grad(
+                weights, ids, routed.offsets, grads, tables, self._keys, [0] * len(self._keys), [*routed.present, 0],
+            )  # fmt: skip
+        else:
+            own = torch.empty(0, dtype=torch.float32, device=grads.device)
+        own = own.to(self.wide)
+        assert routed.positions is not None, "some rank's weights need gradients"
+        into = torch.empty(sum(routed.sent_ids), dtype=self.wide, device=grads.device)
+        self.group.all_to_all("weight gradients", into, own, routed.sent_ids, routed.received_ids).wait()
+        return torch.zeros(count, dtype=self.wide, device=grads.device).index_add_(0, routed.positions, into)
