@@ -43,7 +43,7 @@ from tilerec import (
 )
 from tilerec.ops.runtime.cpu.library import status
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.storage.cache_sets import CacheSets, NoSpare
+from tilerec.storage.cache_sets import CacheSets, SpareLinesNeeded
 from tilerec.storage.cached import WAYS
 
 FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -76,7 +76,7 @@ def hit_rate(ids: Tensor, rows: int, batch: int, factor: float, algorithm: Cache
     for serial, part in enumerate(parts, start=1):
         rows_U = torch.unique(part)
         moves = sets.request(rows_U, serial)
-        assert not isinstance(moves, NoSpare), "a spare line per id"
+        assert not isinstance(moves, SpareLinesNeeded), "a spare line per id"
         sets.seat(moves)
         if serial > len(parts) // 2:
             requested += rows_U.numel()

@@ -227,10 +227,10 @@ def install(clock: Clock) -> None:
     for name in TORCH:
         setattr(torch, name, clock.watch("torch", getattr(torch, name)))
     from tilerec.ops.gradient import definition as gradient
-    from tilerec.storage.table_rows import TableRows, _Skipped
+    from tilerec.storage.table_rows import TableRows, _SkippedRowsReport
 
     # A kernel begins the report of an update, so there is no report here.
-    _Skipped.__call__ = lambda self, numbers: None  # type: ignore[method-assign]
+    _SkippedRowsReport.__call__ = lambda self, numbers: None  # type: ignore[method-assign]
     TableRows.take = clock.watch("backward", TableRows.take)  # type: ignore[method-assign]
     for function in (gradient.deliver, gradient.submit_pooled, gradient.submit_sequence):
         replace_everywhere(function, clock.watch("backward", function))

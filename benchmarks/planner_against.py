@@ -49,7 +49,7 @@ from tilerec.planner.cost.options import Problem, _Builder
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
-from tilerec.planner.decision import Decision, _cheapest
+from tilerec.planner.decision import Decision, _of_lowest_price
 from tilerec.planner.plan_price import priced as priced_by_request
 from tilerec.planner.search.instance import Instance
 from tilerec.planner.search.solve import solve
@@ -96,7 +96,7 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     instance = replace(instance, width=width, divisible=np.zeros_like(instance.divisible))
     found = Decision(request, {}, problem, instance, np.arange(instance.tables), solve(instance))
     if own:
-        found = _cheapest(replace(found, priced=priced_by_request(request, found.shardings())))
+        found = _of_lowest_price(replace(found, priced=priced_by_request(request, found.shardings())))
     return found.plan()
 
 

@@ -31,7 +31,7 @@ from planner_check_planned import Planned, over_cap, tiling_of, wrong_cover
 from tilerec.errors import ConfigError
 from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType
@@ -223,7 +223,10 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
             ({"hosts": 2, "ranks_per_host": 2}, lambda: replace(case, topology=_two_by_two(topology)))
         )
     what, other = ways[case.seed % len(ways)]
-    first, second = _request(lambda: varied(planned.request, **what)), _request(lambda: other().request())
+    first, second = (
+        _request(lambda: with_changes(planned.request, **what)),
+        _request(lambda: other().request()),
+    )
     if isinstance(first, str) or isinstance(second, str):
         if not (isinstance(first, str) and isinstance(second, str)):
             which, error = ("what-if", first) if isinstance(first, str) else ("planning it", second)

@@ -49,7 +49,7 @@ from tilerec.parallel.plan_of import plan_of  # noqa: E402
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of  # noqa: E402
 from tilerec.parallel.resharding.rebalance import _move_loads, rebalance  # noqa: E402
 from tilerec.parallel.resharding.reshard import reshard  # noqa: E402
-from tilerec.parallel.resharding.reshard_checks import planned  # noqa: E402
+from tilerec.parallel.resharding.reshard_checks import complete_plan  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.planner.constraints import ParameterConstraints  # noqa: E402
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise  # noqa: E402
@@ -303,7 +303,7 @@ def price_of(number: int, speeds: dict[str, Any], rows: int) -> tuple[str, float
     shard(module, first, group, topology=topology, device="cpu")
     collections = {"": module}
     present = plan_of(module)
-    whole, _ = planned(present, collections, second, module.exchange.topology)
+    whole, _ = complete_plan(present, collections, second, module.exchange.topology)
     loads = _move_loads(
         collections, [[("", name)] for name in module._tables], present, whole, module.exchange.topology
     )

@@ -17,7 +17,7 @@ from tilerec.cli import app
 from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.time_text import time_text
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.tile import ColumnBlock, Tiling
@@ -315,9 +315,9 @@ def test_a_plan_made_by_hand_is_shown_with_its_price(planned: Path) -> None:
     assert f"{time_text(price.cost_ps)} a step, as predicted" in text
     assert "DOES NOT FIT" not in text
     small = (
-        varied(request, ddr_cap=1000)
+        with_changes(request, ddr_cap=1000)
         if request.topology.compute_device == "cpu"
-        else varied(request, hbm_cap=1000)
+        else with_changes(request, hbm_cap=1000)
     )
     Path("small.json").write_text(json.dumps(small.to_json()))
     code, text = run("show", "--request", "small.json")

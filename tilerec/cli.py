@@ -158,7 +158,7 @@ def calibrate(
     device: Annotated[str, typer.Option(help="Device to measure: cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure this machine (under a minute), print its speeds and write a topology file for the planner."""
-    from tilerec.terminal import say
+    from tilerec.terminal import print_plain
     from tilerec.train.launch import launch
 
     try:
@@ -172,7 +172,7 @@ def calibrate(
     except TilerecError as error:
         _print_error(error)
         raise typer.Exit(1) from None
-    say(f"wrote {out}: the speeds of {nproc} {device} ranks")
+    print_plain(f"wrote {out}: the speeds of {nproc} {device} ranks")
 
 
 def _calibrate(group: Group, out: str, device: str) -> None:
@@ -187,25 +187,25 @@ def _calibrate(group: Group, out: str, device: str) -> None:
 
     from tilerec.atomic_file import write_file
     from tilerec.planner.cost.calibrate import calibrate, machine
-    from tilerec.terminal import say
+    from tilerec.terminal import print_plain
 
     own = f"cuda:{group.rank % torch.cuda.device_count()}" if device == "cuda" else device
     measured = calibrate(group, machine(group.size, device), own)
     if group.rank:
         return
     assert measured.speeds is not None
-    say(_speeds_text(measured.speeds))
+    print_plain(_speeds_text(measured.speeds))
     text = json.dumps(measured.to_json(), indent=1)
     try:
         write_file(out, text + "\n", "Topology")
     except FileError:
-        say(f"The topology, to save by hand:\n{text}")
+        print_plain(f"The topology, to save by hand:\n{text}")
         raise
 
 
 def _speeds_text(speeds: Speeds) -> str:
     """Format all speeds as two tables: rates per width, then single numbers."""
-    from tilerec.planner.report.report_text import aligned
+    from tilerec.planner.report.report_text import format_columns
     from tilerec.spec.speeds import PER_WIDTH, SINGLE
 
     widths = [str(width) for width in speeds.widths]
@@ -215,8 +215,8 @@ def _speeds_text(speeds: Speeds) -> str:
     return "\n\n".join(
         [
             speeds.origin,
-            aligned(["ns per row of columns", *widths], rates, range(1, 1 + len(widths))),
-            aligned(["ns per id, byte, call, ...", ""], single, [1]),
+            format_columns(["ns per row of columns", *widths], rates, range(1, 1 + len(widths))),
+            format_columns(["ns per id, byte, call, ...", ""], single, [1]),
             f"cache per rank: {speeds.cache:,} bytes",
         ]
     )
@@ -253,7 +253,7 @@ def stats(
     """Read a data set once and write statistics of its ids: count, distinct count, skew."""
     from tilerec.data.ids import BatchIds, open_ids
     from tilerec.recipes.registry import make_run
-    from tilerec.terminal import say
+    from tilerec.terminal import print_plain
     from tilerec.train.override import override_all
 
     try:
@@ -291,7 +291,7 @@ def stats(
         _print_error(error)
         raise typer.Exit(1) from None
     skipped = f", {found.skipped:,} malformed lines skipped" if found.skipped else ""
-    say(f"wrote {out}: {found.rows:,} samples{skipped}")
+    print_plain(f"wrote {out}: {found.rows:,} samples{skipped}")
 
 
 def _gather_statistics(source: IdSource) -> Statistics:

@@ -34,8 +34,8 @@ from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_diff import plan_diff
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.report.report_text import aligned, gap_text, time_text
-from tilerec.planner.report.variation import varied, world
+from tilerec.planner.report.report_text import format_columns, gap_text, time_text
+from tilerec.planner.report.variation import with_changes, world
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.planner.tables import PlannedTable, tables_of
@@ -44,7 +44,7 @@ from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.topology import Topology
-from tilerec.terminal import print_error, print_warning, say
+from tilerec.terminal import print_error, print_plain, print_warning
 
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
@@ -152,7 +152,7 @@ def make(
             cache=cache,
             effort=effort,
         )
-        request = varied(planner.request(origin.module or origin.tables), data_type=dtype, wire=wire)
+        request = with_changes(planner.request(origin.module or origin.tables), data_type=dtype, wire=wire)
         plan = planner.make(request)
         seconds = time.perf_counter() - began
         report = plan.report.with_request(request)
@@ -160,11 +160,11 @@ def make(
             _save(plan, request, out)
         finally:
             # Print the report even if a file cannot be written (the disk may be full). Write first: what-ifs take time.
-            say(report.text(what_would_help=what_ifs))
+            print_plain(report.text(what_would_help=what_ifs))
         if html is not None:
             _write_page(plan, report, html, what_ifs)
         written = f"{out}" if html is None else f"{out} and {html}"
-        say(f"\nplanned in {seconds:.2f} s; wrote {written}")
+        print_plain(f"\nplanned in {seconds:.2f} s; wrote {written}")
 
 
 @plan_app.command()
@@ -197,18 +197,18 @@ def show(
                 f"{_beside(plan, 'report')}: got {why}; expected the report of {plan}, which --html draws. Plan again."
             )
         if tables or report is None:
-            say(str(found))
+            print_plain(str(found))
         if report is not None:
             report = _with_request(report, plan)
-            say(("\n" if tables else "") + report.text(what_would_help=what_ifs))
+            print_plain(("\n" if tables else "") + report.text(what_would_help=what_ifs))
             if html is not None:
                 _write_page(found, report, html, what_ifs)
             return
         if not _beside(plan, "report").exists():
-            say(f"\nno report: {_beside(plan, 'report')} does not exist")
+            print_plain(f"\nno report: {_beside(plan, 'report')} does not exist")
         by = request or _beside(plan, "request")
         if by.exists() or request is not None:
-            say(f"\n{price_plan(PlanRequest.load(by), found)}")
+            print_plain(f"\n{price_plan(PlanRequest.load(by), found)}")
 
 
 @plan_app.command("explain")
@@ -224,7 +224,7 @@ def explain_table(
                 f"{plan}: got another placement of '{found.table}' than its request gives (the plan was edited, or "
                 "another release made it). The explanation is of the placement that the request gives."
             )
-        say(str(found))
+        print_plain(str(found))
 
 
 @plan_app.command()
@@ -245,8 +245,8 @@ def diff(
                 )
                 reports = [None, None]
         if reports[0] is not None and reports[1] is not None:
-            say(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
-        say(str(found))
+            print_plain(_side_by_side([str(first), str(second)], [reports[0], reports[1]]) + "\n")
+        print_plain(str(found))
 
 
 @plan_app.command()
@@ -265,7 +265,7 @@ def whatif(
     with _exit_on_error():
         _check_writable("--out", out)
         request = _load_request(plan)
-        other = varied(
+        other = with_changes(
             request,
             hosts=hosts,
             ranks_per_host=ranks_per_host,
@@ -277,10 +277,10 @@ def whatif(
         )
         now, then = _plan_or_error(request), make_plan(other)
         if isinstance(now, str):
-            say(f"now: {now}\n")
-            say(str(then.report))
+            print_plain(f"now: {now}\n")
+            print_plain(str(then.report))
         else:
-            say(_side_by_side(["now", "then"], [now.report, then.report]))
+            print_plain(_side_by_side(["now", "then"], [now.report, then.report]))
         if out is not None:
             _save(then, other, out)
 
@@ -512,7 +512,7 @@ def _side_by_side(names: Sequence[str], reports: Sequence[PlanReport]) -> str:
         rows.append(
             row(f"tables {kind}", [str(sum(e.sharding_type == kind for e in r.tables)) for r in reports])
         )
-    return aligned(("", *names), rows, right=range(1, len(names) + 1))
+    return format_columns(("", *names), rows, right=range(1, len(names) + 1))
 
 
 def _machines(topology: Topology) -> str:

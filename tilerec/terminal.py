@@ -45,6 +45,6 @@ def _print_marked(mark: str, style: str, text: str) -> None:
     SafeConsole(stderr=True).print(Text.assemble((mark, style), printable(text)), soft_wrap=True)
 
 
-def say(text: str) -> None:
+def print_plain(text: str) -> None:
     """Print text literally, without rich markup."""
     SafeConsole().print(Text(printable(text)), soft_wrap=True)

@@ -20,7 +20,7 @@ from tilerec import (
     flush_caches,
     uncache_tables,
 )
-from tilerec.modules.cached_tables import rows_below, set_cache
+from tilerec.modules.cached_tables import iter_table_rows, set_cache
 from tilerec.ops.runtime.triton.reports import raise_all
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.storage import host_rows
@@ -40,7 +40,7 @@ def test_rows_in_host_memory_train_as_rows_on_the_device(
 ) -> None:
     plain, other = ebc(spec, dtype=dtype).cuda(), ebc(spec, dtype=dtype)
     params = None if load_factor is None else CacheParams(load_factor=load_factor)
-    for table, rows in list(rows_below(other)):
+    for table, rows in list(iter_table_rows(other)):
         set_cache(table, rows, params, torch.device("cuda"))
     rng = random.Random(1)
     ahead = None

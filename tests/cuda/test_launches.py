@@ -139,16 +139,16 @@ def test_what_a_graph_writes_is_not_looked_at_before_its_first_replay() -> None:
     seen: list[list[int]] = []
     numbers = torch.full((3,), 7, device=CUDA)
     later.on_arrival(torch.zeros_like(numbers), lambda _: None)  # as a step before the capture does
-    later.use_all(CUDA)
+    later.wait_all(CUDA)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers.fill_(5)
         later.on_arrival(numbers, seen.append)
-    later.use_all(CUDA)
+    later.wait_all(CUDA)
     assert seen == []
     graph.replay()
-    later.use_all(CUDA)
-    later.use_all(CUDA)
+    later.wait_all(CUDA)
+    later.wait_all(CUDA)
     assert seen == [[5, 5, 5]]
 
 

@@ -20,7 +20,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops import backends
 from tilerec.ops.random.definition import random_fill_reference_
 from tilerec.ops.random.triton.backend import random_fill_
-from tilerec.ops.runtime.readback import use_all
+from tilerec.ops.runtime.readback import wait_all
 from tilerec.ops.update.definition import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
@@ -235,7 +235,7 @@ def test_a_gradient_that_is_not_finite_is_told_at_a_later_step() -> None:
     torch.cuda._sleep(500_000_000)
     (module(features).values() * float("nan")).sum().backward()
     with pytest.raises(NonFiniteGradientError, match="row 1"):
-        use_all(GPU)
+        wait_all(GPU)
     torch.cuda._sleep(500_000_000)
     (module(features).values() * float("nan")).sum().backward()
     torch.cuda.synchronize()

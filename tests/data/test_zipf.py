@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tilerec.data.zipf import EXTRAPOLATED, expected_distinct, fit, harmonic
+from tilerec.data.zipf import MAX_EXTRAPOLATION, expected_distinct, fit, harmonic
 
 
 def _draw(exponent: float, population: int, draws: int, seed: int = 0) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_streams_of_nothing_and_of_one_id() -> None:
 def test_ids_that_never_repeat_do_not_repeat_in_batches_either(distinct: float) -> None:
     # A sketch may say a little less than 100,000 for ids that all differ: that must not change the answer.
     found = fit(np.zeros(0, np.int64), 100_000, distinct)
-    assert found.population > 0.9 * EXTRAPOLATED * 100_000
+    assert found.population > 0.9 * MAX_EXTRAPOLATION * 100_000
     assert expected_distinct(found.exponent, found.population, 50_000) > 0.99 * 50_000
 
 
@@ -69,7 +69,7 @@ def test_the_population_is_never_below_what_was_seen_nor_beyond_its_limit() -> N
     for exponent in (1.5, 2.0, 4.0):
         counts = _counts(_draw(exponent, 100_000, 50_000))
         found = fit(counts, 50_000, len(counts))
-        assert len(counts) <= found.population <= EXTRAPOLATED * len(counts)
+        assert len(counts) <= found.population <= MAX_EXTRAPOLATION * len(counts)
 
 
 @pytest.mark.parametrize("s", [0.0, 0.5, 1.0, 1.7])

@@ -325,7 +325,7 @@ def test_growing_keeps_every_id_and_counts_it(ids: list[int], factors: tuple[int
         assert (new.since, new.last, new.hits) == (old.since, old.last, old.hits)
     assert module.stats().total == counts
     # And it is a module like one that was made of this size.
-    assert module.misfit(made(60 * rows * buckets, 4 * buckets).state_dict()) is None
+    assert module.mismatch_error(made(60 * rows * buckets, 4 * buckets).state_dict()) is None
 
 
 @pytest.mark.parametrize(("rows", "buckets"), [(16, 4), (32, 2), (16, 2), (4, 4)])

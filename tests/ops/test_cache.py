@@ -95,6 +95,6 @@ def test_an_id_that_is_no_row_is_told() -> None:
 
 
 def test_keys_ascend_by_set_then_by_row() -> None:
-    places, last, dtype = cache.key_places(CachedTables([Shape(5, 2, 0)], 1).books, [2])
+    places, last, dtype = cache.key_ranges(CachedTables([Shape(5, 2, 0)], 1).books, [2])
     assert [places[0][0] + row % 2 * places[0][1] + row // 2 for row in range(5)] == [0, 3, 1, 4, 2]
     assert (last, dtype) == (6, torch.int32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.op_cases import cases
 from tilerec.errors import InputError
-from tilerec.ops.runtime.devices import ANYWHERE, on_one_device
+from tilerec.ops.runtime.devices import OTHER_DEVICE_ARGUMENTS, on_one_device
 
 
 def _moves() -> list[tuple[str, str]]:
@@ -19,7 +19,7 @@ def _moves() -> list[tuple[str, str]]:
         given = [
             argument.name
             for argument, value in zip(schema.arguments, make(), strict=False)
-            if argument.name not in ANYWHERE
+            if argument.name not in OTHER_DEVICE_ARGUMENTS
             and (
                 isinstance(value, Tensor)
                 or (isinstance(value, list) and value and isinstance(value[0], Tensor))

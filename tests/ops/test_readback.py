@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.runtime import readback as later
-from tilerec.ops.runtime.readback import on_arrival, poll, use_all
+from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
@@ -74,7 +74,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
     monkeypatch.setattr(later, "_NUMBERS", later.AsyncReadback(adds=True))
-    monkeypatch.setattr(later, "at_once", lambda device: False)
+    monkeypatch.setattr(later, "runs_synchronously", lambda device: False)
     monkeypatch.setattr(later, "_new_copy", gpu.new_copy)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=gpu.stream))
@@ -106,8 +106,8 @@ def test_numbers_are_used_in_order_when_they_have_arrived(gpu: Gpu) -> None:
 def test_waiting_uses_all(gpu: Gpu) -> None:
     seen: list[list[int]] = []
     on_arrival(torch.tensor([1]), keep(seen))
-    use_all(CPU)
-    use_all(CPU)
+    wait_all(CPU)
+    wait_all(CPU)
     assert seen == [[1]]
 
 
@@ -191,13 +191,13 @@ def test_what_replays_leave_is_added_up_and_used_once_however_often_anybody_look
     seen: list[list[int]] = []
     on_arrival(torch.tensor([0, -1]), keep([]))
     graph = Captured(gpu, 2, keep(seen))
-    use_all(CPU)
+    wait_all(CPU)
     assert seen == []  # no replay yet
     for numbers in ((2, 7), (0, -1), (1, 4), (0, -1)):
         graph.replay(*numbers)
-    use_all(CPU)
+    wait_all(CPU)
     assert seen == [[3, 4]]
-    use_all(CPU)
+    wait_all(CPU)
     assert seen == [[3, 4]]  # and not again at every step without a replay
     graph.replay(5, 6)
     gpu.run()
@@ -206,7 +206,7 @@ def test_what_replays_leave_is_added_up_and_used_once_however_often_anybody_look
     gpu.run()
     poll(CPU)
     assert seen[1:] == [[5, 6]]
-    use_all(CPU)
+    wait_all(CPU)
     assert seen[1:] == [[5, 6], [1, 9]]
 
 
@@ -222,8 +222,8 @@ def test_what_a_replay_leaves_is_used_though_its_use_raised_before(gpu: Gpu) -> 
     for count in (1, 2):
         graph.replay(count)
         with pytest.raises(RuntimeError, match="told"):
-            use_all(CPU)
-    use_all(CPU)
+            wait_all(CPU)
+    wait_all(CPU)
     assert seen == [[1], [2]]
 
 

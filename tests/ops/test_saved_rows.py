@@ -18,7 +18,7 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.row_reset import reset_rows
 from tilerec.modules.table_resize import resize_table
-from tilerec.ops.lookup.saved_rows import id_segments, places_in_copies
+from tilerec.ops.lookup.saved_rows import id_segments, positions_in_copies
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -65,7 +65,7 @@ def want(module: Any, kjt: KeyedJaggedTensor) -> Tensor:
 
 
 def test_the_examples_hold() -> None:
-    assert places_in_copies(torch.tensor([2, 0, 2]), [(0, 1), (1, 3)]).tolist() == [0, 0, 1]
+    assert positions_in_copies(torch.tensor([2, 0, 2]), [(0, 1), (1, 3)]).tolist() == [0, 0, 1]
     assert id_segments(torch.tensor([0, 2, 3, 3, 7]), [2, 0], [2, 2]) == [(3, 7), (0, 3)]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad, unattached_on_error
+from tilerec.optim.attach import apply_optimizer_in_backward, restore_optimizers_on_error, set_sparse_grad
 from tilerec.optim.fused import FusedOptimizer, attached_rows
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
@@ -258,13 +258,13 @@ def test_what_a_block_attaches_is_taken_off_again_if_it_raises_and_stays_if_it_d
     before = copy.deepcopy(model.ebc.fused_optimizer.state_dict())
     b.grad = None
     wrong = [a, b, model.dense.weight]
-    with pytest.raises(ConfigError), unattached_on_error(model.parameters()):
+    with pytest.raises(ConfigError), restore_optimizers_on_error(model.parameters()):
         attach_one_by_one(wrong)
     assert str(model.ebc.fused_optimizer.state_dict()) == str(before)
     model(batch()).backward()
     assert a.grad is None
     assert b.grad is not None
     assert b.grad.is_sparse
-    with unattached_on_error(model.parameters()):
+    with restore_optimizers_on_error(model.parameters()):
         apply_optimizer_in_backward(RowWiseAdagrad(lr=0.2), [a, b], replace=True)
     assert len(model.ebc.fused_optimizer.param_groups) == 1

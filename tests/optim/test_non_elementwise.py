@@ -14,7 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.optim.non_elementwise import needs_rows, warn_of_parts
+from tilerec.optim.non_elementwise import needs_elements, warn_of_tiled_params
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.sharding.embedding import shard_collection
@@ -52,7 +52,7 @@ def leaves(group: Group, *names: str, attached: bool = False) -> Leaves:
 def said(optimizer: torch.optim.Optimizer, params: dict[str, Tensor]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_parts(optimizer, params)
+        warn_of_tiled_params(optimizer, params)
     return [str(warning.message) for warning in caught]
 
 
@@ -86,8 +86,8 @@ def test_parts_of_tables_under_a_rule_of_wholes_are_warned_of_once() -> None:
 
 def test_only_adafactor_needs_rows() -> None:
     one = [torch.nn.Parameter(torch.ones(2, 2))]
-    assert needs_rows(torch.optim.Adafactor(one))
-    assert not needs_rows(torch.optim.Muon(one))
+    assert needs_elements(torch.optim.Adafactor(one))
+    assert not needs_elements(torch.optim.Muon(one))
     empty = torch.nn.Parameter(torch.ones(0, 2))
     empty.grad = torch.zeros(0, 2)
     torch.optim.Muon([empty]).step()

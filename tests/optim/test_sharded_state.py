@@ -15,16 +15,16 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.optim.norm import clip_grad_norm_
 from tilerec.optim.sharded_state import (
-    adopted_parts,
-    empty_leaves,
-    fill_parts,
+    accepts_any_state_shape,
+    combine_parts,
+    empty_tile_leaves,
     gradient_layout,
-    is_further_leaf,
-    shown_parts,
+    is_secondary_leaf,
+    split_loaded_state,
+    stepped_by_optimizer,
     tables_by_name,
-    takes_any_shape,
     tiled_table_of,
-    waits_for_step,
+    write_parts,
 )
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.sharding.embedding import shard_collection
@@ -62,10 +62,12 @@ def test_a_table_has_the_name_of_its_first_leaf_and_the_others_are_further() -> 
         named = dict(own.named_parameters())
         tables = tables_by_name(named)
         assert list(tables) == [f"embedding_bags.{name}.weight" for name in CUTS]
-        further = [name for name, p in named.items() if is_further_leaf(p)]
+        further = [name for name, p in named.items() if is_secondary_leaf(p)]
         twice = {0: ["two"], 1: ["some"], 2: []}[group.rank]
         assert further == [f"embedding_bags.{name}.weight.1" for name in twice]
-        empty = [name for name, p in named.items() if any(p is leaf for leaf in empty_leaves(named.values()))]
+        empty = [
+            name for name, p in named.items() if any(p is leaf for leaf in empty_tile_leaves(named.values()))
+        ]
         missing = {0: [], 1: ["rows"], 2: ["two"]}[group.rank]
         assert empty == [f"embedding_bags.{name}.weight" for name in missing]
         if group.rank == 0:
@@ -79,9 +81,9 @@ def test_a_table_has_the_name_of_its_first_leaf_and_the_others_are_further() -> 
 def test_parameters_of_whole_tables_and_of_no_table_are_none() -> None:
     for p in (next(BASE.parameters()), torch.nn.Parameter(torch.ones(2))):
         assert tiled_table_of(p) is None
-        assert not is_further_leaf(p)
+        assert not is_secondary_leaf(p)
     assert tables_by_name(dict(BASE.named_parameters())) == {}
-    assert empty_leaves([torch.nn.Parameter(torch.ones(0, 2))]) == []
+    assert empty_tile_leaves([torch.nn.Parameter(torch.ones(0, 2))]) == []
 
 
 def test_the_shape_is_the_tables_and_what_has_none_is_refused() -> None:
@@ -122,7 +124,7 @@ def test_a_whole_value_is_cut_into_the_parts(whole: Tensor) -> None:
                 torch.full(leaf.shape if whole.shape == (7, 6) else (len(leaf), *whole.shape[1:]), -1.0)
                 for leaf in one.leaves()
             ]
-            fill_parts(one, parts, whole)
+            write_parts(one, parts, whole)
             for tile, part in zip(one.tiles, parts, strict=False):
                 rows = whole[tile.r0 : tile.r1]
                 assert torch.equal(part, rows[:, tile.c0 : tile.c1] if whole.shape == (7, 6) else rows)
@@ -136,7 +138,7 @@ def test_numbers_go_beside_every_leaf_an_empty_one_too() -> None:
         for name in CUTS:
             parts = [torch.tensor(0.0) for _ in table(own, name).leaves()]
             for value in (2, 3.0, torch.tensor(4.0)):
-                fill_parts(table(own, name), parts, value)
+                write_parts(table(own, name), parts, value)
                 assert [float(part) for part in parts] == [float(value)] * len(parts)
 
     run_virtual_ranks(WORLD, run)
@@ -145,10 +147,10 @@ def test_numbers_go_beside_every_leaf_an_empty_one_too() -> None:
 def test_parts_of_two_kinds_are_refused_and_numbers_are_shown_as_they_are() -> None:
     def run(group: Group) -> None:
         one = table(sharded(group), "two")
-        assert shown_parts(one, [{"a": {"b": 3}}] * 2, "state") == {"a": {"b": 3}}
+        assert combine_parts(one, [{"a": {"b": 3}}] * 2, "state") == {"a": {"b": 3}}
         for parts in ([torch.zeros(7, 2), None], [{"a": 1}, None]):
             with pytest.raises(ConfigError, match=r"state.*for one tile .* and a NoneType for another"):
-                shown_parts(one, parts, "state")
+                combine_parts(one, parts, "state")
 
     run_virtual_ranks(WORLD, run)
 
@@ -250,7 +252,7 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
         own = sharded(group)
         for name in ("everywhere", "rows", "some"):
             one, plan = table(own, name), list[Any]()
-            parts = adopted_parts(one, state_of(whole), "state", plan)
+            parts = split_loaded_state(one, state_of(whole), "state", plan)
             for write in plan:
                 write()
             assert len(parts) == len(one.leaves())
@@ -261,10 +263,10 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
         with pytest.raises(
             ConfigError, match="'rows' is a number per row, and table 'two' is cut by columns"
         ):
-            adopted_parts(table(own, "two"), state_of(whole), "state", [])
+            split_loaded_state(table(own, "two"), state_of(whole), "state", [])
         with pytest.raises(ConfigError, match=r"'cells'.*shape \(6, 6\)"):
-            adopted_parts(table(own, "rows"), {"cells": torch.zeros(6, 6)}, "state", [])
-        assert [takes_any_shape(table(own, name)) for name in CUTS] == [True, False, False, False]
+            split_loaded_state(table(own, "rows"), {"cells": torch.zeros(6, 6)}, "state", [])
+        assert [accepts_any_state_shape(table(own, name)) for name in CUTS] == [True, False, False, False]
 
     run_virtual_ranks(WORLD, run)
 
@@ -274,7 +276,7 @@ def test_a_column_of_numbers_per_row_is_adopted_as_one() -> None:
 
     def run(group: Group) -> None:
         one, plan = table(sharded(group), "rows"), list[Any]()
-        parts = adopted_parts(one, {"own": whole[:, :1]}, "state", plan)
+        parts = split_loaded_state(one, {"own": whole[:, :1]}, "state", plan)
         for write in plan:
             write()
         for tile, part in zip(one.tiles, parts, strict=False):
@@ -299,7 +301,7 @@ class OneLeaf:
 def test_adopted_state_lies_where_the_leaf_does_and_a_step_count_where_it_was() -> None:
     """torch keeps step counts on the CPU, so that a step needs no readback."""
     loaded = {"step": torch.tensor(3.0), "exp_avg": torch.ones(ROWS, DIM)}
-    (part,) = adopted_parts(cast(Any, OneLeaf("meta")), loaded, "state", [])
+    (part,) = split_loaded_state(cast(Any, OneLeaf("meta")), loaded, "state", [])
     assert {name: own.device.type for name, own in part.items()} == {"step": "cpu", "exp_avg": "meta"}
 
 
@@ -371,7 +373,7 @@ def test_attached_and_frozen_leaves_wait_for_no_step() -> None:
     apply_optimizer_in_backward(SGD(lr=0.1), [attached])
     frozen.requires_grad_(False)
     set_sparse_grad([sparse])
-    assert [waits_for_step(p) for p in (attached, frozen, sparse, plain)] == [False, False, True, True]
+    assert [stepped_by_optimizer(p) for p in (attached, frozen, sparse, plain)] == [False, False, True, True]
     assert [gradient_layout(p) for p in (attached, frozen, sparse, plain)] == [
         torch.strided, torch.strided, torch.sparse_coo, torch.strided
     ]  # fmt: skip
@@ -382,7 +384,7 @@ def test_objects_beside_tiles_are_refused() -> None:
         own = table(sharded(group), "rows")
         beside = [torch.optim.SGD([leaf], lr=0.1) for leaf in own.leaves()]
         with pytest.raises(ConfigError, match="state of 't': got a SGD as state of each tile"):
-            shown_parts(own, beside, "state of 't'")
+            combine_parts(own, beside, "state of 't'")
 
     run_virtual_ranks(WORLD, run)
 

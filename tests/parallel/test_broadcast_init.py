@@ -12,7 +12,7 @@ from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel import broadcast_init as values
-from tilerec.parallel.broadcast_init import send_from_rank_0, take_from_rank_0
+from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_tensor
 from tilerec.spec.optimizer import Adagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing.virtual import run_virtual_ranks
@@ -47,7 +47,7 @@ def test_any_difference_is_seen_and_only_its_tensors_travel(
                     table.rows.state["sum"][3, 3] = 1.0
                 else:
                     table.rows.state["step"].fill_(3)
-        take_from_rank_0(group, {"": own}, list(own._tables.values()))
+        broadcast_from_rank_0(group, {"": own}, list(own._tables.values()))
         state = table.rows.state
         return [table.weight.detach(), state["sum"], state["step"]], group.traffic["initial values"].total
 
@@ -64,10 +64,10 @@ def test_values_travel_in_chunks_and_into_any_strides(chunk: int, monkeypatch: p
     def run(group: Group) -> None:
         for shape in ((), (0, 3), (4, 3)):
             tensor = torch.full(shape, float(group.rank + 1))
-            send_from_rank_0(group, tensor)
+            broadcast_tensor(group, tensor)
             assert bool((tensor == 1.0).all())
         across = torch.full((3, 4), float(group.rank + 1)).T
-        send_from_rank_0(group, across)
+        broadcast_tensor(group, across)
         assert bool((across == 1.0).all())
 
     run_virtual_ranks(3, run)

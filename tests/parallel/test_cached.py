@@ -318,7 +318,7 @@ def test_a_batch_that_is_only_looked_at_lets_go_of_its_lines() -> None:
 
 def test_a_prefetch_asks_once_for_all_tables_where_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the lookup behind it asks for nothing, and knows by the batch where its ids lie."""
-    monkeypatch.setattr(cached, "_served", lambda device: True)
+    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
     base, real = Model(), cached.request
     seen: list[int] = []
 

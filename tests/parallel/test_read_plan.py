@@ -14,7 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.model_tables import collections_of
-from tilerec.parallel.read_plan import completed, read_plan
+from tilerec.parallel.read_plan import complete_plan_of, read_plan
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import (
     Cut,
@@ -48,11 +48,11 @@ def model() -> nn.Module:
 def planned(cut: Cut) -> ShardingPlan:
     """On two hosts of two ranks, whole, as sharding would take it."""
     part = construct_module_sharding_plan(bags(), {"t": cut}, topology=FOUR)
-    return completed(ShardingPlan({"ebc": part}), collections_of(model()), FOUR)
+    return complete_plan_of(ShardingPlan({"ebc": part}), collections_of(model()), FOUR)
 
 
 def reread(data: Any) -> ShardingPlan:
-    return completed(ShardingPlan.from_json(data), collections_of(model()), FOUR)
+    return complete_plan_of(ShardingPlan.from_json(data), collections_of(model()), FOUR)
 
 
 CUTS = {
@@ -81,7 +81,7 @@ def test_every_plan_of_a_helper_comes_back_from_its_file_as_it_was(cut: Cut, tmp
     plan.save(tmp_path / "plan.json")
     loaded = ShardingPlan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert completed(loaded, collections_of(model()), FOUR) == plan
+    assert complete_plan_of(loaded, collections_of(model()), FOUR) == plan
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_copies_on_some_ranks_only_are_no_data_parallel() -> None:
         with pytest.raises(
             ConfigError, match=r"Table 't' of module 'ebc': data_parallel .* ranks '0,2' of 4\. Leave"
         ):
-            completed(plan, collections_of(model()), FOUR)
+            complete_plan_of(plan, collections_of(model()), FOUR)
     data = planned(data_parallel()).to_json()
     assert reread(data).plan["ebc"]["t"].ranks == (0, 1, 2, 3)
     bigger = ShardingPlan.from_json({**data, "world_size": None, "hosts": None})
     with pytest.raises(ConfigError, match="data_parallel is a copy on every rank"):
-        completed(bigger, collections_of(model()), Topology(8, "cpu"))
+        complete_plan_of(bigger, collections_of(model()), Topology(8, "cpu"))
 
 
 def test_a_plan_by_hand_for_another_world_is_refused_on_every_rank() -> None:

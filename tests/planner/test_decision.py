@@ -13,15 +13,15 @@ from tilerec.errors import ConfigError
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.read_plan import _gives
+from tilerec.parallel.read_plan import _produces
 from tilerec.planner import decision as decision_module
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
-from tilerec.planner.decision import _cheapest, _with_rows, decide, topology_of_ranks
+from tilerec.planner.decision import _of_lowest_price, _without_empty_ranges, decide, topology_of_ranks
 from tilerec.planner.plan_price import priced
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.report.report_builder import report_of
+from tilerec.planner.report.report_builder import build_report
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Solution, Status, evaluate
 from tilerec.planner.search.solve import solve
@@ -64,7 +64,7 @@ def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
     assert sharding.kind is kind
     assert sharding.ranks is not None
     assert sharding.tiling is not None
-    assert _gives("a", kind, sharding.ranks, sharding.tiling, topology)
+    assert _produces("a", kind, sharding.ranks, sharding.tiling, topology)
 
 
 def test_pieces_lie_on_the_ranks_and_hosts_that_are_allowed() -> None:
@@ -237,7 +237,7 @@ def test_tables_that_device_memory_does_not_hold_lie_in_host_memory_behind_cache
     assert EmbeddingComputeKernel.FUSED_UVM_CACHING in kernels.values()
     # A small table that is read often stays where it is fast.
     assert kernels["ebc.c"] is EmbeddingComputeKernel.FUSED
-    assert any("in host memory" in note for note in report_of(decision, decision.plan()).notes)
+    assert any("in host memory" in note for note in build_report(decision, decision.plan()).notes)
 
 
 def test_constraints_say_where_rows_lie_and_how_large_a_cache_is() -> None:
@@ -396,11 +396,11 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
     assert row == decision.row[1]
     shares = np.array([SHARE // 50, SHARE - SHARE // 50])
     uneven = replace(decision, solution=replace(decision.solution, rows={row: shares}))
-    assert _with_rows(uneven).solution.rows == {}
+    assert _without_empty_ranges(uneven).solution.rows == {}
     fine = replace(
         decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])})
     )
-    assert _with_rows(fine).solution.rows == fine.solution.rows
+    assert _without_empty_ranges(fine).solution.rows == fine.solution.rows
 
 
 def test_tables_that_lie_together_with_column_blocks_on_one_host_share_that_host() -> None:
@@ -467,9 +467,9 @@ def test_of_what_the_search_found_the_least_price_counts() -> None:
     )
     assert wrong.priced is not None
     assert wrong.priced.cost_ps > decision.priced.cost_ps
-    found = _cheapest(wrong)
+    found = _of_lowest_price(wrong)
     assert found.priced is not None
     assert found.priced.cost_ps == decision.priced.cost_ps
     # One that the search knows to be dearer than that price is not looked at.
     dear = replace(believed, others=(replace(best, cost=wrong.priced.cost_ps),))
-    assert _cheapest(replace(wrong, solution=dear)).priced is wrong.priced
+    assert _of_lowest_price(replace(wrong, solution=dear)).priced is wrong.priced

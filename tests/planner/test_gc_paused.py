@@ -6,12 +6,12 @@ import gc
 
 import pytest
 
-from tilerec.planner.gc_paused import collector_at_rest
+from tilerec.planner.gc_paused import gc_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_it_was_after_a_plan_or_an_error(enabled: bool) -> None:
-    @collector_at_rest()
+    @gc_paused()
     def fails() -> None:
         raise KeyError(gc.isenabled())
 

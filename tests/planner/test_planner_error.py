@@ -9,7 +9,7 @@ from tilerec.compat.planner_parts import PlannerErrorType
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
-from tilerec.planner.planner_error import PlannerError, least_that, no_plan
+from tilerec.planner.planner_error import PlannerError, least_fitting, planner_error_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import FixedPercentageStorageReservation
 from tilerec.spec.optimizer import RowWiseAdagrad
@@ -130,7 +130,7 @@ def test_none_found_is_not_none_exists() -> None:
     limits = {name: ParameterConstraints(["table_wise"]) for name in rows}
     decision = decide(plan_request(rows, Topology(8, ddr_cap=0, hbm_cap=64 * MIB), limits))
     assert not decision.found
-    error = no_plan(decision)
+    error = planner_error_of(decision)
     assert not error.proved
     assert "No plan was found (there may be one)" in str(error)
 
@@ -142,9 +142,9 @@ def test_the_least_number_that_fits_is_found() -> None:
         asked_for.append(k)
         return k >= 37
 
-    assert least_that(100, fits, 10) == 37
+    assert least_fitting(100, fits, 10) == 37
     assert len(asked_for) <= 7
-    assert least_that(100, fits, 1) in range(37, 101)
+    assert least_fitting(100, fits, 1) in range(37, 101)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.15, 0.6])

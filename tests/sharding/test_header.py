@@ -21,7 +21,7 @@ from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding import header
-from tilerec.sharding.header import HeaderRoom
+from tilerec.sharding.header import HeaderSizes
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing.batches import random_batch
@@ -184,7 +184,7 @@ def test_a_rate_in_a_tensor_is_not_read() -> None:
 
 
 def test_headers_are_as_long_as_the_longest_between_two_ranks() -> None:
-    room = HeaderRoom()
+    room = HeaderSizes()
     room.enter(room.number(), [3, 9], [5, 5])
     room.enter(room.number(), [7, 1], [5, 6])
     assert room.sizes([3, 9], [5, 5]) == ([7, 9], [5, 6])

@@ -32,7 +32,7 @@ from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding.buckets_view import BucketsView
-from tilerec.sharding.header import FLAG_BITS, room_of
+from tilerec.sharding.header import FLAG_BITS, header_sizes_of
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.logical import Cover
 from tilerec.sharding.managed_collision import (
@@ -791,7 +791,7 @@ def test_headers_of_a_channel_with_ids_are_whole_int64_numbers() -> None:
     def fn(group: Group) -> tuple[list[int], list[int]]:
         module = build("lru and lfu, shared rows")
         shard(module, {"_embedding_module": {name: row_wise() for name in ROWS}}, group)
-        room = room_of(module.managed_collision_collection.exchange.group)
+        room = header_sizes_of(module.managed_collision_collection.exchange.group)
         room.enter(room.number(), [2**10 + 1] * 2, [2**10 + 3] * 2)
         return room.sizes([0] * 2, [0] * 2)
 

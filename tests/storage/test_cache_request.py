@@ -38,8 +38,8 @@ from tilerec import (
     cache_tables,
     flush_caches,
 )
-from tilerec.modules.cached_tables import rows_below
-from tilerec.ops.cache.definition import MOST
+from tilerec.modules.cached_tables import iter_table_rows
+from tilerec.ops.cache.definition import MAX_COUNT
 from tilerec.spec.optimizer import SGD, Adam
 from tilerec.storage import cache_request, cached
 from tilerec.storage.cached import RowCache
@@ -50,7 +50,7 @@ OPS = torch.ops.tilerec
 
 @pytest.fixture(autouse=True)
 def _together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_served", lambda device: True)
+    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_batch_is_one_request_that_nobody_waits_for(asked: list[int]) -> None:
 def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "UNASKED", 0)
+    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
     rng = random.Random(2)
     for samples in (5, 9, 25):
@@ -95,7 +95,7 @@ def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
         assert torch.equal(step(plain, kjt), step(other, kjt))
     assert_same(plain, other)
     assert asked.count(-3) >= 4, "three requests, and plans that were made again"
-    spare = [rows.cache._made.sets.spare for _, rows in rows_below(other)]
+    spare = [rows.cache._made.sets.spare for _, rows in iter_table_rows(other)]
     assert spare[2] <= 77, "no more than twice what was needed"
 
 
@@ -111,7 +111,7 @@ def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
 ) -> None:
     """40 ids may need 40 lines of 16 bytes, more than the sets' 32."""
     for limit in (640, 639):
-        monkeypatch.setattr(cached, "UNASKED", limit)
+        monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", limit)
         module, kjt = one_table(40)
         step(cache_tables(module, 0.16), kjt)
     assert asked[:2] == [1, -1]
@@ -120,7 +120,7 @@ def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
 def test_as_many_spare_lines_as_the_sets_have_are_made_without_asking(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "UNASKED", 0)
+    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
     for ids in (32, 33):
         module, kjt = one_table(ids)
         step(cache_tables(module, 0.16), kjt)  # 32 lines
@@ -138,7 +138,7 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
                 ["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64)
             )
         )
-        (cache,) = (rows.cache for _, rows in rows_below(module))
+        (cache,) = (rows.cache for _, rows in iter_table_rows(module))
         spare.append(cache._made.sets.spare)
     assert asked == [1, 1, 1]
     assert spare == [32, 64, 64]
@@ -149,12 +149,12 @@ def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list
     _spare_only(module)
     for _ in range(3):
         step(module, kjt)
-    (cache,) = (rows.cache for _, rows in rows_below(module))
+    (cache,) = (rows.cache for _, rows in iter_table_rows(module))
     assert cache._made.sets.spare == 32
 
 
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "UNASKED", 0)
+    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
     rng = random.Random(3)
     first, second = batch(rng, samples=2), batch(rng, samples=30)
@@ -170,7 +170,7 @@ def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: 
     monkeypatch.setattr(cached.torch, "cat", full)
     out = output(other, second)
     monkeypatch.undo()
-    monkeypatch.setattr(cached, "_served", lambda device: True)
+    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
     assert failed
     assert torch.equal(output(plain, second), out)
     _goes_on_alike(plain, other, rng)
@@ -207,9 +207,9 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
             other.prefetch(batch(rng, samples=1))  # never used
         assert torch.equal(step(plain, kjt), step(other, kjt))
         if i == 35:
-            for _, rows in rows_below(other):
-                rows.cache._serial = MOST - 3
-    assert all(rows.cache._serial < 10 for _, rows in rows_below(other))
+            for _, rows in iter_table_rows(other):
+                rows.cache._serial = MAX_COUNT - 3
+    assert all(rows.cache._serial < 10 for _, rows in iter_table_rows(other))
     assert (min(serials), max(serials)) == (1, 2**31 - 2)
     assert_same(plain, other)
 
@@ -330,7 +330,7 @@ def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:
         other.prefetch(kjt)
         kjt.values().add_(40)
         assert torch.equal(output(plain, kjt), output(other, kjt))
-    assert all(not rows.cache._flight for _, rows in rows_below(other))
+    assert all(not rows.cache._flight for _, rows in iter_table_rows(other))
 
 
 def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> None:

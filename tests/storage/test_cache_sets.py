@@ -8,7 +8,7 @@ import torch
 
 from tests.storage.cache_model import ModelCache
 from tilerec.spec.cache import CacheAlgorithm
-from tilerec.storage.cache_sets import CacheSets, LineMoves, NoSpare
+from tilerec.storage.cache_sets import CacheSets, LineMoves, SpareLinesNeeded
 
 CPU = torch.device("cpu")
 BOTH = [CacheAlgorithm.LRU, CacheAlgorithm.LFU]
@@ -25,7 +25,9 @@ def _check_books(sets: CacheSets) -> None:
     assert int((sets.line_of_E >= 0).sum()) == lines.numel()
 
 
-def _asked(sets: CacheSets, rows: Iterable[int], serial: int, *flying: Iterable[int]) -> LineMoves | NoSpare:
+def _asked(
+    sets: CacheSets, rows: Iterable[int], serial: int, *flying: Iterable[int]
+) -> LineMoves | SpareLinesNeeded:
     """Rows that are asked for get their lines, while batches of other rows fly."""
     moves = sets.request(_rows(rows), serial, [_rows(own) for own in flying])
     if isinstance(moves, LineMoves):
@@ -127,7 +129,7 @@ def test_a_request_that_lacks_spare_lines_says_how_many_and_changes_nothing() ->
     _asked(sets, [0, 1, 2], 1)
     before = (sets.line_of_E.clone(), sets.row_in_L.clone(), sets.count_E.clone())
     answer = _asked(sets, [3, 4, 5], 2, [0, 1, 2])
-    assert answer == NoSpare(4)
+    assert answer == SpareLinesNeeded(4)
     for now, then in zip((sets.line_of_E, sets.row_in_L, sets.count_E), before, strict=True):
         assert torch.equal(now, then)
     sets.grow(4)

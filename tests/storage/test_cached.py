@@ -34,7 +34,7 @@ from tilerec import (
     flush_caches,
     uncache_tables,
 )
-from tilerec.modules.cached_tables import rows_below, set_cache
+from tilerec.modules.cached_tables import iter_table_rows, set_cache
 from tilerec.modules.row_reset import reset_rows
 from tilerec.modules.table_resize import resize_table
 from tilerec.spec.optimizer import (
@@ -261,7 +261,7 @@ def test_variable_batches(keys: list[str]) -> None:
 
 def _spare_only(module: Any) -> Any:
     """Tables whose rows are in lines only as long as their batch is in flight."""
-    for table, rows in list(rows_below(module)):
+    for table, rows in list(iter_table_rows(module)):
         set_cache(table, rows, None, None)
     return module
 
@@ -740,7 +740,7 @@ def test_an_evaluation_between_a_lookup_and_its_update_lets_go_of_nothing() -> N
         output(module, kjt)
     (out * out).sum().backward()
     assert module.cache_stats()["a"].requests == 1
-    assert all(not rows.cache._flight for _, rows in rows_below(module))
+    assert all(not rows.cache._flight for _, rows in iter_table_rows(module))
 
 
 # --------------------------------------------------------------------------------------------- what is refused
@@ -849,7 +849,7 @@ def test_empty_batches_and_many_forwards_without_backward() -> None:
 
 
 def _spares(module: nn.Module) -> list[int]:
-    return [rows.cache._made.sets.spare for _, rows in rows_below(module)]
+    return [rows.cache._made.sets.spare for _, rows in iter_table_rows(module)]
 
 
 def test_a_prefetched_batch_that_is_never_used_holds_its_own_rows_and_no_others() -> None:
@@ -869,7 +869,7 @@ def test_weights_of_samples_of_frozen_tables_leave_no_batch_in_flight() -> None:
         kjt = batch(rng, weighted=True)
         kjt.weights().requires_grad_()
         step(module, kjt)
-    assert all(not rows.cache._flight for _, rows in rows_below(module))
+    assert all(not rows.cache._flight for _, rows in iter_table_rows(module))
 
 
 def test_ids_that_an_array_changes_after_the_prefetch_are_asked_for_anew() -> None:

@@ -47,7 +47,7 @@ def test_ids_of_tables_without_a_cache_stay_what_they_are(
     together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside those of a cached table, in one batch: line numbers, and row numbers."""
-    monkeypatch.setattr(cached, "_served", lambda device: together)
+    monkeypatch.setattr(cached, "_has_kernels", lambda device: together)
     tables = [torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)]
     holders: list[Any] = [
         SimpleNamespace(cache=cache, host=lambda own=own: [own])

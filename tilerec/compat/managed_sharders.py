@@ -31,7 +31,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
 @final
@@ -49,7 +49,7 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
             "qcomm_codecs_registry",
             "ids and row numbers are integers, which are sent unchanged",
         )
-        warn_without_effect(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
+        warn_ignored_settings(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
         super().__init__()
         self._registry = qcomm_codecs_registry
 

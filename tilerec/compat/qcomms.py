@@ -8,7 +8,7 @@ from enum import Enum, EnumMeta, unique
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.plan import CODECS, Wire, to_enum
 
 _SUPPORTED = (
@@ -132,7 +132,7 @@ class QCommsConfig:
             "mx4_rounding_mode": mx4_rounding_mode,
             "output_dtype": output_dtype,
         }
-        warn_without_effect("QCommsConfig", settings, _WITHOUT_EFFECT, 3)
+        warn_ignored_settings("QCommsConfig", settings, _WITHOUT_EFFECT, 3)
 
     def wire(self) -> Wire:
         """Return the formats as a `Wire` for plans."""

@@ -20,7 +20,7 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.cache import CacheParams
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, ShardingType, Wire
 
@@ -128,7 +128,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         super().__init__(fused_params, qcomm_codecs_registry)
         name = "sharded_module_order_overwrite"
         reason = "tables and outputs keep the collection's order under every plan"
-        warn_without_effect(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
+        warn_ignored_settings(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
 
     @property
     def module_type(self) -> type[EmbeddingBagCollection]:
@@ -159,7 +159,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         super().__init__(fused_params, qcomm_codecs_registry)
         reason = "ids that a batch repeats are sent each time; results are the same"
         name = "use_index_dedup"
-        warn_without_effect(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
+        warn_ignored_settings(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
 
     @property
     def module_type(self) -> type[EmbeddingCollection]:

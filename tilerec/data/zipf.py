@@ -33,9 +33,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LARGEST_EXPONENT = 8.0
-LEAST_COUNT = 30
+MIN_COUNT = 30
 MOST_COUNTS = 256
-EXTRAPOLATED = 64
+MAX_EXTRAPOLATION = 64
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -67,7 +67,7 @@ def fit(counts_m: npt.NDArray[np.int64], total: int, distinct: float) -> ZipfFit
     """
     seen = max(round(distinct), len(counts_m), 1)
     head_m = counts_m[:MOST_COUNTS].astype(np.float64)
-    head_m = head_m[head_m >= LEAST_COUNT]
+    head_m = head_m[head_m >= MIN_COUNT]
     if len(head_m) < 2 or seen < 2:
         return ZipfFit(0.0, _population(head_m, total, seen, fixed=0.0), 0.0, 0)
     population = _population(head_m, total, seen)
@@ -142,7 +142,7 @@ def _population(head_m: Floats, total: int, seen: int, fixed: float | None = Non
         s = exponent(head_m, total, population) if fixed is None else fixed
         return expected_distinct(s, population, total)
 
-    low, high = seen, seen * EXTRAPOLATED
+    low, high = seen, seen * MAX_EXTRAPOLATION
     if not total or shown(low) >= seen * 0.999:
         return seen
     for _ in range(24):

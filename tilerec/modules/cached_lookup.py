@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient.definition import _add, bag_starts, expect_reads, pooled_blocks
+from tilerec.ops.gradient.definition import bag_starts, pooled_blocks, register_saved_rows, submit_record
 from tilerec.ops.lookup.definition import _reach, raise_bad_id
 from tilerec.ops.lookup.saved_rows import SavedRows, kept_for_retained_graph
 from tilerec.ops.runtime.graph_break import graph_break
@@ -144,7 +144,7 @@ class _CachedLookup(torch.autograd.Function):
                 uniform = offsets is not None and len(batch.batches) == 1
                 places, strides = pooled_blocks(own, batch.bags, uniform)
                 taken = None if sample_weights is None else sample_weights.detach()
-                _add(
+                submit_record(
                     reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
                     places, strides, batch.means,
                 )  # fmt: skip
@@ -184,7 +184,7 @@ def _reader(batch: CachedBatch, updates: bool) -> SavedRows:
         return copies
 
     reader = SavedRows(batch.tables, {}, str, copy)
-    expect_reads({t: batch.rows[t].handle for t in batch.tables}, reader)
+    register_saved_rows({t: batch.rows[t].handle for t in batch.tables}, reader)
     return reader
 
 
@@ -223,7 +223,7 @@ def check_trained(rows: Sequence[TableRows], tables: Sequence[int]) -> None:
 
 
 @graph_break
-def forward_of(module: nn.Module, features: Any) -> Any:
+def eager_forward(module: nn.Module, features: Any) -> Any:
     """Run a module's forward outside of a compiled program, which has a graph break around it.
 
     Raises:

@@ -48,7 +48,7 @@ def cache_tables(
     """
     params = CacheParams(algorithm, load_factor, reserved_memory)
     where = None if device is None else torch.device(device)
-    found = list(rows_below(module))
+    found = list(iter_table_rows(module))
     if not found:
         raise ConfigError(
             f"cache_tables: got a {type(module).__name__} without tables; expected a collection, or a module that "
@@ -61,7 +61,7 @@ def cache_tables(
 
 def uncache_tables(module: nn.Module) -> nn.Module:
     """Write all cached rows to their tables and remove the caches; tables are then read and updated directly."""
-    for table, rows in rows_below(module):
+    for table, rows in iter_table_rows(module):
         if rows.cache is not None:
             device = rows.cache.device
             rows.settle()
@@ -78,11 +78,11 @@ def flush_caches(module: nn.Module) -> None:
     checkpoints, resharding, copies. A saved reference (`w = table.weight`) shows the rows of the last flush. Flush
     before you write to it.
     """
-    for _, rows in rows_below(module):
+    for _, rows in iter_table_rows(module):
         rows.settle()
 
 
-def rows_below(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:
+def iter_table_rows(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:
     """Yield the distinct rows of the tables below a module, each with one of its tables."""
     seen: set[int] = set()
     for table in module.modules():

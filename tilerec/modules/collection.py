@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.cached_lookup import CachedBatch, key_segments
-from tilerec.modules.data_parallel import refuse_data_parallel
+from tilerec.modules.data_parallel import check_not_in_ddp
 from tilerec.modules.initial_values import draw_seed
 from tilerec.modules.table import Table, Tables
 from tilerec.ops.runtime.graph_break import graph_break
@@ -261,7 +261,7 @@ class TableCollection(nn.Module):
         else:
             attached = (False,) * len(leaves)
         if any(attached) and not torch.compiler.is_compiling():
-            refuse_data_parallel(rows, attached)
+            check_not_in_ddp(rows, attached)
         if [r.handle for r in rows] != self._handles:
             if torch.compiler.is_compiling():
                 raise RuntimeError(

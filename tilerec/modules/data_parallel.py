@@ -20,7 +20,7 @@ _REDUCED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = w
 """Ids of the parameters that each wrapper reduces, empty for a wrapper of one rank. The wrapper keeps them alive."""
 
 
-def refuse_data_parallel(rows: Sequence[TableRows], attached: Sequence[bool]) -> None:
+def check_not_in_ddp(rows: Sequence[TableRows], attached: Sequence[bool]) -> None:
     """Raise a `ConfigError` if copies of these tables would diverge under the active `DistributedDataParallel`.
 
     Args:

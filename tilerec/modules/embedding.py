@@ -11,10 +11,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilerec.modules.cached_lookup import cached_lookup, forward_of
+from tilerec.modules.cached_lookup import cached_lookup, eager_forward
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient.definition import GradientRecord, order_ahead
+from tilerec.ops.gradient.definition import GradientRecord, sort_in_advance
 from tilerec.ops.lookup.definition import sequence_lookup
 from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -71,7 +71,7 @@ class EmbeddingCollection(TableCollection):
             InputError: a feature is missing, an id is outside its table, or ids are not integers.
         """
         if torch.compiler.is_compiling() and self._has_caches():
-            rows: dict[str, JaggedTensor] = forward_of(self, features)
+            rows: dict[str, JaggedTensor] = eager_forward(self, features)
             return rows
         ids = self._checked(features)
         leaves, attached, cached, sinks, no_sinks = self._operands()
@@ -141,7 +141,7 @@ class EmbeddingCollection(TableCollection):
         rows, dim = [table.rows for table in self._tables.values()], self._dims[lookup.slots[0]]
         starts = list(accumulate(bags, initial=0))[:-1]
         count = len(bags)
-        order_ahead(
+        sort_in_advance(
             GradientRecord(
                 0, own_ids, own_ids, None, None, tuple([rows[t].handle for t in lookup.tables]), (dim,) * count,
                 tuple(starts), tuple(bags), tuple([start * dim for start in starts]), (dim,) * count, (0,) * count,

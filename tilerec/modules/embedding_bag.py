@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, forward_of
+from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, eager_forward
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
-from tilerec.modules.inverse_indices import bags_of_samples, check_samples
+from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient.definition import GradientRecord, bag_starts, order_ahead, pooled_blocks
+from tilerec.ops.gradient.definition import GradientRecord, bag_starts, pooled_blocks, sort_in_advance
 from tilerec.ops.lookup.definition import pooled_lookup
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -76,7 +76,7 @@ class EmbeddingBagCollection(TableCollection):
             InputError: a feature is missing, an id is outside its table, ids are not integers, or weights are missing.
         """
         if torch.compiler.is_compiling() and self._has_caches():
-            pooled: KeyedTensor = forward_of(self, features)
+            pooled: KeyedTensor = eager_forward(self, features)
             return pooled
         ids = self._checked(features)
         offsets = features.offsets()
@@ -132,7 +132,7 @@ class EmbeddingBagCollection(TableCollection):
         dims = [self._dims[s] for s in lookup.slots]
         places, strides = pooled_blocks(dims, bags, len(batches) == 1)
         weights = features.weights() if self._is_weighted else None
-        order_ahead(
+        sort_in_advance(
             GradientRecord(
                 0, ids, ids, features.offsets(), weights, tuple([rows[t].handle for t in lookup.tables]), tuple(dims),
                 tuple(starts), tuple(bags), tuple(places), tuple(strides), lookup.means,
@@ -144,7 +144,7 @@ class EmbeddingBagCollection(TableCollection):
     ) -> list[Tensor]:
         """Return the blocks `[B, dim]` of a variable batch, expanded by each feature's inverse indices."""
         check_samples(type(self).__name__, [self._slots[s].feature for s in lookup.slots], features)
-        bag_of = bags_of_samples(features)
+        bag_of = sample_bags(features)
         if len(batches) == 1:  # with one key, the op returned the uniform layout
             return [
                 part[bag_of[self._slots[s].feature]]

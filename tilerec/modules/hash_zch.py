@@ -13,7 +13,7 @@ from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets
 from tilerec.modules.evict import HashZchEvictionConfig, HashZchEvictionPolicyName, read_eviction
 from tilerec.modules.full_bucket import WhenFull, read_when_full
 from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
 @final
@@ -100,7 +100,7 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
             "no_bag": no_bag,
             "persist_hash_zch_bucket": not persist_hash_zch_bucket,
         }
-        warn_without_effect(who, given, _WITHOUT_EFFECT, 2)
+        warn_ignored_settings(who, given, _WITHOUT_EFFECT, 2)
         evicting = read_eviction(eviction_policy_name, eviction_config, who)
         evicting, shares = read_when_full(who, when_full, evicting, disable_fallback)
         buckets = Buckets.of(

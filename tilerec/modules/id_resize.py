@@ -32,7 +32,7 @@ class Resized(NamedTuple):
     dropped_ids: Tensor
 
 
-class ResizedMap(NamedTuple):
+class ResizedIdMap(NamedTuple):
     """The new map, and the rows that moved."""
 
     buckets: Buckets
@@ -60,10 +60,10 @@ def resized_buckets(
     return new
 
 
-def resized_map(
+def resize_id_map(
     state: HashState, counts_BC: Tensor, old: Buckets, whole: Buckets, max_probe: int, step: int,
     evicting: Evicting | None,
-) -> ResizedMap:  # fmt: skip
+) -> ResizedIdMap:  # fmt: skip
     """Return a map with new buckets and the ids of `state`; `state` stays unchanged.
 
     Args:
@@ -87,7 +87,7 @@ def resized_map(
     moved = Resized(
         torch.cat([old_rows, shared_old]), torch.cat([new_rows, shared_new]), places.numel(), dropped_ids
     )  # fmt: skip
-    return ResizedMap(new, resized, _resized_counts(counts_BC, old, new, dropped_ids), moved)
+    return ResizedIdMap(new, resized, _resized_counts(counts_BC, old, new, dropped_ids), moved)
 
 
 def _resized_counts(counts_BC: Tensor, old: Buckets, new: Buckets, dropped_ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ HASH_NAMES = ("ids", "used", "since", "last", "hits", "expires", "admission")
 """Names of the fields of `HashState`, in order."""
 
 
-class StateView(ABC):
+class BucketStateView(ABC):
     """View of the state of all buckets in a state dict, when this rank holds only some of them."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     return made.zero_()
 
 
-def misfit(
+def mismatch_error(
     who: str, own: Buckets, max_probe: int, wanted: Mapping[str, tuple[Tensor, int]], whole: int,
     state: Mapping[str, Any],
 ) -> str | None:  # fmt: skip

@@ -59,7 +59,7 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     poll(index_FB.device)
 
 
-def bags_of_samples(features: KeyedJaggedTensor) -> dict[str, Tensor]:
+def sample_bags(features: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Return the bag of every sample by feature, int [B]. Outside the CPU, indices are clamped into the bags."""
     keys, index_FB = features.inverse_indices()
     if index_FB.device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
@@ -77,10 +77,10 @@ def _bags(features: KeyedJaggedTensor, keys: Sequence[str]) -> list[int]:
 def _raise_wrong(keys: Sequence[str], bags: Sequence[int], samples: int, numbers: Sequence[int]) -> None:
     wrong, at, bag = numbers
     if wrong:
-        raise_wrong_bag(keys[at // samples], at % samples, bag, bags[at // samples])
+        raise_bad_inverse_index(keys[at // samples], at % samples, bag, bags[at // samples])
 
 
-def raise_wrong_bag(feature: str, sample: int, bag: int, bags: int) -> NoReturn:
+def raise_bad_inverse_index(feature: str, sample: int, bag: int, bags: int) -> NoReturn:
     """Raise the `InputError` for a sample that uses a bag outside `[0, bags)`."""
     raise InputError(
         f"Feature '{feature}': inverse_indices of sample {sample} is bag {bag}; expected one of [0, {bags}). Check how "

@@ -13,7 +13,7 @@ from tilerec.modules.collection import key_starts
 from tilerec.modules.id_counts import IdStats
 from tilerec.modules.id_place import IdPlace
 from tilerec.modules.managed_collision import ManagedCollisionModule
-from tilerec.modules.remapped_bags import with_rows
+from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
@@ -55,7 +55,7 @@ class ManagedCollisionCollection(nn.Module):
         for table, features in self._table_features.items():
             managed_collision_modules[table].bind(table, features)
         self._managed_collision_modules = nn.ModuleDict(dict(managed_collision_modules))
-        self.register_load_state_dict_pre_hook(_refuse_before_loading)
+        self.register_load_state_dict_pre_hook(_check_before_load)
 
     @property
     def modules_by_table(self) -> dict[str, ManagedCollisionModule]:
@@ -95,7 +95,7 @@ class ManagedCollisionCollection(nn.Module):
             mapped = module.map(batch[table], [batch.sizes[name] for name in names], batch.times[table])
             module.keep_evicted(mapped.evicted_M)
             rows.update(zip(names, mapped.rows_N.split([batch.sizes[name] for name in names]), strict=True))
-        return with_rows(features, rows, self._drops)
+        return remapped_batch(features, rows, self._drops)
 
     def _exported(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return `forward`'s result of evaluation mode without reading the number of ids per feature."""
@@ -223,7 +223,7 @@ def _features_of(
     return found
 
 
-def _refuse_before_loading(
+def _check_before_load(
     collection: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:
     """Raise before loading anything if any table's state is incomplete or does not match."""
@@ -237,6 +237,6 @@ def _refuse_before_loading(
                 f"Table '{table}': the state lacks {[start + name for name in missing]}; it is truncated, or from a "
                 "table with other settings (times to live, admission). Nothing is loaded."
             )
-        refused = None if missing else module.misfit(own)
+        refused = None if missing else module.mismatch_error(own)
         if refused is not None:
             raise ConfigError(refused)

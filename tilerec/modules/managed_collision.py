@@ -39,10 +39,10 @@ from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import Evicting
 from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats_of
 from tilerec.modules.id_place import IdPlace, place_of
-from tilerec.modules.id_resize import Resized, resized_buckets, resized_map
-from tilerec.modules.id_state import HASH_NAMES, StateView, misfit, zeros
-from tilerec.modules.remapped_bags import jagged_with_rows
-from tilerec.ops.hash.checks import LONGEST
+from tilerec.modules.id_resize import Resized, resize_id_map, resized_buckets
+from tilerec.modules.id_state import HASH_NAMES, BucketStateView, mismatch_error, zeros
+from tilerec.modules.remapped_bags import remapped_feature
+from tilerec.ops.hash.checks import MAX_TIME
 from tilerec.ops.hash.definition import (
     HashRange,
     HashState,
@@ -107,7 +107,7 @@ class ManagedCollisionModule(nn.Module):
         self._input_hash, self._input_size = input_hash, input_size
         self._clock = clock or hours
         self._features: tuple[str, ...] = ()
-        self._view: StateView | None = None
+        self._view: BucketStateView | None = None
         self._evicted: list[Tensor] = []
         # Incremented when the map is replaced; rows that were assigned earlier are then invalid.
         self.version = 0
@@ -260,7 +260,7 @@ class ManagedCollisionModule(nn.Module):
         if self._policy is not Policy.TTL:
             return 0
         time_ = self._clock()
-        if isinstance(time_, bool) or not hasattr(time_, "__index__") or not -LONGEST <= time_ <= LONGEST:
+        if isinstance(time_, bool) or not hasattr(time_, "__index__") or not -MAX_TIME <= time_ <= MAX_TIME:
             raise ConfigError(
                 f"{self._who}: got {time_!r} from its clock; expected an integer from -2**61 to 2**61. Pass, for "
                 "example, clock=lambda: int(time.time())."
@@ -460,7 +460,7 @@ class ManagedCollisionModule(nn.Module):
             self.training = before
         self.keep_evicted(mapped.evicted_M)
         return {
-            name: jagged_with_rows(part, rows, not self._shares)
+            name: remapped_feature(part, rows, not self._shares)
             for (name, part), rows in zip(features.items(), mapped.rows_N.split(sizes), strict=True)
         }
 
@@ -581,7 +581,7 @@ class ManagedCollisionModule(nn.Module):
                 "collection, on all ranks."
             )
         whole = self.resized(zch_size, total_num_buckets)
-        made = resized_map(self._state, self.counts, old, whole, self._max_probe, self.step, self._evicting)
+        made = resize_id_map(self._state, self.counts, old, whole, self._max_probe, self.step, self._evicting)
         self.become(
             made.buckets, {**dict(zip(HASH_NAMES, made.state, strict=True)), "counts": made.counts_BC}
         )
@@ -633,14 +633,16 @@ class ManagedCollisionModule(nn.Module):
         own = {name: cast(Tensor, buffers(self)[name]) for name in (*HASH_NAMES, "counts")}
         return {name: (tensor, tensor.shape[0] // held) for name, tensor in own.items()}
 
-    def become(self, buckets: Buckets, parts: Mapping[str, Tensor], view: StateView | None = None) -> None:
+    def become(
+        self, buckets: Buckets, parts: Mapping[str, Tensor], view: BucketStateView | None = None
+    ) -> None:
         """Replace the buckets held here and their state by `buckets` and `parts`, without a copy."""
         for name, tensor in parts.items():
             self.register_buffer(name, tensor, persistent=False)
         self._buckets, self._view = buckets, view
         self.version += 1
 
-    def hold(self, first: int, last: int, view: StateView, device: torch.device | str | None) -> None:
+    def hold(self, first: int, last: int, view: BucketStateView, device: torch.device | str | None) -> None:
         """Keep only the buckets `[first, last)`; other ranks hold the rest.
 
         Args:
@@ -710,7 +712,7 @@ class ManagedCollisionModule(nn.Module):
             if strict or found:
                 missing_keys.extend(missing)
             return
-        refused = self.misfit(found)
+        refused = self.mismatch_error(found)
         if refused is not None:
             error_msgs.append(f"{prefix.removesuffix('.')}: {refused}")
             return
@@ -723,10 +725,10 @@ class ManagedCollisionModule(nn.Module):
         self.version += 1
         self._evicted.clear()
 
-    def misfit(self, state: dict[str, Any]) -> str | None:
+    def mismatch_error(self, state: dict[str, Any]) -> str | None:
         """Return an error message if a saved state does not fit this table, else None."""
         whole = self._buckets.count if self._view is not None else self._buckets.held
-        return misfit(self._who, self._buckets, self._max_probe, self.state_tensors(), whole, state)
+        return mismatch_error(self._who, self._buckets, self._max_probe, self.state_tensors(), whole, state)
 
     def described(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks, as plain values."""

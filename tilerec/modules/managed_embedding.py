@@ -29,7 +29,7 @@ from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
 class ManagedCollisionEmbeddings(nn.Module):
@@ -54,15 +54,15 @@ class ManagedCollisionEmbeddings(nn.Module):
             raise ConfigError(
                 f"{who}: got a {type(managed_collision_collection).__name__}; expected a ManagedCollisionCollection."
             )
-        _check_alike(who, embedding_module, managed_collision_collection)
+        _check_same_tables(who, embedding_module, managed_collision_collection)
         reason = "rows are reset between two steps, when no autograd graph references them"
         name = "allow_in_place_embed_weight_update"
-        warn_without_effect(who, {name: allow_in_place_embed_weight_update}, {name: reason}, 3)
+        warn_ignored_settings(who, {name: allow_in_place_embed_weight_update}, {name: reason}, 3)
         self._managed_collision_collection = managed_collision_collection
         vars(embedding_module)["_managed_by"] = type(self)  # for a sharder's error messages
         self._embedding_module = embedding_module
         self._return_remapped_features = return_remapped_features
-        self.register_load_state_dict_pre_hook(_refuse_cut_short)
+        self.register_load_state_dict_pre_hook(_check_complete)
 
     @property
     def managed_collision_collection(self) -> ManagedCollisionCollection:
@@ -216,7 +216,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
         return rows, remapped if self._return_remapped_features else None
 
 
-def _refuse_cut_short(
+def _check_complete(
     module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
 ) -> None:
     """Raise before loading ids without their rows, or rows without their ids."""
@@ -231,7 +231,7 @@ def _refuse_cut_short(
         )
 
 
-def _check_alike(who: str, tables: TableCollection, collection: ManagedCollisionCollection) -> None:
+def _check_same_tables(who: str, tables: TableCollection, collection: ManagedCollisionCollection) -> None:
     own = {config.name: config for config in tables._configs}
     for table in collection.modules_by_table:
         config = next(c for c in collection.embedding_configs() if c.name == table)

@@ -13,7 +13,7 @@ from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets, divisor_near
 from tilerec.modules.evict import MCHEvictionPolicy
 from tilerec.modules.full_bucket import WhenFull, read_when_full
 from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
 @final
@@ -74,7 +74,7 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
                 "every rank, so leave it out."
             )
         reason = "rows are divided into equal buckets, independent of the ranks"
-        warn_without_effect(who, {"output_segments": output_segments}, {"output_segments": reason}, 2)
+        warn_ignored_settings(who, {"output_segments": output_segments}, {"output_segments": reason}, 2)
         evicting, shares = read_when_full(who, when_full, eviction_policy.evicting, False, always=True)
         if buckets is None and isinstance(zch_size, int) and zch_size > 0:
             buckets = divisor_near(zch_size, DEFAULT_BUCKETS, 64)

@@ -14,7 +14,7 @@ from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
-def with_rows(
+def remapped_batch(
     features: KeyedJaggedTensor, rows: Mapping[str, Tensor], drops: bool = True
 ) -> KeyedJaggedTensor:
     """Return the batch with rows in place of the ids of some keys; rows of -1 are dropped from their bags.
@@ -51,7 +51,7 @@ def with_rows(
     )
 
 
-def jagged_with_rows(part: JaggedTensor, rows_N: Tensor, drops: bool = True) -> JaggedTensor:
+def remapped_feature(part: JaggedTensor, rows_N: Tensor, drops: bool = True) -> JaggedTensor:
     """Return a feature with rows in place of ids, without rows of -1. `drops`: whether there may be rows of -1."""
     weights = part.weights_or_none()
     kept_N = rows_N >= 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.idle_step_check import watch_optimizers
+from tilerec.optim.idle_step_check import check_optimizers_at_next_step
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
 from tilerec.storage.shared_param_group import SharedParamGroup
@@ -83,7 +83,7 @@ def apply_optimizer_in_backward(
         group = SharedParamGroup.of(spec, kwargs.get("lr", kwargs.get("learning_rate")))
         for rows in tables.values():
             rows.attach(spec, group)
-        watch_optimizers()
+        check_optimizers_at_next_step()
     if dense:
         apply_in_backward(optimizer_class, dense, kwargs, register_hook)
 
@@ -100,7 +100,7 @@ def _refuse_attached(tables: Iterable[TableRows], spec: OptimizerSpec) -> None:
 
 
 @contextmanager
-def unattached_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
+def restore_optimizers_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restore the tables' earlier optimizers and state if the block raises."""
     found = {id(rows): rows for rows in map(rows_of, params) if rows is not None}
     before = [

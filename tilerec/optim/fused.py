@@ -22,7 +22,7 @@ def attached_rows(module: nn.Module) -> Iterator[tuple[str, TableRows]]:
 
 
 @final
-class CachedState(MutableMapping[str, Any]):
+class CachedStateView(MutableMapping[str, Any]):
     """State of a table with a cache. Each access first settles pending writes, so slots hold the newest rows."""
 
     def __init__(self, rows: TableRows) -> None:
@@ -52,7 +52,7 @@ class CachedState(MutableMapping[str, Any]):
 
 
 @final
-class FaceGroup(MutableMapping[str, Any]):
+class ParamGroupView(MutableMapping[str, Any]):
     """Entry of `param_groups`: settings shared by several tables, and the tables of them in one `FusedOptimizer`."""
 
     def __init__(self, numbers: SharedParamGroup, params: list[nn.Parameter]) -> None:
@@ -81,7 +81,7 @@ class FaceGroup(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-OF_THIS_RUN = frozenset({"capturable"})
+RUN_SETTINGS = frozenset({"capturable"})
 """Settings of a process, not of its results; loading keeps them, so a captured graph still uses its own counts."""
 
 
@@ -97,7 +97,7 @@ class FusedOptimizer(KeyedOptimizer):
     `capturable` is not loaded: it decides the device of the counts in this process.
     """
 
-    _of_this_run = OF_THIS_RUN
+    _of_this_run = RUN_SETTINGS
 
     def __init__(self, module: nn.Module) -> None:
         rows = dict(attached_rows(module))
@@ -110,8 +110,10 @@ class FusedOptimizer(KeyedOptimizer):
             groups[id(own.group)] = own.group
             members.setdefault(id(own.group), []).append(own.leaf)
             params[name] = own.leaf
-            state[own.leaf] = own.state if own.cache is None else CachedState(own)
-        super().__init__(params, state, [FaceGroup(group, members[mark]) for mark, group in groups.items()])
+            state[own.leaf] = own.state if own.cache is None else CachedStateView(own)
+        super().__init__(
+            params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()]
+        )
         self.defaults = dict(next(iter(groups.values()), {}))
         self._rows = list(rows.values())
 

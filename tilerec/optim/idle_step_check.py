@@ -21,7 +21,7 @@ _attachments = 0
 """Number of calls that attached optimizers to tables."""
 
 
-def watch_optimizers() -> None:
+def check_optimizers_at_next_step() -> None:
     """Check the parameters of every optimizer at its next step; called after an optimizer was attached to a table."""
     global _attachments
     _attachments += 1

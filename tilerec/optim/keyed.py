@@ -29,15 +29,15 @@ from torch.optim import Optimizer
 from tilerec.errors import ConfigError
 from tilerec.optim.sharded_state import (
     TiledTable,
-    adopted_parts,
-    fill_parts,
+    combine_parts,
     gradient_layout,
-    is_further_leaf,
-    shown_parts,
+    is_secondary_leaf,
+    split_loaded_state,
+    stepped_by_optimizer,
     tables_by_name,
-    waits_for_step,
+    write_parts,
 )
-from tilerec.optim.state_creation import make_state
+from tilerec.optim.state_creation import create_lazy_state
 from tilerec.optim.stateful import is_stateful
 from tilerec.torch_private import optimizer_hooks
 
@@ -174,8 +174,8 @@ class KeyedOptimizer(Optimizer):
             if name in tables:
                 parts = [state.get(leaf, {}) for leaf in tables[name].leaves()]
                 if parts[0]:
-                    named[name] = shown_parts(tables[name], parts, self._where(name))
-            elif p in state and (not tables or not is_further_leaf(p)):
+                    named[name] = combine_parts(tables[name], parts, self._where(name))
+            elif p in state and (not tables or not is_secondary_leaf(p)):
                 named[name] = _copied(state[p], _shown_object)
         out: dict[str, Any] = {"state": named}
         if self._save_groups:
@@ -191,7 +191,7 @@ class KeyedOptimizer(Optimizer):
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of a group's parameters; a sharded table has one name."""
         names = self._names()
-        return sorted(names[p] for p in group["params"] if not is_further_leaf(p))
+        return sorted(names[p] for p in group["params"] if not is_secondary_leaf(p))
 
     def _where(self, name: str) -> str:
         return f"{type(self).__name__}: state of '{name}'"
@@ -208,7 +208,9 @@ class KeyedOptimizer(Optimizer):
             for i, leaf in enumerate(table.leaves())
         }
         new = {
-            name: leaf for name, leaf in leaves.items() if not self.state.get(leaf) and waits_for_step(leaf)
+            name: leaf
+            for name, leaf in leaves.items()
+            if not self.state.get(leaf) and stepped_by_optimizer(leaf)
         }
         self._init({name: leaf for name, leaf in new.items() if id(leaf) not in self._stateless}, set())
         self._stateless |= {id(leaf) for leaf in new.values() if not self.state.get(leaf)}
@@ -228,7 +230,7 @@ class KeyedOptimizer(Optimizer):
             )
         loaded, state, tables = given["state"], self.state, self._tables()
         fresh = self._make_tiles_state(tables)
-        params = {name: p for name, p in self.params.items() if not tables or not is_further_leaf(p)}
+        params = {name: p for name, p in self.params.items() if not tables or not is_secondary_leaf(p)}
         here = {name for name, p in params.items() if state.get(p) and name not in fresh}
         _same_keys(f"{class_name}: state", here, loaded, optional=set(params) - here)
         # In the same order on every rank, since loading tiles is a collective.
@@ -239,7 +241,7 @@ class KeyedOptimizer(Optimizer):
                 if any(parts) or not isinstance(loaded[name], Mapping):
                     _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
                 else:  # a table that is frozen now: load its state for later, as for other parameters
-                    adopted = adopted_parts(tables[name], loaded[name], self._where(name), plan)
+                    adopted = split_loaded_state(tables[name], loaded[name], self._where(name), plan)
                     plan.extend(_setter(state, leaf, own) for leaf, own in zip(leaves, adopted, strict=True))
         for name, value in loaded.items():
             tensor = params[name]
@@ -348,7 +350,7 @@ class KeyedOptimizer(Optimizer):
     def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
         """Create the state of parameters that have none."""
         layouts = {p: torch.sparse_coo if name in sparse else gradient_layout(p) for name, p in new.items()}
-        make_state(self._stepping(), layouts, self.params.values())
+        create_lazy_state(self._stepping(), layouts, self.params.values())
 
     def _stepping(self) -> Optimizer:
         """Return the optimizer whose `step` creates the state."""
@@ -502,7 +504,7 @@ def _plan_parts(
                 raise ConfigError(
                     f"{what}: got {got}; expected a tensor of shape {shape}. Load state of the same model."
                 )
-            plan.append(functools.partial(fill_parts, table, beside, value))
+            plan.append(functools.partial(write_parts, table, beside, value))
         elif isinstance(value, Tensor) and value.dim():
             raise ConfigError(
                 f"{what}: got shape {tuple(value.shape)}; expected {beside[0]!r:.80}. Load state of the same optimizer."

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tilerec.optim.sharded_state import tiled_table_of, waits_for_step
+from tilerec.optim.sharded_state import stepped_by_optimizer, tiled_table_of
 
 # Class names in lower case: optimizers of torch, and usual names in other libraries.
 _NOT_ELEMENT_WISE = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap"})
@@ -24,12 +24,12 @@ def _named(optimizer: Optimizer, names: frozenset[str]) -> str | None:
     return next((base.__name__ for base in type(optimizer).__mro__ if base.__name__.lower() in names), None)
 
 
-def needs_rows(optimizer: Optimizer) -> bool:
+def needs_elements(optimizer: Optimizer) -> bool:
     """Return True if the optimizer cannot step a parameter without elements."""
     return _named(optimizer, frozenset({"adafactor"})) is not None
 
 
-def warn_of_parts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
+def warn_of_tiled_params(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
     """Issue one warning if the optimizer is not element-wise and this rank's leaves are parts of their tables."""
     rule = _named(optimizer, _NOT_ELEMENT_WISE)
     if rule is None:
@@ -47,7 +47,7 @@ def warn_of_parts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
 
 def _is_part(name: str, parameter: Tensor, everything: bool) -> bool:
     table = tiled_table_of(parameter)
-    if table is None or not waits_for_step(parameter):
+    if table is None or not stepped_by_optimizer(parameter):
         return False
     return everything or (
         bool(parameter.numel()) and table.shape_of(table.leaves(), name) != tuple(parameter.shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _copied, _settings, write_setting
-from tilerec.optim.sharded_state import is_further_leaf
+from tilerec.optim.sharded_state import is_secondary_leaf
 from tilerec.optim.wrapper import OptimizerWrapper
 
 BESIDE = "beside"
@@ -118,5 +118,5 @@ class PositionalOptimizer(OptimizerWrapper):
 
 def _with_table_leaves(group: Any) -> Any:
     """Return a group in which each sharded table is one parameter, for any number of tiles on this rank."""
-    params = [p for p in group["params"] if not is_further_leaf(p)]
+    params = [p for p in group["params"] if not is_secondary_leaf(p)]
     return group if len(params) == len(group["params"]) else ChainMap({"params": params}, group)

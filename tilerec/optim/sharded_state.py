@@ -91,18 +91,18 @@ def together(parameters: Iterable[Tensor], what: str, step: str) -> Iterator[Non
         yield
 
 
-def is_further_leaf(parameter: Tensor) -> bool:
+def is_secondary_leaf(parameter: Tensor) -> bool:
     """Return True for a leaf of a sharded table that is not its first leaf."""
     table = tiled_table_of(parameter)
     return table is not None and table.leaves()[0] is not parameter
 
 
-def empty_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
+def empty_tile_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the empty leaves of tables without a tile on this rank; they never get a gradient."""
     return [p for p in parameters if not p.numel() and tiled_table_of(p) is not None]
 
 
-def waits_for_step(parameter: Tensor) -> bool:
+def stepped_by_optimizer(parameter: Tensor) -> bool:
     """Return True if the leaf is trained and has no attached optimizer."""
     rows = rows_of(parameter)
     return parameter.requires_grad and (rows is None or rows.spec is None)
@@ -139,7 +139,7 @@ def tables_by_name(params: Mapping[str, Tensor]) -> dict[str, TiledTable]:
     return tables
 
 
-def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object:
+def combine_parts(table: TiledTable, parts: Sequence[object], what: str) -> object:
     """Combine the optimizer's state of a table's leaves, one part per leaf, to the table's entry of a state dict."""
     first = parts[0]
     if isinstance(first, Tensor):
@@ -148,7 +148,7 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
         return table.show(tensors)
     if isinstance(first, Mapping):
         return {
-            key: shown_parts(table, [part.get(key) for part in _mappings(parts, what)], f"{what} / '{key}'")
+            key: combine_parts(table, [part.get(key) for part in _mappings(parts, what)], f"{what} / '{key}'")
             for key in first
         }
     if is_stateful(first):
@@ -159,7 +159,7 @@ def shown_parts(table: TiledTable, parts: Sequence[object], what: str) -> object
     return first
 
 
-def adopted_parts(
+def split_loaded_state(
     table: TiledTable, loaded: Mapping[Any, Any], what: str, plan: list[Callable[[], None]]
 ) -> list[dict[Any, Any]]:
     """Make new parts, one dict per leaf, for loaded state of the whole table; append the writes to `plan`.
@@ -174,10 +174,10 @@ def adopted_parts(
         value, where = loaded[key], f"{what} / '{key}'"
         parts: Sequence[Any]
         if isinstance(value, Mapping):
-            parts = adopted_parts(table, value, where, plan)
+            parts = split_loaded_state(table, value, where, plan)
         elif isinstance(value, Tensor):
             parts = _parts_for(table, value, where, on_cpu=key == "step")
-            plan.append(functools.partial(fill_parts, table, parts, value))
+            plan.append(functools.partial(write_parts, table, parts, value))
         else:
             parts = [copy.deepcopy(value) for _ in found]
         for own, part in zip(found, parts, strict=True):
@@ -202,7 +202,7 @@ def _parts_for(table: TiledTable, value: Tensor, what: str, on_cpu: bool) -> lis
     return parts
 
 
-def takes_any_shape(table: TiledTable) -> bool:
+def accepts_any_state_shape(table: TiledTable) -> bool:
     """Return True if state of the leaves may have any shape, because every rank holds the whole table."""
     try:
         table.shape_of([leaf.new_zeros(2, 2, 2) for leaf in table.leaves()], "any state")
@@ -227,7 +227,7 @@ def _refuse(part: object, wanted: str, what: str) -> NoReturn:
 
 
 @torch.no_grad()
-def fill_parts(table: TiledTable, parts: Sequence[Tensor], value: Tensor | float) -> None:
+def write_parts(table: TiledTable, parts: Sequence[Tensor], value: Tensor | float) -> None:
     """Write a loaded value of shape `shape_of(parts)` to the parts."""
     if not isinstance(value, Tensor):
         for part in parts:

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer, _settings
-from tilerec.optim.non_elementwise import needs_rows, warn_of_parts
+from tilerec.optim.non_elementwise import needs_elements, warn_of_tiled_params
 from tilerec.optim.sharded_state import (
     TiledTable,
-    empty_leaves,
+    accepts_any_state_shape,
+    empty_tile_leaves,
     gradient_layout,
-    takes_any_shape,
+    stepped_by_optimizer,
     together,
-    waits_for_step,
 )
 
 
@@ -55,8 +55,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         with together(self.params.values(), "KeyedOptimizerWrapper", "making the optimizer"):
             self._make(optim_factory, pass_params_dict)
         self.defaults = self._optimizer.defaults
-        self._bystanders = empty_leaves(self.params.values())
-        warn_of_parts(self._optimizer, self.params)
+        self._bystanders = empty_tile_leaves(self.params.values())
+        warn_of_tiled_params(self._optimizer, self.params)
 
     def _make(self, optim_factory: Callable[[Any], Optimizer], pass_params_dict: bool) -> None:
         names = self._names()
@@ -85,9 +85,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         def lend() -> None:
             for leaf in self._bystanders:
-                if needs_rows(self._optimizer):
+                if needs_elements(self._optimizer):
                     before[leaf], leaf.grad = leaf.grad, None
-                elif leaf.grad is None and waits_for_step(leaf):
+                elif leaf.grad is None and stepped_by_optimizer(leaf):
                     before[leaf], leaf.grad = None, torch.zeros_like(leaf, layout=gradient_layout(leaf))
 
         def after_closure() -> Any:
@@ -115,13 +115,13 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         if isinstance(self._optimizer, KeyedOptimizer):
             self._optimizer._init(new, sparse)
             return
-        absent = set(self._bystanders) if needs_rows(self._optimizer) else set()
+        absent = set(self._bystanders) if needs_elements(self._optimizer) else set()
         super()._init({name: p for name, p in new.items() if p not in absent}, sparse)
 
     def _make_tiles_state(self, tables: Mapping[str, TiledTable]) -> set[str]:
-        if needs_rows(self._optimizer):  # the same result on every rank, also on those without rows
+        if needs_elements(self._optimizer):  # the same result on every rank, also on those without rows
             for name, table in tables.items():
-                if waits_for_step(table.leaves()[0]) and not takes_any_shape(table):
+                if stepped_by_optimizer(table.leaves()[0]) and not accepts_any_state_shape(table):
                     raise ConfigError(
                         f"{self._where(name)}: got {type(self._optimizer).__name__}, which has state per column of "
                         "each tile; expected state that can be combined to the whole table's. Place the table on every "
@@ -135,8 +135,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         tensors = list(named.items()) if by_name else list(named.values())
         self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
         self.params = {**self.params, **named}
-        self._bystanders = empty_leaves(self.params.values())
-        warn_of_parts(self._optimizer, named)
+        self._bystanders = empty_tile_leaves(self.params.values())
+        warn_of_tiled_params(self._optimizer, named)
 
     def set_optimizer_step(self, step: int) -> None:
         own = getattr(self._optimizer, "set_optimizer_step", None)

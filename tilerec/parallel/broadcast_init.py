@@ -27,7 +27,7 @@ BLOCK = 1 << 20
 
 
 @torch.no_grad()
-def take_from_rank_0(
+def broadcast_from_rank_0(
     group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]
 ) -> None:
     """Broadcast rank 0's seeds, weights and optimizer state. Collective; sends only digests if all ranks agree."""
@@ -44,7 +44,7 @@ def take_from_rank_0(
         differing = [facts[1][t][1] != first[t][1] for facts in everyone]
         if any(differing):
             for tensor in _tensors(table):
-                send_from_rank_0(group, tensor)
+                broadcast_tensor(group, tensor)
     for part in collections.values():
         for table in part._tables.values():
             table.seed = part.seed
@@ -71,7 +71,7 @@ def _digest(tensor: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def send_from_rank_0(group: Group, tensor: Tensor) -> None:
+def broadcast_tensor(group: Group, tensor: Tensor) -> None:
     """Overwrite a tensor with rank 0's values. Collective."""
     if not tensor.numel():
         return
@@ -86,7 +86,7 @@ def send_from_rank_0(group: Group, tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def replicas_from_first(group: Group, tables: Sequence[Table]) -> None:
+def broadcast_to_replicas(group: Group, tables: Sequence[Table]) -> None:
     """Overwrite all replicas of each tile with the values of the lowest rank that owns it. Collective.
 
     This is for values that a user's function draws on each rank. Only torch's own generators are seeded, so functions

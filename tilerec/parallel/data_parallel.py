@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
-from tilerec.parallel.broadcast_init import send_from_rank_0
+from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.env import ShardingEnv
 from tilerec.torch_private import ignore_in_ddp
 
@@ -117,7 +117,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             group = env.group()
             for name, parameter in module.named_parameters():
                 if name not in ignored:
-                    send_from_rank_0(group, parameter)
+                    broadcast_tensor(group, parameter)
             return
         if self._ignore_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}

@@ -22,7 +22,7 @@ from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table, Tables
-from tilerec.parallel.broadcast_init import send_from_rank_0
+from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
@@ -175,7 +175,7 @@ class DistributedModelParallel(nn.Module):
             if not isinstance(part, (Table, Tables)) and callable(getattr(part, "reset_parameters", None)):
                 part.reset_parameters()  # type: ignore[operator]
         for dense in _dense(self.module):
-            send_from_rank_0(self._group, dense)
+            broadcast_tensor(self._group, dense)
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
         """Return a copy on a device, over the same ranks. Collective if the dense part is wrapped."""

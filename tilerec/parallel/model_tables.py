@@ -86,7 +86,7 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
     return list(ties.values())
 
 
-def described(collections: Mapping[str, TableCollection]) -> dict[str, Any]:
+def properties_to_compare(collections: Mapping[str, TableCollection]) -> dict[str, Any]:
     """Return the properties of the collections that must be equal on all ranks, as strings and numbers."""
     return {
         path: {

@@ -31,7 +31,7 @@ def plan_of(module: nn.Module) -> ShardingPlan:
     )
 
 
-def keep_plan(module: nn.Module, plan: ShardingPlan) -> None:
+def store_plan(module: nn.Module, plan: ShardingPlan) -> None:
     """Store the plan in the module, also as `module.plan` unless the model has its own `plan`."""
     ours = vars(module).get(_KEPT)
     if not hasattr(module, "plan") or (ours is not None and module.plan is ours):
@@ -39,7 +39,7 @@ def keep_plan(module: nn.Module, plan: ShardingPlan) -> None:
     vars(module)[_KEPT] = plan
 
 
-def kept_plans(module: nn.Module) -> Iterator[tuple[str, ShardingPlan]]:
+def stored_plans(module: nn.Module) -> Iterator[tuple[str, ShardingPlan]]:
     """Yield the plans stored in a module and its submodules, each with the path of its module."""
     for path, part in module.named_modules():
         plan = vars(part).get(_KEPT)

@@ -12,7 +12,7 @@ from tilerec.spec.plan import EmbeddingModuleShardingPlan
 from tilerec.spec.topology import Topology
 
 
-def without_cuts(
+def resolve_cuts(
     plan: Any,
     collections: Mapping[str, TableCollection],
     world: Callable[[Sequence[Sequence[int]] | None], Topology],

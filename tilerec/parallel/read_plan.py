@@ -93,7 +93,7 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
     )
 
 
-def completed(
+def complete_plan_of(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], topology: Topology
 ) -> ShardingPlan:
     """Return the plan with a tiling and a data type for every table of the model, and with its world size and hosts.
@@ -161,7 +161,7 @@ def _check_tiling(path: str, name: str, sharding: ParameterSharding, topology: T
                 f"tiling, '{ranks_to_text(tiling.ranks())}'. Change the tiling, and remove 'ranks'."
             )
         return
-    if _gives(name, sharding.kind, ranks, tiling, topology):
+    if _produces(name, sharding.kind, ranks, tiling, topology):
         return
     text = json.dumps(tiling.to_json())
     raise ConfigError(
@@ -171,7 +171,9 @@ def _check_tiling(path: str, name: str, sharding: ParameterSharding, topology: T
     )
 
 
-def _gives(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology) -> bool:
+def _produces(
+    name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology
+) -> bool:
     """Return True if the sharding type over these ranks produces the tiling, with default or the tiling's own sizes."""
     rows, dim = tiling.rows, tiling.dim
     widths = [block.c1 - block.c0 for block in tiling.blocks]

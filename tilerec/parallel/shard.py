@@ -19,29 +19,29 @@ from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
-from tilerec.optim.attach import unattached_on_error
-from tilerec.parallel.broadcast_init import replicas_from_first, take_from_rank_0
+from tilerec.optim.attach import restore_optimizers_on_error
+from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_to_replicas
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.managed_collision_paths import with_table_paths
-from tilerec.parallel.model_tables import Name, collections_of, described, sizes_of, ties_of
-from tilerec.parallel.plan_of import keep_plan
-from tilerec.parallel.plan_templates import without_cuts
-from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.model_tables import Name, collections_of, properties_to_compare, sizes_of, ties_of
+from tilerec.parallel.plan_of import store_plan
+from tilerec.parallel.plan_templates import resolve_cuts
+from tilerec.parallel.read_plan import AnyPlan, complete_plan_of, read_plan
 from tilerec.parallel.table_optimizers import (
     attach,
     caches_of,
     detach_dense,
-    keep_caches,
+    keep_cached_tables,
     sharder_optimizers,
-    warn_of_idle,
+    warn_of_unused_sharders,
     with_kernels,
-    with_wires,
+    with_wire_formats,
 )
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.sharder import check_sharder, listed
-from tilerec.sharding.embedding import drawn_memory, is_drawn, shard_collection
+from tilerec.planner.sharder import check_sharder, checked_sharders
+from tilerec.sharding.embedding import has_pending_init, initialized_memory, shard_collection
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.shard_ids import (
     IdRanks,
@@ -146,7 +146,7 @@ def shard_tables(
         who: name of the calling function, for errors.
         also: returns further settings that must be equal on all ranks; may raise on one rank.
     """
-    with unattached_on_error(module.parameters()):
+    with restore_optimizers_on_error(module.parameters()):
         return _shard(module, plan, group, topology, device, exact, sharders, who, also)
 
 
@@ -164,14 +164,14 @@ def _shard(
     with agreeing(group, "the model to shard") as found:
         found.update(also())
         device = None if device is None else device_of(device, who)
-        ready = prepare(module, plan, group, topology, device, listed(sharders, who), None)
+        ready = prepare_sharding(module, plan, group, topology, device, checked_sharders(sharders, who), None)
         check_ids(ready.ids, group.size)
         found.update(exact=exact, **ready.described())
     if ready.collections or ready.ids:
         # Separate channels: other collectives of the model's ranks may run between those of the tables.
         rows, route = group.split("rows"), group.split("route")
-        cut_all(group, [Job(ready, rows, route, device, exact)])
-    keep_plan(module, ready.plan)
+        shard_jobs(group, [ShardJob(ready, rows, route, device, exact)])
+    store_plan(module, ready.plan)
     return module
 
 
@@ -187,7 +187,7 @@ class PreparedModel(NamedTuple):
     def described(self) -> dict[str, object]:
         """Return the properties that must be equal on all ranks."""
         return {
-            "modules": described(self.collections),
+            "modules": properties_to_compare(self.collections),
             "ids": described_ids(self.ids),
             "plan": self.plan.to_json(),
         }
@@ -199,7 +199,7 @@ class PreparedModel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardJob:
     """Collections to be sharded over a group.
 
     Args:
@@ -220,7 +220,7 @@ class Job:
     id_ranks: IdRanks | None = None
 
 
-def cut_all(world: Group, jobs: Sequence[Job]) -> None:
+def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
     """Replace tables by tiles, and send ids to the owners of their buckets. Collective over `world`.
 
     Users' `init_fn` functions run before any table changes. If one fails on a rank, all ranks raise and the model is
@@ -228,16 +228,16 @@ def cut_all(world: Group, jobs: Sequence[Job]) -> None:
     """
     collections = {path: part for job in jobs for path, part in job.ready.collections.items()}
     tables = [table for job in jobs for table in job.ready.tables]
-    take_from_rank_0(world, collections, tables)
-    drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
+    broadcast_from_rank_0(world, collections, tables)
+    drawn = [[table for table in job.ready.tables if has_pending_init(table)] for job in jobs]
     memory: dict[str, dict[str, list[Tensor]]] = {}
     seen: set[int] = set()  # tables handled so far: other collections may share their rows
     with on_all_ranks(world, "the sharded model", "its tables' initial values"):
         for job in jobs:
             for path, part in job.ready.collections.items():
-                if any(map(is_drawn, part._tables.values())):
+                if any(map(has_pending_init, part._tables.values())):
                     hosted = set(_caches(job, path))
-                    memory[path] = drawn_memory(
+                    memory[path] = initialized_memory(
                         part, _tilings(job, path), job.rows.rank, job.device, seen, hosted
                     )
                 seen.update(id(table.rows) for table in part._tables.values())
@@ -263,21 +263,21 @@ def cut_all(world: Group, jobs: Sequence[Job]) -> None:
     for job, made in zip(jobs, drawn, strict=True):
         shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
         if made:
-            replicas_from_first(job.rows, made)
+            broadcast_to_replicas(job.rows, made)
 
 
-def _caches(job: Job, path: str) -> dict[str, RowCache]:
+def _caches(job: ShardJob, path: str) -> dict[str, RowCache]:
     own = {path: job.ready.plan.plan[path]}
     found = caches_of(replace(job.ready.plan, plan=own), job.ready.collections, job.device)
     return {name: cache for (_, name), cache in found.items()}
 
 
-def _tilings(job: Job, path: str) -> dict[str, Tiling]:
+def _tilings(job: ShardJob, path: str) -> dict[str, Tiling]:
     own = job.ready.plan.plan[path]
     return {name: cast(Tiling, own[name].tiling) for name in job.ready.collections[path]._tables}
 
 
-def prepare(
+def prepare_sharding(
     module: nn.Module,
     plan: AnyPlan | None,
     group: Group,
@@ -297,7 +297,7 @@ def prepare(
     ties = ties_of(collections)
     kind = device.type if device is not None else _device_type(collections)
     plan = with_table_paths(plan, module)
-    plan = without_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))
+    plan = resolve_cuts(plan, collections, lambda hosts: topology_of(group, topology, hosts, kind))
     given = None if plan is None else read_plan(plan, collections)
     if given is not None and given.world_size not in (None, group.size):
         given.check({}, group.size)  # first, because its hosts may belong to another world
@@ -305,19 +305,21 @@ def prepare(
     if given is None:
         planner = EmbeddingShardingPlanner(topology=topology)
         made = planner.plan(module, given_sharders) if collections else ShardingPlan({})
-        given = replace(keep_caches(_with_ties_aligned(made, ties), collections), report=made.report)
-    complete_plan = completed(given, collections, topology)
+        given = replace(keep_cached_tables(_with_ties_aligned(made, ties), collections), report=made.report)
+    complete_plan = complete_plan_of(given, collections, topology)
     complete_plan.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in complete_plan.tables()}
     _check_ties(ties, tilings)
     detach_dense(complete_plan, ties)
     gifts = sharder_optimizers(complete_plan, collections, ties, given_sharders)
     attach(gifts)
-    warn_of_idle(gifts, complete_plan, collections, given_sharders)
+    warn_of_unused_sharders(gifts, complete_plan, collections, given_sharders)
     for names in ties:
         for name, table in names.items():
             check_rule(table, tilings[name])
-    whole = with_kernels(with_wires(complete_plan, collections, given_sharders), collections, given_sharders)
+    whole = with_kernels(
+        with_wire_formats(complete_plan, collections, given_sharders), collections, given_sharders
+    )
     whole = replace(whole, report=given.report)
     ids = ids_below(module)
     if only is not None:

@@ -41,7 +41,7 @@ from tilerec.storage.table_rows import TableRows
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
 UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
 
-Gifts = list[tuple[ModuleSharder, list[nn.Parameter]]]
+SharderOptimizers = list[tuple[ModuleSharder, list[nn.Parameter]]]
 """Each sharder with the tables that receive its optimizer."""
 
 
@@ -50,7 +50,7 @@ def sharder_optimizers(
     collections: Mapping[str, TableCollection],
     ties: Sequence[Mapping[Name, Table]],
     sharders: Sequence[ModuleSharder],
-) -> Gifts:
+) -> SharderOptimizers:
     """Return the tables without an optimizer that receive one from a sharder, by sharder; change nothing.
 
     Args:
@@ -125,7 +125,7 @@ def detach_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> No
         next(iter(names.values())).rows.detach()
 
 
-def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
+def check_not_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> None:
     """Raise a `ConfigError` if a plan for resharding has a table with an attached optimizer as `dense`."""
     for names in dense_tables(plan, ties):
         kind = type(next(iter(names.values())).rows.spec).__name__
@@ -135,7 +135,7 @@ def refuse_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) -> No
         )
 
 
-def attach(gifts: Gifts) -> None:
+def attach(gifts: SharderOptimizers) -> None:
     """Attach the optimizers of the sharders. Tables of one sharder share their hyper-parameters."""
     for sharder, params in gifts:
         assert sharder.optimizer is not None
@@ -201,7 +201,7 @@ def with_kernels(
     return whole
 
 
-def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+def keep_cached_tables(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
     """Return a planner's plan without kernels for tables that have a cache, so that they keep it."""
 
     def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
@@ -211,7 +211,7 @@ def keep_caches(plan: ShardingPlan, collections: Mapping[str, TableCollection]) 
     return _mapped(plan, kept)
 
 
-def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
+def with_present_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
     """Return the plan of sharded tables with their present caches, which may have changed since sharding."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
@@ -228,7 +228,7 @@ def as_it_is(plan: ShardingPlan, collections: Mapping[str, TableCollection]) -> 
     return _mapped(plan, stored)
 
 
-def stored_as(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
+def with_storage_of(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
     """Return the plan with the kernels and caches of `present`."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
@@ -282,7 +282,7 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
             )
 
 
-def with_wires(
+def with_wire_formats(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], sharders: Sequence[ModuleSharder]
 ) -> ShardingPlan:
     """Return the plan with the wire format of every table: the plan's, else the sharder's, else fp32."""
@@ -307,8 +307,8 @@ def _mapped(
     return replace(plan, plan=parts)
 
 
-def warn_of_idle(
-    gifts: Gifts,
+def warn_of_unused_sharders(
+    gifts: SharderOptimizers,
     given: ShardingPlan,
     collections: Mapping[str, TableCollection],
     sharders: Sequence[ModuleSharder],

@@ -14,7 +14,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.search.instance import Instance, Ints
 
 
-def together(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Instance, Ints]:
+def merge_colocated(instance: Instance, groups: Sequence[Sequence[str]]) -> tuple[Instance, Ints]:
     """Return an instance in which each group is one table, and the index [T] of each old table in it.
 
     A group is named after its alphabetically first table. Its costs and bytes are the sums over its tables.

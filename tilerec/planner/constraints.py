@@ -16,7 +16,7 @@ from tilerec.spec.ranks import ranks_to_text, read_ranks, text_to_ranks
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
 
-USED = (
+FIELDS_READ = (
     "sharding_types", "compute_kernels", "min_partition", "pooling_factors", "num_poolings", "batch_sizes",
     "is_weighted", "device_group", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "sharding", "skew",
     "cache_params", "enforce_hbm",
@@ -223,11 +223,11 @@ class ParameterConstraints:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict of JSON values: the fields in `USED` that differ from their defaults."""
+        """Return a dict of JSON values: the fields in `FIELDS_READ` that differ from their defaults."""
         out: dict[str, Any] = {}
         for name in self.said():
             value = getattr(self, name)
-            if name not in USED:
+            if name not in FIELDS_READ:
                 continue
             if name in ("sharding_types", "compute_kernels", "forbidden_types"):
                 value = [word.value for word in value]

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.colocation import together
+from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.cuts import sizes_of_shares
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import TableWork
-from tilerec.planner.plan_price import PlanPrice, work_under
+from tilerec.planner.plan_price import PlanPrice, work_with_sharding
 from tilerec.planner.plan_price import priced as price_of
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
@@ -169,14 +169,16 @@ def _searched(
     request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
 ) -> Decision:
     """Build the problem, search for a solution, and price it."""
-    problem = problem_of(request, pins, offload)
-    instance, row = together(_with_restrictions(request, problem.instance), request.groups(pins))
+    problem = build_problem(request, pins, offload)
+    instance, row = merge_colocated(_with_restrictions(request, problem.instance), request.groups(pins))
     if not instance.tables:
         nothing = evaluate(instance, np.zeros(0, np.int64), ())
         return _of_pins_only(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
     lower = (
-        together(_with_restrictions(request, problem.lower), request.groups(pins))[0] if apart else instance
+        merge_colocated(_with_restrictions(request, problem.lower), request.groups(pins))[0]
+        if apart
+        else instance
     )
     first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
@@ -242,7 +244,7 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
         found = _searched(request, pins, False, quick)
         if found.priced is not None:
-            lower = together(_with_restrictions(request, problem.lower), request.groups(none.pins))[0]
+            lower = merge_colocated(_with_restrictions(request, problem.lower), request.groups(none.pins))[0]
             bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none
@@ -259,10 +261,10 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
     for _ in range(SEARCHES_WITHIN_CAPS):
         if not decision.found:
             return decision
-        decision = _with_rows(decision)
+        decision = _without_empty_ranges(decision)
         priced = price_of(decision.request, decision.shardings())
         if not priced.over.any():
-            return _cheapest(_with_even_rows(replace(decision, priced=priced)))
+            return _of_lowest_price(_with_even_rows(replace(decision, priced=priced)))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # 1/16 more, as the next plan will differ
         again = replace(instance, base_memory=instance.base_memory + missed)
@@ -274,17 +276,18 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
     return replace(decision, solution=replace(decision.solution, status=Status.NONE_FOUND, proof=None))
 
 
-def _with_rows(decision: Decision) -> Decision:
+def _without_empty_ranges(decision: Decision) -> Decision:
     """Use even ranges for co-located tables if an uneven range of one of them would be empty."""
     solution, tables = decision.solution, decision.problem.tables
-    together: dict[int, list[int]] = {}
+    row_counts: dict[int, list[int]] = {}
     for t, row in enumerate(decision.row.tolist()):
         if row in solution.rows:
-            together.setdefault(row, []).append(tables[t].rows)
+            row_counts.setdefault(row, []).append(tables[t].rows)
     rows = {
         row: shares
         for row, shares in solution.rows.items()
-        if len(together[row]) == 1 or all(min(sizes_of_shares(count, shares)) > 0 for count in together[row])
+        if len(row_counts[row]) == 1
+        or all(min(sizes_of_shares(count, shares)) > 0 for count in row_counts[row])
     }
     if len(rows) == len(solution.rows):
         return decision
@@ -308,7 +311,7 @@ def _with_even_rows(decision: Decision) -> Decision:
     return other if not other.priced.over.any() and other.priced.cost_ps < priced.cost_ps else decision
 
 
-def _cheapest(decision: Decision) -> Decision:
+def _of_lowest_price(decision: Decision) -> Decision:
     """Return the solution of lowest price.
 
     Other solutions are priced only if the price of the best one is above the cost that the search estimated.
@@ -319,7 +322,9 @@ def _cheapest(decision: Decision) -> Decision:
         near = best.priced.cost_ps <= best.solution.cost + best.solution.cost // NEAR
         if near or other.cost >= best.priced.cost_ps:
             break
-        found = _with_rows(replace(decision, solution=replace(other, bound=decision.solution.bound)))
+        found = _without_empty_ranges(
+            replace(decision, solution=replace(other, bound=decision.solution.bound))
+        )
         found = replace(found, priced=price_of(decision.request, found.shardings()))
         assert found.priced is not None
         if not found.priced.over.any() and found.priced.cost_ps < best.priced.cost_ps:
@@ -338,7 +343,7 @@ def _of_pins_only(decision: Decision) -> Decision:
     return replace(decision, solution=none)
 
 
-def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
+def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
     """Return the request's tables with their options, and the memory in use before the search.
 
     `offload` as in `PlanRequest.limits`.
@@ -347,7 +352,9 @@ def problem_of(request: PlanRequest, pins: dict[str, ParameterSharding], offload
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    works = [work_under(work, pins[work.name]) if work.name in pins else work for work in request.works()]
+    works = [
+        work_with_sharding(work, pins[work.name]) if work.name in pins else work for work in request.works()
+    ]
     return build(
         works,
         topology,

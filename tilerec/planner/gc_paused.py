@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disable garbage collection in the whole process, and restore its previous setting on exit."""
     was = gc.isenabled()
     gc.disable()

@@ -170,7 +170,7 @@ def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> 
     for work in request.works():
         sharding = shardings[work.name]
         assert sharding.tiling is not None
-        works.append(work_under(work, sharding))
+        works.append(work_with_sharding(work, sharding))
         tilings.append(sharding.tiling)
     found = price(tilings, Model(Workload(works), request.topology))
     reserved = np.zeros((request.topology.world_size, 2), np.int64)
@@ -178,7 +178,7 @@ def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> 
     return PlanPrice(found, reserved, np.array(request.topology.caps, np.int64), shardings)
 
 
-def work_under(work: TableWork, sharding: ParameterSharding) -> TableWork:
+def work_with_sharding(work: TableWork, sharding: ParameterSharding) -> TableWork:
     """Return the table's work in a step under a sharding.
 
     The sharding determines whether rows are in host memory, and whether hosts sum rows before they send them.

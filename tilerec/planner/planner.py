@@ -16,18 +16,18 @@ from torch import nn
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
-from tilerec.planner.constraints import USED, ParameterConstraints
+from tilerec.planner.constraints import FIELDS_READ, ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE
 from tilerec.planner.decision import decide, topology_of_ranks
-from tilerec.planner.gc_paused import collector_at_rest
+from tilerec.planner.gc_paused import gc_paused
 from tilerec.planner.plan_cache import PlanCache
 from tilerec.planner.plan_price import PlanPrice, price_plan
-from tilerec.planner.planner_error import no_plan
+from tilerec.planner.planner_error import planner_error_of
 from tilerec.planner.rank_result import Outcome
-from tilerec.planner.report.report_builder import report_of
+from tilerec.planner.report.report_builder import build_report
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
-from tilerec.planner.sharder import Sharder, listed
+from tilerec.planner.sharder import Sharder, checked_sharders
 from tilerec.planner.tables import (
     AnyTable,
     PlannedTable,
@@ -148,7 +148,7 @@ class EmbeddingShardingPlanner:
                     "ParameterConstraints."
                 )
             for field in limits.said():
-                if field not in USED:
+                if field not in FIELDS_READ:
                     ignored.setdefault(field, []).append(table)
         if ignored:
             shown = "; ".join(
@@ -262,14 +262,14 @@ class EmbeddingShardingPlanner:
 
     # -------------------------------------------------------------------------------------------- building requests
 
-    @collector_at_rest()
+    @gc_paused()
     def _request(
         self,
         module: Any,
         sharders: Sequence[Sharder] | None,
         topology: Topology,
     ) -> PlanRequest:
-        given = listed(sharders, "EmbeddingShardingPlanner")
+        given = checked_sharders(sharders, "EmbeddingShardingPlanner")
         dense = {name for name, limits in self.constraints.items() if _only_dense(limits)}
         if isinstance(module, nn.Module):
             tables = tables_of(module, given, dense)
@@ -363,7 +363,7 @@ class EmbeddingShardingPlanner:
         return plan
 
 
-@collector_at_rest()
+@gc_paused()
 def make_plan(request: PlanRequest) -> ShardingPlan:
     """Return the plan of a request, with its report.
 
@@ -373,9 +373,9 @@ def make_plan(request: PlanRequest) -> ShardingPlan:
     """
     decision = decide(request)
     if not decision.found:
-        raise no_plan(decision)
+        raise planner_error_of(decision)
     plan = decision.plan()
-    return replace(plan, report=report_of(decision, plan))
+    return replace(plan, report=build_report(decision, plan))
 
 
 def _device_type(module: Any) -> str:

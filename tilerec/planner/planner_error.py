@@ -80,7 +80,7 @@ class PlannerError(ConfigError):
         self.error_type = error_type
 
 
-def no_plan(decision: Decision) -> PlannerError:
+def planner_error_of(decision: Decision) -> PlannerError:
     """Return the error for a decision without a plan."""
     return _Diagnosis(decision).error()
 
@@ -396,7 +396,7 @@ class _Diagnosis:
         ]
         if not wide or self._decided(_with_bf16_rows(request, wide)) is None:
             return None
-        count = least_that(
+        count = least_fitting(
             len(wide), lambda k: self._decided(_with_bf16_rows(request, wide[:k])) is not None, self.tries
         )
         some = ", ".join(f"'{name}'" for name in wide[: min(count, NAMES_SHOWN)])
@@ -509,7 +509,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def least_that(most: int, fits: Callable[[int], bool], tries: int) -> int:
+def least_fitting(most: int, fits: Callable[[int], bool], tries: int) -> int:
     """Return the least number in 1 to `most` for which `fits` is true, by bisection.
 
     `fits` must be monotonic and true for `most`. After `tries` calls, the best number so far is returned.

@@ -50,7 +50,7 @@ def _kind_text(sharder: Any) -> str:
     return f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
 
 
-def listed(sharders: Sequence[_S] | None, who: str) -> list[_S]:
+def checked_sharders(sharders: Sequence[_S] | None, who: str) -> list[_S]:
     """Return the sharders as a list, after checking them.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.modules.id_state import StateView
+from tilerec.modules.id_state import BucketStateView
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.sharding.logical import Cover, LogicalTensor, Piece
 from tilerec.sharding.state import load, shown
@@ -18,7 +18,7 @@ from tilerec.spec.tile import Tile
 
 
 @final
-class BucketsView(StateView):
+class BucketsView(BucketStateView):
     """The state of a table's buckets as logical tensors: rank r holds buckets [cuts[r], cuts[r + 1])."""
 
     def __init__(self, group: Group, cuts: Sequence[int]) -> None:

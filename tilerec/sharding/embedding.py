@@ -27,7 +27,7 @@ from tilerec.modules.collection import TableCollection, key_starts
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.initial_values import fill_initial
-from tilerec.modules.inverse_indices import bags_of_samples, check_samples
+from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Table
 from tilerec.ops.gradient.definition import GradientRecord
 from tilerec.ops.runtime.graph_break import graph_break
@@ -35,7 +35,7 @@ from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine_autograd import Gradients, Output, combine, pooled_output
 from tilerec.sharding.dense_gradients import dense_grads
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
-from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts, room_of
+from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts, header_sizes_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.route import Routed, RouteInput, Router, header_sizes
@@ -109,7 +109,7 @@ class RoutedFeatures:
 
 
 @dataclass(frozen=True)
-class LookedUp:
+class LookedUpBatch:
     """A batch whose rows are in transit to their homes."""
 
     batch: RoutedFeatures
@@ -128,7 +128,7 @@ class Exchange:
         name: the collection's name in errors.
         number: the collection's number among those that share `route_group`; None: the next free one.
         """
-        room = room_of(route_group)
+        room = header_sizes_of(route_group)
         self.name, self.number = name, room.number() if number is None else number
         self.group, self.route_group, self.topology = group, route_group, topology
         self.teams = teams
@@ -159,7 +159,7 @@ class Exchange:
 
         All ranks call it when they begin to use the exchange.
         """
-        room_of(self.route_group).enter(self.number, *header_sizes(self.layout))
+        header_sizes_of(self.route_group).enter(self.number, *header_sizes(self.layout))
 
     def all_stages(self) -> list[Stages]:
         """Return the stages of every dtype used so far."""
@@ -301,7 +301,7 @@ class ShardedCollection(TableCollection):
         return self.exchange.made(routed.stages) and routed.stages.router.wide == self._accum_dtype()
 
     @_eager
-    def lookup(self, routed: RoutedFeatures) -> LookedUp:
+    def lookup(self, routed: RoutedFeatures) -> LookedUpBatch:
         """Read and pool the rows that this rank holds, and send them to their homes. Collective.
 
         A batch is routed again, on every rank, if the tables were resharded (`reshard`) or became float64 since it
@@ -326,7 +326,7 @@ class ShardedCollection(TableCollection):
         looked = replace(combiner.lookup(routed.routed, self._leaves(), holders), reader=reader)
         if holders:
             combiner.looked_up(routed.routed, holders, updates=torch.is_grad_enabled())
-        return LookedUp(routed, looked)
+        return LookedUpBatch(routed, looked)
 
     @_eager
     def prefetch(  # type: ignore[override]
@@ -393,7 +393,7 @@ class ShardedCollection(TableCollection):
             for rows, _ in zip(table.tile_rows, table.tiles, strict=False)
         ]
 
-    def _flat(self, looked: LookedUp, output: Output) -> Tensor:
+    def _flat(self, looked: LookedUpBatch, output: Output) -> Tensor:
         """Return the flat output, differentiable."""
         batch = looked.batch
         if not self.exchange.made(batch.stages):
@@ -477,7 +477,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         return self.combine(self.lookup(routed))
 
     @_eager
-    def combine(self, looked: LookedUp) -> KeyedTensor:
+    def combine(self, looked: LookedUpBatch) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
         dtype = self._dtype(self._first_leaves())
@@ -495,7 +495,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if not variable:
             size = features.stride()
             return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
-        bag_of = bags_of_samples(features)  # checked before the batch was routed
+        bag_of = sample_bags(features)  # checked before the batch was routed
         parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
         blocks = [
             part.view(count, dim)[bag_of[slot.feature]]
@@ -523,7 +523,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         ]
 
     def _pool_at_home(
-        self, looked: LookedUp, own: Sequence[int], bags: Sequence[int], variable: bool
+        self, looked: LookedUpBatch, own: Sequence[int], bags: Sequence[int], variable: bool
     ) -> Tensor:
         """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
         features = looked.batch.features
@@ -566,7 +566,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         return self.combine(self.lookup(routed))
 
     @_eager
-    def combine(self, looked: LookedUp) -> dict[str, JaggedTensor]:
+    def combine(self, looked: LookedUpBatch) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
         sizes = features.length_per_key()
@@ -623,7 +623,7 @@ def shard_collection(
         wires: wire formats of tables' rows and gradients; default: the accumulation dtype. Sums inside a host are
             always sent in the accumulation dtype.
         teams: set if the ranks form several teams, each of which holds every table; None: one team.
-        memory: result of `drawn_memory`; None: allocated here.
+        memory: result of `initialized_memory`; None: allocated here.
         caches: for tables whose tiles are in host memory: the cache that each of their tiles gets a copy of.
         name: path of the collection in the model, for errors; "": errors list its tables.
 
@@ -655,7 +655,7 @@ def shard_collection(
     places = _memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
     for own, table in tables.items():
         if not isinstance(table, ShardedTable):
-            written = memory is not None and is_drawn(table)
+            written = memory is not None and has_pending_init(table)
             shard_table(table, tilings[own], group, topology, places[own], exact, teams, written=written)
             if own in caches:
                 for rows in cast(ShardedTable, table).tile_rows:
@@ -678,13 +678,13 @@ def _collection_name(name: str, tables: Sequence[str]) -> str:
     return f"the collection of {', '.join(map(repr, tables[:3]))}{', …' if len(tables) > 3 else ''}"
 
 
-def is_drawn(table: Table) -> bool:
+def has_pending_init(table: Table) -> bool:
     """Return True if a user's `init_fn` has yet to fill the table's values."""
     return table.weight.is_meta and table.config.init_fn is not None
 
 
 @torch.no_grad()
-def drawn_memory(
+def initialized_memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int],
     hosted: Set[str] = frozenset(),
 ) -> dict[str, list[Tensor]]:  # fmt: skip
@@ -696,7 +696,7 @@ def drawn_memory(
     """
     memory = _memory(module, tilings, rank, device, seen, hosted)
     for name, table in module._tables.items():
-        if is_drawn(table) and name in memory:
+        if has_pending_init(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
             for tile, own in zip(held, memory[name], strict=False):
                 if own.numel():

@@ -14,7 +14,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.fused import OF_THIS_RUN, FaceGroup, attached_rows
+from tilerec.optim.fused import RUN_SETTINGS, ParamGroupView, attached_rows
 from tilerec.optim.keyed import KeyedOptimizer, _same_keys
 from tilerec.optim.sharded_state import TiledTable
 from tilerec.sharding.state import load, shown
@@ -59,7 +59,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
     tilings. Unsharded tables are included.
     """
 
-    _of_this_run = OF_THIS_RUN
+    _of_this_run = RUN_SETTINGS
 
     def __init__(self, module: nn.Module) -> None:
         tables = sharded_tables(module)
@@ -76,7 +76,9 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             members.setdefault(id(rows.group), []).append(rows.leaf)
             params[name] = rows.leaf
             state[rows.leaf] = rows.state if table is None else TableState(table)
-        super().__init__(params, state, [FaceGroup(group, members[mark]) for mark, group in groups.items()])
+        super().__init__(
+            params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()]
+        )
         self.defaults = dict(next(iter(groups.values()), {}))
 
     def add_param_group(self, param_group: Any) -> None:

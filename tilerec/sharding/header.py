@@ -114,7 +114,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}"
 
 
-class HeaderRoom:
+class HeaderSizes:
     """Sizes of the headers between this rank and its peers, on one channel, in int32 words.
 
     All ranks number their collections and change the sizes in the same order.
@@ -151,9 +151,9 @@ class HeaderRoom:
         return rounded[0], rounded[1]
 
 
-_ROOMS: weakref.WeakKeyDictionary[Group, HeaderRoom] = weakref.WeakKeyDictionary()
+_ROOMS: weakref.WeakKeyDictionary[Group, HeaderSizes] = weakref.WeakKeyDictionary()
 
 
-def room_of(channel: Group) -> HeaderRoom:
-    """Return the `HeaderRoom` of a channel; create it on first use."""
-    return _ROOMS.setdefault(channel, HeaderRoom())
+def header_sizes_of(channel: Group) -> HeaderSizes:
+    """Return the `HeaderSizes` of a channel; create it on first use."""
+    return _ROOMS.setdefault(channel, HeaderSizes())

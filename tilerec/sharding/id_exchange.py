@@ -35,7 +35,7 @@ from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
 from tilerec.ops.hash.definition import zch_buckets
 from tilerec.ops.runtime.upload import current_stream, upload
-from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
+from tilerec.sharding.header import FLAG_BITS, LookupFacts, header_sizes_of, raise_difference
 from tilerec.spec.tile import Rectangle, Tile, Tiling
 
 Ranges = tuple[tuple[int, int], ...]
@@ -80,7 +80,7 @@ class IdExchange:
             self.spans.append((at, at + len(features[table])))
             at += len(features[table])
         self.cuts = [bucket_cuts(module.buckets(), group.size) for module in modules.values()]
-        room, width = room_of(group), _FLAGS + len(self.modules) + len(self.features)
+        room, width = header_sizes_of(group), _FLAGS + len(self.modules) + len(self.features)
         word = f"the ids of {', '.join(map(repr, list(self.modules)[:3]))}{', …' if len(self.modules) > 3 else ''}"
         self.facts = LookupFacts(room.number() if number is None else number, word, tuple(self.modules))
         self._room, self._width = room, width

@@ -19,9 +19,9 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
-from tilerec.modules.remapped_bags import with_rows
+from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
-from tilerec.sharding.embedding import LookedUp, RoutedFeatures, ShardedCollection
+from tilerec.sharding.embedding import LookedUpBatch, RoutedFeatures, ShardedCollection
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -51,7 +51,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         rows, evicted = self.exchange(batch)
         for table, rows_M in evicted.items():
             self.modules_by_table[table].keep_evicted(rows_M)
-        return with_rows(features, rows, self._drops)
+        return remapped_batch(features, rows, self._drops)
 
     def stats(self) -> dict[str, IdStats]:
         own = {table: module.summary() for table, module in self.modules_by_table.items()}
@@ -124,7 +124,7 @@ class LookedUpManaged:
     """A batch whose rows are in transit to their homes."""
 
     remapped: KeyedJaggedTensor
-    looked: LookedUp
+    looked: LookedUpBatch
 
 
 class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):

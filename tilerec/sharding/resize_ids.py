@@ -26,7 +26,7 @@ from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets, bucket_cuts
-from tilerec.modules.id_resize import Resized, resized_map
+from tilerec.modules.id_resize import Resized, resize_id_map
 from tilerec.modules.id_state import HASH_NAMES, zeros
 from tilerec.ops.hash.definition import HashState
 from tilerec.sharding.buckets_view import BucketsView
@@ -84,7 +84,7 @@ def build_ids(
     here = old.cut(cuts[group.rank], cuts[group.rank + 1])
     state = HashState(*(parts[name][0] for name in HASH_NAMES))
     with on_all_ranks(group, f"table '{table}'", "building its new ids"):
-        made = resized_map(
+        made = resize_id_map(
             state, parts["counts"][0], here, whole, module._max_probe, module.step, module._evicting
         )
     named = {**dict(zip(HASH_NAMES, made.state, strict=True)), "counts": made.counts_BC}

@@ -43,7 +43,7 @@ class RowState(ABC):
         """Replace the state by `parts`, one tensor per new tile; the new tiles are in place. Must not fail."""
 
 
-def places_of(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
+def tiles_or_empty(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
     """Return a rank's tiles; a single empty tile if it has none."""
     own = tuple(tile for tile in rectangles(tiling) if rank in tile.owners)
     return own or (Tile(0, 0, 0, tiling.dim, ()),)
@@ -64,7 +64,7 @@ def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topolo
     return peers_of(tiling, place, old.group, topology, old.exact, old.teams)
 
 
-def take_tiles(
+def replace_tiles(
     table: ShardedTable,
     tiling: Tiling,
     peers: Sequence[UpdatePeers],
@@ -75,14 +75,14 @@ def take_tiles(
     """Replace the tiles of this table and of all tables tied to it; nothing is copied.
 
     Args:
-        peers, memory, state, grads: for each tile of `places_of`: its `UpdatePeers`, its memory `[rows, width]`, the
-            optimizer's slots and counts (empty without an optimizer), and its `.grad`.
+        peers, memory, state, grads: for each tile of `tiles_or_empty`: its `UpdatePeers`, its memory `[rows, width]`,
+            the optimizer's slots and counts (empty without an optimizer), and its `.grad`.
 
     Returns:
         The leaves, old objects first. Old leaves that are no longer used become empty.
     """
     rank, before, old = table.tile_rows[0].peers.group.rank, table.leaves(), table.tile_rows
-    places, first = places_of(tiling, rank), table.leaves()[0]
+    places, first = tiles_or_empty(tiling, rank), table.leaves()[0]
     made: list[TileRows] = []
     for i, place in enumerate(places):
         if i < len(before):

@@ -27,8 +27,8 @@ from tilerec.comms.group import Group, Handle
 from tilerec.errors import InputError
 from tilerec.ops.exchange.definition import raise_fault
 from tilerec.ops.gradient.definition import bag_starts
-from tilerec.ops.runtime.upload import current_stream, kept, upload
-from tilerec.sharding.header import FLAG_BITS, LookupFacts, raise_difference, room_of
+from tilerec.ops.runtime.upload import cached_per_stream, current_stream, upload
+from tilerec.sharding.header import FLAG_BITS, LookupFacts, header_sizes_of, raise_difference
 from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.prefetched_results import StreamEvent
@@ -142,7 +142,7 @@ class Router:
         for m, merge in enumerate(layout.own_merges):
             for p in merge.parts:
                 self._merge_of[layout.wire[p]] = m
-        self._room = room_of(group)
+        self._room = header_sizes_of(group)
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
         # A single rank with one row range per table: its lookups can read batches as they are.
         self._single_range = layout.size == 1 and everyone is None and self._ranges == [1] * len(layout.slots)
@@ -588,7 +588,7 @@ def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
 
 
-@kept(8)
+@cached_per_stream(8)
 def _many_ones(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=torch.int32, device=device)
 
@@ -598,7 +598,7 @@ def _ones(count: int, device: torch.device) -> Tensor:
     return _many_ones(1 << max(10, count.bit_length()), device)[:count]
 
 
-@kept(8)
+@cached_per_stream(8)
 def _counting_up(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 

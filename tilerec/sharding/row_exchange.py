@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient.definition import GradientRecord, expect_reads, next_serial, order_ahead
+from tilerec.ops.gradient.definition import GradientRecord, next_serial, register_saved_rows, sort_in_advance
 from tilerec.ops.lookup.definition import raise_bad_id
-from tilerec.ops.lookup.saved_rows import SavedRows, copied, id_segments, places_in_copies
+from tilerec.ops.lookup.saved_rows import SavedRows, copy_rows, id_segments, positions_in_copies
 from tilerec.sharding.layout import ExchangeLayout, HomeSegment, OwnerSegment
 from tilerec.sharding.route import LocalHandle, Routed
 from tilerec.sharding.wire import RowWire
@@ -529,7 +529,7 @@ class RowExchange:
             return
         live = [True] * len(trained) if routed.weights_need_grad else trained
         fewer = self._without_frozen(routed.wait(), live)
-        order_ahead(self.record(fewer, routed.ids, sinks, routed.present))
+        sort_in_advance(self.record(fewer, routed.ids, sinks, routed.present))
 
     def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> SavedRows:
         """Return the reader of the rows that the gradients of sample weights need.
@@ -551,13 +551,13 @@ class RowExchange:
                 return copies
             segments = self._segments_of_ids(routed, features)
             return [
-                copied(holders[self._tables[f]].leaf, routed.ids[begin:end])
+                copy_rows(holders[self._tables[f]].leaf, routed.ids[begin:end])
                 for f, (begin, end) in zip(features, segments, strict=True)
             ]
 
         watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
         reader = SavedRows(self._tables, watched, lambda t: every[t].name, copy)
-        expect_reads({t: rows.handle for t, rows in enumerate(every)}, reader)
+        register_saved_rows({t: rows.handle for t, rows in enumerate(every)}, reader)
         return reader
 
     def _segments_of_ids(self, routed: Routed, features: Sequence[int]) -> list[tuple[int, int]]:
@@ -587,7 +587,7 @@ class RowExchange:
         elif self._read_segments:
             weights, ids, tables = list(leaves), routed.ids, self._tables
             if rows is not None:
-                ids = places_in_copies(ids, self._segments_of_ids(routed, features))
+                ids = positions_in_copies(ids, self._segments_of_ids(routed, features))
                 weights, tables = list(rows), features
             own = torch.ops.tilerec.sample_weight_grad(
                 weights, ids, routed.offsets, grads, tables, self._keys, [0] * len(self._keys), [*routed.present, 0],

@@ -175,7 +175,7 @@ class TileRows(TableRows):
                 table.touched.count()
         rules = _rules(tables)
         for peers, own in self._by_replicas(tables, record):
-            mark_touched([table for table in peers if table.touched is not None], own)
+            mark_changed([table for table in peers if table.touched is not None], own)
             ways = _Ways.of(peers, rules)
             for table in ways.sparse:
                 TableRows.take(table, [table], table._of_all_teams(_only(own, [table])))
@@ -291,7 +291,7 @@ def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
     )
 
 
-def mark_touched(tables: Sequence[TileRows], record: GradientRecord) -> None:
+def mark_changed(tables: Sequence[TileRows], record: GradientRecord) -> None:
     """Mark the rows of these tables that a record contains."""
     if not tables:
         return

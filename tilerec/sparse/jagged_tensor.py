@@ -23,7 +23,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import jagged_to_padded, padded_to_jagged
 from tilerec.sparse.segments import Segments, checked_segments
-from tilerec.sparse.value_checks import SHOWN, allocate_like, check_items, shown_in_full
+from tilerec.sparse.value_checks import SHOWN, allocate_like, check_items, is_printable_in_full
 from tilerec.torch_private import pytree
 
 
@@ -344,7 +344,7 @@ def describe_parts(jt: JaggedTensor) -> str:
 
 def readable(jt: JaggedTensor) -> bool:
     """Return True if the contents are small, valid and available on a device with memory."""
-    if not _holds_tensors(jt) or not shown_in_full(jt.values()) or jt._segments.count() > SHOWN:
+    if not _holds_tensors(jt) or not is_printable_in_full(jt.values()) or jt._segments.count() > SHOWN:
         return False
     bounds = jt.offsets()
     return bool((bounds.diff() >= 0).all() and bounds[0] >= 0 and bounds[-1] <= jt.values().shape[0])

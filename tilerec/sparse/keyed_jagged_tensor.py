@@ -49,7 +49,7 @@ from tilerec.sparse.keys import Keys, shorten
 from tilerec.sparse.kjt_fields import Parts
 from tilerec.sparse.pytree_registration import Context, dump_context, flatten, load_context, unflatten
 from tilerec.sparse.segments import Segments
-from tilerec.sparse.selection import permute, permute_waits, split
+from tilerec.sparse.selection import permute, permute_needs_key_offsets, split
 from tilerec.sparse.slices import key_lengths, slice_all, slice_one
 from tilerec.sparse.value_checks import allocate_like
 from tilerec.torch_private import pytree
@@ -446,7 +446,7 @@ class KeyedJaggedTensor:
         `indices_tensor` is the same list on the batch's device, if there is one. Only a permutation that omits or
         repeats features needs the key offsets, and so may wait for the device.
         """
-        parts = self._synced() if permute_waits(self._parts, indices) else self._parts
+        parts = self._synced() if permute_needs_key_offsets(self._parts, indices) else self._parts
         return _made(permute(parts, indices, indices_tensor))
 
     def flatten_lengths(self) -> KeyedJaggedTensor:

@@ -17,7 +17,7 @@ from tilerec.errors import InputError
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keys import shorten
 from tilerec.sparse.regroup import RegroupPlan
-from tilerec.sparse.value_checks import check_tensor, shown_in_full
+from tilerec.sparse.value_checks import check_tensor, is_printable_in_full
 from tilerec.torch_private import pytree
 
 
@@ -194,7 +194,7 @@ class KeyedTensor:
 
     def __repr__(self) -> str:
         """Return the blocks if the tensor is small and readable, else its shape: debuggers call it at any time."""
-        if shown_in_full(self._values):
+        if is_printable_in_full(self._values):
             return str(self)
         return self._describe()
 

@@ -52,7 +52,7 @@ def split(parts: Parts, segments: Sequence[int]) -> list[Parts]:
 
 
 def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None) -> Parts:
-    """Return the features at `indices`, in that order. Needs the key offsets if `permute_waits` returns True."""
+    """Return the features at `indices`, in that order. See `permute_needs_key_offsets`."""
     keys = parts.keys.select(indices)
     order_P = upload(indices, parts.values.device) if indices_tensor is None else indices_tensor
     if order_P.shape != (len(keys),):
@@ -83,7 +83,7 @@ def permute(parts: Parts, indices: Sequence[int], indices_tensor: Tensor | None)
     )
 
 
-def permute_waits(parts: Parts, indices: Sequence[int]) -> bool:
+def permute_needs_key_offsets(parts: Parts, indices: Sequence[int]) -> bool:
     """Return True if a permutation must fetch key offsets, because it changes the number of ids.
 
     Fetching also checks them: ids outside all bags would be dropped.

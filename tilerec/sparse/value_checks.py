@@ -18,7 +18,7 @@ SHOWN = 1000
 """Most numbers that `repr` prints; above it prints shapes, as torch summarises. `str` prints all."""
 
 
-def shown_in_full(tensor: Tensor) -> bool:
+def is_printable_in_full(tensor: Tensor) -> bool:
     """Return True if `repr` may read the contents: a small tensor with memory, while no graph is traced."""
     plain = isinstance(tensor, torch.nn.Parameter) or type(tensor) is Tensor
     return plain and not tensor.is_meta and tensor.numel() <= SHOWN and not torch.compiler.is_compiling()

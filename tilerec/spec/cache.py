@@ -8,7 +8,7 @@ from enum import Enum, unique
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 DEFAULT_LOAD_FACTOR = 0.2
 
@@ -60,7 +60,7 @@ class CacheParams:
             "stats": stats,
             "multipass_prefetch_config": multipass_prefetch_config,
         }
-        warn_without_effect("CacheParams", idle, _WITHOUT_EFFECT, 2)
+        warn_ignored_settings("CacheParams", idle, _WITHOUT_EFFECT, 2)
         factor = DEFAULT_LOAD_FACTOR if load_factor is None else load_factor
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
             raise ConfigError(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 
 
-def warn_without_effect(what: str, given: Mapping[str, object], why: Mapping[str, str], depth: int) -> None:
+def warn_ignored_settings(what: str, given: Mapping[str, object], why: Mapping[str, str], depth: int) -> None:
     """Issue one warning that lists the given settings, each with the reason and the alternative.
 
     Args:

@@ -139,7 +139,7 @@ class OptimizerSpec(ABC):
                 f"{value.where}: got optimizer={shown(name)}; expected one of {sorted(SPECS)}. Use one of these."
             )
         cls = SPECS[name]
-        refuse_unknown(name, cls, kwargs, f"{value.where} of {name}")
+        raise_for_unknown_settings(name, cls, kwargs, f"{value.where} of {name}")
         try:
             return cls(**kwargs)
         except (ConfigError, TypeError) as error:
@@ -523,7 +523,9 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
-def refuse_unknown(name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str) -> None:
+def raise_for_unknown_settings(
+    name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str
+) -> None:
     """Raise `ConfigError` for a setting that `cls` does not have."""
     known = {field.name for field in fields(cls)}
     for key in kwargs:

@@ -15,7 +15,7 @@ from typing import Any
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
 from tilerec.spec.cache import CacheParams
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, read_ranks, text_to_ranks
 from tilerec.spec.sharding_type import KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
 from tilerec.spec.table import DataType, data_type_to_dtype
@@ -109,7 +109,7 @@ class ParameterSharding:
             "output_dtype": output_dtype,
             "key_value_params": key_value_params,
         }
-        warn_without_effect("ParameterSharding", given, _WITHOUT_EFFECT, 3)
+        warn_ignored_settings("ParameterSharding", given, _WITHOUT_EFFECT, 3)
         if self.wire is not None and not isinstance(self.wire, Wire):
             raise ConfigError(
                 f"ParameterSharding: got wire={self.wire!r:.200}; expected a Wire or None. Pass one such as "
@@ -298,7 +298,7 @@ def _data_type(value: JsonValue) -> DataType:
     return DataType(word)
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_int_from(value: object, least: int) -> bool:
     """Return True for an int of at least `least` that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -22,7 +22,7 @@ from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.spec.parameter_sharding import CODECS as CODECS
-from tilerec.spec.parameter_sharding import ParameterSharding, is_whole
+from tilerec.spec.parameter_sharding import ParameterSharding, is_int_from
 from tilerec.spec.parameter_sharding import Wire as Wire
 from tilerec.spec.plan_table import plan_table
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
@@ -100,7 +100,7 @@ class ShardingPlan:
                 f"ShardingPlan: got version {self.version!r}; expected {VERSION}, which this release reads. Plan again."
             )
         if self.world_size is not None and not (
-            is_whole(self.world_size, 1) and self.world_size <= MOST_RANKS
+            is_int_from(self.world_size, 1) and self.world_size <= MOST_RANKS
         ):
             raise ConfigError(
                 f"ShardingPlan: got world_size={self.world_size!r:.80}; expected a whole number from 1 to "

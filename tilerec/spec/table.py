@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from tilerec.errors import ConfigError
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
 @unique
@@ -217,7 +217,7 @@ class _TableConfig:
             "stash_weights": stash_weights,
         }
         # Stack depth: __post_init__, the generated __init__, and for pooled tables one more __post_init__.
-        warn_without_effect(what, given, _WITHOUT_EFFECT, 3 + isinstance(self, EmbeddingBagConfig))
+        warn_ignored_settings(what, given, _WITHOUT_EFFECT, 3 + isinstance(self, EmbeddingBagConfig))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -27,7 +27,7 @@ import torch
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, read_json
 from tilerec.spec.gpu_presets import MACHINES
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
 
@@ -119,7 +119,7 @@ class Topology:
             "weighted_feature_bwd_compute_multiplier": weighted_feature_bwd_compute_multiplier,
             "uneven_sharding_perf_multiplier": uneven_sharding_perf_multiplier,
         }
-        warn_without_effect("Topology", multipliers, dict.fromkeys(multipliers, _OWN_COST_MODEL), 3)
+        warn_ignored_settings("Topology", multipliers, dict.fromkeys(multipliers, _OWN_COST_MODEL), 3)
         if not _whole(self.world_size, 1) or self.world_size > MOST_RANKS:
             raise ConfigError(
                 f"Topology: got world_size={self.world_size!r:.80}; expected a whole number from 1 to {MOST_RANKS:,}. "

@@ -22,7 +22,7 @@ from tilerec.spec.optimizer import (
     AdamW,
     OptimizerSpec,
     RowWiseAdagrad,
-    refuse_unknown,
+    raise_for_unknown_settings,
 )
 
 _TORCH: dict[type, type[OptimizerSpec]] = {
@@ -112,7 +112,7 @@ def from_torch(cls: Any, kwargs: Mapping[str, Any] | None = None) -> OptimizerSp
         del settings["decoupled_weight_decay"]
     if spec is RowWiseAdagrad and settings.get("lr_decay") == 0:
         del settings["lr_decay"]
-    refuse_unknown(spec.__name__, spec, settings, shown)
+    raise_for_unknown_settings(spec.__name__, spec, settings, shown)
     return replace(cls, **settings) if isinstance(cls, OptimizerSpec) else spec(**settings)
 
 

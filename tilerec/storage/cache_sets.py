@@ -29,7 +29,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from tilerec.ops.cache.definition import MOST, NONE, lines_given
+from tilerec.ops.cache.definition import MAX_COUNT, NONE, assign_lines
 from tilerec.spec.cache import CacheAlgorithm
 
 
@@ -49,7 +49,7 @@ class LineMoves(NamedTuple):
     conflicts: int  # number of loaded rows that got a spare line
 
 
-class NoSpare(NamedTuple):
+class SpareLinesNeeded(NamedTuple):
     """The result of a request that changed nothing because it needs `lines` spare lines."""
 
     lines: int
@@ -103,7 +103,9 @@ class CacheSets:
         """Return all tensors of the books."""
         return [self.line_of_E, self.row_in_L, self.named_L, self.flights_L, self.count_E]
 
-    def request(self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()) -> LineMoves | NoSpare:
+    def request(
+        self, rows_U: Tensor, serial: int, flying: Sequence[Tensor] = ()
+    ) -> LineMoves | SpareLinesNeeded:
         """Find a line for each of these rows. No row moves before `seat`.
 
         Args:
@@ -131,7 +133,7 @@ class CacheSets:
         if self._lfu:
             count_M = self.count_E[rows_M]
             turns_M, liked_M = torch.argsort(count_M, descending=True, stable=True), count_M.long() + 1
-        given_M = lines_given(
+        given_M = assign_lines(
             rows_M, turns_M, liked_M, held_L, self.row_in_L, self.named_L, self.count_E, self.sets, self.ways
         )
         # Rows that get no line of their set and have a spare line keep it.
@@ -139,7 +141,7 @@ class CacheSets:
         free = (~taken | idle).nonzero()[:, 0] + self.first_spare
         wanted = int(wants_spare.sum())
         if wanted > free.numel():
-            return NoSpare(self.spare - free.numel() + wanted)
+            return SpareLinesNeeded(self.spare - free.numel() + wanted)
         given_M[wants_spare] = free[:wanted]
 
         evicted = given_M[(given_M >= 0) & (given_M < self.first_spare)]
@@ -163,4 +165,4 @@ class CacheSets:
             self.named_L[lines] = moves.serial
         if self._lfu:  # counts saturate at the largest int32 and do not wrap around
             counts = self.count_E[moves.named_rows]
-            self.count_E[moves.named_rows] = counts + (counts < MOST).to(torch.int32)
+            self.count_E[moves.named_rows] = counts + (counts < MAX_COUNT).to(torch.int32)

@@ -39,18 +39,18 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import TRITON
-from tilerec.ops.cache.definition import MOST, HeaderColumn, Plan
+from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan
 from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.cache import CacheParams
 from tilerec.storage.cache_request import CacheEmptied, CacheRequest, CacheTensors, in_chunks, request
-from tilerec.storage.cache_sets import CacheSets, NoSpare
+from tilerec.storage.cache_sets import CacheSets, SpareLinesNeeded
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.host_rows import HostRows
 
 WAYS = 32
 """Lines per set."""
 
-UNASKED = 64 << 20
+SPARE_BYTES_IN_ADVANCE = 64 << 20
 """Bytes of spare lines that are allocated in advance, enough for all ids of a table's batches in flight. The limit is
 the bytes of the table's sets if these are more. Within the limit the host need not read how many rows need one."""
 
@@ -194,7 +194,7 @@ class RowCache:
     def _read_counts(self) -> None:
         """Add the device's counts to `_stats` and zero them."""
         made = self._made
-        if made is None or not _together(made):
+        if made is None or not _uses_kernels(made):
             return
         self._wait_for_other_stream()
         counters = made.counters.tolist()
@@ -296,7 +296,7 @@ class RowCache:
     def names(self) -> Tensor:
         """The row in each line, int64."""
         assert self._made is not None
-        return self._made.sets.names if _together(self._made) else self._made.sets.row_in_L
+        return self._made.sets.names if _uses_kernels(self._made) else self._made.sets.row_in_L
 
     def knows(self, ids: Tensor, segments: Segments, bags: Bags) -> None:
         """Record the bags of a batch's ids."""
@@ -401,7 +401,7 @@ class RowCache:
         count = sets * WAYS + spare
         try:
             # On a GPU there is one more line, of zeros: ids that are no rows read it.
-            zeros = int(_served(device))
+            zeros = int(_has_kernels(device))
             lines = [torch.empty((count + zeros, *t.shape[1:]), dtype=t.dtype, device=device) for t in host]
             for tensor in lines if zeros else ():
                 tensor[count:].zero_()
@@ -457,7 +457,7 @@ class RowCache:
             moves = made.sets.request(
                 rows_U, self._serial, [b.rows_U for b in self._flight if b.rows_U is not None]
             )
-            if not isinstance(moves, NoSpare):
+            if not isinstance(moves, SpareLinesNeeded):
                 break
             made = self._with_spare(made, moves.lines)
         self._write_back(made, moves.leaving_rows, moves.leaving_lines)
@@ -491,7 +491,7 @@ class RowCache:
 
     def _ask(self, want: RowRequest, ids: Tensor) -> CacheRequest:
         """Return this cache's part of a request for several caches."""
-        if self._serial >= MOST - 1:
+        if self._serial >= MAX_COUNT - 1:
             self.settle()
             self._serial = 0
         made = self._made
@@ -529,7 +529,7 @@ class RowCache:
         most = min(rows, count + sum([batch.count for batch in self._flight]))
         if sets.spare < most:
             line_bytes = sum([t.element_size() * t[:1].numel() for t in made.lines])
-            if most > sets.first_spare and most * line_bytes > UNASKED:
+            if most > sets.first_spare and most * line_bytes > SPARE_BYTES_IN_ADVANCE:
                 return made, False
             made = self._with_spare(made, most)
         return made, made.sets.spare >= most
@@ -599,7 +599,7 @@ class RowCache:
         try:
             for k, tensor in enumerate(made.lines):
                 made.lines[k] = torch.cat((tensor, tensor.new_empty(more, *tensor.shape[1:])))
-                if _together(made):  # the line of zeros comes last
+                if _uses_kernels(made):  # the line of zeros comes last
                     made.lines[k][-1:].zero_()
             dirty_L = torch.cat((made.dirty_L, made.dirty_L.new_zeros(more)))
             # Lines beyond those of the sets do no harm.
@@ -665,13 +665,13 @@ class RowRequest:
     names: str = ""  # "feature@table" per segment, joined by ",", for messages; or empty
 
 
-def _served(device: torch.device) -> bool:
+def _has_kernels(device: torch.device) -> bool:
     """Return True if kernels of this device serve the requests of several caches at once."""
     return TRITON and device.type == "cuda"
 
 
-def _together(made: CacheTensors) -> bool:
-    return _served(made.dirty_L.device)
+def _uses_kernels(made: CacheTensors) -> bool:
+    return _has_kernels(made.dirty_L.device)
 
 
 def prefetch_all(wants: Sequence[RowRequest], ids: Tensor) -> None:
@@ -691,11 +691,11 @@ def prefetch_all(wants: Sequence[RowRequest], ids: Tensor) -> None:
                 cache = want.cache
                 made = cache._over(want.host)
                 known = cache._batch(ids, want.segments)
-                if known is not None and not (_together(made) and ids.is_inference()):
+                if known is not None and not (_uses_kernels(made) and ids.is_inference()):
                     continue
                 if known is not None:  # inference tensors have no version: the ids may have changed
                     cache._flight.remove(known)
-                if not _together(made):
+                if not _uses_kernels(made):
                     cache._request(made, ids, want.segments, want.refuse)
                 elif id(cache) in now:  # two tables share these rows
                     later.append(want)
@@ -770,4 +770,4 @@ def lines_of_all(
 
 def served_by_kernels(wants: Sequence[RowRequest]) -> bool:
     """Return True if `lines_of_all` serves all of these caches."""
-    return bool(wants) and all([_served(want.cache._device_of(want.host)) for want in wants])  # noqa: C419
+    return bool(wants) and all([_has_kernels(want.cache._device_of(want.host)) for want in wants])  # noqa: C419

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tilerec.ops.lookup.saved_rows import copied, id_segments, places_in_copies
+from tilerec.ops.lookup.saved_rows import copy_rows, id_segments, positions_in_copies
 from tilerec.storage.cached import RowCache, RowRequest, Segments, bags_of, lines_of_all, served_by_kernels
 
 
@@ -72,11 +72,11 @@ class LineBatch:
     def copies(self, tables: Sequence[int], features: Sequence[int]) -> list[Tensor]:
         """Return copies of the rows of some features. `tables`: the table of each feature."""
         own = self._ranges()
-        return [copied(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
+        return [copy_rows(self.weights[tables[f]], self.ids[slice(*own[f])]) for f in features]
 
     def of_copies(self, rows: Sequence[Tensor]) -> LineBatch:
         """Return the same batch with ids that read such copies: one table per feature."""
-        ids = places_in_copies(self.ids, self._ranges())
+        ids = positions_in_copies(self.ids, self._ranges())
         return LineBatch([[own] for own in rows], [], ids, self.offsets, None, self.segments)
 
     def back(self, values_n: Tensor, count: int) -> Tensor:

@@ -4,7 +4,7 @@
     backward (batch i + 1)   the update finds the order by the batch's ids, waits for the stream that made it, and does
                              not sort
 
-An order is keyed by the tensors of its batch and their versions (`prefetched_results.py`). The update ignores it and sorts
+An order is keyed by the tensors of its batch and their versions. The update ignores it and sorts
 as usual if the batch was written to since, or if its tables are placed or grouped differently now. The order of a batch
 that is never trained on keeps its memory (some 20 bytes per occurrence) until MOST others have been kept. So a missing
 or stale order costs only time.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.backends import TRITON
 from tilerec.ops.gradient.definition import _SINKS, GradientRecord, GradientSink, sum_rows
-from tilerec.ops.runtime.readback import on_arrival, poll, use_all
+from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.ops.runtime.upload import capturing
 from tilerec.ops.update.checks import raise_bad_row
 from tilerec.ops.update.counts import advance, read_counts
@@ -220,7 +220,7 @@ class TableRows(GradientSink):
         # An op that raises has updated nothing.
         count_updates(tables, spec)
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
-        on_arrival(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        on_arrival(result, _SkippedRowsReport(spec, tuple([weakref.ref(table) for table in tables])))
         poll(result.device)
 
     def order(self, sinks: Sequence[GradientSink], record: GradientRecord) -> None:
@@ -251,7 +251,7 @@ class TableRows(GradientSink):
         with lock_caches([table.cache for table in tables]):
             result = self._update_cached(tables, record, of_feature, spec, hyper, refuse)
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
-        on_arrival(result, _Skipped(spec, tuple([weakref.ref(table) for table in tables])))
+        on_arrival(result, _SkippedRowsReport(spec, tuple([weakref.ref(table) for table in tables])))
         poll(result.device)
 
     def _update_cached(
@@ -310,7 +310,7 @@ class TableRows(GradientSink):
         """Number of row updates skipped because a gradient was not finite. On a GPU, reading this waits."""
         leaf = getattr(self, "leaf", None)
         if leaf is not None:
-            use_all(leaf.device if self.cache is None else self.cache.device or leaf.device)
+            wait_all(leaf.device if self.cache is None else self.cache.device or leaf.device)
         return cast(int, self.__dict__["skipped_rows"])
 
     @skipped_rows.setter
@@ -369,7 +369,7 @@ class TableRows(GradientSink):
 
 
 @dataclass(frozen=True)
-class _Skipped:
+class _SkippedRowsReport:
     """Callback for the result of an update of these tables: reports the rows that it skipped."""
 
     spec: OptimizerSpec

@@ -17,7 +17,7 @@ SHAPE = (300, 100)
 
 @pytest.fixture(autouse=True)
 def small_and_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LEAST", 64)
+    monkeypatch.setattr(memory, "MIN_REUSED_BYTES", 64)
     monkeypatch.setattr(memory, "_BLOCKS", memory._Blocks())
 
 
@@ -67,7 +67,7 @@ def test_small_empty_and_foreign_tensors_are_torchs_own() -> None:
 
 
 def test_no_more_free_memory_is_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "KEEP", 3 * size_class(120_000))
+    monkeypatch.setattr(memory, "MAX_FREE_BYTES", 3 * size_class(120_000))
     tensors = [reused_empty(SHAPE, torch.float32) for _ in range(7)]
     del tensors
     assert memory._BLOCKS.kept() == 3 * size_class(120_000)

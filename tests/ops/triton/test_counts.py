@@ -29,7 +29,7 @@ from tilerec.ops.update.triton import rules
 from tilerec.ops.update.triton.backend import update_rows_
 from tilerec.ops.update.triton.counts import PACES, pace_table, paces_on_device
 from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
-from tilerec.ops.update.triton.rules import ready
+from tilerec.ops.update.triton.rules import prepare_rule
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -67,8 +67,10 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
         value = lr if tensor is None else float(tensor)
         counts = counts_of(*before)
         frozen = with_lr(hyper, lr if tensor is None else 7.0)
-        told = paces_on_device("op", ready(rule, frozen), counts, tensor, torch.device("cpu"), True)
-        want = pace_table(ready(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu"))
+        told = paces_on_device("op", prepare_rule(rule, frozen), counts, tensor, torch.device("cpu"), True)
+        want = pace_table(
+            prepare_rule(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu")
+        )
         # Where a rule has no learning rate among its numbers (Adagrad's is in e0), nobody reads h0.
         read = [k for k in range(PACES) if name != "adagrad" or k != 3]
         assert torch.equal(told.view(-1, PACES)[:, read], want.view(-1, PACES)[:, read])
@@ -76,7 +78,7 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
 
 
 def test_more_tables_than_a_program_takes() -> None:
-    made = ready(*RULES["adam"][:2])
+    made = prepare_rule(*RULES["adam"][:2])
     counts = counts_of(*range(70))
     told = paces_on_device("op", made, counts, None, torch.device("cpu"), True).view(-1, PACES)
     assert told[:, 0].tolist() == [int(c) for c in counts] == list(range(1, 71))
@@ -201,7 +203,7 @@ def test_counts_that_are_none_are_refused_with_the_references_words() -> None:
 
 
 def gate(name: str, rate: str) -> Gate:
-    made = ready(*RULES[name][:2])
+    made = prepare_rule(*RULES[name][:2])
     names = {id(value): key for key, value in vars(rules).items()}
     return Gate(
         f"{name} {rate}",

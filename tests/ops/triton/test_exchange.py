@@ -15,7 +15,7 @@ from tests.ops.triton.gates import Gate, aside, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
 from tilerec.ops.exchange import definition as reference
-from tilerec.ops.runtime.upload import kept, upload
+from tilerec.ops.runtime.upload import cached_per_stream, upload
 
 pytest.importorskip("triton")
 
@@ -276,7 +276,7 @@ def test_rows_of_all_bags_are_described_once_and_rows_with_slots_at_every_call(
     monkeypatch: pytest.MonkeyPatch, starts: list[int], sent: int
 ) -> None:
     uploads: list[object] = []
-    monkeypatch.setattr(exchange_rows, "_kept_plan", kept(4)(exchange_rows._plan))
+    monkeypatch.setattr(exchange_rows, "_kept_plan", cached_per_stream(4)(exchange_rows._plan))
     monkeypatch.setattr(
         exchange_rows, "upload", lambda numbers, device: (uploads.append(numbers), upload(numbers, device))[1]
     )

@@ -209,13 +209,13 @@ def test_a_graphs_report_is_on_its_way_once(gpu: Gpu) -> None:
 def test_a_look_costs_as_much_however_many_ops_were_captured(gpu: Gpu) -> None:
     """Some are asked at a look, in turn; whoever waits asks all."""
     gpu.capturing = True
-    of_graphs = [kernel() for _ in range(3 * later._AT_A_LOOK)]
+    of_graphs = [kernel() for _ in range(3 * later.OPS_PER_POLL)]
     gpu.capturing = False
     of_graphs[-1].copy_(torch.tensor([1, 7, 0, 0]))
     for look in range(3):
         before = gpu.recorded
         raise_due(CPU)
-        assert gpu.recorded - before == later._AT_A_LOOK, look
+        assert gpu.recorded - before == later.OPS_PER_POLL, look
         gpu.run()
     with pytest.raises(ValueError, match="7 0 0"):
         raise_due(CPU)

@@ -17,7 +17,7 @@ from tests.ops.triton.test_update import RULES
 from tilerec.errors import ConfigError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.rules import make_rule
-from tilerec.ops.update.triton.rules import power, ready
+from tilerec.ops.update.triton.rules import power, prepare_rule
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -33,7 +33,7 @@ def _quick() -> Iterator[None]:
 @pytest.mark.parametrize("name", RULES)
 def test_a_bundle_has_the_slots_and_sums_of_its_rule(name: str) -> None:
     rule, hyper, kinds = RULES[name]
-    made, reference = ready(rule, hyper), make_rule(rule, hyper)
+    made, reference = prepare_rule(rule, hyper), make_rule(rule, hyper)
     assert [kind for kind in made.kinds if kind] == [{"element": 1, "row": 2}[kind] for kind in kinds]
     assert [n for n in made.sums if n] == [reference.sums(phase) for phase in range(reference.phases)]
     assert len(made.numbers) == 8
@@ -43,16 +43,16 @@ def test_a_bundle_has_the_slots_and_sums_of_its_rule(name: str) -> None:
 def test_paces_are_computed_in_double_from_the_update_count() -> None:
     rule, hyper, _ = RULES["adam"]
     exact = (0.1 / (1 - 0.9**1000), (1 - 0.999**1000) ** 0.5)
-    assert ready(rule, hyper).paces(1000) == pytest.approx(exact, rel=1e-14, abs=0)
+    assert prepare_rule(rule, hyper).paces(1000) == pytest.approx(exact, rel=1e-14, abs=0)
     rule, hyper, _ = RULES["adagrad"]
-    assert ready(rule, hyper).paces(101) == (0.1 / 2.0, 0.0)
+    assert prepare_rule(rule, hyper).paces(101) == (0.1 / 2.0, 0.0)
 
 
 def test_rules_that_there_are_not_are_refused() -> None:
     with pytest.raises(ConfigError, match="'sdg' is unknown"):
-        ready("sdg", [])
+        prepare_rule("sdg", [])
     with pytest.raises(ConfigError, match="got 2 numbers"):
-        ready("sgd", [0.1, 1.0])
+        prepare_rule("sgd", [0.1, 1.0])
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from tilerec.ops.update.triton import launch as update_launch
 from tilerec.ops.update.triton import rules, sort
 from tilerec.ops.update.triton.backend import update_rows_
 from tilerec.ops.update.triton.launch import registers, tile_rows
-from tilerec.ops.update.triton.rules import ready
+from tilerec.ops.update.triton.rules import prepare_rule
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -436,7 +436,7 @@ def test_whole_modules_train_as_on_the_other_backend() -> None:
 
 def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     """The run kernel for rows and gradients of one type, all aligned."""
-    made, size = ready(rule, hyper), {"fp32": 4, "bf16": 2}[dtype]
+    made, size = prepare_rule(rule, hyper), {"fp32": 4, "bf16": 2}[dtype]
     columns = max(4, 1 << (dim - 1).bit_length())
     rows = tile_rows(columns, made.kinds.count(1))
     names = {id(value): name for name, value in vars(rules).items()}

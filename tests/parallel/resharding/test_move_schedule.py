@@ -11,8 +11,8 @@ from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTr
 from tilerec.parallel.resharding.move_schedule import (
     CALLS,
     CALLS_OF_BATCH,
-    HANDLING,
     LEAST_TOGETHER,
+    SECONDS_PER_TABLE,
     schedule,
     seconds_of,
 )
@@ -42,12 +42,12 @@ def test_a_table_that_goes_to_another_rank_costs_its_links_and_new_memory_at_the
     loads = [load(on(10, 2, 0), on(10, 2, 1))]  # 80 bytes
     plan = schedule(loads, 2, None)
     seconds = seconds_of(loads, plan, TWO, SLOW)
-    assert seconds == pytest.approx(HANDLING + max(80 * 100.0, 80 * (10.0 + 1.0 + 999.0)))
+    assert seconds == pytest.approx(SECONDS_PER_TABLE + max(80 * 100.0, 80 * (10.0 + 1.0 + 999.0)))
     # Memory that a rank has had costs the clearing only: rank 1 gives a table of that size before it gets one.
     loads = [load(on(10, 2, 1), on(10, 2, 0)), load(on(10, 2, 0), on(10, 2, 1))]
     plan = replace(plan, batches=((0,), (1,)))
     first, second = 80 * (10.0 + 1.0 + 999.0), max(80 * 100.0, 80 * (10.0 + 1.0))
-    assert seconds_of(loads, plan, TWO, SLOW) == pytest.approx(2 * HANDLING + first + second)
+    assert seconds_of(loads, plan, TWO, SLOW) == pytest.approx(2 * SECONDS_PER_TABLE + first + second)
 
 
 def test_columns_are_packed_where_they_are_no_one_piece() -> None:
@@ -65,7 +65,7 @@ def test_each_message_and_batch_is_a_call() -> None:
     plan = replace(schedule(loads, 2, None), most=300, batches=((0, 2), (1,)))
     # 1,600 and 800 bytes in messages of 300: 6 and 3 rounds.
     assert seconds_of(loads, plan, TWO, calls) == pytest.approx(
-        CALLS + 2 * CALLS_OF_BATCH + 6 + 3 + 3 * HANDLING
+        CALLS + 2 * CALLS_OF_BATCH + 6 + 3 + 3 * SECONDS_PER_TABLE
     )
     assert seconds_of([], plan, TWO, calls) == 0.0
 

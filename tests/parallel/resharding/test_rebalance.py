@@ -16,7 +16,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
-from tilerec.parallel.resharding.move_reduction import moved_bytes, renamed
+from tilerec.parallel.resharding.move_reduction import moved_bytes, permute_ranks
 from tilerec.parallel.resharding.rebalance import Rebalanced, rebalance
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
@@ -304,7 +304,7 @@ def test_ranks_that_are_alike_are_renamed_so_that_less_moves() -> None:
         4,
         topology.host_ranks,  # type: ignore[dict-item]
     )
-    made = renamed(swapped, now, dict.fromkeys([("", n) for n in NAMES], 4), topology)
+    made = permute_ranks(swapped, now, dict.fromkeys([("", n) for n in NAMES], 4), topology)
     assert made.plan[""] == now.plan[""]
     # A host's ranks stay together: what lies on one host in the plan does so with other names.
     parted = ShardingPlan(
@@ -312,7 +312,7 @@ def test_ranks_that_are_alike_are_renamed_so_that_less_moves() -> None:
         4,
         topology.host_ranks,  # type: ignore[dict-item]
     )
-    made = renamed(parted, now, dict.fromkeys([("", n) for n in NAMES], 4), topology)
+    made = permute_ranks(parted, now, dict.fromkeys([("", n) for n in NAMES], 4), topology)
     hosts = {n: topology.host_of(s.tiling.ranks()[0]) for n, s in made.plan[""].items()}
     assert hosts["a"] == hosts["c"] != hosts["b"] == hosts["d"]
 
@@ -328,7 +328,7 @@ def test_renaming_keeps_what_a_sharding_type_says() -> None:
     )
     now = ShardingPlan({"": {"a": on(0), "b": rows, "c": copies, "d": on(1)}}, 2)  # type: ignore[dict-item]
     plan = ShardingPlan({"": {"a": on(1), "b": rows, "c": copies, "d": on(0)}}, 2)  # type: ignore[dict-item]
-    made = renamed(plan, now, {("", "a"): 8, ("", "b"): 4, ("", "c"): 4, ("", "d"): 8}, topology)
+    made = permute_ranks(plan, now, {("", "a"): 8, ("", "b"): 4, ("", "c"): 4, ("", "d"): 8}, topology)
     assert made.plan[""]["a"].tiling == on(0).tiling
     assert made.plan[""]["b"].kind is ShardingType.ROW_WISE
     assert made.plan[""]["b"].ranks == (1, 0)

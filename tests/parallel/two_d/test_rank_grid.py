@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.two_d.rank_grid import RankGrid, blocks_of
+from tilerec.parallel.two_d.rank_grid import RankGrid, runs_of
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -64,7 +64,7 @@ def test_hosts_of_a_group_are_those_of_its_ranks() -> None:
     assert far.hosts_of(1, topology) == ((0, 1, 2, 3),)
     own = near.topology_of(1, topology)
     assert (own.world_size, own.host_ranks, own.ddr_caps) == (4, ((0, 1), (2, 3)), (2, 4, 6, 8))
-    assert near.topology_of(1, topology, blocks_of(4, 3)).host_ranks == ((0, 1, 2), (3,))
+    assert near.topology_of(1, topology, runs_of(4, 3)).host_ranks == ((0, 1, 2), (3,))
     with pytest.raises(ConfigError, match="topology: got 8 ranks; expected 4"):
         RankGrid(4, 2).check_topology(topology)
 

@@ -16,7 +16,7 @@ from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.planner import make_plan
 from tilerec.planner.report.plan_report import PlanReport, TableEntry
 from tilerec.planner.report.report_text import gap_text, time_text
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -207,7 +207,11 @@ def test_a_report_from_a_file_takes_its_request_and_no_other(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"got a report without its request.*Call report\.with_request"):
         back.what_would_help()
     assert back.with_request(REQUEST).what_would_help() == made.what_would_help()
-    for other in (varied(REQUEST, batch_size=1), varied(REQUEST, hosts=1), varied(REQUEST, data_type="bf16")):
+    for other in (
+        with_changes(REQUEST, batch_size=1),
+        with_changes(REQUEST, hosts=1),
+        with_changes(REQUEST, data_type="bf16"),
+    ):
         with pytest.raises(ConfigError, match="got a request with other tables, machines or another batch"):
             back.with_request(other)
 

@@ -16,7 +16,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import (
     FixedAbsoluteStorageReservation,
@@ -34,17 +34,17 @@ REQUEST = plan_request({"a": 100, "b": 10}, Topology(8, hbm_cap=1000, local_worl
 
 
 def test_nothing_changes_nothing() -> None:
-    assert varied(REQUEST).digest() == REQUEST.digest()
+    assert with_changes(REQUEST).digest() == REQUEST.digest()
 
 
 def test_what_is_given_changes_and_the_rest_stays() -> None:
-    other = varied(REQUEST, hosts=3, hbm_cap=2000, batch_size=64, data_type="BF16")
+    other = with_changes(REQUEST, hosts=3, hbm_cap=2000, batch_size=64, data_type="BF16")
     assert other.topology.host_ranks == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
     assert (other.topology.hbm_cap, other.reserved, other.batch_size) == (2000, 100, 64)
     assert {table.data_type for table in other.tables} == {DataType.BF16}
-    assert varied(REQUEST, ranks_per_host=2).topology.world_size == 4
-    assert varied(REQUEST, ddr_cap=7).topology.ddr_cap == 7
-    assert varied(REQUEST, ddr_cap=7).reserved == 100
+    assert with_changes(REQUEST, ranks_per_host=2).topology.world_size == 4
+    assert with_changes(REQUEST, ddr_cap=7).topology.ddr_cap == 7
+    assert with_changes(REQUEST, ddr_cap=7).reserved == 100
 
 
 @pytest.mark.parametrize(
@@ -60,26 +60,26 @@ def test_what_is_given_changes_and_the_rest_stays() -> None:
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        varied(REQUEST.with_constraint("ebc.a", ranks=[7]) if "hosts" in change else REQUEST, **change)
+        with_changes(REQUEST.with_constraint("ebc.a", ranks=[7]) if "hosts" in change else REQUEST, **change)
 
 
 def test_hosts_of_different_sizes_need_a_size() -> None:
     uneven = plan_request({"a": 10}, Topology(3, hosts=[[0, 1], [2]]), {"a": ParameterConstraints()})
     with pytest.raises(ConfigError, match="The hosts differ in size"):
-        varied(uneven, hosts=2)
-    assert varied(uneven, hosts=2, ranks_per_host=2).topology.world_size == 4
+        with_changes(uneven, hosts=2)
+    assert with_changes(uneven, hosts=2, ranks_per_host=2).topology.world_size == 4
 
 
 def test_what_is_reserved_as_a_part_grows_with_the_memory() -> None:
     half = replace(REQUEST, reserved_part=0.5)
-    assert varied(half, hbm_cap=3000).reserved_bytes() == [1600] * 8
+    assert with_changes(half, hbm_cap=3000).reserved_bytes() == [1600] * 8
 
 
 def test_ranks_that_differ_in_memory_need_a_cap_for_new_ones() -> None:
     differ = plan_request({"a": 10}, Topology(2, hbm_caps=[2**30, 2**31], local_world_size=1))
     with pytest.raises(ConfigError, match=r"differ in memory \(hbm_caps\); give the memory of the new ranks"):
-        varied(differ, hosts=4)
-    other = varied(differ, hosts=4, hbm_cap=2**32).topology
+        with_changes(differ, hosts=4)
+    other = with_changes(differ, hosts=4, hbm_cap=2**32).topology
     assert (other.world_size, other.memory_caps) == (4, (2**32,) * 4)
 
 
@@ -179,7 +179,7 @@ def test_a_what_if_is_the_plan_of_a_planner_with_these_inputs(seed: int) -> None
     after = {**before, **change}
     words = {name: value.value if name == "data_type" else value for name, value in change.items()}
     request = asked_of(made(before), before)
-    then = varied(request, **words)
+    then = with_changes(request, **words)
     fresh = asked_of(made(after), after)
     assert then.to_json() == fresh.to_json()
     assert then.digest() == fresh.digest()
@@ -190,11 +190,11 @@ def test_a_what_if_is_the_plan_of_a_planner_with_these_inputs(seed: int) -> None
 def test_reserved_batches_of_input_grow_with_the_batch() -> None:
     """They are no bytes among other bytes: another batch takes what it takes."""
     request = replace(REQUEST, reserved=9, reserved_part=0.1, reserved_batches=2)
-    then = varied(request, batch_size=4 * request.batch_size)
+    then = with_changes(request, batch_size=4 * request.batch_size)
     for each in (request, then):
         assert each.reserved_bytes() == [9 + 2 * each.input_bytes() + 100] * 8
     assert then.input_bytes() > 3 * request.input_bytes()
     assert PlanRequest.from_json(json.loads(json.dumps(request.to_json()))).digest() == request.digest()
-    assert varied(then, batch_size=request.batch_size).digest() == request.digest()
+    assert with_changes(then, batch_size=request.batch_size).digest() == request.digest()
     with pytest.raises(ConfigError, match="reserved_batches is -1; it must be a whole number from 0"):
         replace(REQUEST, reserved_batches=-1)

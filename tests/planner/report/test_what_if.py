@@ -7,7 +7,7 @@ import pytest
 from tests.planner.plan_requests import plan_request, table
 from tilerec.planner.decision import decide
 from tilerec.planner.planner import make_plan
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.planner.report.what_if import LEFT_OUT, WhatIf, what_ifs
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType
@@ -29,7 +29,7 @@ def test_what_would_help_is_what_plans_made_afresh_take() -> None:
         ("twice the batch, 2,048 samples of a rank", {"batch_size": 2048}, 2.0),
         ("one more host, 3 x 2 ranks", {"hosts": 3}, 1.5),
     ):
-        cost = decide(varied(REQUEST, **change)).priced.cost_ps  # type: ignore[arg-type]
+        cost = decide(with_changes(REQUEST, **change)).priced.cost_ps  # type: ignore[arg-type]
         assert found[name].step_ps == cost
         assert found[name].gain == pytest.approx(1 - cost / samples / made.cost_ps)
         assert found[name].per_sample == (samples != 1)
@@ -65,7 +65,7 @@ def test_changes_that_fail_or_gain_nothing_say_so() -> None:
     assert found["twice the memory, 40.0 MiB of a rank"].step_ps is not None
     tight = plan_request({"a": 60_000}, Topology(1, hbm_cap=20 * 2**20, ddr_cap=0), batch_size=4096)
     cost = make_plan(tight).report.cost_ps
-    doubled = what_ifs(varied(tight, batch_size=4096), cost)
+    doubled = what_ifs(with_changes(tight, batch_size=4096), cost)
     (batch,) = [one for one in doubled if one.change.startswith("twice the batch")]
     assert (batch.step_ps, batch.outcome) == (None, "no plan within the memory there is")
     assert doubled[-1] is batch
@@ -82,5 +82,5 @@ def test_of_large_problems_few_changes_are_tried(monkeypatch: pytest.MonkeyPatch
     assert {one.outcome for one in found[1:]} == {LEFT_OUT}
     assert len(found) == 4
     # It is the same plan, as host memory is not needed; where it is, nothing is tried.
-    assert found[0].step_ps == decide(varied(REQUEST, wire="bf16")).priced.cost_ps
+    assert found[0].step_ps == decide(with_changes(REQUEST, wire="bf16")).priced.cost_ps
     assert {one.outcome for one in what_ifs(REQUEST, cost, cached=True)} == {LEFT_OUT}

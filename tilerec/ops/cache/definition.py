@@ -8,7 +8,7 @@ Terms (more in `storage/cached.py`)
               row_in   int64 [L]   the line's row; -1: none
               named    int64 [L]   serial of the last request with the row
               flights  int32 [L]   one bit for each request with the row; bits of finished batches are ignored
-              counts   int32 [E]   number of requests with the row, at most `MOST`; shape [0]: LRU, not LFU
+              counts   int32 [E]   number of requests with the row, at most `MAX_COUNT`; shape [0]: LRU, not LFU
               dirty    bool  [L]   the line was updated since its row was read from or written to the table
               totals   int64 [8]   sum of `header` over all requests
   clock     int64 [3, T], per table: the request's serial (ascending, 1 to 2^31 - 2), its bit, and the bits of all
@@ -51,7 +51,7 @@ NONE = torch.iinfo(torch.int32).min
 """Value in `line_of` for a row without a line. Every negative value means no line: `NONE + serial` marks a row that the
 request with this serial has claimed."""
 
-MOST = torch.iinfo(torch.int32).max
+MAX_COUNT = torch.iinfo(torch.int32).max
 """Upper limit of a row's request count, and of serials."""
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -100,7 +100,7 @@ LIBRARY.define(
 )
 
 
-def lines_given(
+def assign_lines(
     rows_M: Tensor, order_M: Tensor, uses_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
     count_E: Tensor, sets: int, ways: int,
 ) -> Tensor:  # fmt: skip
@@ -150,7 +150,7 @@ def lines_given(
     return given_M
 
 
-def key_places(
+def key_ranges(
     books: Sequence[Tensor], sets: Sequence[int]
 ) -> tuple[list[tuple[int, int, int]], int, torch.dtype]:
     """Return each table's (first key, keys per set, rows per set), the end of all keys, and a dtype that holds it.
@@ -164,11 +164,11 @@ def key_places(
     for t, count in enumerate(sets):
         own = books[BOOKS * t : BOOKS * (t + 1)]
         each = -(-own[LINE_OF].shape[0] // max(count, 1))
-        of_set = each * (MOST + 1 if own[COUNTS].numel() else 1)
+        of_set = each * (MAX_COUNT + 1 if own[COUNTS].numel() else 1)
         lfu |= own[COUNTS].numel() > 0
         places.append((at, of_set, each))
         at += max(count, 1) * of_set
-    return places, at, torch.int64 if lfu or at > MOST else torch.int32
+    return places, at, torch.int64 if lfu or at > MAX_COUNT else torch.int32
 
 
 def spare_starts(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> list[int]:
@@ -179,7 +179,7 @@ def spare_starts(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> lis
     return starts
 
 
-def tell_stranger(names: str, segment: int, position: int, id_: int, rows: int, table: int) -> None:
+def raise_bad_row_id(names: str, segment: int, position: int, id_: int, rows: int, table: int) -> None:
     """Raise the `InputError` for an id that is not a row of its table."""
     if names:
         raise_bad_id(names, segment, position, id_, rows)
@@ -200,7 +200,7 @@ def cache_ask_reference(
 
     Returns:
         header: see `HeaderColumn`; the last five columns are still zero.
-        keys `[N]` ascending: the keys of wanting rows (`key_places`), padded with the end of all keys.
+        keys `[N]` ascending: the keys of wanting rows (`key_ranges`), padded with the end of all keys.
         order int64 `[N]`: position, over all segments, of one occurrence of each key's row.
 
     Raises:
@@ -209,7 +209,7 @@ def cache_ask_reference(
     Example: 2 sets of 2 ways, rows 4, 6, 1 in lines 0, 1, 2; ids (6, 8, 6, 8): row 6 is marked and held, row 8 is
     wanting: distinct rows 2, misses 1, wanting 1. With 9 rows, keys are (4, 10, 10, 10); order begins with 1 or 3.
     """
-    places, last, dtype = key_places(books, sets)
+    places, last, dtype = key_ranges(books, sets)
     serials, bits, _ = clock.tolist()
     header = torch.zeros(len(sets), 8, dtype=torch.int64, device=ids.device)
     total = sum(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -242,9 +242,9 @@ def cache_ask_reference(
         rows_M = rows_U[wanting]
         key_M = first + (rows_M % max(count, 1)) * of_set + rows_M // max(count, 1)
         if counts.numel():
-            key_M += (MOST - counts[rows_M].long()) * each
+            key_M += (MAX_COUNT - counts[rows_M].long()) * each
             own = counts[rows_U]
-            counts[rows_U] = own + (own < MOST).to(torch.int32)
+            counts[rows_U] = own + (own < MAX_COUNT).to(torch.int32)
         keys_N[first_U[wanting]] = key_M.to(dtype)
         for column, number in (
             (HeaderColumn.ROWS, rows_U),
@@ -253,7 +253,7 @@ def cache_ask_reference(
         ):
             header[t, column] = number.numel()
     if stranger is not None:
-        tell_stranger(names, *stranger)
+        raise_bad_row_id(names, *stranger)
     sorted_N, order_N = torch.sort(keys_N, stable=True)
     return header, sorted_N, order_N
 
@@ -292,7 +292,7 @@ def cache_plan_reference(
         held_L = (row_in >= 0) & (flights & alive[t] != 0)
         uses_M = counts[rows_M].long() if counts.numel() else None
         turns_M = torch.arange(wanting, device=ids.device)
-        given_M = lines_given(rows_M, turns_M, uses_M, held_L, row_in, named, counts, count, ways)
+        given_M = assign_lines(rows_M, turns_M, uses_M, held_L, row_in, named, counts, count, ways)
         evicted = given_M[given_M >= 0]
         evictions = int((row_in[evicted] >= 0).sum())
         spare = (given_M < 0) & (line_M < 0)
@@ -426,10 +426,10 @@ def cache_lines_reference_(
         if dirty:
             dirty[t][line[good & (line >= 0)].long()] = True
         parts.append(line)
-    return torch.cat(parts).to(lines_type(ids, tables)) if parts else ids.new_empty(0, dtype=torch.int32)
+    return torch.cat(parts).to(lines_dtype(ids, tables)) if parts else ids.new_empty(0, dtype=torch.int32)
 
 
-def lines_type(ids: Tensor, tables: Sequence[int]) -> torch.dtype:
+def lines_dtype(ids: Tensor, tables: Sequence[int]) -> torch.dtype:
     """Return the dtype of the result of `cache_lines_`."""
     return ids.dtype if min(tables, default=0) < 0 else torch.int32
 
@@ -448,7 +448,7 @@ def _fake_ask(
     total = sum(ends) - sum(begins)
     return (
         ids.new_empty(len(sets), 8, dtype=torch.int64),
-        ids.new_empty(total, dtype=key_places(books, sets)[2]),
+        ids.new_empty(total, dtype=key_ranges(books, sets)[2]),
         ids.new_empty(total, dtype=torch.int64),
     )
 
@@ -474,5 +474,5 @@ def _fake_seat(plan: Any, header: Any, books: Any, clock: Any, ids: Any) -> None
 def _fake_lines(
     ids: Any, begins: Any, ends: Any, tables: Any, line_of: Any, dirty: Any, strangers: Any
 ) -> Tensor:
-    made: Tensor = ids.new_empty(sum(ends) - sum(begins), dtype=lines_type(ids, tables))
+    made: Tensor = ids.new_empty(sum(ends) - sum(begins), dtype=lines_dtype(ids, tables))
     return made

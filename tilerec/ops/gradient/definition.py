@@ -175,7 +175,7 @@ def _notify_readers(optimizer: Optimizer) -> None:
 _notify_readers_eagerly = disable_dynamo(_notify_readers)
 
 
-def expect_reads(handles: Mapping[int, int], reader: SavedRows) -> None:
+def register_saved_rows(handles: Mapping[int, int], reader: SavedRows) -> None:
     """Make sinks call `reader.keep` before their rows are written. `handles`: by the reader's index of the table."""
     _hook_optimizer_steps()
     for table, handle in handles.items():
@@ -301,7 +301,7 @@ def _batchable_parts(
         yield sinks, record.only([f for f, handle in enumerate(record.sinks) if handle in own])
 
 
-def order_ahead(record: GradientRecord) -> None:
+def sort_in_advance(record: GradientRecord) -> None:
     """Make the sinks of a later lookup sort its ids in advance. `grad` may be any tensor on the ids' device."""
     for sinks, own in _batchable_parts(dict.fromkeys(record.sinks), record):
         sinks[0].order(sinks, own)
@@ -442,13 +442,13 @@ def submit_sequence(
     bounds, dim = starts.tolist(), grad.shape[1]
     bags = [end - begin for begin, end in itertools.pairwise(bounds)]
     places = [begin * dim for begin in bounds[:-1]]
-    _add(
+    submit_record(
         sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables, bounds[:-1], bags, places,
         [dim] * len(tables), [0] * len(tables),
     )  # fmt: skip
 
 
-def _add(
+def submit_record(
     sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
     dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], places: Sequence[int],
     strides: Sequence[int], means: Sequence[int],

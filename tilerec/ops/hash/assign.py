@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, LONGEST, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
 from tilerec.ops.hash.state import AssignCall
@@ -112,7 +112,7 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
     for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
         if not 1 <= count <= COUNTER_LIMIT:
             raise_bad_count(op, n, count)
-        if not 0 <= time <= LONGEST:
+        if not 0 <= time <= MAX_TIME:
             raise_bad_ttl(op, n, time)
     expiring = expires_E.shape[0] > 0
     second_N = mixed(mixed_N ^ SECOND)
@@ -184,7 +184,7 @@ def zch_assign_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, T
 Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]"
 
 
-def each_by(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def assign_each_from(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return `zch_assign_each_` based on `zch_assign_`, which lists the same evictions in the same order."""
 
     def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

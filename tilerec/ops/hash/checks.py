@@ -20,7 +20,7 @@ from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
 COUNTER_LIMIT = 2**31 - 1  # maximum of an admission counter, and of an entry's occurrences
 MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit hash fits int64
-LONGEST = 2**61  # maximum of clocks and times to live: their sum fits int64
+MAX_TIME = 2**61  # maximum of clocks and times to live: their sum fits int64
 _POLICIES = 4
 
 
@@ -34,7 +34,7 @@ def raise_wrong_bucket(
     )
 
 
-def raise_lost_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: int) -> NoReturn:
+def raise_misplaced_id(op: str, row: int, id_: int, bucket: int, held: int, buckets: int) -> NoReturn:
     """Raise the error for a state that these ops did not make, or made for another number of buckets."""
     raise InputError(
         f"{op}: row {row} (bucket {held}) holds id {id_}, which belongs to bucket {bucket} of {buckets}; the state was "
@@ -152,9 +152,9 @@ def _zch_assign_(call: AssignCall) -> None:
         raise InputError(f"{op}: counters are not contiguous. Pass one slice of memory.")
     _number(op, "the number of counters per bucket", counters_BC.shape[1], 0, MOST)
     _number(op, "max_probe", call.table.max_probe, 1, MOST)
-    _number(op, "step", call.step, 0, LONGEST)
-    _number(op, "now", call.now, -LONGEST, LONGEST)
-    _number(op, "ttl", call.ttl, 0, LONGEST)
+    _number(op, "step", call.step, 0, MAX_TIME)
+    _number(op, "now", call.now, -MAX_TIME, MAX_TIME)
+    _number(op, "ttl", call.ttl, 0, MAX_TIME)
     _number(op, "evict", call.evict, 0, MOST - 1)
     for name, value in (("step", call.step_there), ("now", call.now_there)):
         if value is not None and (value.dtype != torch.int64 or value.dim() or value.device != ids_N.device):
@@ -177,7 +177,7 @@ def _zch_resize(call: ResizeCall) -> None:
     _number(op, "the new number of buckets", new_buckets, 1, MOST)
     _number(op, "the new number of slots per bucket", call.new_slots, 1, MOST)
     _number(op, "max_probe", max_probe, 1, MOST)
-    _number(op, "step", call.step, 0, LONGEST)
+    _number(op, "step", call.step, 0, MAX_TIME)
     _policy(op, call.policy, call.exponent, call.state)
     if new_buckets % buckets and buckets % new_buckets:
         raise ConfigError(

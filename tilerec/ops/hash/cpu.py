@@ -13,7 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import checked, raise_bad_count, raise_bad_ttl, raise_lost_id, raise_wrong_bucket
+from tilerec.ops.hash.checks import (
+    checked,
+    raise_bad_count,
+    raise_bad_ttl,
+    raise_misplaced_id,
+    raise_wrong_bucket,
+)
 from tilerec.ops.hash.place import high, mixed
 from tilerec.ops.hash.state import AssignCall, ResizeCall
 from tilerec.ops.runtime.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
@@ -141,7 +147,7 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
             if call.report.status == NO_MEMORY:
                 raise MemoryError("zch_resize: out of memory for its workspace.")
             row, id_ = call.report.position, call.report.value
-            raise_lost_id(
+            raise_misplaced_id(
                 "zch_resize", row + first * slots, id_, _bucket(id_, buckets), row // slots + first, buckets
             )
         return (*new, moved_E)

@@ -37,7 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.assign import each_by, zch_assign_each_fake, zch_assign_fake, zch_assign_reference
+from tilerec.ops.hash.assign import (
+    assign_each_from,
+    zch_assign_each_fake,
+    zch_assign_fake,
+    zch_assign_reference,
+)
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash.checks import checked
 from tilerec.ops.hash.find import zch_buckets_fake, zch_buckets_reference, zch_find_fake, zch_find_reference
@@ -64,7 +69,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "zch_buckets": (zch_buckets_reference, zch_buckets_fake),
     "zch_find": (zch_find_reference, zch_find_fake),
     "zch_assign_": (zch_assign_reference, zch_assign_fake),
-    "zch_assign_each_": (each_by(zch_assign_reference), zch_assign_each_fake),
+    "zch_assign_each_": (assign_each_from(zch_assign_reference), zch_assign_each_fake),
     "zch_resize": (zch_resize_reference, zch_resize_fake),
 }
 
@@ -77,7 +82,7 @@ for _name, (_, _fake) in _KERNELS.items():
     LIBRARY.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
     LIBRARY.fake(_name)(checked(_name, _fake))
 # `zch_assign_each_` on CPU calls the backend's `zch_assign_`.
-LIBRARY.impl("zch_assign_each_", each_by(_OPS.zch_assign_.default), "CPU")
+LIBRARY.impl("zch_assign_each_", assign_each_from(_OPS.zch_assign_.default), "CPU")
 
 
 # ---------------------------------------------------------------------------------------------------------------

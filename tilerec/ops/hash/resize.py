@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_lost_id
+from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_misplaced_id
 from tilerec.ops.hash.place import by_bucket, high, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import score_of
 from tilerec.ops.hash.state import ResizeCall
@@ -75,7 +75,7 @@ def zch_resize_reference(
     lost = (own_U != old // slots + first).nonzero()
     if lost.shape[0]:
         at = int(lost[0, 0])
-        raise_lost_id(
+        raise_misplaced_id(
             "zch_resize", int(old[at]) + first * slots, int(ids_E[old[at]]), int(own_U[at]),
             int(old[at]) // slots + first, buckets,
         )  # fmt: skip

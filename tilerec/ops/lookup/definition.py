@@ -31,19 +31,19 @@ from torch.autograd.function import once_differentiable
 from tilerec.errors import InputError
 from tilerec.ops.gradient.definition import (
     bag_starts,
-    expect_reads,
     new_ticket,
     pooled_blocks,
+    register_saved_rows,
     submit_pooled,
     submit_sequence,
 )
 from tilerec.ops.lookup.checks import check_covered
 from tilerec.ops.lookup.saved_rows import (
     SavedRows,
-    copied,
+    copy_rows,
     id_segments,
     kept_for_retained_graph,
-    places_in_copies,
+    positions_in_copies,
 )
 from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.ops.runtime.library import LIBRARY
@@ -283,14 +283,14 @@ def _reader(
     def copy(features: Sequence[int]) -> list[Tensor]:
         segments = id_segments(offsets, *bag_starts([keys[f] for f in features], batches))
         return [
-            copied(weights[tables[f]], ids[begin:end])
+            copy_rows(weights[tables[f]], ids[begin:end])
             for f, (begin, end) in zip(features, segments, strict=True)
         ]
 
     reader = SavedRows(tables, {t: weights[t] for t in used}, name, copy)
     # Rows without an attached optimizer may be reset, loaded and moved as well; their leaf stores its sink.
     handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
-    expect_reads({t: handles[t] for t in used}, reader)
+    register_saved_rows({t: handles[t] for t in used}, reader)
     return reader
 
 
@@ -301,7 +301,7 @@ def _sample_weight_grad(
     """Return the gradient of sample weights, computed from the rows as the forward read them."""
     rows = None if reader is None else reader.rows()
     if rows is not None:
-        ids = places_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
+        ids = positions_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
         weights, tables = rows, range(len(rows))
     out: Tensor = torch.ops.tilerec.sample_weight_grad(
         weights, ids, offsets, grad, tables, keys, means, batches

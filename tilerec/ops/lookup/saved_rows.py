@@ -98,14 +98,14 @@ def kept_for_retained_graph(reader: SavedRows | None) -> SavedRows | None:
     return reader if keeps_graph() else None
 
 
-def copied(weight: Tensor, ids_n: Tensor) -> Tensor:
+def copy_rows(weight: Tensor, ids_n: Tensor) -> Tensor:
     """Copy the rows of some ids, `[n, D]`. Bad ids give any rows: they count as zeros, and kernels report them."""
     if not weight.shape[0]:
         return weight.new_zeros(ids_n.numel(), weight.shape[1])
     return weight.detach()[ids_n.long().clamp(0, weight.shape[0] - 1)]
 
 
-def places_in_copies(ids: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+def positions_in_copies(ids: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
     """Return the position of each id's row [N] among its feature's copies. Two segments are equal or disjoint.
 
     Example: two features with the ids (0, 1) and (1, 3) of three -> (0, 0, 1).

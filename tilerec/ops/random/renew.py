@@ -27,7 +27,7 @@ LIBRARY.define(
 )
 
 
-def check_renew(
+def check_row_reset(
     rows_N: Tensor,
     tile: Tensor | None,
     beside: Sequence[Tensor],
@@ -73,7 +73,7 @@ def renew_rows_reference_(
     Tile of rows 4 to 7, beside [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile gets its initial
     values, and beside is [1, 0, 3, 4].
     """
-    held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    held = check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)
     own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
@@ -120,4 +120,4 @@ def _fake_renew_rows(
     high: float,
     numbers: Sequence[float],
 ) -> None:
-    check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)

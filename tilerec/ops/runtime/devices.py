@@ -14,11 +14,11 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.torch_private import device_of
 
-ANYWHERE = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
+OTHER_DEVICE_ARGUMENTS = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
 """Tensor arguments that may be on another device: numbers that the host reads, and table rows in host memory that a
 cache reads."""
 
-HOST_LAST = frozenset({"ordered"})
+LISTS_WITH_HOST_TENSOR = frozenset({"ordered"})
 """Tensor-list arguments whose last tensor is read by the host."""
 
 
@@ -50,11 +50,11 @@ def on_one_device(op: str, kernel: Callable[..., Any], schema: Any) -> Callable[
     single: list[int] = []
     lists: list[int] = []
     for at, argument in enumerate(schema.arguments):
-        if "Tensor" in str(argument.type) and argument.name not in ANYWHERE:
+        if "Tensor" in str(argument.type) and argument.name not in OTHER_DEVICE_ARGUMENTS:
             (lists if "List" in str(argument.type) else single).append(at)
 
     optional = frozenset(at for at in lists if "Optional[Tensor]" in str(schema.arguments[at].type))
-    host_last = frozenset(at for at in lists if names[at] in HOST_LAST)
+    host_last = frozenset(at for at in lists if names[at] in LISTS_WITH_HOST_TENSOR)
 
     @functools.wraps(kernel)
     def run(*args: Any, **named: Any) -> Any:

@@ -1,8 +1,8 @@
 """Asynchronous readback: copy small kernel results to the host and run a callback once the copy has finished.
 
 The copy runs behind the kernel on its stream. `poll` runs the callbacks of finished copies, in stream order, and
-never blocks; `use_all` waits for the rest. Streams are independent: a slow stream does not delay the callbacks of other
-streams. On the CPU callbacks run at once.
+never blocks; `wait_all` waits for the rest. Streams are independent: a slow stream does not delay the callbacks of
+other streams. On the CPU callbacks run at once.
 
     step 1: on_arrival(result, use)      returns at once
     step 2: poll(device)            calls use([0, -1, -1]) if the copy has finished
@@ -40,7 +40,7 @@ from torch import Tensor
 Use = Callable[[list[int]], None]
 
 _SPARES = 256  # minimum number of zeroed sums when a capture begins
-_AT_A_LOOK = 4  # captured ops that one poll copies; `use_all` copies all
+OPS_PER_POLL = 4  # captured ops that one poll copies; `wait_all` copies all
 
 
 class _Copy(NamedTuple):
@@ -93,7 +93,7 @@ class AsyncReadback:
 
     def on_arrival(self, numbers: Tensor, use: Use) -> None:
         """Copy `numbers` (int64 `[n]`, written on the current stream) to the host and call `use` with them later."""
-        if at_once(numbers.device):
+        if runs_synchronously(numbers.device):
             use(numbers.tolist())
             return
         with self._lock:
@@ -117,7 +117,7 @@ class AsyncReadback:
 
     def poll(self, where: torch.device) -> None:
         """Run the callbacks of finished copies; never blocks. If one raises, the others run at the next call."""
-        self._use(where, _AT_A_LOOK)
+        self._use(where, OPS_PER_POLL)
 
     def _use(self, where: torch.device, limit: int | None) -> None:
         """Run the callbacks of finished copies and start copies for up to `limit` captured ops (None: for all)."""
@@ -139,9 +139,9 @@ class AsyncReadback:
                 if not graph.on_its_way:
                     _start_copy(device, graph.numbers, graph.use, graph)
 
-    def use_all(self, where: torch.device) -> None:
+    def wait_all(self, where: torch.device) -> None:
         """Wait for all copies under way and run their callbacks."""
-        if at_once(where) or (where := _with_index(where)) not in self._devices:
+        if runs_synchronously(where) or (where := _with_index(where)) not in self._devices:
             return
         for _ in range(2):  # first the copies under way, then new copies of the graphs' results
             torch.cuda.synchronize(where)
@@ -209,7 +209,7 @@ def clear(numbers: Tensor) -> None:
         numbers.zero_()
 
 
-def at_once(device: torch.device) -> bool:
+def runs_synchronously(device: torch.device) -> bool:
     """Return True if kernels have finished when their launch returns."""
     return device.type == "cpu"
 
@@ -236,12 +236,12 @@ def poll(device: torch.device) -> None:
     _NUMBERS.poll(device)
 
 
-def use_all(device: torch.device) -> None:
+def wait_all(device: torch.device) -> None:
     """Wait for all copies under way and run their callbacks."""
-    _NUMBERS.use_all(device)
+    _NUMBERS.wait_all(device)
 
 
 def drain(device: torch.device) -> None:
     """Wait for all pending reports of kernels: bad ids and skipped rows. Otherwise the next op would deliver them."""
     for arrivals in _ALL_ARRIVALS:
-        arrivals.use_all(device)
+        arrivals.wait_all(device)

@@ -47,7 +47,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def kept(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def cached_per_stream(most: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Cache the results of a function that uploads numbers to a device; keep the `most` latest results.
 
     Arguments must be hashable and positional. Results are cached per stream: a tensor is uploaded on the stream that
@@ -98,13 +98,13 @@ def current_stream() -> int:
 
 
 def constants(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers as a cached int64 tensor on the device (see `kept`). Never write to it."""
+    """Return the numbers as a cached int64 tensor on the device (see `cached_per_stream`). Never write to it."""
     # A tracer's tensors are valid only in its own program.
     if torch.compiler.is_compiling() or dispatch_mode_count():
         return upload(numbers, device)
     return _cached_constants(tuple(numbers), device)
 
 
-@kept(512)
+@cached_per_stream(512)
 def _cached_constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return upload(numbers, device)

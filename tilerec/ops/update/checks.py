@@ -17,7 +17,7 @@ from tilerec.errors import InputError
 from tilerec.ops.update.rules import Rule
 
 _INDEX_TYPES = (torch.int64, torch.int32)
-ANY_ROWS = (1 << 63) - 1
+UNKNOWN_ROWS = (1 << 63) - 1
 """Number of rows of a table if it is unknown: it allows every 64-bit id but the last."""
 
 

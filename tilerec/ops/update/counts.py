@@ -49,7 +49,7 @@ def check_counts(
         )
 
 
-def numbers_of_step(
+def resolve_counts(
     op: str, steps: Sequence[int], hyper: Sequence[float], counts: Sequence[Tensor] | None, lr: Tensor | None,
     tables: int,
 ) -> tuple[Sequence[int], Sequence[float]]:  # fmt: skip

@@ -22,7 +22,7 @@ from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import GradientArguments, PartsRecord, ReportRecord, RowsRecord
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.checks import (
-    ANY_ROWS,
+    UNKNOWN_ROWS,
     check_names,
     check_parts,
     check_reach,
@@ -32,7 +32,7 @@ from tilerec.ops.update.checks import (
     raise_bad_offset,
     raise_bad_row,
 )
-from tilerec.ops.update.counts import advance, numbers_of_step
+from tilerec.ops.update.counts import advance, resolve_counts
 from tilerec.ops.update.definition import (
     block_count,
     rule_apply_to_tables_reference_,
@@ -238,7 +238,7 @@ def register(library: ctypes.CDLL) -> None:
         counts: Sequence[Tensor] | None = None, lr: Tensor | None = None, ordered: Sequence[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         op = "update_rows_"
-        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+        steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
         rows = None
         if _is_supported(grad, weights):
             rows = _describe_rows(
@@ -311,7 +311,7 @@ def register(library: ctypes.CDLL) -> None:
                 op, record.grad_count, record.ids_count, record.offsets_count if offsets is not None else None, dims,
                 tables, starts, bags, grad_starts, grad_strides,
             )  # fmt: skip
-            _raise(op, report, [own or ANY_ROWS for own in rows], tables, record.ids_count)
+            _raise(op, report, [own or UNKNOWN_ROWS for own in rows], tables, record.ids_count)
         try:
             distinct = counts.tolist()
             rows_U = torch.empty(sum(distinct), dtype=torch.int64)
@@ -330,7 +330,7 @@ def register(library: ctypes.CDLL) -> None:
         counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         op = "rule_partials"
-        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+        steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
         described = None
         if _parts_are_supported(weights, grads):
             zeros = [0] * len(weights)
@@ -382,7 +382,7 @@ def register(library: ctypes.CDLL) -> None:
         row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
     ) -> None:  # fmt: skip
         op = "rule_apply_"
-        steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+        steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
         described = None
         if _parts_are_supported(weights, grads):
             described = _describe_rows(

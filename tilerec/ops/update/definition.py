@@ -28,7 +28,7 @@ from torch import Tensor
 from tilerec.ops.random.definition import ROUNDED, random_words, stochastic_round
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.checks import (
-    ANY_ROWS,
+    UNKNOWN_ROWS,
     check_ids,
     check_names,
     check_parts,
@@ -39,7 +39,7 @@ from tilerec.ops.update.checks import (
     check_tables,
     slot_kinds,
 )
-from tilerec.ops.update.counts import advance, numbers_of_step
+from tilerec.ops.update.counts import advance, resolve_counts
 from tilerec.ops.update.rules import BLOCK, Rule, UpdateCount, add_blocks, block_sums, make_rule
 
 LIBRARY.define(
@@ -147,7 +147,7 @@ def sum_row_gradients_of_tables_reference(
         op, grad.numel(), ids.numel(), None if offsets is None else offsets.numel(), dims, tables, starts, bags,
         grad_starts, grad_strides,
     )  # fmt: skip
-    check_ids(op, ids, offsets, [own or ANY_ROWS for own in rows], tables, starts, bags)
+    check_ids(op, ids, offsets, [own or UNKNOWN_ROWS for own in rows], tables, starts, bags)
     sums = []
     for t, dim in enumerate(dims):
         per_feature = [
@@ -281,7 +281,7 @@ def rule_partials_of_tables_reference(
     Example: a part of 2 columns, "rowwise_adagrad", gradient rows (3, 4), (1, inf), finite -> (25, 1, inf, 0).
     """
     op = "rule_partials"
-    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+    steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
     made = make_rule(rule, hyper)
     check_tables(op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1))
     check_parts(op, made, rule, weights, rows, grads, scalars, dims, phase)
@@ -384,7 +384,7 @@ def rule_apply_to_tables_reference_(
     0.1 -> (1, 0.7) and (1.5, 2).
     """
     op = "rule_apply_"
-    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+    steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
     made = make_rule(rule, hyper)
     check_tables(
         op, weights, slots, slot_kinds(made), rule, column_offsets, (dims, 1), (steps, 1), (seeds, 2), (row_offsets, 1)
@@ -475,7 +475,7 @@ def update_rows_reference_(
     w = (1, 1, 0.6).
     """
     op = "update_rows_"
-    steps, hyper = numbers_of_step(op, steps, hyper, counts, lr, len(weights))
+    steps, hyper = resolve_counts(op, steps, hyper, counts, lr, len(weights))
     made = make_rule(rule, hyper)
     per_table = len(made.slot_kinds)
     check_tables(

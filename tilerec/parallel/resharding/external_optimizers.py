@@ -27,7 +27,7 @@ from tilerec.errors import ConfigError
 from tilerec.optim.combined import CombinedOptimizer
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
-from tilerec.optim.sharded_state import empty_leaves
+from tilerec.optim.sharded_state import empty_tile_leaves
 from tilerec.optim.wrapper import KeyedOptimizerWrapper, OptimizerWrapper
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.table import ShardedTable, leaf_name
@@ -79,7 +79,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in vars(optimizer).get("param_groups", ()) for p in group["params"]]
 
 
-def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:
+def unwrap_optimizers(given: Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that hold parameters: those inside combinations and wrappers, and `KeyedOptimizerWrapper`s.
 
     Attached optimizers are left out.
@@ -96,11 +96,11 @@ def unwrapped(given: Iterable[Optimizer]) -> list[Optimizer]:
         if isinstance(optimizer, (FusedOptimizer, ShardedFusedOptimizer)):
             continue
         if isinstance(optimizer, CombinedOptimizer):
-            found += unwrapped(inner for _, inner in optimizer.optimizers)
+            found += unwrap_optimizers(inner for _, inner in optimizer.optimizers)
         elif isinstance(optimizer, OptimizerWrapper):
-            found += unwrapped([optimizer._optimizer])
+            found += unwrap_optimizers([optimizer._optimizer])
         elif isinstance(optimizer, KeyedOptimizerWrapper):
-            found += [optimizer, *unwrapped([optimizer._optimizer])]
+            found += [optimizer, *unwrap_optimizers([optimizer._optimizer])]
         else:
             found.append(optimizer)
     unique: dict[int, Optimizer] = {id(optimizer): optimizer for optimizer in found}
@@ -124,7 +124,7 @@ class ExternalOptimizers:
         leaves = [leaf for table in tables.values() for leaf in table.leaves()]
         found = optimizers_with(leaves)
         if given is not None:
-            wanted = unwrapped(given)
+            wanted = unwrap_optimizers(given)
             _warn_of_missing(found, wanted)
             found = wanted
         own = {id(leaf): name for name, table in tables.items() for leaf in table.leaves()}
@@ -275,7 +275,7 @@ class ExternalOptimizers:
         """Update the empty leaves that `KeyedOptimizerWrapper`s keep a list of."""
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeyedOptimizerWrapper):
-                optimizer._bystanders = empty_leaves(optimizer.params.values())
+                optimizer._bystanders = empty_tile_leaves(optimizer.params.values())
 
 
 def _warn_of_missing(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:

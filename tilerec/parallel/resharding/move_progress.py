@@ -9,7 +9,7 @@ from typing import Any, final
 
 from tilerec.errors import ConfigError
 
-PATIENCE_S = 1.0
+BAR_DELAY_S = 1.0
 """Seconds that a move takes before its bar appears on a terminal."""
 
 
@@ -31,7 +31,7 @@ class Moving:
 
 
 ProgressOption = bool | Callable[[Moving], Any] | None
-"""None: a bar on rank 0 if stderr is a terminal and the move takes `PATIENCE_S`. True: a bar at once. False: no bar.
+"""None: a bar on rank 0 if stderr is a terminal and the move takes `BAR_DELAY_S`. True: a bar at once. False: no bar.
 
 A function is called on every rank with a `Moving` after each round of messages.
 """
@@ -60,7 +60,7 @@ class MoveProgress:
         self._begun = time.monotonic()
         self._bar: Any = None
         self._console: Any = None
-        self._patience = 0.0 if option is True else PATIENCE_S
+        self._patience = 0.0 if option is True else BAR_DELAY_S
         if self._call is None and option is not False and rank == 0:
             from rich.console import Console
 

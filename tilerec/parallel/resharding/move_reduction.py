@@ -1,7 +1,7 @@
 """Reduce the bytes that a move to a new plan sends, at nearly the same step time.
 
     renamed           permute ranks of a host, and hosts of equal size, so that more cells are already in place
-    with_what_stays   return tables to their present tiling, the largest moves first, if the step time allows it
+    keep_tables_in_place   return tables to their present tiling, the largest moves first, if the step time allows it
 
 A permutation of equal ranks does not change the step time, but it can change the bytes of the move a lot.
 """
@@ -20,8 +20,8 @@ from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, Sh
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
-MOST_TRIED = 64
-"""Largest number of tables that `with_what_stays` tries to keep in place. Each try prices one plan."""
+MAX_TABLES_TRIED = 64
+"""Largest number of tables that `keep_tables_in_place` tries to keep in place. Each try prices one plan."""
 
 Tilings = dict[Name, Tiling]
 
@@ -42,7 +42,7 @@ def moved_bytes(old: Tiling, new: Tiling, cell: int, topology: Topology) -> int:
     return cell * sum(t.rectangle.cells for t in transfers(old, new, topology) if not t.stays)
 
 
-def renamed(
+def permute_ranks(
     plan: ShardingPlan, present: ShardingPlan, cells: Mapping[Name, int], topology: Topology
 ) -> ShardingPlan:
     """Return the plan with its ranks permuted so that more cells are already in place.
@@ -138,7 +138,7 @@ def _permuted(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> S
     return replace(plan, plan=parts, report=None)
 
 
-def with_what_stays(
+def keep_tables_in_place(
     plan: ShardingPlan,
     present: ShardingPlan,
     ties: Sequence[Sequence[Name]],
@@ -159,7 +159,7 @@ def with_what_stays(
         for k, names in enumerate(ties)
         if before[names[0]] != after[names[0]]
     ]
-    for _, k in sorted(moves, key=lambda move: (-move[0], move[1]))[:MOST_TRIED]:
+    for _, k in sorted(moves, key=lambda move: (-move[0], move[1]))[:MAX_TABLES_TRIED]:
         tried = {**after, **{name: before[name] for name in ties[k]}}
         if seconds(tried) <= most:
             after = tried

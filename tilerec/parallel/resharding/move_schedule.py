@@ -28,7 +28,7 @@ LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
 LEAST_TOGETHER, MOST_TOGETHER = 4 << 20, 16 << 20
 """Extra bytes up to which tables move in one batch without a budget: the largest tile's, within the two bounds."""
 
-HANDLING = 1e-3
+SECONDS_PER_TABLE = 1e-3
 """Seconds per table at any size: to collect and exchange its facts, and to replace its tiles."""
 
 CALLS, CALLS_OF_BATCH = 14, 2
@@ -108,7 +108,7 @@ def seconds_of(loads: Sequence[TableTransfer], plan: Schedule, topology: Topolog
     begin = [sum(load.bytes_held(load.old, ranks)[rank] for load in loads) for rank in range(ranks)]
     held, had = list(begin), list(begin)
     call = speeds.call + speeds.call_peer * max(0, ranks - 2)
-    total = CALLS * call + HANDLING * len(loads)
+    total = CALLS * call + SECONDS_PER_TABLE * len(loads)
     for batch in plan.batches:
         spent, sending, receiving = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         between: defaultdict[tuple[int, int], int] = defaultdict(int)

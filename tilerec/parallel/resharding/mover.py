@@ -22,16 +22,16 @@ from torch import nn
 from tilerec.comms.agreement import error_text, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ReshardError
-from tilerec.parallel.plan_of import keep_plan, kept_plans
+from tilerec.parallel.plan_of import store_plan, stored_plans
 from tilerec.parallel.resharding.chunked_transfer import ChunkedTransfer, sent_by_rank
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.interrupts import Interrupts
 from tilerec.parallel.resharding.move_progress import MoveProgress, ProgressOption
 from tilerec.parallel.resharding.move_schedule import schedule
-from tilerec.parallel.resharding.table_move import Facts, TableMove
+from tilerec.parallel.resharding.table_move import TableFacts, TableMove
 from tilerec.sharding.embedding import Exchange, ShardedCollection
 from tilerec.sharding.layout import TableLayout
-from tilerec.sharding.retile import new_peers, places_of
+from tilerec.sharding.retile import new_peers, tiles_or_empty
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
@@ -79,7 +79,7 @@ class PreparedMove(NamedTuple):
     steppers: ExternalOptimizers
 
 
-class Ending(NamedTuple):
+class EndState(NamedTuple):
     """Objects that tables, collections and modules get when a move ends: peers per tile, exchanges and plan."""
 
     peers: list[tuple[ShardedTable, list[UpdatePeers]]]
@@ -125,11 +125,13 @@ class Mover:
         Raises:
             ConfigError: some state of a table cannot move, or the budget is less than the move needs.
         """
-        ready, own = self._ready, list[Facts | None]()
+        ready, own = self._ready, list[TableFacts | None]()
         with on_all_ranks(self._voters, "reshard", "preparing the move"):
             own = [move.facts() for move in self.moves]
             self._interrupts.check()
-        facts = cast("list[list[Facts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        facts = (
+            cast("list[list[TableFacts | None]]", self._group.all_gather_object(own)) if self.moves else []
+        )
         with on_all_ranks(self._voters, "reshard", "preparing the move"):
             for i, move in enumerate(self.moves):
                 move.settle([facts_of_rank[i] for facts_of_rank in facts])
@@ -191,7 +193,7 @@ class Mover:
         """
         names = tuple(move.key for move in own)
         transit: ChunkedTransfer | None = None
-        ending: Ending | None = None
+        ending: EndState | None = None
         failure: BaseException | None = None
         loads = [move.load for move in own]
         try:
@@ -283,7 +285,7 @@ class Mover:
 
     # ------------------------------------------------------------------------------------------------------- after
 
-    def _ending(self, plan: ShardingPlan, topology: Topology, moved: Sequence[TableMove]) -> Ending:
+    def _ending(self, plan: ShardingPlan, topology: Topology, moved: Sequence[TableMove]) -> EndState:
         """Return the peers and exchanges for a plan, given the tables that have moved or are about to."""
         me = self._group.rank
         new = {name: move.new for move in moved for name in move.names}
@@ -292,12 +294,12 @@ class Mover:
         for path, part in self._collections.items():
             tilings = {name: new.get((path, name), table.tiling) for name, table in _tables(part).items()}
             for name, table in _tables(part).items():
-                places = places_of(tilings[name], me)
+                places = tiles_or_empty(tilings[name], me)
                 peers.append((table, [new_peers(table, tilings[name], place, topology) for place in places]))
             exchanges[path] = _renewed(part.exchange, tilings, plan.plan[path], topology)
-        return Ending(peers, exchanges, plan)
+        return EndState(peers, exchanges, plan)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: EndState) -> None:
         """Replace exchanges, peers and plans by those for the new tilings."""
         for table, peers in ending.peers:
             for rows, own in zip(table.tile_rows, peers, strict=True):
@@ -356,13 +358,13 @@ def _renewed(
 
 def keep_plans(model: nn.Module, plan: ShardingPlan) -> None:
     """Store a new plan in the model and in every submodule that keeps a part of the old plan."""
-    for path, kept in list(kept_plans(model)):
+    for path, kept in list(stored_plans(model)):
         parts = {inner: plan.plan.get(joined(path, inner), tables) for inner, tables in kept.plan.items()}
         report = plan.report if path == "" else None
         holder = model.get_submodule(path)
         # A plan over sharding groups of several sizes has no world size.
         size = None if kept.world_size is None else plan.world_size
-        keep_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
+        store_plan(holder, ShardingPlan(parts, size, kept.hosts and plan.hosts, report=report))
 
 
 def _size(count: int) -> str:

@@ -24,13 +24,18 @@ from tilerec.parallel.resharding.chunked_transfer import TableTransfer as MoveLo
 from tilerec.parallel.resharding.chunked_transfer import TensorTransfer, sent_by_rank
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
-from tilerec.parallel.resharding.move_reduction import Tilings, renamed, tilings_of, with_what_stays
+from tilerec.parallel.resharding.move_reduction import (
+    Tilings,
+    keep_tables_in_place,
+    permute_ranks,
+    tilings_of,
+)
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of
 from tilerec.parallel.resharding.mover import Resharded
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import group_topology
 from tilerec.parallel.resharding.reshard_checks import present_plan, sharded_collections
-from tilerec.parallel.table_optimizers import stored_as
+from tilerec.parallel.table_optimizers import with_storage_of
 from tilerec.parallel.two_d.shard_2d import TwoD
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
@@ -280,17 +285,17 @@ def _proposal(
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
     step = _StepSeconds(request)
     before = step(tilings_of(present))
-    proposed = stored_as(planner.make(request), present)
+    proposed = with_storage_of(planner.make(request), present)
     bytes_of_cell = _cell_bytes(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:
-        other = renamed(proposed, present, bytes_of_cell, topology)
+        other = permute_ranks(proposed, present, bytes_of_cell, topology)
         if step(tilings_of(other)) <= step(tilings_of(proposed)) * 1.001:
             proposed = other
     after = step(tilings_of(proposed))
     # Up to half of the least gain may be given up for tables that then stay in place.
     most = after + max(0.0, min(0.1 * (before - after), 0.5 * least_gain * before))
-    proposed = with_what_stays(proposed, present, ties, bytes_of_cell, topology, step, most)
+    proposed = keep_tables_in_place(proposed, present, ties, bytes_of_cell, topology, step, most)
     after = step(tilings_of(proposed))
     loads = _move_loads(collections, ties, present, proposed, own)
     move_s, move_bytes = _price_of_move(loads, topology, own, budget)

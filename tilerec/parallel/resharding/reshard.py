@@ -22,13 +22,13 @@ from tilerec.parallel.resharding.mover import Mover, Resharded
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
-    check_moment,
     check_options,
-    planned,
+    check_outside_backward,
+    complete_plan,
+    move_description,
+    prepare_move,
     present_plan,
-    ready_to_move,
     sharded_collections,
-    words_of,
 )
 from tilerec.parallel.two_d.shard_2d import TwoD
 from tilerec.sharding.managed_collision import settle_ids
@@ -89,12 +89,12 @@ def reshard(
         now = next(iter(collections.values())).exchange.topology
         group.begin("reshard")
         with agreeing(group, PLAN) as found:
-            check_moment()
+            check_outside_backward()
             check_options(budget_bytes, progress)
             present = present_plan(model, collections, "reshard")
-            whole, topology = planned(present, collections, with_table_paths(plan, model), now)
-            ready = ready_to_move(collections, present, whole, topology, optimizers)
-            found.update(words_of(ready, budget_bytes))
+            whole, topology = complete_plan(present, collections, with_table_paths(plan, model), now)
+            ready = prepare_move(collections, present, whole, topology, optimizers)
+            found.update(move_description(ready, budget_bytes))
             mover = Mover(model, collections, group, group, ready, budget_bytes, progress, begun, interrupts)
             interrupts.check()
         mover.prepare()

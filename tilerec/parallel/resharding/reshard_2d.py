@@ -25,12 +25,12 @@ from tilerec.parallel.resharding.move_progress import ProgressOption
 from tilerec.parallel.resharding.mover import Mover, Resharded
 from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
-    check_moment,
     check_options,
-    planned,
+    check_outside_backward,
+    complete_plan,
+    move_description,
+    prepare_move,
     present_plan,
-    ready_to_move,
-    words_of,
 )
 from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.two_d.shard_2d import RunningGroup, TwoD
@@ -63,13 +63,13 @@ def reshard_2d(
     done: list[TableMove] = []
     world.begin("reshard")
     with agreeing(world, PLAN) as found:
-        check_moment()
+        check_outside_backward()
         check_options(budget, progress)
         plan = with_table_paths(plan, model)
         for part in two_d.parts:
             own = {path: collections[path] for path in part.paths}
             part_plan = _plan_of_part(plan, part, collections)
-            wanted.append(planned(part.plan.group_plan, own, part_plan, group_topology(part))[0])
+            wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:
@@ -82,8 +82,8 @@ def reshard_2d(
                 )
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
-            ready = ready_to_move(own, present, whole, first.topology, optimizers)
-            found[f"part {len(movers)}"] = words_of(ready, budget)
+            ready = prepare_move(own, present, whole, first.topology, optimizers)
+            found[f"part {len(movers)}"] = move_description(ready, budget)
             mover = Mover(
                 model, own, first.group, world, ready, budget, progress, begun, interrupts, done
             )  # fmt: skip
@@ -110,7 +110,7 @@ def group_topology(part: RunningGroup) -> Topology:
 
 
 def _plan_of_part(plan: AnyPlan, part: RunningGroup, collections: Mapping[str, Any]) -> AnyPlan:
-    """Return a plan's entries for a part's collections, and for paths that the model lacks, which `planned` refuses."""
+    """Return a plan's entries for a part's collections, and for paths that the model lacks (`complete_plan` raises)."""
     if isinstance(plan, (str, Path)):
         plan = ShardingPlan.load(plan)
 

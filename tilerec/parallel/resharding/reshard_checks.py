@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import Name, sizes_of, ties_of
-from tilerec.parallel.plan_of import kept_plans
-from tilerec.parallel.plan_templates import without_cuts
-from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
+from tilerec.parallel.plan_of import stored_plans
+from tilerec.parallel.plan_templates import resolve_cuts
+from tilerec.parallel.read_plan import AnyPlan, complete_plan_of, read_plan
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
 from tilerec.parallel.resharding.mover import PreparedMove, joined
 from tilerec.parallel.resharding.table_move import TableMove, table_word
 from tilerec.parallel.shard import _check_ties
 from tilerec.parallel.table_optimizers import (
-    as_it_is,
+    check_not_dense,
     check_storage,
-    refuse_dense,
     sharder_optimizers,
     with_kernels,
+    with_present_storage,
 )
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.table import ShardedTable, check_rule
@@ -76,7 +76,7 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
         ConfigError: a module outside of `model` keeps the plan of one of them.
     """
     known: dict[str, EmbeddingModuleShardingPlan] = {}
-    for path, plan in kept_plans(model):
+    for path, plan in stored_plans(model):
         for inner, tables in plan.plan.items():
             known.setdefault(joined(path, inner), EmbeddingModuleShardingPlan(tables))
     missing = [path for path in collections if path not in known]
@@ -90,10 +90,10 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
     whole = ShardingPlan(
         {path: known[path] for path in collections}, topology.world_size, topology.host_ranks
     )
-    return as_it_is(whole, collections)
+    return with_present_storage(whole, collections)
 
 
-def check_moment() -> None:
+def check_outside_backward() -> None:
     """Raise if a backward pass is running: its gradients belong to the current tiles.
 
     Raises:
@@ -119,7 +119,7 @@ def check_options(budget: int | None, progress: ProgressOption) -> None:
     check_progress(progress)
 
 
-def ready_to_move(
+def prepare_move(
     collections: Mapping[str, ShardedCollection],
     present: ShardingPlan,
     whole: ShardingPlan,
@@ -139,7 +139,7 @@ def ready_to_move(
     ties = ties_of(cast("dict[str, TableCollection]", collections))
     tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
     _check_ties(ties, tilings)
-    refuse_dense(whole, ties)
+    check_not_dense(whole, ties)
     sharder_optimizers(whole, cast("dict[str, TableCollection]", collections), ties, [])
     moving: list[tuple[list[Name], ShardedTable, Tiling]] = []
     for names in ties:
@@ -162,7 +162,7 @@ def ready_to_move(
     return PreparedMove(whole, present, topology, moves, steppers)
 
 
-def planned(
+def complete_plan(
     present: ShardingPlan, collections: Mapping[str, ShardedCollection], plan: AnyPlan, now: Topology
 ) -> tuple[ShardingPlan, Topology]:
     """Return the complete plan and its topology. Values that `plan` leaves out are those of the present plan.
@@ -185,11 +185,11 @@ def planned(
             )
         return Topology(size, now.compute_device, hosts=hosts)
 
-    given = read_plan(without_cuts(plan, own, world), own)
+    given = read_plan(resolve_cuts(plan, own, world), own)
     if given.world_size not in (None, size):
         given.check({}, size)  # raises; the hosts of a plan for another world are not read
     topology = world(given.hosts)
-    given = completed(given, own, topology)
+    given = complete_plan_of(given, own, topology)
     paths = dict.fromkeys([*present.plan, *given.plan])
     ShardingPlan(
         {
@@ -231,7 +231,7 @@ def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) 
     )
 
 
-def words_of(ready: PreparedMove, budget: int | None) -> dict[str, Any]:
+def move_description(ready: PreparedMove, budget: int | None) -> dict[str, Any]:
     """Return a description of a move that ranks can compare."""
     return {
         "plan": ready.plan.to_json(),

@@ -18,7 +18,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
-from tilerec.parallel.plan_of import keep_plan, plan_of
+from tilerec.parallel.plan_of import plan_of, store_plan
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.table_resize import ResizedTable
 from tilerec.parallel.two_d.shard_2d import TwoD
@@ -97,7 +97,7 @@ def resize_ids(
     old = change.old
     replace_ids(collection, table, ids)
     tiles.switch()
-    keep_plan(plan_holder, change.plan)
+    store_plan(plan_holder, change.plan)
     if isinstance(two_d, TwoD):
         _keep_in_2d(two_d, path, table, old, change.new)
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)

@@ -22,7 +22,7 @@ from tilerec.parallel.model_tables import Name
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
+from tilerec.sharding.retile import RowState, new_peers, replace_tiles, tiles_or_empty
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.tile import Tiling
@@ -30,7 +30,7 @@ from tilerec.spec.topology import Topology
 from tilerec.storage.flat_storage import flat_memory
 
 
-class Kind(NamedTuple):
+class SourceKind(NamedTuple):
     """Shape and dtype of a source: the tile's shape (`cells`), or `[rows, *trailing]`."""
 
     cells: bool
@@ -46,14 +46,14 @@ class Kind(NamedTuple):
         return size
 
 
-class Facts(NamedTuple):
+class TableFacts(NamedTuple):
     """Kinds of a rank's sources, and values that all its tiles share (`numbers`), by name.
 
     A name is a tuple: ("weight",), ("slot", name), ("grad",), ("touched",), ("state", optimizer, key), ("rows", number,
     name).
     """
 
-    kinds: dict[tuple[Any, ...], Kind]
+    kinds: dict[tuple[Any, ...], SourceKind]
     numbers: dict[tuple[Any, ...], Any]
 
 
@@ -88,7 +88,7 @@ class TableMove:
         self.old = table.tiling
         self._topology, self._steppers = topology, steppers
         self._sources: dict[tuple[Any, ...], list[Tensor]] = {}
-        self._ready: Facts | None = None
+        self._ready: TableFacts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
         self._made: NewTiles | None = None
 
@@ -99,14 +99,14 @@ class TableMove:
 
     # ----------------------------------------------------------------------------------------------------- sources
 
-    def facts(self) -> Facts | None:
+    def facts(self) -> TableFacts | None:
         """Collect this rank's sources and return their facts; None if this rank holds no tile.
 
         Raises:
             ConfigError: some state of the table cannot move.
         """
         table = self.table
-        kinds: dict[tuple[Any, ...], Kind] = {}
+        kinds: dict[tuple[Any, ...], SourceKind] = {}
         numbers: dict[tuple[Any, ...], Any] = {}
         self._sources = {}
         for rows in table.tile_rows:
@@ -119,7 +119,7 @@ class TableMove:
         def source(name: tuple[Any, ...], tensors: Sequence[Tensor], cells: bool) -> None:
             self._sources[name] = [tensor.detach() for tensor in tensors]
             trailing = () if cells else tuple(tensors[0].shape[1:])
-            kinds[name] = Kind(cells, tensors[0].dtype, trailing)
+            kinds[name] = SourceKind(cells, tensors[0].dtype, trailing)
 
         source(("weight",), leaves, True)
         for slot in first.state:
@@ -155,7 +155,7 @@ class TableMove:
         for number, state in enumerate(self._row_states()):
             for key, own in state.parts().items():
                 source(("rows", number, key), own, False)
-        return Facts(kinds, numbers)
+        return TableFacts(kinds, numbers)
 
     def _row_states(self) -> list[RowState]:
         return list(vars(self.table).get("row_states", ()))
@@ -169,7 +169,7 @@ class TableMove:
                     "Attach the optimizer (apply_optimizer_in_backward), or cut the table by rows."
                 )
 
-    def settle(self, facts_by_rank: Sequence[Facts | None]) -> None:
+    def settle(self, facts_by_rank: Sequence[TableFacts | None]) -> None:
         """Compare the facts of all ranks and make the load.
 
         Args:
@@ -203,7 +203,7 @@ class TableMove:
                     )
                 if kind.cells != known.cells:  # on tiles of one column, numbers per row look like cells
                     kinds[name] = kind if not kind.cells else known
-        self._ready = Facts(kinds, ready.numbers)
+        self._ready = TableFacts(kinds, ready.numbers)
         meta = self.table.weight.is_meta
         parts = [
             TensorTransfer(str(name), kind.cells, kind.unit, self._sources.get(name, []))
@@ -226,7 +226,7 @@ class TableMove:
             for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
                 if name == ("grad",):
                     part.before = self._sources[name]
-        places = places_of(self.new, self.table.tile_rows[0].peers.group.rank)
+        places = tiles_or_empty(self.new, self.table.tile_rows[0].peers.group.rank)
         device = self.table.weight.device
         for name, kind in self._ready.kinds.items():
             if kind.cells:  # large tensors get huge pages, which makes new memory several times faster
@@ -249,7 +249,7 @@ class TableMove:
         """Build all objects that the switch puts in place. Operations that can fail are here, not in `switch`."""
         assert self._ready is not None
         table, kinds, numbers = self.table, self._ready.kinds, self._ready.numbers
-        places = places_of(self.new, table.tile_rows[0].peers.group.rank)
+        places = tiles_or_empty(self.new, table.tile_rows[0].peers.group.rank)
         count = range(len(places))
         states: list[dict[str, Tensor]] = [
             {
@@ -294,7 +294,7 @@ class TableMove:
         table, made = self.table, self._made
         grads = self._memory.get(("grad",), [None] * len(made.peers))
         before = table.leaves()
-        after = take_tiles(
+        after = replace_tiles(
             table,
             self.new,
             made.peers,
@@ -333,7 +333,7 @@ class TableMove:
         return state
 
 
-def _kind_word(kind: Kind) -> str:
+def _kind_word(kind: SourceKind) -> str:
     return f"{kind.dtype} {list(kind.trailing)} a row" if kind.trailing else str(kind.dtype)
 
 

@@ -21,7 +21,7 @@ from tilerec.modules.initial_values import fill_initial
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.embedding import ShardedCollection
-from tilerec.sharding.retile import RowState, new_peers, places_of, take_tiles
+from tilerec.sharding.retile import RowState, new_peers, replace_tiles, tiles_or_empty
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.storage.flat_storage import flat_memory
@@ -50,7 +50,7 @@ class ResizedTable:
         self._steppers, self._name = steppers, name
         self._config = replace(table.config, num_embeddings=tiling.rows)
         rank, topology = table.tile_rows[0].peers.group.rank, collection.exchange.topology
-        places = places_of(tiling, rank)
+        places = tiles_or_empty(tiling, rank)
         for rows in table.tile_rows:
             rows.settle()
         self._moves = [
@@ -131,7 +131,7 @@ class ResizedTable:
         collection, table, config = self._collection, self._table, self._config
         before, touched = table.leaves(), [rows.touched for rows in table.tile_rows]
         table.config = config
-        after = take_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads)
+        after = replace_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads)
         for rows, marks, old in zip(table.tile_rows, self._marks, touched, strict=True):
             if marks is not None and old is not None:
                 rows.touched = ChangedRows(0, rows.leaf.device)

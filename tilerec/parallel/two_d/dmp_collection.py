@@ -28,7 +28,7 @@ from tilerec.parallel.two_d.replica_sync import AverageHook
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, Sync, TwoD, shard_2d
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.plan import to_enum
 from tilerec.spec.topology import Topology
 from tilerec.torch_private import state_dict_pre_hooks
@@ -158,7 +158,7 @@ class DMPCollection(DistributedModelParallel):
                     raise ConfigError(f"DMPCollection: topology: got {topology!r:.80}; expected a Topology.")
                 _check_configs(submodule_configs)
                 averages = sync != "exact"
-                warn_without_effect(
+                warn_ignored_settings(
                     "DMPCollection",
                     {
                         "sharding_strategy": _fully_sharded(sharding_strategy, submodule_configs),

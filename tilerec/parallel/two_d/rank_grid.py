@@ -153,7 +153,7 @@ class RankGrid:
         return "\n".join(lines)
 
 
-def blocks_of(count: int, size: int) -> tuple[tuple[int, ...], ...]:
+def runs_of(count: int, size: int) -> tuple[tuple[int, ...], ...]:
     """Split 0 … count - 1 into runs of `size`; the last run may be shorter: `(5, 2)` -> 0,1 | 2,3 | 4."""
     return tuple(tuple(range(at, min(at + size, count))) for at in range(0, count, size))
 

@@ -31,29 +31,29 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.optim.attach import unattached_on_error
-from tilerec.parallel.broadcast_init import send_from_rank_0
+from tilerec.optim.attach import restore_optimizers_on_error
+from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.device import device_of
 from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.managed_collision_paths import with_table_paths
-from tilerec.parallel.model_tables import collections_of, described, sizes_of, ties_of
-from tilerec.parallel.plan_of import keep_plan
-from tilerec.parallel.plan_templates import without_cuts
-from tilerec.parallel.read_plan import AnyPlan, completed, read_plan
-from tilerec.parallel.shard import Job, cut_all, prepare
-from tilerec.parallel.table_optimizers import keep_caches
-from tilerec.parallel.two_d.rank_grid import RankGrid, blocks_of
+from tilerec.parallel.model_tables import collections_of, properties_to_compare, sizes_of, ties_of
+from tilerec.parallel.plan_of import store_plan
+from tilerec.parallel.plan_templates import resolve_cuts
+from tilerec.parallel.read_plan import AnyPlan, complete_plan_of, read_plan
+from tilerec.parallel.shard import ShardJob, prepare_sharding, shard_jobs
+from tilerec.parallel.table_optimizers import keep_cached_tables
+from tilerec.parallel.two_d.rank_grid import RankGrid, runs_of
 from tilerec.parallel.two_d.replica_sync import AverageHook, ReplicaSync
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.sharder import listed, sharder_of
+from tilerec.planner.sharder import checked_sharders, sharder_of
 from tilerec.planner.tables import tables_of
 from tilerec.sharding.changed_rows import SLOTS, WEIGHTS
-from tilerec.sharding.embedding import is_drawn
+from tilerec.sharding.embedding import has_pending_init
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.shard_ids import IdRanks, check_ids
 from tilerec.sharding.table import ShardedTable, check_rule
-from tilerec.spec.ignored_settings import warn_without_effect
+from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
@@ -251,7 +251,7 @@ class TwoD:
         check_hook(hook, "set_all_reduce_hook")
         if hook is not None and not self.averages:
             why = {"reduce_hook": "sync='exact' exchanges gradients and does not average"}
-            warn_without_effect("set_all_reduce_hook", {"reduce_hook": hook}, why, 3)
+            warn_ignored_settings("set_all_reduce_hook", {"reduce_hook": hook}, why, 3)
         for average in self.averages:
             average.hook = hook
 
@@ -352,19 +352,19 @@ def shard_2d(
             for part in planned
         ]
         found["plans"] = [part.plan.to_json() for part in planned]
-        found["model"] = described(collections_of(module))
+        found["model"] = properties_to_compare(collections_of(module))
         found.update(also)
     # Open all groups and run all checks before any table changes, so that ranks fail together.
     channels = [_Channels.of(part, world, settings) for part in planned]
-    with unattached_on_error(module.parameters()):
+    with restore_optimizers_on_error(module.parameters()):
         with agreeing(world, "the model to shard in 2D") as found:
             jobs = [
                 _job(module, part, own, world, settings, topology, tables_device, sharders_, first=k == 0)
                 for k, (part, own, sharders_) in enumerate(zip(planned, channels, given, strict=True))
             ]
             found["parts"] = [job.ready.described() for job in jobs]
-        drawn = [[table for table in job.ready.tables if is_drawn(table)] for job in jobs]
-        cut_all(world, jobs)
+        drawn = [[table for table in job.ready.tables if has_pending_init(table)] for job in jobs]
+        shard_jobs(world, jobs)
     parts = []
     for part, own, job, made in zip(planned, channels, jobs, drawn, strict=True):
         average = None
@@ -372,7 +372,7 @@ def shard_2d(
             for table in made:  # a user's function has drawn the values of each group
                 assert isinstance(table, ShardedTable)
                 for leaf in table.leaves():
-                    send_from_rank_0(own.axis, leaf)
+                    broadcast_tensor(own.axis, leaf)
             average = ReplicaSync(
                 own.axis, [module.get_submodule(path) for path in part.collections], settings.hook
             )
@@ -381,7 +381,7 @@ def shard_2d(
                 rows.touched.agreed(WEIGHTS | SLOTS)
         plan = part.plan.as_run(job.ready.plan)
         parts.append(RunningGroup(tuple(part.collections), plan, own.shard, own.axis, average))
-    keep_plan(module, _merged([job.ready.plan for job in jobs]))
+    store_plan(module, _merged([job.ready.plan for job in jobs]))
     return TwoD(world, parts, settings)
 
 
@@ -427,7 +427,7 @@ class _Channels:
 def _job(
     module: nn.Module, part: _Planned, own: _Channels, world: Group, settings: ReplicaSettings, topology: Topology,
     device: torch.device | None, sharders: list[ModuleSharder], *, first: bool,
-) -> Job:  # fmt: skip
+) -> ShardJob:  # fmt: skip
     """Return the job of a part, with all checks that one rank can make alone."""
     plan, grid, exact = part.plan, part.plan.grid, settings.sync == "exact"
     team, member = grid.team_of(world.rank), grid.member_of(world.rank)
@@ -444,9 +444,11 @@ def _job(
         teams = ReplicaGroups((0,) * own.shard.size, own.axis, (), scale, names, replicas, own.refusals)
         assert own.ids is not None
         ids = IdRanks(own.ids, grid.member_of)
-    ready = prepare(module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first)
+    ready = prepare_sharding(
+        module, whole, group, hosts, device, sharders, tuple(part.collections), lone_ids=first
+    )
     check_ids(ready.ids, (group if ids is None else ids.group).size)
-    return Job(ready, own.rows, own.route, device, settings.exact, teams, ids)
+    return ShardJob(ready, own.rows, own.route, device, settings.exact, teams, ids)
 
 
 def _planned(
@@ -455,7 +457,7 @@ def _planned(
     who: str,
 ) -> tuple[list[_Planned], Topology, list[list[ModuleSharder]]]:  # fmt: skip
     """Plan all parts on this rank alone; return parts, topology of the world, and sharders per part."""
-    own = listed(sharders, who)
+    own = checked_sharders(sharders, who)
     everything = collections_of(module)
     rest = [config for config in configs if config.paths is None]
     assert len(rest) == 1, "exactly one config has no paths"
@@ -505,7 +507,7 @@ def _group_plan(
             f"has {size % node}.",
             stacklevel=2,
         )
-    hosts = None if node is None else blocks_of(size, node)
+    hosts = None if node is None else runs_of(size, node)
     source = "the machines" if node is None else "node_group_size"
     topology = grid.topology_of(0, world, hosts)
     plan = config.plan.group_plan if isinstance(config.plan, ReplicatedPlan) else config.plan
@@ -514,7 +516,7 @@ def _group_plan(
         plan_size = getattr(plan, "world_size", None)
         if plan_size not in (None, size):
             raise ConfigError(f"ShardingPlan: made for {plan_size} ranks, this sharding group has {size}.")
-        plan = without_cuts(plan, collections, lambda _: topology)
+        plan = resolve_cuts(plan, collections, lambda _: topology)
         given = None if plan is None else read_plan(plan, collections)
         if given is None:
             tables = [table for table in tables_of(module, sharders) if table.names[0][0] in collections]
@@ -522,7 +524,7 @@ def _group_plan(
             given = (
                 ShardingPlan({})
                 if made is None
-                else keep_caches(_with_shared_tables_aligned(made, collections), collections)
+                else keep_cached_tables(_with_shared_tables_aligned(made, collections), collections)
             )
         elif given.world_size not in (None, size):
             raise ConfigError(
@@ -530,7 +532,7 @@ def _group_plan(
             )
         elif node is None and _other_hosts(given.hosts, topology):
             source, topology = "the plan", grid.topology_of(0, world, given.hosts)
-        complete_plan = completed(given, collections, topology)
+        complete_plan = complete_plan_of(given, collections, topology)
         complete_plan.check(sizes_of(collections), size)
         for path, name, sharding in complete_plan.tables():
             assert sharding.tiling is not None, "completed"

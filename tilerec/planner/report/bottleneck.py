@@ -21,7 +21,7 @@ NETWORK, COLLECTIVES = "network between hosts", "collectives as such"
 
 
 @dataclass(frozen=True)
-class Resource:
+class StepResource:
     """A part of the step.
 
     Args:
@@ -48,7 +48,7 @@ class Bottleneck:
         waiting: waiting time of the mean rank over all stages, as a part of the step.
     """
 
-    resources: tuple[Resource, ...]
+    resources: tuple[StepResource, ...]
     rank: int
     above: float
     stage: int
@@ -57,7 +57,7 @@ class Bottleneck:
     waiting: float
 
     @property
-    def largest(self) -> Resource:
+    def largest(self) -> StepResource:
         """The resource that takes the largest part of the step."""
         return self.resources[0]
 
@@ -97,7 +97,7 @@ def bottleneck_of(
     found = [(name, ps, groups[name]) for name, ps in time.items()]
     found.append((COLLECTIVES, charge_ps, ()))
     resources = [
-        Resource(name, ps, ps / step if step else 0.0, own)
+        StepResource(name, ps, ps / step if step else 0.0, own)
         for name, ps, own in found
         if ps or own or not stages
     ]

@@ -16,14 +16,14 @@ from functools import cached_property
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.colocation import together
+from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
-from tilerec.planner.decision import decide, problem_of
-from tilerec.planner.planner_error import no_plan
-from tilerec.planner.report.option_restrictions import ruled_out
-from tilerec.planner.report.report_text import aligned, time_text
+from tilerec.planner.decision import build_problem, decide
+from tilerec.planner.planner_error import planner_error_of
+from tilerec.planner.report.option_restrictions import violated_restrictions
+from tilerec.planner.report.report_text import format_columns, time_text
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, loads, work_of
 from tilerec.spec.plan import ShardingPlan
@@ -32,7 +32,7 @@ from tilerec.spec.tile import Tiling
 
 
 @dataclass(frozen=True)
-class Considered:
+class ConsideredOption:
     """One option of a table.
 
     Args:
@@ -81,13 +81,13 @@ class Explanation:
 
     table: str
     step_ps: int
-    considered: tuple[Considered, ...]
+    considered: tuple[ConsideredOption, ...]
     notes: tuple[str, ...] = ()
     path: str = ""
     name: str = ""
     tiling: Tiling | None = None
     bound_ps: int = 0
-    together: tuple[str, ...] = ()
+    merge_colocated: tuple[str, ...] = ()
 
     def is_in(self, plan: ShardingPlan) -> bool:
         """Return True if the plan has the tiling of this table that is explained here."""
@@ -96,7 +96,7 @@ class Explanation:
         return there is not None and there.tiling == self.tiling
 
     @property
-    def chosen(self) -> Considered:
+    def chosen(self) -> ConsideredOption:
         return self.considered[0]
 
     def __str__(self) -> str:
@@ -115,10 +115,14 @@ class Explanation:
             )
         names = ("way", "pieces", "bytes each", "adds on owners", "on all ranks", "step then", "")
         return "\n\n".join(
-            [f"Table '{self.table}': {self.reason()}", aligned(names, rows, right=(2, 3, 4, 5)), *self.notes]
+            [
+                f"Table '{self.table}': {self.reason()}",
+                format_columns(names, rows, right=(2, 3, 4, 5)),
+                *self.notes,
+            ]
         )
 
-    def verdict(self, way: Considered, time: Callable[[int], str] = time_text) -> str:
+    def verdict(self, way: ConsideredOption, time: Callable[[int], str] = time_text) -> str:
         """Return the comparison of an option with the chosen one, in a few words; `time` formats picoseconds."""
         if way.chosen:
             return "chosen"
@@ -195,7 +199,7 @@ class Explainer:
     def __init__(self, request: PlanRequest, keys: Sequence[str] | None = None) -> None:
         self.decision = decide(request)
         if not self.decision.found:
-            raise no_plan(self.decision)
+            raise planner_error_of(self.decision)
         self.request, self.pins = request, self.decision.pins
         self.limits = request.limits(self.pins, self.decision.offload)
         own = self.decision.problem
@@ -206,7 +210,7 @@ class Explainer:
         self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
         self.problem, self.freed = self._without_restrictions(self.wanted)
         # Co-located tables are one table here, as in the search.
-        self.instance, _ = together(self.problem.instance, request.groups(self.pins))
+        self.instance, _ = merge_colocated(self.problem.instance, request.groups(self.pins))
         place = {option: o for o, option in enumerate(self.problem.options)}
         solution = self.decision.solution
         self.option = np.array([place[own.options[o]] for o in solution.option.tolist()], np.int64)
@@ -250,7 +254,7 @@ class Explainer:
             for key in sorted(keys)
         }  # fmt: skip
         freed = replace(request, constraints={**request.constraints, **free})
-        return problem_of(freed, self.pins, self.decision.offload)
+        return build_problem(freed, self.pins, self.decision.offload)
 
     def _without_chosen_option(self, problem: Problem) -> list[int]:
         """Return the tables for which a problem lacks the option that the plan uses."""
@@ -289,10 +293,10 @@ class Explainer:
     def _tilings(self) -> dict[str, Tiling | None]:
         return {key: sharding.tiling for key, sharding in self.decision.shardings().items()}
 
-    def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
-        if together:
-            names = ", ".join(f"'{other}'" for other in together[:8]) + (
-                " and more" if len(together) > 8 else ""
+    def _notes(self, key: str, t: int, merge_colocated: Sequence[str]) -> Iterator[str]:
+        if merge_colocated:
+            names = ", ".join(f"'{other}'" for other in merge_colocated[:8]) + (
+                " and more" if len(merge_colocated) > 8 else ""
             )
             yield (
                 f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
@@ -303,12 +307,12 @@ class Explainer:
         if key not in self.freed:
             yield "Options that its constraints rule out were not considered."
 
-    def _considered(self, rest: _OtherTables, t: int, o: int) -> Considered:
+    def _considered(self, rest: _OtherTables, t: int, o: int) -> ConsideredOption:
         chosen = int(self.option[rest.row]) == o
         work, memory = rest.chosen() if chosen else rest.with_option(o)
         uses = rest.uses + self.instance.uses[rest.row, o]
         own = self.problem.instance
-        return Considered(
+        return ConsideredOption(
             str(self.problem.options[o]),
             chosen,
             "" if chosen else self._ruled_out(rest, t, o),
@@ -327,7 +331,9 @@ class Explainer:
             key = self.names[m]
             limits = self.limits.get(key, Limits())
             given = self.request.limits_of(key)
-            reasons = ruled_out(option, self.problem.tables[m].dim, limits, given, topology, rest.allowed)
+            reasons = violated_restrictions(
+                option, self.problem.tables[m].dim, limits, given, topology, rest.allowed
+            )
             if reasons:
                 text = "; ".join(reasons)
                 return text if m == t else f"of '{key}', which is co-located with it: {text}"

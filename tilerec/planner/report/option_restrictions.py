@@ -18,7 +18,7 @@ from tilerec.spec.ranks import ranks_to_text
 from tilerec.spec.topology import Topology
 
 
-def ruled_out(
+def violated_restrictions(
     option: Option,
     dim: int,
     limits: Limits,

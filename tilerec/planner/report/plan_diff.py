@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilerec.planner.report.report_text import aligned
+from tilerec.planner.report.report_text import format_columns
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
@@ -77,7 +77,7 @@ class PlanDiff:
             head += (
                 f"; {self.others} are in one plan only, or differ in size: are they plans of the same model?"
             )
-        return f"{head}\n\n" + aligned(("table", "first", "second", "moves"), rows, right=(3,))
+        return f"{head}\n\n" + format_columns(("table", "first", "second", "moves"), rows, right=(3,))
 
 
 def plan_diff(first: ShardingPlan, second: ShardingPlan) -> PlanDiff:

@@ -24,7 +24,7 @@ PRICED_PINS = 256
 """With at most this many pinned tables, the report has seconds of each of them; with more, only of their sum."""
 
 
-def report_of(decision: Decision, plan: ShardingPlan) -> PlanReport:
+def build_report(decision: Decision, plan: ShardingPlan) -> PlanReport:
     """Return the report of a found plan.
 
     Args:

@@ -17,7 +17,7 @@ from tilerec.spec.topology import Topology
 _MOST_TABLES, _MOST_ON_RANK, _MOST_NAMED = 20, 5, 8
 
 
-class Reported(Protocol):
+class ReportFields(Protocol):
     """The parts of `PlanReport` that this module reads."""
 
     @property
@@ -68,7 +68,7 @@ def gap_text(gap: float) -> str:
     return "unknown" if gap == float("inf") else f"{100 * gap:.1f} %"
 
 
-def report_text(report: Reported, what_ifs: Sequence[WhatIf] | None = None) -> str:
+def report_text(report: ReportFields, what_ifs: Sequence[WhatIf] | None = None) -> str:
     """Return the text of a report, without a final newline.
 
     Args:
@@ -97,7 +97,7 @@ def report_text(report: Reported, what_ifs: Sequence[WhatIf] | None = None) -> s
     return "\n\n".join(part for part in parts if part)
 
 
-def banner_text(report: Reported) -> str:
+def banner_text(report: ReportFields) -> str:
     """Return the warning that speeds are defaults: their values, and the command that measures them."""
     topology = report.topology
     device = topology.compute_device
@@ -113,7 +113,7 @@ def banner_text(report: Reported) -> str:
     )
 
 
-def bottleneck_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
+def bottleneck_text(report: ReportFields, time: Callable[[int], str] = time_text) -> str:
     """Return `"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` formats picoseconds."""
     first, *others = report.bottleneck.resources
     text = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
@@ -124,7 +124,7 @@ def bottleneck_text(report: Reported, time: Callable[[int], str] = time_text) ->
     return text + (f"; then {', '.join(then)}" if then else "") + "."
 
 
-def balance_text(report: Reported, time: Callable[[int], str] = time_text) -> str:
+def balance_text(report: ReportFields, time: Callable[[int], str] = time_text) -> str:
     """Return a sentence on the slowest rank; ranks within 5 % of the mean are called balanced."""
     found, ranks = report.bottleneck, report.topology.world_size
     load = time(int(report.load_ps[found.rank].sum()))
@@ -143,7 +143,7 @@ def balance_text(report: Reported, time: Callable[[int], str] = time_text) -> st
     return text
 
 
-def _heaviest(report: Reported) -> str:
+def _heaviest(report: ReportFields) -> str:
     """Return the tables that take most time on the rank with the most work, and the number of other tables there."""
     rank = report.bottleneck.rank
     heavy = report.weighs_most(rank, None)
@@ -164,7 +164,7 @@ def _heaviest(report: Reported) -> str:
     return f"The heaviest tables on rank {rank}: {shown}."
 
 
-def _of_no_table(report: Reported, rank: int, here: Sequence[TableEntry]) -> int:
+def _of_no_table(report: ReportFields, rank: int, here: Sequence[TableEntry]) -> int:
     """Return a rank's ps in stages inside hosts not due to its pieces or its own batch; 0 if unknown."""
     if not all(entry.owner_ps for entry in report.tables):
         return 0
@@ -183,10 +183,10 @@ def _what_ifs(found: Sequence[WhatIf]) -> str:
         (one.change, "" if one.step_ps is None else time_text(one.step_ps), one.outcome, one.how)
         for one in found
     ]
-    return aligned(("what would help", "step then", "saves", "how"), rows, right=(1,))
+    return format_columns(("what would help", "step then", "saves", "how"), rows, right=(1,))
 
 
-def _stages(report: Reported) -> str:
+def _stages(report: ReportFields) -> str:
     rows = []
     for s, name in enumerate(report.stages):
         load = report.load_ps[:, s]
@@ -198,14 +198,16 @@ def _stages(report: Reported) -> str:
     if report.charge_ps:
         charge = report.charge_ps
         rows.append((COLLECTIVES, _share(charge, report), time_text(charge), time_text(charge), "all"))
-    return aligned(("stage", "of the step", "slowest", "mean", "slowest rank"), rows, right=(1, 2, 3, 4))
+    return format_columns(
+        ("stage", "of the step", "slowest", "mean", "slowest rank"), rows, right=(1, 2, 3, 4)
+    )
 
 
-def _share(ps: int, report: Reported) -> str:
+def _share(ps: int, report: ReportFields) -> str:
     return percent_text(ps / report.cost_ps) if report.cost_ps else ""
 
 
-def _memory(report: Reported) -> str:
+def _memory(report: ReportFields) -> str:
     rows = []
     for m, tier in enumerate(("device", "host")):
         held, cap = report.memory[:, m], report.cap[:, m]
@@ -222,10 +224,10 @@ def _memory(report: Reported) -> str:
                 str(full),
             )
         )
-    return aligned(("memory", "fullest", "mean", "of", "full", "rank"), rows, right=(1, 2, 3, 4, 5))
+    return format_columns(("memory", "fullest", "mean", "of", "full", "rank"), rows, right=(1, 2, 3, 4, 5))
 
 
-def _tables(report: Reported) -> str:
+def _tables(report: ReportFields) -> str:
     order = sorted(report.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.path, e.name))
     rows = []
     for entry in order[:_MOST_TABLES]:
@@ -243,7 +245,7 @@ def _tables(report: Reported) -> str:
             )
         )
     head = ("table", "rows x dim", "type", "bytes", "cut", "ranks", "adds on owners", "on all ranks")
-    return aligned(head, rows, right=(1, 3, 6, 7)) + _others(order[_MOST_TABLES:])
+    return format_columns(head, rows, right=(1, 3, 6, 7)) + _others(order[_MOST_TABLES:])
 
 
 def _others(entries: Sequence[TableEntry]) -> str:
@@ -270,7 +272,7 @@ def _name(entry: TableEntry) -> str:
     return f"{entry.path}.{entry.name}" if entry.path else entry.name
 
 
-def aligned(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+def format_columns(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Return a table as text, with columns as wide as their widest entry; columns in `right` are right-aligned."""
     widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
     lines = []

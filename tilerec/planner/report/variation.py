@@ -18,7 +18,7 @@ TYPES = {
 }
 
 
-def varied(
+def with_changes(
     request: PlanRequest,
     *,
     hosts: int | None = None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
-from tilerec.planner.report.variation import varied
+from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.parameter_sharding import Wire
@@ -121,7 +121,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
         yield _Change(
             "bf16 on the wire",
             "QCommsConfig(CommType.BF16, CommType.BF16) in the sharders; --wire bf16",
-            lambda: varied(request, wire="bf16"),
+            lambda: with_changes(request, wire="bf16"),
         )
     wide = [table for table in request.tables if table.data_type is DataType.FP32]
     if wide:
@@ -133,7 +133,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
     yield _Change(
         f"twice the batch, {2 * request.batch_size:,} samples of a rank",
         f"--batch-size {2 * request.batch_size}",
-        lambda: varied(request, batch_size=2 * request.batch_size),
+        lambda: with_changes(request, batch_size=2 * request.batch_size),
         per_sample=True,
     )
     if topology.local_world_size is not None and topology.hbm_caps is None and topology.ddr_caps is None:
@@ -141,7 +141,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
         yield _Change(
             f"one more host, {hosts} x {topology.local_world_size} ranks",
             f"--hosts {hosts}",
-            lambda: varied(request, hosts=hosts),
+            lambda: with_changes(request, hosts=hosts),
             per_sample=True,
         )
     bare = [table for table in request.tables if table.trained and table.optimizer is None]
@@ -156,7 +156,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
         yield _Change(
             f"twice the memory, {bytes_text(cap)} of a rank",
             f"--{name} {cap / 2**30:g}GiB",
-            lambda: varied(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
+            lambda: with_changes(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
         )
     bound = [key for key, limits in request.constraints.items() if _without_restrictions(limits) != limits]
     if bound:

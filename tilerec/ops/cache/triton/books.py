@@ -25,10 +25,10 @@ from tilerec.ops.cache.definition import (
     NAMED,
     ROW_IN,
     TOLD,
-    key_places,
+    key_ranges,
     spare_starts,
 )
-from tilerec.ops.runtime.triton.addresses import base, kept, upload
+from tilerec.ops.runtime.triton.addresses import base, cached_per_stream, upload
 
 # Rows of `tables`, int64 [15, T].
 T_LINE_OF, T_FLIGHTS, T_COUNTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -52,7 +52,7 @@ S_TABLE = tl.constexpr(4)
 C_SERIAL, C_BIT, C_ALIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-def tile_of(values: Tensor) -> int:
+def tile_items(values: Tensor) -> int:
     """Return the items of a program's tile: more in the interpreter, which runs programs one after the other."""
     return 128 if values.is_cuda and not triton.knobs.runtime.interpret else 1024
 
@@ -79,7 +79,7 @@ class _Layout:
     spares: int
 
 
-def read_books(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> Books:
+def kernel_books(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> Books:
     """Return the books as kernel arguments."""
     groups = [[own for k in which for own in books[k::BOOKS]] for which in _GROUPS]
     bases = [base(group) for group in groups]
@@ -108,13 +108,13 @@ class _Shaped:
         return self.shape[0]
 
 
-@kept(64)
+@cached_per_stream(64)
 def _layout(
     addresses: tuple[int, ...], sizes: tuple[int, ...], sets: tuple[int, ...], ways: int, bases: tuple[int, ...],
     device: torch.device,
 ) -> _Layout:  # fmt: skip
     shaped: list[Tensor] = [_Shaped(count) for count in sizes]  # type: ignore[misc]
-    places, last, dtype = key_places(shaped, sets)
+    places, last, dtype = key_ranges(shaped, sets)
     lists = []
     for group, start in zip(_GROUPS, bases, strict=True):
         for k in group:
@@ -132,8 +132,8 @@ def _layout(
     return _Layout(upload(list(itertools.chain(*lists)), device), last, dtype, starts[-1])
 
 
-@kept(64)
-def segments_sent(
+@cached_per_stream(64)
+def upload_segments(
     begins: tuple[int, ...], ends: tuple[int, ...], tables: tuple[int, ...], tile: int, device: torch.device
 ) -> tuple[Tensor, int, int]:
     """Return `segments`, int64 [5, S] on the device, and the number of tiles and of occurrences."""

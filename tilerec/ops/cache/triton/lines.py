@@ -12,8 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import lines_type
-from tilerec.ops.cache.triton.books import S_BEGIN, S_COUNT, S_START, S_TABLE, S_TILE, segments_sent, tile_of
+from tilerec.ops.cache.definition import lines_dtype
+from tilerec.ops.cache.triton.books import (
+    S_BEGIN,
+    S_COUNT,
+    S_START,
+    S_TABLE,
+    S_TILE,
+    tile_items,
+    upload_segments,
+)
 from tilerec.ops.runtime.triton.addresses import base, constants, distances
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.search import segment_at
@@ -66,9 +74,9 @@ def cache_lines_(
 ) -> Tensor:  # fmt: skip
     """See `definition.py`."""
     ids = ids.contiguous()
-    tile = tile_of(ids)
-    segments, tiles, total = segments_sent(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
-    out = torch.empty(total, dtype=lines_type(ids, tables), device=ids.device)
+    tile = tile_items(ids)
+    segments, tiles, total = upload_segments(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
+    out = torch.empty(total, dtype=lines_dtype(ids, tables), device=ids.device)
     if not total:
         return out
     if not line_of:

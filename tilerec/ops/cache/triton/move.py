@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.triton.books import tile_of
+from tilerec.ops.cache.triton.books import tile_items
 from tilerec.ops.cache.triton.plan import (
     P_DIRTY,
     P_FROM,
@@ -29,10 +29,10 @@ from tilerec.ops.cache.triton.plan import (
     P_LINE,
     P_ROW,
     P_TABLE,
+    count_wanting_rows,
     programs_for,
-    wanting_in_all,
 )
-from tilerec.ops.runtime.triton.addresses import kept, upload
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, upload
 from tilerec.ops.runtime.triton.launch import launch
 
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -56,7 +56,7 @@ def carry_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    wanting = wanting_in_all(header, table_count, TABLES)
+    wanting = count_wanting_rows(header, table_count, TABLES)
     width = total.to(tl.int64) + spares
     entries = wanting
     if COMES == 0:  # the entries of released spare lines follow
@@ -105,7 +105,7 @@ def carry_kernel(
         first += programs * ROWS
 
 
-@kept(64)
+@cached_per_stream(64)
 def _movers(
     addresses: tuple[int, ...], widths: tuple[int, ...], tables: tuple[int, ...], count: int, start: int,
     device: torch.device,
@@ -142,7 +142,7 @@ def cache_move_(
         tuple(tables), header.shape[0], start.data_ptr(), plan.device,
     )  # fmt: skip
     units = start.view(torch.uint8).view(-1).view(_UNITS[unit])
-    rows = 4 if tile_of(plan) == 128 else 64
+    rows = 4 if tile_items(plan) == 128 else 64
     launch(
         carry_kernel, programs_for(plan.shape[1], rows, plan), plan, header, units, firsts, movers, ids,
         plan.shape[1] - ids, header.shape[0], movers.shape[0] // 3, most, COMES=comes,

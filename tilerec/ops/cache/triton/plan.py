@@ -41,9 +41,9 @@ from tilerec.ops.cache.triton.books import (
     T_SETS,
     T_SPARE,
     Books,
-    read_books,
-    segments_sent,
-    tile_of,
+    kernel_books,
+    tile_items,
+    upload_segments,
 )
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.search import segments_of
@@ -65,7 +65,7 @@ PROGRAMS = 4096
 
 
 @triton.jit
-def wanting_in_all(header, table_count, TABLES: tl.constexpr):
+def count_wanting_rows(header, table_count, TABLES: tl.constexpr):
     """Return the number of wanting rows of all tables."""
     table = tl.arange(0, TABLES)
     return tl.sum(tl.load(header + table * 8 + H_WANTING, mask=table < table_count, other=0), 0)
@@ -93,7 +93,7 @@ def give_kernel(
     """Assign lines of sets to wanting rows. See the top of the file."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    wanting = wanting_in_all(header, table_count, TABLES)
+    wanting = count_wanting_rows(header, table_count, TABLES)
     way = tl.arange(0, WAYS)
     first = program * ENTRIES
     while first < wanting:
@@ -183,7 +183,7 @@ def plan_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    wanting = wanting_in_all(header, table_count, TABLES)
+    wanting = count_wanting_rows(header, table_count, TABLES)
     width = total.to(tl.int64) + spares
     first = program * TILE
     while first < wanting:
@@ -259,7 +259,7 @@ def plan_kernel(
 
 def programs_for(entries: int, each: int, values: Tensor) -> tuple[int]:
     """Return a grid for at most `entries` entries, `each` per step of a program."""
-    most = PROGRAMS if tile_of(values) == 128 else 2
+    most = PROGRAMS if tile_items(values) == 128 else 2
     return (max(1, min(-(-entries // each), most)),)
 
 
@@ -269,9 +269,9 @@ def cache_plan(
 ) -> Tensor:  # fmt: skip
     """See `definition.py`. Never waits: programs read the number of wanting rows from the header."""
     ids = ids.contiguous()
-    read: Books = read_books(books, sets, ways)
-    tile = tile_of(ids)
-    segments, _, total = segments_sent(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
+    read: Books = kernel_books(books, sets, ways)
+    tile = tile_items(ids)
+    segments, _, total = upload_segments(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
     plan = torch.empty(6, total + read.spares, dtype=torch.int64, device=ids.device)
     if not sets or not plan.shape[1]:
         return plan

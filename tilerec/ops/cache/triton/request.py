@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import BOOKS, LINE_OF, MOST, NONE, HeaderColumn, tell_stranger
+from tilerec.ops.cache.definition import BOOKS, LINE_OF, MAX_COUNT, NONE, HeaderColumn, raise_bad_row_id
 from tilerec.ops.cache.triton.books import (
     C_BIT,
     C_SERIAL,
@@ -42,16 +42,16 @@ from tilerec.ops.cache.triton.books import (
     T_OF_SET,
     T_ROWS,
     T_SETS,
-    read_books,
-    segments_sent,
-    tile_of,
+    kernel_books,
+    tile_items,
+    upload_segments,
 )
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
-from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.runtime.triton.rows import take_report
 from tilerec.ops.runtime.triton.search import segment_at
 
-_NONE, _MOST = tl.constexpr(NONE), tl.constexpr(MOST)
+_NONE, _MOST = tl.constexpr(NONE), tl.constexpr(MAX_COUNT)
 H_ROWS, H_MISSES, H_WANTING = (
     tl.constexpr(int(t)) for t in (HeaderColumn.ROWS, HeaderColumn.MISSES, HeaderColumn.WANTING)
 )
@@ -82,7 +82,7 @@ def ask_kernel(
     bad = here & ~good
     if tl.sum(bad.to(tl.int32), 0) > 0:
         first_bad = tl.min(tl.where(bad, at, 1 << 62), 0)
-        tell(report, segment, begin + first_bad, tl.sum(tl.where(at == first_bad, row, 0), 0))
+        take_report(report, segment, begin + first_bad, tl.sum(tl.where(at == first_bad, row, 0), 0))
     serial = tl.load(clock + C_SERIAL * table_count + table)
     bit = tl.load(clock + C_BIT * table_count + table).to(tl.int32)
     claim = (serial + _NONE).to(tl.int32)
@@ -127,9 +127,9 @@ def cache_ask_(
     """See `definition.py`. Runs a fill with zeros, a launch and `torch.sort`."""
     raise_due(ids.device)
     ids = ids.contiguous()
-    read = read_books(books, sets, ways)
-    tile = tile_of(ids)
-    segments, tiles, total = segments_sent(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
+    read = kernel_books(books, sets, ways)
+    tile = tile_items(ids)
+    segments, tiles, total = upload_segments(tuple(begins), tuple(ends), tuple(tables), tile, ids.device)
     header = torch.zeros(len(sets), 8, dtype=torch.int64, device=ids.device)
     keys_N = torch.empty(total, dtype=read.key_type, device=ids.device)
     if total:
@@ -142,7 +142,7 @@ def cache_ask_(
         of_segment = tuple(tables)
 
         def raise_(segment: int, position: int, id_: int) -> None:
-            tell_stranger(names, segment, position, id_, rows[segment], of_segment[segment])
+            raise_bad_row_id(names, segment, position, id_, rows[segment], of_segment[segment])
 
         post(report, raise_)
     sorted_N, order_N = torch.sort(keys_N)

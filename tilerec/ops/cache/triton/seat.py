@@ -21,8 +21,8 @@ from tilerec.ops.cache.triton.books import (
     T_NAMED,
     T_ROW_IN,
     T_TOTALS,
-    read_books,
-    tile_of,
+    kernel_books,
+    tile_items,
 )
 from tilerec.ops.cache.triton.plan import (
     P_DIRTY,
@@ -31,8 +31,8 @@ from tilerec.ops.cache.triton.plan import (
     P_LINE,
     P_ROW,
     P_TABLE,
+    count_wanting_rows,
     programs_for,
-    wanting_in_all,
 )
 from tilerec.ops.runtime.triton.launch import launch
 
@@ -51,7 +51,7 @@ def seat_kernel(
     """Apply a plan's entries to the books. The first program adds the header to the tables' totals (`told`), once."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    wanting = wanting_in_all(header, table_count, TABLES)
+    wanting = count_wanting_rows(header, table_count, TABLES)
     width = total.to(tl.int64) + spares
     first = program * TILE
     while first < wanting + spares:
@@ -102,8 +102,8 @@ def cache_seat_(plan: Tensor, header: Tensor, books: Sequence[Tensor], clock: Te
     if not count:
         return
     # This kernel does not use the number of sets: 0 sets declare all lines of a table as spare.
-    read = read_books(books, (0,) * count, 1)
-    tile = tile_of(plan)
+    read = kernel_books(books, (0,) * count, 1)
+    tile = tile_items(plan)
     launch(
         seat_kernel, programs_for(plan.shape[1], tile, plan), plan, header, read.tables, clock, read.ints, read.longs,
         read.bytes, ids, plan.shape[1] - ids, count, TABLES=triton.next_power_of_2(count), TILE=tile, num_warps=1,

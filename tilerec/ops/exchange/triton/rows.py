@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.exchange.definition import _pick_rows_reference_, _place_rows_reference_
-from tilerec.ops.runtime.triton.addresses import kept, upload
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, upload
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
-from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.runtime.triton.rows import take_report
 from tilerec.ops.runtime.triton.search import segment_at
 
 # Rows of `table`, int64 [9, S].
@@ -74,7 +74,7 @@ def move_rows(
     fits = here & (slot >= 0) & (element >= 0) & (element + width <= elements)
     if tl.sum((here & ~fits).to(tl.int32), 0) > 0:
         lowest = tl.min(tl.where(here, slot, 0), 0)
-        tell(report, tl.load(s + _NUMBER * segments), lowest, 0)
+        take_report(report, tl.load(s + _NUMBER * segments), lowest, 0)
     row_pointers = rows + (start + row * width)[:, None]
     place_pointers = flat + element[:, None]
     for column in range(0, width, COLUMNS):
@@ -262,7 +262,7 @@ def _plan(
     return _Plan(upload(table.reshape(-1), device), ends, adds is not None and moves.adds, vec, columns, tile)
 
 
-_kept_plan = kept(64)(_plan)
+_kept_plan = cached_per_stream(64)(_plan)
 
 
 def _move(

@@ -16,16 +16,16 @@ from tilerec.ops.hash.triton.find import ENTRIES, LIMIT, PROBES, find_kernel, ra
 from tilerec.ops.hash.triton.place import (
     ANYWHERE,
     FAR,
-    PLAIN,
-    STIRRED_AGAIN,
+    SECOND_HASH_MASK,
+    UNSPECIALIZED,
+    as_bytes,
     blocks,
-    bytes_of,
     high,
     low,
     mixed_bits,
     runs_kernel,
     search,
-    walkers,
+    walk_grid,
     width_of,
     wrapped,
 )
@@ -69,7 +69,7 @@ def _event(
         enters = enters & (tl.load(may_insert_N + n) != 0)
     admitted = enters
     if ADMITS:
-        again = mixed_bits(mixed ^ STIRRED_AGAIN)
+        again = mixed_bits(mixed ^ SECOND_HASH_MASK)
         one = counters_C + high(again, counters_each)
         other = counters_C + low(again, counters_each)
         of_one = tl.load(one).to(tl.int64)
@@ -110,7 +110,7 @@ def _event(
     return id_, tl.where(evicts, row, -2), tl.where(settled, row, -1), place + 1
 
 
-@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ANYWHERE)
 def walk_kernel(
     ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC,
     order_N, needs_B, begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N, step_there, now_there,
@@ -181,7 +181,7 @@ def walk_kernel(
         bucket += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ANYWHERE)
 def hit_kernel(
     counts_N, ttl_N, rows_N, outcomes_N, last_E, hits_E, expires_E, report, step_there, now_there,
     count, first, slots, step, now, ttl, COUNTS: tl.constexpr, TTLS: tl.constexpr, EXPIRING: tl.constexpr,
@@ -223,7 +223,7 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = call.ids_N.contiguous()
     counts_N = None if call.counts_N is None else call.counts_N.contiguous()
     ttl_N = None if call.ttl_N is None else call.ttl_N.contiguous()
-    inserts_N = None if call.may_insert_N is None else bytes_of(call.may_insert_N)
+    inserts_N = None if call.may_insert_N is None else as_bytes(call.may_insert_N)
     raise_due(ids_N.device)
     count, held, window = ids_N.shape[0], call.held, min(max_probe, slots)
     rows_N, probes_N = torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)
@@ -258,7 +258,7 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sorted_N, order_N = torch.sort(key_N, stable=True)
         grid, block = blocks(count, ids_N, 128)
         runs_kernel[grid](sorted_N, begin_B, end_B, count, held, BLOCK=block)
-        walk_kernel[walkers(held, ids_N)](
+        walk_kernel[walk_grid(held, ids_N)](
             *entries_N, ids_E, used_bytes_E, since_E, last_E, hits_E, expires_E, counters_BC, order_N, needs_B,
             begin_B, end_B, report, rows_N, probes_N, outcomes_N, evicted_ids_N, *clocks_there, first, held, slots,
             window, counters_BC.shape[1], step, now, ttl, threshold, max(evict, 1),

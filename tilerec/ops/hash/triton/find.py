@@ -14,10 +14,10 @@ from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_bad_count, raise_bad_tt
 from tilerec.ops.hash.policy import IdOutcome
 from tilerec.ops.hash.triton.place import (
     ANYWHERE,
-    PLAIN,
+    UNSPECIALIZED,
+    as_bytes,
     blocks,
     bucket_of,
-    bytes_of,
     high,
     low,
     mixed_bits,
@@ -40,7 +40,7 @@ def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=PLAIN, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ANYWHERE)
 def find_kernel(
     ids_N,
     counts_N,
@@ -172,7 +172,7 @@ def zch_find(
         report = new_report(ids_N.device)
         grid, entries = blocks(count, ids_N, ENTRIES)
         find_kernel[grid](
-            ids_N, ids_N, ids_N, ids_N, ids_E, bytes_of(used_E), count, first, held, buckets, slots,
+            ids_N, ids_N, ids_N, ids_N, ids_E, as_bytes(used_E), count, first, held, buckets, slots,
             min(max_probe, slots), rows_N, probes_N, probes_N, rows_N, rows_N, rows_N, report,
             ASSIGNS=False, COUNTS=False, INSERTS=False, TTLS=False, ENTRIES=entries, PROBES=PROBES, num_warps=1,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from tilerec.ops.hash import place as hash_place
 from tilerec.ops.hash.place import SECOND
 
 # Numbers that change from batch to batch, or gain nothing from special kernels for 1 and for multiples of 16.
-PLAIN = [
+UNSPECIALIZED = [
     "count",
     "first",
     "held",
@@ -31,7 +31,7 @@ PLAIN = [
 # A batch's tensors are views of any alignment, which differs from batch to batch: no special kernels for it.
 ANYWHERE = ["ids_N", "counts_N", "may_insert_N", "ttl_N", "step_there", "now_there"]
 FAR = tl.constexpr(2**62)  # a distance that no window reaches
-STIRRED_AGAIN = tl.constexpr(SECOND % 2**64)
+SECOND_HASH_MASK = tl.constexpr(SECOND % 2**64)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def blocks(count: int, values: Tensor, block: int) -> tuple[tuple[int], int]:
     return (triton.cdiv(count, block),), block
 
 
-def walkers(buckets: int, values: Tensor) -> tuple[int]:
+def walk_grid(buckets: int, values: Tensor) -> tuple[int]:
     return (min(buckets, _WALKERS if values.is_cuda else 2),)
 
 
@@ -115,7 +115,7 @@ def width_of(window: int) -> int:
     return min(triton.next_power_of_2(window), 128)
 
 
-def bytes_of(values: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.hash.checks import raise_lost_id
+from tilerec.ops.hash.checks import raise_misplaced_id
 from tilerec.ops.hash.policy import Policy
 from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.hash.triton.place import (
@@ -28,7 +28,7 @@ from tilerec.ops.hash.triton.place import (
     low,
     mixed_bits,
     runs_kernel,
-    walkers,
+    walk_grid,
     width_of,
     wrapped,
 )
@@ -254,7 +254,7 @@ def zch_resize(call: ResizeCall) -> tuple[Tensor, ...]:
     def raise_(lost: int, _: int, __: int) -> None:
         row = rows - lost
         id_ = int(ids_E[row])
-        raise_lost_id(
+        raise_misplaced_id(
             "zch_resize", row + first * slots, id_, bucket_of(id_, buckets), row // slots + first, buckets
         )
 
@@ -292,7 +292,7 @@ def _resize_part(
     begin_B, end_B = torch.zeros((2, new_held), dtype=torch.int64, device=ids_E.device)
     runs_kernel[grid](sorted_E, begin_B, end_B, count, new_held, BLOCK=block)
     owner_E = torch.full((new_held * new_slots,), -1, dtype=torch.int64, device=ids_E.device)
-    place_kernel[walkers(new_held, ids_E)](
+    place_kernel[walk_grid(new_held, ids_E)](
         order_E, start_E, begin_B, end_B, owner_E, torch.zeros_like(owner_E), new_held, new_slots, window,
         WIDTH=width_of(new_slots), CHUNK=128, num_warps=1,
     )  # fmt: skip

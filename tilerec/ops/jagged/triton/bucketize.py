@@ -9,7 +9,14 @@ from torch import Tensor
 
 from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.item_copies import ITEMS
-from tilerec.ops.jagged.triton.offsets import ANYWHERE, CHECKED, ceil_div, check_offsets, long, raise_as
+from tilerec.ops.jagged.triton.offsets import (
+    ANYWHERE,
+    CHECKED,
+    as_int64,
+    ceil_div,
+    check_offsets,
+    offset_error_raiser,
+)
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
@@ -60,7 +67,7 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
         return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
     device = ids_N.device
     raise_due(device)
-    ids_N, cuts_C1 = ids_N.contiguous(), long(cuts_C1)
+    ids_N, cuts_C1 = ids_N.contiguous(), as_int64(cuts_C1)
     offsets_S1 = torch.ops.tilerec.offsets_from_lengths.default(lengths_S)
     items, segments, buckets = ids_N.shape[0], lengths_S.shape[0], cuts_C1.shape[0] - 1
     lengths_CS = torch.zeros(buckets * segments, dtype=lengths_S.dtype, device=device)
@@ -84,7 +91,7 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
         num_warps=1,
         enable_fp_fusion=False,
     )
-    post(report, raise_as("bucketize_by_cuts"))
+    post(report, offset_error_raiser("bucketize_by_cuts"))
     keys_N, positions_N = torch.sort(keys_N, stable=True)
     local_ids_N = torch.empty_like(ids_N)
     if items:

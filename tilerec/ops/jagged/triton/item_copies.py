@@ -16,11 +16,11 @@ from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
+    as_int64,
     ceil_div,
     check_offsets,
     check_order,
-    long,
-    raise_as,
+    offset_error_raiser,
 )
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
@@ -184,13 +184,13 @@ def _copy(
         MODE=mode, W=width, TILE=tile, GROUP=group, COLUMNS=columns,
         num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
-    post(report, raise_as(op))
+    post(report, offset_error_raiser(op))
     return out
 
 
 def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     raise_due(offsets_S1.device)
-    offsets_S1, segments = long(offsets_S1), offsets_S1.shape[0] - 1
+    offsets_S1, segments = as_int64(offsets_S1), offsets_S1.shape[0] - 1
     out_N = torch.empty(total, dtype=torch.int64, device=offsets_S1.device)
     report = new_report(out_N.device)
     programs = max(ceil_div(total, ITEMS), ceil_div(segments + 1, CHECKED.value))
@@ -206,7 +206,7 @@ def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
         num_warps=4,
         enable_fp_fusion=False,
     )
-    post(report, raise_as("segment_ids"))
+    post(report, offset_error_raiser("segment_ids"))
     return out_N
 
 
@@ -214,13 +214,13 @@ def select_segments(
     values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
     return _copy(
-        "select_segments", SELECT.value, values_N, 1, (total,), long(offsets_S1), long(order_P),
-        long(out_offsets_P1), values_N.shape[0], order_P.shape[0], total,
+        "select_segments", SELECT.value, values_N, 1, (total,), as_int64(offsets_S1), as_int64(order_P),
+        as_int64(out_offsets_P1), values_N.shape[0], order_P.shape[0], total,
     )  # fmt: skip
 
 
 def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
-    offsets_S1, segments = long(offsets_S1), rows_S.shape[0]
+    offsets_S1, segments = as_int64(offsets_S1), rows_S.shape[0]
     return _copy(
         "repeat_segments", REPEAT.value, rows_S, 1, (total,), offsets_S1, offsets_S1, offsets_S1, segments, segments,
         total,
@@ -230,7 +230,7 @@ def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
 def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
     if values_N.element_size() > 8:
         return REFERENCE["jagged_to_padded"](values_N, offsets_B1, length, padding)
-    offsets_B1, bags = long(offsets_B1), offsets_B1.shape[0] - 1
+    offsets_B1, bags = as_int64(offsets_B1), offsets_B1.shape[0] - 1
     return _copy(
         "jagged_to_padded", PAD.value, values_N, 1, (bags, length), offsets_B1, offsets_B1, offsets_B1,
         values_N.shape[0], bags, bags * length, length, padding,
@@ -238,7 +238,7 @@ def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding:
 
 
 def padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
-    offsets_B1, (bags, length) = long(offsets_B1), padded_BL.shape[:2]
+    offsets_B1, (bags, length) = as_int64(offsets_B1), padded_BL.shape[:2]
     return _copy(
         "padded_to_jagged", UNPAD.value, padded_BL, 2, (total,), offsets_B1, offsets_B1, offsets_B1, bags * length,
         bags, total, length,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilerec.ops.jagged.checks import raise_bad_offsets, raise_bad_order
-from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.runtime.triton.rows import take_report
 
 # First number of a report, and the two others.
 OFFSETS = tl.constexpr(1)  # segment, offset
@@ -41,7 +41,7 @@ def check_offsets(offsets, segments, end, program, report, EXACT: tl.constexpr):
         bad &= at <= segments
         if tl.sum(bad.to(tl.int32), 0) > 0:
             first = tl.min(tl.where(bad, at, segments), 0)
-            tell(report, OFFSETS, first, tl.load(offsets + tl.minimum(first + 1, segments)))
+            take_report(report, OFFSETS, first, tl.load(offsets + tl.minimum(first + 1, segments)))
 
 
 @triton.jit
@@ -61,10 +61,10 @@ def check_order(offsets, segments, order, out_offsets, selected, program, report
         bad = here & (count > 0) & (count > items)
         if tl.sum(bad.to(tl.int32), 0) > 0:
             first = tl.min(tl.where(bad, at, selected), 0)
-            tell(report, ORDER, first, tl.load(order + first))
+            take_report(report, ORDER, first, tl.load(order + first))
 
 
-def long(tensor: Tensor) -> Tensor:
+def as_int64(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)).contiguous()
 
 
@@ -73,7 +73,7 @@ def ceil_div(whole: int, part: int) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def raise_as(op: str) -> Callable[[int, int, int], None]:
+def offset_error_raiser(op: str) -> Callable[[int, int, int], None]:
     def raise_(kind: int, position: int, value: int) -> None:
         if kind == OFFSETS.value:
             raise_bad_offsets(op, position, value)

@@ -17,11 +17,11 @@ from tilerec.ops.jagged.triton.item_copies import ITEMS, tiles
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
+    as_int64,
     ceil_div,
     check_offsets,
     check_order,
-    long,
-    raise_as,
+    offset_error_raiser,
 )
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
@@ -131,7 +131,7 @@ def select_segments_backward(
         return REFERENCE["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
     device = grad_M.device
     raise_due(device)
-    offsets_S1, order_P, out_offsets_P1 = long(offsets_S1), long(order_P), long(out_offsets_P1)
+    offsets_S1, order_P, out_offsets_P1 = as_int64(offsets_S1), as_int64(order_P), as_int64(out_offsets_P1)
     segments, selected = offsets_S1.shape[0] - 1, order_P.shape[0]
     grad_M, width = grad_M.contiguous(), grad_M.shape[1:].numel()
     out_N = torch.empty((total, *grad_M.shape[1:]), dtype=grad_M.dtype, device=device)
@@ -149,7 +149,7 @@ def select_segments_backward(
         segments, selected, grad_M.shape[0], W=max(width, 1), SUM=sum_type, TILE=tile, GROUP=group, COLUMNS=columns,
         num_warps=4 if width == 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
-    post(report, raise_as("select_segments_backward"))
+    post(report, offset_error_raiser("select_segments_backward"))
     return out_N
 
 
@@ -162,7 +162,7 @@ def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
         return REFERENCE["segment_sum"](values_N, offsets_S1)
     device = values_N.device
     raise_due(device)
-    offsets_S1, values_N = long(offsets_S1), values_N.contiguous()
+    offsets_S1, values_N = as_int64(offsets_S1), values_N.contiguous()
     segments = offsets_S1.shape[0] - 1
     out_S = torch.empty((segments, *values_N.shape[1:]), dtype=values_N.dtype, device=device)
     columns = min(1 << (max(width, 1) - 1).bit_length(), lanes)
@@ -174,5 +174,5 @@ def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
         out_S, values_N, offsets_S1, report, values_N.shape[0], segments, W=width, SUM=sum_type, GROUP=group,
         COLUMNS=columns, AHEAD=8, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    post(report, raise_as("segment_sum"))
+    post(report, offset_error_raiser("segment_sum"))
     return out_S

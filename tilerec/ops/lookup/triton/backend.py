@@ -81,8 +81,8 @@ from tilerec.ops.lookup.triton.pooled import chunk_kernel, pooled_kernel
 from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel, sample_weight_kernel
 from tilerec.ops.lookup.triton.sequence import sequence_kernel
 from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.runtime.readback import at_once
-from tilerec.ops.runtime.triton.addresses import constants, kept, upload
+from tilerec.ops.runtime.readback import runs_synchronously
+from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
@@ -291,7 +291,9 @@ def sample_weight_grad(
     names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
     # On a GPU the lookup of the same batch reports bad ids, with names; here only interpreted kernels raise.
     raise_report = (
-        _RaiseReport(names, layout.tables, layout.rows, batch.id_count) if at_once(device) else _ignore_report
+        _RaiseReport(names, layout.tables, layout.rows, batch.id_count)
+        if runs_synchronously(device)
+        else _ignore_report
     )
     post(report, raise_report)
     return out
@@ -344,7 +346,7 @@ class _Sequence(NamedTuple):
         return all([family.tiles <= GRID_Y for family in self.families])  # noqa: C419 - faster for few items
 
 
-@kept(128)
+@cached_per_stream(128)
 def _sequence_layout(
     tables: tuple[int, ...],
     shapes: tuple[tuple[int, ...], ...],

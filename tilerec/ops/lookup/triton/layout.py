@@ -22,7 +22,7 @@ from tilerec.ops.gradient.definition import pooled_blocks
 from tilerec.ops.lookup.checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.lookup.triton.parts import FIELDS
 from tilerec.ops.runtime.devices import check_devices
-from tilerec.ops.runtime.triton.addresses import constants, kept
+from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream
 from tilerec.ops.runtime.triton.launch import GRID_Y
 from tilerec.ops.runtime.triton.rows import group_rows, tile_width
 from tilerec.torch_private import dtype_of
@@ -79,7 +79,7 @@ def power_of_two(values: Sequence[int], most: int) -> int:
     return divisor & -divisor
 
 
-@kept(128)
+@cached_per_stream(128)
 def _layout(
     tables: tuple[int, ...],
     keys: tuple[int, ...],

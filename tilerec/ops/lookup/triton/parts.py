@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.runtime.triton.rows import take_report
 from tilerec.ops.runtime.triton.search import segment_at
 
 CHUNK = tl.constexpr(256)
@@ -66,27 +66,27 @@ def bounds_of(offsets, bag_G, has_G, id_count):
 
 
 @triton.jit
-def tell_bounds(report, offsets, bag_G, wrong_G, id_count, feature):
+def report_bad_bounds(report, offsets, bag_G, wrong_G, id_count, feature):
     """Report the first wrong bag's offset: its first if that lies outside of the ids, else its end."""
     bag = tl.min(tl.where(wrong_G, bag_G, NEVER), 0)
     begin = tl.load(offsets + bag)
     end = tl.load(offsets + bag + 1)
     outside = (begin < 0) | (begin > id_count)
     position = tl.where(outside, bag, bag + 1)
-    tell(report, feature * 2 + OFFSET, position, tl.where(outside, begin, end))
+    take_report(report, feature * 2 + OFFSET, position, tl.where(outside, begin, end))
 
 
 @triton.jit
-def tell_uncovered(report, offsets, bags, id_count):
+def report_uncovered(report, offsets, bags, id_count):
     """Report ids that lie in no bag, feature -1: the batch's offsets do not begin at 0 or do not end at `id_count`."""
     begin = tl.load(offsets)
     end = tl.load(offsets + bags)
     if (begin != 0) | (end != id_count):
-        tell(report, -2 + OFFSET, tl.where(begin != 0, 0, bags), tl.where(begin != 0, begin, end))
+        take_report(report, -2 + OFFSET, tl.where(begin != 0, 0, bags), tl.where(begin != 0, begin, end))
 
 
 @triton.jit
-def tell_id(report, ids, begin_G, end_G, rows, feature):
+def report_bad_id(report, ids, begin_G, end_G, rows, feature):
     """Report the first id outside [0, rows) at positions [begin, end) of a group; there is one."""
     found = tl.full((), NEVER, tl.int64)
     for p in range(tl.max(end_G - begin_G, 0)):
@@ -94,11 +94,11 @@ def tell_id(report, ids, begin_G, end_G, rows, feature):
         id_G = tl.load(ids + at_G, mask=at_G < end_G, other=0).to(tl.int64)
         bad_G = (at_G < end_G) & ((id_G < 0) | (id_G >= rows))
         found = tl.minimum(found, tl.min(tl.where(bad_G, at_G, NEVER), 0))
-    tell(report, feature * 2 + ID, found, tl.load(ids + found).to(tl.int64))
+    take_report(report, feature * 2 + ID, found, tl.load(ids + found).to(tl.int64))
 
 
 @triton.jit
-def some(flags_G):
+def any_true(flags_G):
     return tl.max(flags_G.to(tl.int32), 0) > 0
 
 
@@ -144,5 +144,5 @@ def chunk_of(parts, part_count, plane, slot, offsets, runs, report, id_count, ba
             end = tl.where(begin + CHUNK <= stop, begin + CHUNK, begin)
         if readers > 1:
             # Bags of different keys hold this position, so offsets fall between the keys; one plane cannot serve both.
-            tell(report, tl.load(part + FEATURE) * 2 + OFFSET, first, tl.load(offsets + first))
+            take_report(report, tl.load(part + FEATURE) * 2 + OFFSET, first, tl.load(offsets + first))
     return part, bag, begin, end

@@ -21,14 +21,14 @@ from tilerec.ops.lookup.triton.parts import (
     PLANE,
     ROWS,
     STRIDE,
+    any_true,
     bounds_of,
     chunk_of,
     load_ids,
+    report_bad_bounds,
+    report_bad_id,
+    report_uncovered,
     run_of,
-    some,
-    tell_bounds,
-    tell_id,
-    tell_uncovered,
 )
 from tilerec.ops.runtime.triton.rows import load_tiles, store_tiles, tile_columns
 
@@ -85,10 +85,10 @@ def _pool(
     divisor_G = tl.where(tl.load(part + MEAN) != 0, tl.maximum(length_G, 1), 1).to(tl.float32)
     sums_GC = tl.div_rn(sums_GC, tl.broadcast_to(divisor_G[:, None], sums_GC.shape))
     store_tiles(out, place + bag_G * stride, has_G, columns, inside, sums_GC, OUT_VEC)
-    if some(bad_G):
-        tell_id(report, ids, rest_G, end_G, rows, tl.load(part + FEATURE))
-    if some(wrong_G):
-        tell_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + FEATURE))
+    if any_true(bad_G):
+        report_bad_id(report, ids, rest_G, end_G, rows, tl.load(part + FEATURE))
+    if any_true(wrong_G):
+        report_bad_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + FEATURE))
 
 
 @triton.jit(do_not_specialize=["id_count", "bags", "slots", "last"], do_not_specialize_on_alignment=ANYWHERE)
@@ -130,8 +130,8 @@ def pooled_kernel(
                 rows_GC = rows_GC * tl.load(sample_weights + begin_G, mask=sound_G, other=0.0)[:, None]
             # A sum begins at +0 and so turns -0 into +0; add 0 to a single row for the same bits.
             store_tiles(out, place + bag_G * stride, has_G, columns, inside, rows_GC + 0.0, OUT_VEC)
-            if some((begin_G < end_G) & (sound_G == 0)):
-                tell_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))
+            if any_true((begin_G < end_G) & (sound_G == 0)):
+                report_bad_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))
         else:
             for wave in range(WAVES):
                 _pool(
@@ -141,7 +141,7 @@ def pooled_kernel(
                 )  # fmt: skip
     is_last = (tl.num_programs(0) - tl.program_id(0) == 1) & (tl.num_programs(1) - tl.program_id(1) == 1)
     if (last >= 0) & is_last:
-        tell_uncovered(report, offsets, last, id_count)
+        report_uncovered(report, offsets, last, id_count)
 
 
 @triton.jit(
@@ -173,5 +173,5 @@ def chunk_kernel(
         start_G = (place + tl.arange(0, 1)) * TILE
         slot_columns, _all = tile_columns(0, dim, TILE, VEC)
         store_tiles(chunk_sums, start_G, begin_G >= 0, slot_columns, inside, sums_GC, VEC)
-        if some(bad_G):
-            tell_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))
+        if any_true(bad_G):
+            report_bad_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))

@@ -22,13 +22,13 @@ from tilerec.ops.lookup.triton.parts import (
     MEAN,
     ROWS,
     STRIDE,
+    any_true,
     bounds_of,
     chunk_of,
     load_ids,
+    report_bad_bounds,
+    report_bad_id,
     run_of,
-    some,
-    tell_bounds,
-    tell_id,
 )
 from tilerec.ops.runtime.triton.rows import load_tiles, read_tiles, tile_columns
 
@@ -141,10 +141,10 @@ def sample_weight_kernel(
         tl.multiple_of(tl.load(part + DISTANCE), VEC), rows, tl.multiple_of(tl.load(part + DIM), VEC),
         TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
     )  # fmt: skip
-    if some(bad_G):
-        tell_id(report, ids, rest_G, end_G, rows, tl.load(part + FEATURE))
-    if some(wrong_G):
-        tell_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + FEATURE))
+    if any_true(bad_G):
+        report_bad_id(report, ids, rest_G, end_G, rows, tl.load(part + FEATURE))
+    if any_true(wrong_G):
+        report_bad_bounds(report, offsets, first + bag_G, wrong_G, id_count, tl.load(part + FEATURE))
 
 
 @triton.jit(do_not_specialize=["id_count", "bags", "part_count"], do_not_specialize_on_alignment=ANYWHERE)
@@ -171,5 +171,5 @@ def sample_weight_chunk_kernel(
             tl.multiple_of(tl.load(part + DISTANCE), VEC), rows, tl.multiple_of(tl.load(part + DIM), VEC),
             TILE, VEC, GRAD_VEC, STEPS, ONE, ADD,
         )  # fmt: skip
-        if some(bad_G):
-            tell_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))
+        if any_true(bad_G):
+            report_bad_id(report, ids, begin_G, end_G, rows, tl.load(part + FEATURE))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.lookup.triton.parts import ANYWHERE, ID, NEVER, OFFSET, load_ids
-from tilerec.ops.runtime.triton.rows import load_tiles, store_tiles, tell, tile_columns
+from tilerec.ops.runtime.triton.rows import load_tiles, store_tiles, take_report, tile_columns
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
 
 
@@ -43,7 +43,9 @@ def sequence_kernel(
     store_tiles(out, at_G * tl.multiple_of(dim, OUT_VEC), take_G, columns, inside, rows_GC, OUT_VEC)
     at = tl.min(bad_G, 0)
     if at < id_count:
-        tell(report, segment_at(starts, feature_count, at) * 2 + ID, at, tl.load(ids + at).to(tl.int64))
+        take_report(
+            report, segment_at(starts, feature_count, at) * 2 + ID, at, tl.load(ids + at).to(tl.int64)
+        )
 
 
 @triton.jit
@@ -59,4 +61,4 @@ def _check_starts(report, starts, feature_count, id_count):
         bad = is_start & (bad | ((at == feature_count) & (start != id_count)))
         wrong = tl.minimum(wrong, tl.min(tl.where(bad, at, NEVER), 0))
     if wrong <= feature_count:
-        tell(report, tl.maximum(wrong - 1, 0) * 2 + OFFSET, wrong, tl.load(starts + wrong))
+        take_report(report, tl.maximum(wrong - 1, 0) * 2 + OFFSET, wrong, tl.load(starts + wrong))

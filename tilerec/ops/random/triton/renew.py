@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.random.renew import check_renew, renew_rows_reference_
+from tilerec.ops.random.renew import check_row_reset, renew_rows_reference_
 from tilerec.ops.random.triton.backend import round_to_nearest, words
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.library import on_own_device
@@ -105,7 +105,7 @@ def renew_rows_(
     numbers: Sequence[float],
 ) -> None:
     """See `tilerec/ops/random/renew.py`. Runs a launch for the tile and one for each tensor beside it."""
-    held = check_renew(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    held = check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)
     tensors = [*([] if tile is None else [tile]), *beside]
     if not all(reads(tensor.dtype, tensor.device) and tensor.is_contiguous() for tensor in tensors):
         renew_rows_reference_(rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers)

@@ -9,8 +9,8 @@ Terms
   block  memory of one size class, in 2 MiB pages if the system provides them
   lease  a tensor's hold on a block; the block becomes free when the tensor's storage is freed
 
-Size classes are eighths of powers of two: a block is at most an eighth larger than the requested size. Up to `KEEP`
-bytes of free blocks are kept; the most recently freed block is reused first.
+Size classes are eighths of powers of two: a block is at most an eighth larger than the requested size. Up to
+`MAX_FREE_BYTES` bytes of free blocks are kept; the most recently freed block is reused first.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from tilerec.ops.runtime.cpu.library import advise_huge_pages
 
-LEAST = 4 << 20
+MIN_REUSED_BYTES = 4 << 20
 """Minimum size in bytes for reuse; the C library reuses smaller pieces itself."""
 
-KEEP = 1 << 30
+MAX_FREE_BYTES = 1 << 30
 """Maximum total size of free blocks, in bytes."""
 
 
@@ -67,7 +67,7 @@ class _Blocks:
             # Blocks of other sizes are dropped first. A block that is freed in between does no harm.
             others = [blocks for blocks in list(self._free.values()) if blocks is not own]
             for blocks in (*others, own):
-                while blocks and self.kept() > KEEP:
+                while blocks and self.kept() > MAX_FREE_BYTES:
                     blocks.pop()
 
 
@@ -82,7 +82,7 @@ def reused_empty(
     The tensor's storage cannot be resized (`resize_`). Everything else works as usual.
     """
     size = (math.prod(shape) if not isinstance(shape, int) else shape) * dtype.itemsize
-    if size < LEAST or (device is not None and device.type != "cpu"):
+    if size < MIN_REUSED_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(shape, dtype=dtype, device=device)
     block = _BLOCKS.take(size_class(size))
     # One C type per size class, not per size: ctypes never frees these types.

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tilerec.ops.runtime.upload import cached_per_stream as cached_per_stream
 from tilerec.ops.runtime.upload import capturing as capturing
 from tilerec.ops.runtime.upload import constants as constants
 from tilerec.ops.runtime.upload import current_stream as current_stream
-from tilerec.ops.runtime.upload import kept as kept
 from tilerec.ops.runtime.upload import upload as upload
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.readback import AsyncReadback, at_once, clear, zeros
+from tilerec.ops.runtime.readback import AsyncReadback, clear, runs_synchronously, zeros
 from tilerec.ops.runtime.upload import current_stream
 
 Raise = Callable[[int, int, int], None]
@@ -56,7 +56,7 @@ _DEVICES: defaultdict[torch.device, _Device] = defaultdict(_Device)
 
 def new_report(device: torch.device) -> Tensor:
     """Return a report that is not taken."""
-    if at_once(device):
+    if runs_synchronously(device):
         return _made(1, device)[0]
     stream = current_stream()
     with _LOCK:
@@ -82,7 +82,7 @@ def post(report: Tensor, raise_: Raise) -> None:
     On the CPU (interpreted kernels) `raise_` is called at once.
     """
     device = report.device
-    if at_once(device):
+    if runs_synchronously(device):
         taken, a, b, c = report.tolist()
         if taken:
             raise_(a, b, c)
@@ -109,7 +109,7 @@ def raise_due(device: torch.device) -> None:
 
 def raise_all(device: torch.device) -> None:
     """Wait for the device's reports and raise the error of the first that is taken."""
-    _REPORTS.use_all(device)
+    _REPORTS.wait_all(device)
 
 
 def _made(count: int, device: torch.device) -> list[Tensor]:

@@ -91,7 +91,7 @@ def store_tiles(base, starts_G, take_G, columns, inside, values_GC, VEC: tl.cons
 
 
 @triton.jit
-def tell(report, a, b, c):
+def take_report(report, a, b, c):
     """Take the report (`reports.py`) and write these numbers, unless it is taken."""
     if tl.atomic_cas(report, tl.full((), 0, tl.int64), tl.full((), 1, tl.int64)) == 0:
         tl.store(report + 1, a)

@@ -27,16 +27,23 @@ from tilerec.ops.update.checks import check_names, check_tables
 from tilerec.ops.update.counts import check_counts
 from tilerec.ops.update.definition import update_rows_reference_
 from tilerec.ops.update.triton.counts import pace_table, paces_on_device
-from tilerec.ops.update.triton.launch import device_of, given, launch_update
-from tilerec.ops.update.triton.order import made_before, order_rows
+from tilerec.ops.update.triton.launch import device_guard, launch_update, pointer_or
+from tilerec.ops.update.triton.order import order_rows, reuse_order
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.rules import PreparedRule, ready
+from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.status import EMPTY_STATUS
-from tilerec.ops.update.triton.tables import GRADIENT_TYPES, KernelTables, Seen, TableGroup, served, tables_of
+from tilerec.ops.update.triton.tables import (
+    GRADIENT_TYPES,
+    CachedLayout,
+    KernelTables,
+    TableGroup,
+    is_supported,
+    tables_of,
+)
 
 _data_ptr = Tensor.data_ptr
-_KNOWN: dict[tuple[object, ...], Seen] = {}
+_KNOWN: dict[tuple[object, ...], CachedLayout] = {}
 
 
 def update_rows_(
@@ -50,7 +57,7 @@ def update_rows_(
     """See `definition.py`. Skips ids that are no rows (the lookup reported them); the result stays on the device."""
     op, device = "update_rows_", ids.device
     check_counts(op, steps, counts, lr, len(weights))
-    made = ready(rule, hyper)
+    made = prepare_rule(rule, hyper)
     kinds = made.slots
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     # The layout is constant over many steps: check it and upload it once.
@@ -64,7 +71,7 @@ def update_rows_(
     if seen is not None and seen.fits(weights, slots):
         layout = seen.layout
     else:
-        if not served(device, grad, weights, slots):
+        if not is_supported(device, grad, weights, slots):
             return update_rows_reference_(
                 weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
                 means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names, counts, lr,
@@ -82,18 +89,18 @@ def update_rows_(
         if len(_KNOWN) >= 256:
             _KNOWN.clear()
         if not graph:
-            _KNOWN[key] = Seen(layout, weights, slots)
+            _KNOWN[key] = CachedLayout(layout, weights, slots)
     same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
     if graph and counts is None:
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
-    with device_of(ids):
+    with device_guard(ids):
         by_key = paces = None
         if record.total and layout.sentinel:
             by_key = sort_occurrences(
                 record, layout.numbers, len(weights), layout.sentinel, layout.dims,
-                made_before(ordered, layout, record),
+                reuse_order(ordered, layout, record),
             )  # fmt: skip
         if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
             paces = paces_on_device(op, made, counts, lr, device, True)
@@ -133,7 +140,7 @@ def _update_group(
     numbers = layout.numbers[group.first :] if group.first else layout.numbers
     launch_update(
         group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], step,
-        by_value, paces=given(paces, nothing),
+        by_value, paces=pointer_or(paces, nothing),
         names=names[layout.names] if names else nothing,
         ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=paces is not None, NAMED=bool(names),
     )  # fmt: skip

@@ -53,9 +53,9 @@ def launch_update(
     assert span <= CHUNK, "a run has at most a chunk in a span, whose sum is a fold of rows (runs.py)"
     scale = made.rule.h["grad_scale"]
     launch(update_runs, (ceil_div(record.total, span),),
-        ordered.keys, ordered.places, given(ordered.scales, nothing), record.grad, weight, *slots,
+        ordered.keys, ordered.places, pointer_or(ordered.scales, nothing), record.grad, weight, *slots,
         ordered.partials, ordered.supers, numbers, paces, names, ordered.status,
-        given(runs, nothing), given(rows_out, nothing), record.total, span, ordered.levels, group.count,
+        pointer_or(runs, nothing), pointer_or(rows_out, nothing), record.total, span, ordered.levels, group.count,
         group.first_key, group.end_key, step, scale, *made.numbers, *by_value,
         TERMS=made.bundle.terms, APPLY=made.bundle.apply, MODE=made.mode, WD=made.decays, ROW_STEP=made.row_step,
         SUMS0=made.sums[0], SUMS1=made.sums[1], KIND0=made.kinds[0], KIND1=made.kinds[1], KIND2=made.kinds[2],
@@ -67,11 +67,11 @@ def launch_update(
     )  # fmt: skip
 
 
-def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+def device_guard(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which the tensor's GPU is current: Triton launches on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def given(tensor: Tensor | None, other: Tensor) -> Tensor:
+def pointer_or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return `tensor`, or `other` if it is None: a pointer argument must be valid even if it is not read."""
     return other if tensor is None else tensor

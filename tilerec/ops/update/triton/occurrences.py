@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.triton.status import begin_status
+from tilerec.ops.update.triton.status import init_status
 
 PER_FEATURE = 8
 """Numbers per feature in its tensor: first key, rows, first bag, bags, gradient start, gradient stride, mean, bits of
@@ -83,7 +83,7 @@ def occurrence_keys(
     before it: F numbers, read from cache. Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_status(status, status_count, BLOCK)
+        init_status(status, status_count, BLOCK)
     f = tl.program_id(0) // programs
     before = tl.zeros((), tl.int64)
     for first in range(0, f, FEATURES):

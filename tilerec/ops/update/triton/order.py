@@ -16,14 +16,14 @@ from tilerec.errors import InputError
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
-from tilerec.ops.update.triton.launch import device_of
+from tilerec.ops.update.triton.launch import device_guard
 from tilerec.ops.update.triton.record import read_record, same_device
 from tilerec.ops.update.triton.sort import Record, SortedKeys, order_occurrences
 from tilerec.ops.update.triton.status import STATUS_SIZE
 from tilerec.ops.update.triton.tables import KernelTables, tables_of
 
 
-def made_before(ordered: Sequence[Tensor] | None, layout: KernelTables, record: Record) -> SortedKeys | None:
+def reuse_order(ordered: Sequence[Tensor] | None, layout: KernelTables, record: Record) -> SortedKeys | None:
     """Return the order that `order_rows` computed; None if there is none, or if the tables' layout has changed."""
     if ordered is None:
         return None
@@ -67,7 +67,7 @@ def order_rows(
         nothing = torch.zeros(record.total, dtype=torch.int64, device=device)
         keys, places = nothing.to(key_type(layout.sentinel.bit_length())), nothing.to(torch.int32)
         return [keys, places, no_scales, first_keys]
-    with device_of(ids):
+    with device_guard(ids):
         status = torch.empty(STATUS_SIZE, dtype=torch.int64, device=device)  # not used here
         made = order_occurrences(record, layout.sentinel, least, status)
     scales = no_scales if made.scales is None else made.scales

@@ -35,7 +35,7 @@ from tilerec.ops.runtime.triton.addresses import capturing, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
-from tilerec.ops.runtime.triton.rows import tell
+from tilerec.ops.runtime.triton.rows import take_report
 from tilerec.ops.update.checks import (
     check_names,
     check_parts,
@@ -54,13 +54,20 @@ from tilerec.ops.update.definition import (
 from tilerec.ops.update.rules import BLOCK
 from tilerec.ops.update.triton.backend import refuse_frozen_counts
 from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace
-from tilerec.ops.update.triton.launch import device_of, launch_update
-from tilerec.ops.update.triton.order import made_before
+from tilerec.ops.update.triton.launch import device_guard, launch_update
+from tilerec.ops.update.triton.order import reuse_order
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.rules import PreparedRule, ready
+from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
 from tilerec.ops.update.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
-from tilerec.ops.update.triton.tables import GRADIENT_TYPES, WIDEST, KernelTables, TableGroup, counted, served
+from tilerec.ops.update.triton.tables import (
+    GRADIENT_TYPES,
+    WIDEST,
+    KernelTables,
+    TableGroup,
+    base_and_distances,
+    is_supported,
+)
 
 PER_PART = 24
 
@@ -86,7 +93,7 @@ def _read_part(
     bad = here & ((row < 0) | (row >= tl.load(numbers + 14)))
     if tl.max(bad.to(tl.int32), axis=0) > 0:
         place = tl.min(tl.where(bad, u, 0x7FFFFFFFFFFFFFFF), axis=0)
-        tell(report, tl.sum(tl.where(u == place, row, 0), axis=0), tl.load(numbers + 10), place)
+        take_report(report, tl.sum(tl.where(u == place, row, 0), axis=0), tl.load(numbers + 10), place)
     take = here & (bad == 0)
     width = tl.load(numbers + 15)
     columns = tl.arange(0, COLUMNS)[None, :] - tl.load(numbers + 22)
@@ -272,7 +279,7 @@ class _Parts:
         listed = [self.rows, self.weights, *self.slots, self.grads, self.scalars]
         self.bases, apart = [], []
         for tensors in [*listed, *([self.names] if self.names else [])]:
-            start, distances = counted(
+            start, distances = base_and_distances(
                 [x.data_ptr() for x in tensors], [x.numel() for x in tensors], range(len(tensors)),
                 tensors[0].element_size(),
             )  # fmt: skip
@@ -319,7 +326,7 @@ def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[
     return (
         bool(grads)
         and {g.dtype for g in grads} == {torch.float32}
-        and served(weights[0].device, grads[0], weights, slots)
+        and is_supported(weights[0].device, grads[0], weights, slots)
         and all(w.shape[1] for w in weights)
     )
 
@@ -352,7 +359,7 @@ def rule_partials_of_tables(
     op, device = "rule_partials", weights[0].device
     raise_due(device)
     check_counts(op, steps, counts, lr, len(weights))
-    made = ready(rule, hyper)
+    made = prepare_rule(rule, hyper)
     kinds = slot_kinds(made.rule)
     check_tables(op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1))
     check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, phase)
@@ -371,7 +378,7 @@ def rule_partials_of_tables(
     out = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     added = out if exact else torch.empty(sum(sums), dtype=torch.float32, device=device)
     zeros = [0] * len(weights)
-    with device_of(out):
+    with device_guard(out):
         report = new_report(device)
         paces = _paces(op, made, steps, counts, lr, weights, False)
         for parts in _by_type(weights, slots, kinds, rows, grads, scalars, []):
@@ -431,7 +438,7 @@ def rule_apply_to_tables_(
     op, device = "rule_apply_", weights[0].device
     raise_due(device)
     check_counts(op, steps, counts, lr, len(weights))
-    made = ready(rule, hyper)
+    made = prepare_rule(rule, hyper)
     kinds = slot_kinds(made.rule)
     check_tables(
         op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1), (seeds, 2), (row_offsets, 1)
@@ -440,7 +447,7 @@ def rule_apply_to_tables_(
     same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
     names = [] if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
     outs = [(0, 0)] * len(weights)
-    with device_of(weights[0]):
+    with device_guard(weights[0]):
         report = new_report(device)
         paces = _paces(op, made, steps, counts, lr, weights, True)
         for parts in _by_type(weights, slots, kinds, rows, grads, scalars, names):
@@ -502,9 +509,9 @@ def sum_row_gradients_of_tables(
         counts = torch.zeros(len(dims), dtype=torch.int64, device="cpu")
         nothing = torch.empty(0, dtype=torch.float32, device=device)
         return torch.empty(0, dtype=torch.int64, device=device), nothing, counts
-    with device_of(ids):
+    with device_guard(ids):
         by_key = sort_occurrences(
-            record, layout.numbers, len(dims), layout.sentinel, dims, made_before(ordered, layout, record)
+            record, layout.numbers, len(dims), layout.sentinel, dims, reuse_order(ordered, layout, record)
         )
         keys = by_key.keys
         heads = torch.ones_like(keys, dtype=torch.bool)
@@ -548,7 +555,7 @@ def sum_row_gradients_of_tables(
             nothing = by_key.keys
             launch_update(
                 group, upload(list(itertools.chain.from_iterable(numbers)), device), record, by_key,
-                ready("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
+                prepare_rule("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
                 names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
             )  # fmt: skip
     return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import constants, kept, upload
+from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream, upload
 from tilerec.ops.update.checks import check_reach, check_record
 from tilerec.ops.update.order import layers
 from tilerec.ops.update.triton.sort import Record, power_of_two
@@ -38,7 +38,7 @@ class Features:
 
 def _describe_features(
     op: str, grad_count: int, ids_count: int, offsets_count: int | None, dims: Sequence[int], first_keys: Sequence[int],
-    rows: Sequence[int], device: torch.device, kept: bool, tables: Sequence[int], starts: Sequence[int],
+    rows: Sequence[int], device: torch.device, cached_per_stream: bool, tables: Sequence[int], starts: Sequence[int],
     bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
 ) -> Features:  # fmt: skip
     check_reach(
@@ -49,11 +49,11 @@ def _describe_features(
         numbers += [first_keys[t], rows[t], *own, max(own[1] - 1, 1).bit_length() - 1]
     some = [f for f, count in enumerate(bags) if count]
     vec = power_of_two([*(grad_starts[f] for f in some), *(grad_strides[f] for f in some)], 8)
-    put = constants(tuple(numbers), device) if kept else upload(numbers, device)
+    put = constants(tuple(numbers), device) if cached_per_stream else upload(numbers, device)
     return Features(put, layers(starts, bags), sum(bags), vec, any(means) and offsets_count is not None)
 
 
-@kept(256)
+@cached_per_stream(256)
 def _kept_features(*key: object) -> Features:
     """Return cached features: with one batch size, bags have the same positions in every step."""
     return _describe_features(*key)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def _kept_features(*key: object) -> Features:
 
 def read_record(
     op: str, tables: KernelTables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
-    per_feature: Sequence[Sequence[int]], kept: bool, grad_count: int | None = None,
+    per_feature: Sequence[Sequence[int]], cached_per_stream: bool, grad_count: int | None = None,
 ) -> Record:  # fmt: skip
     """Return the record as kernel arguments; raise the reference's errors, except those for values on the device.
 
@@ -76,7 +76,7 @@ def read_record(
         sample_weights = sample_weights.contiguous()
     ids_count = ids.numel()
     grad_count = grad.numel() if grad_count is None else grad_count
-    if kept and offsets is not None:
+    if cached_per_stream and offsets is not None:
         features = _kept_features(
             op, grad_count, 0, offsets.numel(), tables.dims, tables.first_keys, tables.rows, ids.device, True,
             *map(tuple, per_feature),

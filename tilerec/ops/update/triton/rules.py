@@ -376,7 +376,7 @@ class PreparedRule:
         return self.bundle.paces(self.rule.h, t)
 
 
-def ready(name: str, hyper: Sequence[float]) -> PreparedRule:
+def prepare_rule(name: str, hyper: Sequence[float]) -> PreparedRule:
     """Return the bundle of a rule with its numbers; raise the errors of `make_rule`."""
     return _ready(name, tuple(hyper))
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.occurrences import bag_of, scale_of
-from tilerec.ops.update.triton.status import begin_status
+from tilerec.ops.update.triton.status import init_status
 
 BLOCK, WARPS = 2048, 16
 # The interpreter takes a second per block, so there only the tests of this file set MOST.
@@ -54,7 +54,7 @@ def sort_blocks(
     Program 0 initializes the update's `status`.
     """
     if tl.program_id(0) == 0:
-        begin_status(status, status_count, BLOCK)
+        init_status(status, status_count, BLOCK)
     f_F = tl.arange(0, FEATURES)
     some_F = f_F < features
     bag0_F = tl.load(meta + f_F * 8 + 2, mask=some_F, other=0)

@@ -28,7 +28,7 @@ from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS, sum_chunks
 from tilerec.ops.update.triton.small_sort import is_small, sort_small
-from tilerec.ops.update.triton.status import STATUS_SIZE, begun
+from tilerec.ops.update.triton.status import STATUS_SIZE, new_status
 
 PER_TABLE = 16
 """Numbers per table in its tensor (`tables.py` lists them); number 0 is its first key, 1 its columns."""
@@ -135,7 +135,7 @@ def sort_occurrences(
         status = torch.empty(STATUS_SIZE + super_chunks, dtype=torch.int64, device=device)
         order = order_occurrences(record, sentinel, record.grad.numel(), status)
     else:
-        status = begun(super_chunks, device)
+        status = new_status(super_chunks, device)
     ordered, places, scales = order.keys, order.places, order.scales
     nothing, scaled = ordered, scales is not None
     partials = torch.empty((max(chunks, 1), pitch), dtype=torch.float32, device=device)

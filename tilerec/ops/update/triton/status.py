@@ -7,7 +7,7 @@ Nouns
   counter   of a super-chunk: the number of its chunks that are summed (`runs.py`)
 
 Initialization takes no launch of its own: the launch that makes keys, the first of a step, does it. With an order made
-ahead (`order.py`), `begin_update` does it.
+ahead (`order.py`), `init_status_kernel` does it.
 
     two counters, initial                 0, -1, -1, 2^63 - 1, 0, 0, 0
     rows 7 and 4 of table 2 were skipped  2, 2, 4, 2 << 40 | 4, 0, …
@@ -29,7 +29,7 @@ _BLOCK = 128
 
 
 @triton.jit
-def begin_status(status, count, BLOCK: tl.constexpr):
+def init_status(status, count, BLOCK: tl.constexpr):
     """Initialize `count` numbers of a status, by one program."""
     lanes = tl.arange(0, BLOCK)
     for first in range(0, count, BLOCK):
@@ -40,8 +40,8 @@ def begin_status(status, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def begin_update(status, count, BLOCK: tl.constexpr):
-    begin_status(status, count, BLOCK)
+def init_status_kernel(status, count, BLOCK: tl.constexpr):
+    init_status(status, count, BLOCK)
 
 
 @triton.jit
@@ -64,8 +64,8 @@ def record_not_finite(status, count, first):
         tl.atomic_xchg(status + 4, free)
 
 
-def begun(counters: int, device: torch.device) -> Tensor:
+def new_status(counters: int, device: torch.device) -> Tensor:
     """Return an initialized status, by a launch of its own."""
     status = torch.empty(STATUS_SIZE + counters, dtype=torch.int64, device=device)
-    launch(begin_update, (1,), status, status.numel(), BLOCK=_BLOCK, num_warps=1)
+    launch(init_status_kernel, (1,), status, status.numel(), BLOCK=_BLOCK, num_warps=1)
     return status

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import constants, kept
+from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.runtime.triton.rows import reads
 from tilerec.ops.update.triton.sort import PER_TABLE, power_of_two
@@ -70,7 +70,7 @@ class KernelTables:
 Shape = tuple[int, int]
 
 
-def counted(
+def base_and_distances(
     pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
 ) -> tuple[int, list[int]]:
     """Return the base among `own` (the first with elements), and each one's distance in elements (`addresses.py`)."""
@@ -78,7 +78,7 @@ def counted(
     return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
 
-@kept(256)
+@cached_per_stream(256)
 def tables_of(
     op: str, device: torch.device, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...],
     pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
@@ -103,15 +103,17 @@ def tables_of(
     groups, key, each = [], 0, len(kinds)
     sizes = [rows * dim for rows, dim in shapes]
     named = [1 if pointer else 0 for pointer in names]
-    names_base, name_distances = counted(names, named, range(len(shapes)), 8) if shapes else (0, [])
+    names_base, name_distances = (
+        base_and_distances(names, named, range(len(shapes)), 8) if shapes else (0, [])
+    )
     for (dtype, columns, vec), own in members.items():
         first_key = key
-        weight, distances = counted(pointers, sizes, own, dtype.itemsize)
+        weight, distances = base_and_distances(pointers, sizes, own, dtype.itemsize)
         bases, slot_distances, vec_s = [], [], 4
         for k, kind in enumerate(kinds):
             at = slot_pointers[k::each]
             slot_sizes = [sizes[t] if kind == "e" else shapes[t][0] for t in range(len(shapes))]
-            start, from_start = counted(at, slot_sizes, own, 4)
+            start, from_start = base_and_distances(at, slot_sizes, own, 4)
             bases.append(start)
             slot_distances.append(from_start)
             if kind == "e":
@@ -158,7 +160,9 @@ def tables_of(
     )  # fmt: skip
 
 
-def served(device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
+def is_supported(
+    device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots: Sequence[Tensor]
+) -> bool:
     return (
         grad.dtype in GRADIENT_TYPES
         and {w.dtype for w in weights} <= set(ROW_TYPES)
@@ -171,7 +175,7 @@ def _facts(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
     return [(t.shape, t.dtype, t.is_contiguous()) for t in tensors]
 
 
-class Seen:
+class CachedLayout:
     """Cached layout of an earlier call's tables, found by their addresses, and a check that it still holds.
 
     It holds if the tensors are the same objects, or have the same shapes, dtypes and contiguity.
