@@ -12,7 +12,7 @@ from tests.ops.op_cases import cases
 from tests.storage.cache_model import ModelCache
 from tilerec.errors import InputError
 from tilerec.ops.cache import definition as cache
-from tilerec.ops.cache.definition import BOOKS, TOLD, HeaderColumn, Plan
+from tilerec.ops.cache.definition import BOOKS, TOTALS, HeaderColumn, Plan
 from tilerec.spec.cache import CacheAlgorithm
 
 OPS = torch.ops.tilerec
@@ -61,11 +61,11 @@ def test_all_tables_in_one_request_do_what_each_does_in_plain_python(lfu: bool, 
             )
             row_in = tables.books[BOOKS * t + 1]
             assert set(row_in[row_in >= 0].tolist()) == model.resident()
-            told = tables.books[BOOKS * t + TOLD]
-            assert told[HeaderColumn.ROWS] - told[HeaderColumn.MISSES] == model.hits
-            assert told[HeaderColumn.MISSES] == model.misses
-            assert told[HeaderColumn.SPARE] == model.conflicts
-            assert told[HeaderColumn.EVICTIONS] == model.evictions
+            totals = tables.books[BOOKS * t + TOTALS]
+            assert totals[HeaderColumn.ROWS] - totals[HeaderColumn.MISSES] == model.hits
+            assert totals[HeaderColumn.MISSES] == model.misses
+            assert totals[HeaderColumn.SPARE] == model.conflicts
+            assert totals[HeaderColumn.EVICTIONS] == model.evictions
         tables.update(BY_OP, segments, ids)
         tables.check()
 
@@ -84,7 +84,7 @@ def test_what_lacks_spare_lines_is_planned_again() -> None:
     assert plan[Plan.LINE, :4].tolist() == [0, 1, 2, 3]
 
 
-def test_an_id_that_is_no_row_is_told() -> None:
+def test_an_id_that_is_no_row_is_totals() -> None:
     tables = CachedTables([Shape(9, 1, 4), Shape(5, 1, 4)], 2)
     clock = torch.tensor([[1, 1], [1, 1], [1, 1]])
     ids = torch.tensor([3, 9, 5])

@@ -45,7 +45,7 @@ from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.checks import raise_bad_row
 
 BOOKS = 7
-LINE_OF, ROW_IN, NAMED, FLIGHTS, COUNTS, DIRTY, TOLD = range(BOOKS)
+LINE_OF, ROW_IN, NAMED, FLIGHTS, COUNTS, DIRTY, TOTALS = range(BOOKS)
 
 NONE = torch.iinfo(torch.int32).min
 """Value in `line_of` for a row without a line. Every negative value means no line: `NONE + serial` marks a row that the

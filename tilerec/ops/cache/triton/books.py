@@ -1,7 +1,7 @@
 """Kernel access to the books of all cached tables at once, and to the segments of a batch.
 
 Nouns as in `definition.py`. One base tensor per type reaches all books of that type by distances (`addresses.py`):
-`ints` (line_of, flights, counts), `longs` (row_in, named, told), `bytes` (dirty). The numbers of a table or a segment
+`ints` (line_of, flights, counts), `longs` (row_in, named, totals), `bytes` (dirty). The numbers of a table or a segment
 are a column of a small tensor; the constants below name its rows.
 """
 
@@ -24,7 +24,7 @@ from tilerec.ops.cache.definition import (
     LINE_OF,
     NAMED,
     ROW_IN,
-    TOLD,
+    TOTALS,
     key_ranges,
     spare_starts,
 )
@@ -94,8 +94,8 @@ def kernel_books(books: Sequence[Tensor], sets: Sequence[int], ways: int) -> Boo
     )  # fmt: skip
 
 
-_GROUPS = ((LINE_OF, FLIGHTS, COUNTS), (ROW_IN, NAMED, TOLD), (DIRTY,))
-_SIZES = {LINE_OF: 4, FLIGHTS: 4, COUNTS: 4, ROW_IN: 8, NAMED: 8, TOLD: 8, DIRTY: 1}
+_GROUPS = ((LINE_OF, FLIGHTS, COUNTS), (ROW_IN, NAMED, TOTALS), (DIRTY,))
+_SIZES = {LINE_OF: 4, FLIGHTS: 4, COUNTS: 4, ROW_IN: 8, NAMED: 8, TOTALS: 8, DIRTY: 1}
 
 
 class _Shaped:

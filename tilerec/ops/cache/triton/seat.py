@@ -48,7 +48,7 @@ def seat_kernel(
     plan, header, tables, clock, ints, longs, bytes, total, spares, table_count, TABLES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Apply a plan's entries to the books. The first program adds the header to the tables' totals (`told`), once."""
+    """Apply a plan's entries to the books. The first program adds the header to the tables' totals (`totals`), once."""
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     wanting = count_wanting_rows(header, table_count, TABLES)

@@ -215,7 +215,7 @@ def key_type(held: int) -> torch.dtype:
 
 
 def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Entries that do not fit change nothing, and are told at a later op."""
+    """See `tilerec/ops/hash/assign.py`. Bad entries change nothing; a later op raises for them."""
     ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC = call.state
     buckets, slots, max_probe, first = call.table
     step, now, ttl, evict, threshold = call.step, call.now, call.ttl, call.evict, call.threshold
@@ -275,7 +275,7 @@ def zch_assign_each_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def zch_assign_(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so entries that do not fit are told here."""
+    """See `tilerec/ops/hash/assign.py`. Waits for the device once, so this call raises for bad entries."""
     rows_N, outcomes_N, probes_N, evicted_ids_N = zch_assign_each_(call)
     at_M = (outcomes_N == IdOutcome.EVICTED).nonzero().squeeze(1)
     raise_due(rows_N.device)

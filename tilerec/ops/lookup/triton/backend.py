@@ -82,7 +82,7 @@ from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel,
 from tilerec.ops.lookup.triton.sequence import sequence_kernel
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.readback import runs_synchronously
-from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream, upload
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due

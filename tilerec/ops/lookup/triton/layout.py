@@ -22,7 +22,7 @@ from tilerec.ops.gradient.definition import pooled_blocks
 from tilerec.ops.lookup.checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.lookup.triton.parts import FIELDS
 from tilerec.ops.runtime.devices import check_devices
-from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants
 from tilerec.ops.runtime.triton.launch import GRID_Y
 from tilerec.ops.runtime.triton.rows import group_rows, tile_width
 from tilerec.torch_private import dtype_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream, upload
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
 from tilerec.ops.update.checks import check_reach, check_record
 from tilerec.ops.update.order import layers
 from tilerec.ops.update.triton.sort import Record, power_of_two

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import constants, cached_per_stream
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.runtime.triton.rows import reads
 from tilerec.ops.update.triton.sort import PER_TABLE, power_of_two
