@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.gradient.definition import GradientRecord, GradientSink, deliver
+from tilerec.ops.gradient.definition import GradientSink, deliver
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad

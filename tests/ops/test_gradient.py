@@ -12,7 +12,6 @@ from torch import Tensor
 from tilerec.errors import CommsError, TilerecError
 from tilerec.ops.gradient import definition as gradient
 from tilerec.ops.gradient.definition import (
-    GradientRecord,
     GradientSink,
     bag_starts,
     features_of,
@@ -21,6 +20,7 @@ from tilerec.ops.gradient.definition import (
     sum_rows,
     sum_rows_of_tables,
 )
+from tilerec.ops.gradient.record import GradientRecord
 
 IDS, OFFSETS = torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3])
 

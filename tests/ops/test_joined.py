@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tilerec.ops.gradient.concatenate import ALIGNED, joined
-from tilerec.ops.gradient.definition import GradientRecord, features_of, pooled_blocks, sum_rows
+from tilerec.ops.gradient.definition import features_of, pooled_blocks, sum_rows
+from tilerec.ops.gradient.record import GradientRecord
 
 ROWS = 6
 

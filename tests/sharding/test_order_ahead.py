@@ -16,7 +16,7 @@ from torch import nn
 from tilerec.comms.group import Group
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

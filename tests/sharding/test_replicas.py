@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
 from tilerec.sharding.embedding import shard_collection

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.gradient.definition import GradientRecord, GradientSink, deliver
+from tilerec.ops.gradient.definition import GradientSink, deliver
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.norm import clip_grad_norm_
 from tilerec.parallel.full_state import full_state_dict

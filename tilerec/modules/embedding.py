@@ -14,7 +14,8 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import cached_lookup, eager_forward
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient.definition import GradientRecord, sort_in_advance
+from tilerec.ops.gradient.definition import sort_in_advance
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.definition import sequence_lookup
 from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor

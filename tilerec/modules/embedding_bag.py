@@ -17,7 +17,8 @@ from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, eager_forw
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Tables
-from tilerec.ops.gradient.definition import GradientRecord, bag_starts, pooled_blocks, sort_in_advance
+from tilerec.ops.gradient.definition import bag_starts, pooled_blocks, sort_in_advance
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.definition import pooled_lookup
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group, mean_over_replica_groups
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients
 

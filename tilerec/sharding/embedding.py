@@ -29,7 +29,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Table
-from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sharding.combine_autograd import Gradients, Output, combine, pooled_output

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Pending
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient.definition import GradientRecord, sum_rows_of_tables
+from tilerec.ops.gradient.definition import sum_rows_of_tables
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.upload import upload
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
-from tilerec.ops.gradient.definition import GradientRecord, next_serial, register_saved_rows, sort_in_advance
+from tilerec.ops.gradient.definition import next_serial, register_saved_rows, sort_in_advance
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.lookup.saved_rows import SavedRows, copy_rows, id_segments, positions_in_copies
 from tilerec.sharding.layout import ExchangeLayout, HomeSegment, OwnerSegment

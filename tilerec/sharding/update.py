@@ -25,7 +25,8 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.ops.gradient.definition import GradientRecord, GradientSink, features_of, sum_rows_of_tables
+from tilerec.ops.gradient.definition import GradientSink, features_of, sum_rows_of_tables
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group

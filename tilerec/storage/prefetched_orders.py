@@ -20,7 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.prefetched_results import PrefetchedResults, Sources
 from tilerec.torch_private import is_view

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.ops.backends import TRITON
-from tilerec.ops.gradient.definition import _SINKS, GradientRecord, GradientSink, sum_rows
+from tilerec.ops.gradient.definition import _SINKS, GradientSink, sum_rows
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.ops.runtime.upload import capturing
 from tilerec.ops.update.checks import raise_bad_row

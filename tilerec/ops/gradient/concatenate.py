@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tilerec.ops.gradient.definition import GradientRecord
+from tilerec.ops.gradient.record import GradientRecord
 
 ALIGNED = 8
 """Alignment of gradient blocks, in elements: the number that a GPU reads at once."""

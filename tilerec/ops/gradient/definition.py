@@ -22,7 +22,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,45 +31,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilerec.errors import CommsError, InputError, TilerecError
 from tilerec.ops.gradient.concatenate import joined
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
-
-
-@dataclass(frozen=True)
-class GradientRecord:
-    """One lookup's row gradients; per-feature tuples are parallel to `sinks`.
-
-    The record keeps `grad` and `ids` alive until the pass ends, since the sums read them then.
-    """
-
-    serial: int  # order of the lookups' forwards
-    grad: Tensor
-    ids: Tensor
-    offsets: Tensor | None
-    sample_weights: Tensor | None
-    sinks: tuple[int, ...]  # handle per feature
-    dims: tuple[int, ...]
-    starts: tuple[int, ...]
-    bags: tuple[int, ...]
-    grad_starts: tuple[int, ...]
-    grad_strides: tuple[int, ...]
-    means: tuple[int, ...]
-    # Position of each feature in the sum over all ranks, if the record is one of several ranks'; empty: 0, 1, 2 …
-    order: tuple[int, ...] = ()
-    agreed: bool = False  # contains the gradients of all ranks with copies of these rows
-
-    def only(self, features: Sequence[int]) -> GradientRecord:
-        """Return the record restricted to some of its features."""
-        if len(features) == len(self.sinks):
-            return self
-        names = ["sinks", "dims", "starts", "bags", "grad_starts", "grad_strides", "means"]
-        if self.order:
-            names.append("order")
-        some: dict[str, Any] = {
-            name: tuple([values[f] for f in features]) for name in names for values in [getattr(self, name)]
-        }
-        return replace(self, **some)
 
 
 class GradientSink(ABC):
