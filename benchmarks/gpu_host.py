@@ -204,7 +204,7 @@ def install(clock: Clock) -> None:
     driver.set_active(Driver())  # type: ignore[arg-type]
     JITFunction._do_compile = compile_nothing  # type: ignore[method-assign]
     for module in (reports, later):
-        module.at_once = lambda device: False  # type: ignore[attr-defined]
+        module.runs_synchronously = lambda device: False  # type: ignore[attr-defined]
     later._new_copy = lambda size: later._Copy(torch.zeros(size, dtype=torch.int64), Event())  # type: ignore[arg-type]
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     stream = Stream()

@@ -32,14 +32,14 @@ ROWS, BATCH = size(100_000, 9), size(4096, 3)
 @pytest.fixture
 def sorts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Per update: whether an order was there."""
-    real = update.made_before
+    real = update.reuse_order
     taken: list[bool] = []
 
-    def made_before(*args: Any) -> Any:
+    def reuse_order(*args: Any) -> Any:
         taken.append((order := real(*args)) is not None)
         return order
 
-    monkeypatch.setattr(update, "made_before", made_before)
+    monkeypatch.setattr(update, "reuse_order", reuse_order)
     return taken
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert [group["lr"] for group in scope["optimizer"].param_groups] == [0.05, 0.01]
     assert capsys.readouterr().out == ""
+    # The example's GradScaler would be taken for that of the tables of later tests.
+    del model
+    scope.clear()
+    gc.collect()
 
 
 def test_the_table_of_rules_has_the_slots_and_row_sums_of_the_specs() -> None:

@@ -155,7 +155,7 @@ def hosts() -> dict[str, Callable[..., Any]]:
 
 def _begin(kernel: Any, args: Sequence[Any]) -> None:
     """Initialize an update's status (`report.py`) in place of the kernel that makes keys: no rows skipped."""
-    if kernel.fn.__name__ in ("occurrence_keys", "sort_blocks", "begin_update"):
+    if kernel.fn.__name__ in ("occurrence_keys", "sort_blocks", "init_status_kernel"):
         status = args[kernel.arg_names.index("status")]
         with _disable_current_modes():
             status.zero_()

@@ -9,7 +9,14 @@ import torch
 from tilerec.ops.lookup.triton import backend as lookup
 from tilerec.ops.random.triton import backend as random
 from tilerec.ops.runtime import upload as sending
-from tilerec.ops.runtime.triton.addresses import alignment, base, constants, distances, kept, upload
+from tilerec.ops.runtime.triton.addresses import (
+    alignment,
+    base,
+    cached_per_stream,
+    constants,
+    distances,
+    upload,
+)
 from tilerec.ops.runtime.triton.rows import reads
 from tilerec.ops.update.triton import tables as update_tables
 
@@ -77,7 +84,7 @@ def test_what_a_stream_sends_is_made_once_for_it(monkeypatch: pytest.MonkeyPatch
     """Another stream would not wait for it, and its memory would be used again before the other has read it."""
     made: list[int] = []
 
-    @kept(2)
+    @cached_per_stream(2)
     def layout(number: int) -> list[int]:
         made.append(number)
         return [number]
@@ -101,7 +108,7 @@ def test_what_a_graph_captures_sending_is_not_kept_for_others(monkeypatch: pytes
     monkeypatch.setattr(sending, "capturing", lambda: capturing)
     monkeypatch.setattr(sending, "_OF_GRAPHS", [])
 
-    @kept(2)
+    @cached_per_stream(2)
     def layout(number: int) -> list[int]:
         return [number]
 

@@ -110,7 +110,7 @@ def test_an_order_of_tables_that_lie_otherwise_now_is_not_read() -> None:
         want = [w.clone() for w in grown]
         update_rows_reference_(want, [], *record, "store", [], [0, 0], [0] * 4, [0, 0], [0, 0])
         torch.testing.assert_close(weights, want)
-    assert update.made_before(None, None, None) is None  # type: ignore[arg-type]
+    assert update.reuse_order(None, None, None) is None  # type: ignore[arg-type]
 
 
 def test_what_is_no_order_is_refused() -> None:

@@ -73,7 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(reports, "_made", count)
     monkeypatch.setattr(reports, "current_stream", lambda: gpu.stream)
     for module in (later, reports):
-        monkeypatch.setattr(module, "at_once", lambda device: False)
+        monkeypatch.setattr(module, "runs_synchronously", lambda device: False)
     monkeypatch.setattr(
         later, "_new_copy", lambda size: later._Copy(later.zeros(1, size, CPU)[0], gpu.event())
     )

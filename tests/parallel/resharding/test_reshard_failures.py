@@ -354,10 +354,10 @@ def test_a_failure_while_packing_columns_leaves_the_model_as_it_was(monkeypatch:
 
 PLACES: tuple[tuple[Any, str], ...] = (
     (ready, "check_options"),
-    (reshard_file, "planned"),
-    (ready, "Steppers"),
+    (reshard_file, "complete_plan"),
+    (ready, "ExternalOptimizers"),
     (TableMove, "__init__"),
-    (reshard_file, "words_of"),
+    (reshard_file, "move_description"),
     (mover.Mover, "__init__"),
     (TableMove, "facts"),
     (TableMove, "settle"),

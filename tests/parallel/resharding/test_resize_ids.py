@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_make_its_part_leaves_all_as_they_were(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module_of = {"ids": sharding_resize_ids, "tiles": resized_table}[where]
-    name = {"ids": "resized_map", "tiles": "fill_initial"}[where]
+    name = {"ids": "resize_id_map", "tiles": "fill_initial"}[where]
     real, broken = getattr(module_of, name), threading.local()
 
     def fails(*arguments: Any) -> Any:

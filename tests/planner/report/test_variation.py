@@ -53,9 +53,9 @@ def test_what_is_given_changes_and_the_rest_stays() -> None:
         ({"hosts": 0}, "hosts is 0; it must be at least 1"),
         ({"data_type": "fp4"}, r"data type 'fp4' is none of \['fp32', 'bf16'"),
         ({"batch_size": -1}, "batch_size is -1"),
-        ({"wire": "fp4"}, r"Wire: forward is 'fp4'"),
+        ({"wire": "fp4"}, r"Wire: got forward='fp4'"),
         ({"hosts": 1}, r"name rank 7, but the topology has ranks 0 to 3"),
-        ({"hbm_cap": -5}, "hbm_cap is -5"),
+        ({"hbm_cap": -5}, "got hbm_cap=-5"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:

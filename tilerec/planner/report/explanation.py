@@ -87,7 +87,7 @@ class Explanation:
     name: str = ""
     tiling: Tiling | None = None
     bound_ps: int = 0
-    merge_colocated: tuple[str, ...] = ()
+    together: tuple[str, ...] = ()
 
     def is_in(self, plan: ShardingPlan) -> bool:
         """Return True if the plan has the tiling of this table that is explained here."""
@@ -293,10 +293,10 @@ class Explainer:
     def _tilings(self) -> dict[str, Tiling | None]:
         return {key: sharding.tiling for key, sharding in self.decision.shardings().items()}
 
-    def _notes(self, key: str, t: int, merge_colocated: Sequence[str]) -> Iterator[str]:
-        if merge_colocated:
-            names = ", ".join(f"'{other}'" for other in merge_colocated[:8]) + (
-                " and more" if len(merge_colocated) > 8 else ""
+    def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
+        if together:
+            names = ", ".join(f"'{other}'" for other in together[:8]) + (
+                " and more" if len(together) > 8 else ""
             )
             yield (
                 f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
