@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, launcher_local_size
 
 
 def topology_of(
@@ -43,10 +42,10 @@ def topology_of(
 
 
 def _launcher_hosts(group: Group) -> list[list[int]] | None:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not isinstance(group, ProcessGroupComms) or not text.isdecimal() or int(text) < 1:
+    local_size = launcher_local_size()
+    if not isinstance(group, ProcessGroupComms) or local_size is None:
         return None  # ranks that are threads of one process share a host
     by_host: dict[int, list[int]] = {}
     for rank, global_rank in enumerate(dist.get_process_group_ranks(group.process_group)):
-        by_host.setdefault(global_rank // int(text), []).append(rank)
+        by_host.setdefault(global_rank // local_size, []).append(rank)
     return list(by_host.values())

@@ -11,7 +11,6 @@ Legend: T tables that are not pinned, in the problem's order; G tables of the in
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -45,7 +44,7 @@ from tilerec.spec.plan import (
     ShardingPlan,
     ShardingType,
 )
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, launcher_local_size
 
 MOST_PROPORTIONAL_TABLES = 8  # most tables whose rows are split in proportion to the ranks' memory
 PRICING_STEPS = 5_000  # options are priced to 1 / PRICING_STEPS, as ranges of whole rows differ in size
@@ -490,6 +489,6 @@ def _check_kernel(
 
 def topology_of_ranks(ranks: int, compute_device: str, **more: Any) -> Topology:
     """Return a topology with LOCAL_WORLD_SIZE ranks per host if that divides `ranks`, else with one host."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    local = int(text) if text.isdecimal() and int(text) else ranks
-    return Topology(ranks, compute_device, local_world_size=local if ranks % local == 0 else None, **more)
+    local = launcher_local_size()
+    even = local is not None and ranks % local == 0
+    return Topology(ranks, compute_device, local_world_size=local if even else None, **more)

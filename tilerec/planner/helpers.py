@@ -10,7 +10,6 @@ Terms
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -31,7 +30,7 @@ from tilerec.spec.plan import (
 )
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, text_to_ranks
 from tilerec.spec.tile import Tiling
-from tilerec.spec.topology import Topology
+from tilerec.spec.topology import Topology, launcher_local_size
 
 Kernel = EmbeddingComputeKernel | str | None
 """None: "fused" for a table whose optimizer is attached or comes from the sharder, else "dense".
@@ -344,11 +343,11 @@ def _world(local_size: int | None, world_size: int | None, device_type: str) -> 
     """Return the world, and True if it is known which ranks share a host."""
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if world_size is None:
         from_launcher = Topology.from_launcher(device_type)
         world_size = from_launcher.world_size
-    if local_size is None and text.isdecimal() and int(text) and world_size % int(text) == 0:
-        local_size = int(text)
+    if local_size is None:
+        launched = launcher_local_size()
+        local_size = launched if launched is not None and world_size % launched == 0 else None
     topology = Topology(world_size, device_type, local_world_size=local_size)
     return topology, local_size is not None or world_size == 1

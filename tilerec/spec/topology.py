@@ -43,6 +43,12 @@ def gigabytes_per_second(figure: float) -> float:
     return figure * GIB / 1000
 
 
+def launcher_local_size() -> int | None:
+    """Return the number of ranks per host that the launcher (torchrun) set in LOCAL_WORLD_SIZE, if it did."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
 @dataclass(frozen=True)
 class Topology:
     """Hosts, ranks, memory and links.
