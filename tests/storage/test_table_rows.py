@@ -15,6 +15,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops import backends
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -143,7 +144,7 @@ def test_orders_are_made_only_for_kernels_that_read_them(
     def table(cache: Any = None, device: str = device, dtype: torch.dtype = torch.float32) -> Any:
         return SimpleNamespace(cache=cache, leaf=SimpleNamespace(device=torch.device(device), dtype=dtype))
 
-    monkeypatch.setattr(table_rows, "TRITON", served)
+    monkeypatch.setattr(backends, "TRITON", served)
     several = [table(), table(**change)]
     assert table_rows._sorted_there(several, torch.device(device)) is sorts
 

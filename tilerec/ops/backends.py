@@ -5,6 +5,8 @@ Importing this file makes every op usable; no other file imports a backend.
 
 from __future__ import annotations
 
+import torch
+
 from tilerec.ops.cache import definition as cache
 from tilerec.ops.exchange import definition as exchange
 from tilerec.ops.gradient import definition as gradient
@@ -71,3 +73,8 @@ TRITON = _register_gpu()
 
 Otherwise `tilerec.ops.runtime.triton.library.status()` returns the reason.
 """
+
+
+def gpu_kernels_serve(device: torch.device) -> bool:
+    """Return True if GPU kernels serve the ops on this device: False on CPUs, and on GPUs with reference kernels."""
+    return TRITON and device.type == "cuda"

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.backends import TRITON
+from tilerec.ops.backends import gpu_kernels_serve
 from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan
 from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.cache import CacheParams
@@ -667,7 +667,7 @@ class RowRequest:
 
 def _has_kernels(device: torch.device) -> bool:
     """Return True if kernels of this device serve the requests of several caches at once."""
-    return TRITON and device.type == "cuda"
+    return gpu_kernels_serve(device)
 
 
 def _uses_kernels(made: CacheTensors) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.ops.backends import TRITON
+from tilerec.ops.backends import gpu_kernels_serve
 from tilerec.ops.gradient.definition import _SINKS, GradientSink, sum_rows
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
@@ -385,10 +385,8 @@ class _SkippedRowsReport:
 
 def _sorted_there(tables: Sequence[TableRows], device: torch.device) -> bool:
     """Return True if a backend sorts these tables' occurrences: on a GPU, except the reference backend."""
-    return (
-        TRITON
-        and device.type == "cuda"
-        and all(t.cache is None and t.leaf.device == device and t.leaf.dtype != torch.float64 for t in tables)
+    return gpu_kernels_serve(device) and all(
+        t.cache is None and t.leaf.device == device and t.leaf.dtype != torch.float64 for t in tables
     )
 
 
