@@ -77,7 +77,7 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     builder = _Builder(model, {}, NARROWEST, lower=False, pinned=False)
     instance = builder.instance(None, None)
     problem = Problem(
-        model, work.tables, builder.options, instance, instance, builder.stages, builder.charges
+        model, work.tables, builder.options, instance, instance, model.stages, builder.charges
     )
     width = instance.width.copy()
     for o, option in enumerate(problem.options):

@@ -125,6 +125,7 @@ def test_pieces_that_are_largest_in_different_stages_add_up() -> None:
         "slow": np.full((4, 2), 1000),
         "reach": np.full((4, 2), 1000),
         "base_cost": np.zeros((4, 2), np.int64),
+        "phase": np.arange(2),
     }
     instance = replace(instance, cost=cost, home=np.zeros_like(cost), fixed=np.zeros_like(cost), **two)
     assert bound_of(instance, 400) == 200

@@ -91,6 +91,13 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
     return _both(near, inside, 1.0, spread), _both(far, outside, cards, spread)
 
 
+def home_network(model: Model, exchange: str) -> float:
+    """Seconds on its network card that a home takes of a byte of all pieces, if these lie evenly on hosts alike."""
+    speeds, ranks = model.speeds, model.ranks
+    each = speeds.network_in if WAYS[exchange] == "out" else speeds.network_out
+    return each * (ranks - len(model.topology.host_ranks[0])) / ranks
+
+
 def _both(whole: Floats, home: Floats, cards: Floats | float, spread: float | None) -> Sides:
     """Of links that are not duplex.
 

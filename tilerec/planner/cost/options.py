@@ -22,7 +22,7 @@ import numpy as np
 
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.cuts import even_pieces, row_cuts
-from tilerec.planner.cost.home_side import WAYS, Sides, sides_of
+from tilerec.planner.cost.home_side import WAYS, Sides, home_network, sides_of
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
@@ -124,7 +124,7 @@ def build(
         lower = _Builder(
             model, limits, min_partition, lower=True, pinned=bool(fixed), together=together
         ).instance(paid, reserved)
-    return Problem(model, work.tables, builder.options, instance, lower, builder.stages, builder.charges)
+    return Problem(model, work.tables, builder.options, instance, lower, model.stages, builder.charges)
 
 
 class _Sums(NamedTuple):
@@ -184,6 +184,13 @@ class _Builder:
         self.allowed = self._ranks_allowed()
         self._spread()
         self.stages = model.stages
+        # Of sums inside hosts, homes' sides are stages of their own (home_side.py).
+        self.twins: dict[str, int] = {}
+        many = np.array([option.width > 1 and option.way is not Way.COPIES for option in self.options], np.bool_)
+        summed = self.there & many & (self.work.fan_in > 1.0)[:, None]
+        if self.hosts > 1 and self.topology.nic == "device" and model.speeds.duplex and self.alike and summed.any():
+            self.twins = {name: len(self.stages) + i for i, name in enumerate(("rows", "gradients"))}
+            self.stages += tuple(f"{name} at home" for name in self.twins)
         self.charges: tuple[str, ...] = ()
         shape = (len(self.work.names), len(self.options), len(self.stages))
         self.cost = np.zeros(shape, np.int64)
@@ -255,6 +262,12 @@ class _Builder:
         host_of = np.array([topology.host_of(r) for r in range(self.ranks)], np.int64)
         keep = [f for f in range(len(CHARGES)) if charge[f]]
         self.charges = tuple(CHARGES[f] for f in keep)
+        phase = np.arange(len(self.stages))
+        for name, twin in self.twins.items():
+            phase[twin] = self._stage(name)
+            base_cost[:, twin] = base_cost[:, self._stage(name)]
+            # What is added up inside a host is the same for all its ranks, however rows are split.
+            self.fixed[:, :, twin] = self.cost[:, :, twin]
         between = np.array([s in NETWORK_STAGES for s in self.stages])
         return Instance(
             names=self.work.names,
@@ -278,6 +291,7 @@ class _Builder:
             allowed=self.allowed,
             divisible=self.divisible,
             fixed=np.minimum(self.fixed, self.cost),
+            phase=phase,
         )
 
     def _together(self, name: str) -> list[tuple[str, Sides]]:
@@ -431,12 +445,17 @@ class _Builder:
 
     # ---------------------------------------------------------------------------------------------- what it costs
 
-    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any) -> int:
-        """Whole picoseconds, rounded down: what is put together is never above the price. Returns their sum."""
+    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any, *, at_home: bool = True) -> int:
+        """Whole picoseconds, rounded down: what is put together is never above the price. Returns their sum.
+
+        at_home: they are in the home's side of an exchange, too.
+        """
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
         whole = np.floor(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
         to[tables, o, self._stage(stage)] += whole
+        if at_home and stage in self.twins and to is not self.fixed:
+            to[tables, o, self.twins[stage]] += np.where(self.unknown[tables], 0, whole)
         return int(whole.sum())
 
     def _stage(self, name: str) -> int:
@@ -681,6 +700,9 @@ class _Builder:
 
     def _home_link(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
         """Bytes between a home and all owners."""
+        if network and name in self.twins:
+            seconds = np.where(self.unknown[t], 0.0, count) * home_network(self.model, name)
+            self.home[t, o, self.twins[name]] += np.floor(seconds * PICO).astype(np.int64)
         each = self.sides[name][network].home[self._home_host(name, network=network)]
         if each > 0.0:
             seconds = np.where(self.unknown[t], 0.0, count) * each
@@ -691,7 +713,8 @@ class _Builder:
     ) -> str:  # fmt: skip
         """Returns the stage."""
         stage = NETWORK_STAGES[list(WAYS).index(name)] if network else name
-        put = self._put(to, o, t, stage, seconds)
+        # Of pieces on single ranks, homes on their own host may get less than the mean.
+        put = self._put(to, o, t, stage, seconds, at_home=not network and self.options[o].width > 1)
         if self.options[o].width == 1:
             self.links[kind][self._stage(stage)] += put
         return stage

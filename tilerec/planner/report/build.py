@@ -127,7 +127,7 @@ def _numbers(decision: Decision) -> tuple[Ints, Ints, Ints]:
         owner[t] = _of_shares(instance, owner[t], where, shares)
     # The mean over ranks, where hosts of several sizes bear unlike parts.
     home = instance.home[every, option] * (instance.reach.sum(0) // instance.ranks) // PER_MILLE
-    return owner, home, held
+    return owner[:, instance.first], home[:, instance.first], held
 
 
 def _slowest(decision: Decision, option: Ints) -> Ints:

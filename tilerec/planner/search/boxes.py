@@ -87,15 +87,19 @@ class Boxes:
         self.rows = np.arange(instance.tables)
         stages = range(instance.stages)
         uniform, pieces = relaxed.uniform, relaxed.piece_times
-        self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in stages]
+        # Stages of a phase are all weighed against the average of its first.
+        first = np.arange(instance.stages)
+        for twins in instance.twins:
+            first[twins] = twins[0]
+        self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in first.tolist()]
         self.own = [np.where(uniform, 0, pieces[s]) * head // 4 for s in stages]
         self.off = []  # rank-ps that an option makes every rank bear alike, more than the average
         for s in stages:
             alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
-        self.mass_base, self.base_total = relaxed.base_totals, relaxed.base_total
+        self.mass_base, self.base_total = relaxed.base_totals[first], relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks
-        self.all_mass = relaxed.stage_totals.sum(2) << BITS
+        self.all_mass = relaxed.sums << BITS
         self.each = 5 * CALLS + self.all_mass.size * (2 * instance.stages + 2)  # units of one evaluation
         self.found: list[Choice] = []
         self.count = 0
@@ -182,6 +186,12 @@ class Boxes:
             # At first all weights go where (2) rises, later those only that matter.
             steep = np.abs(rising) * 64 > np.abs(rising).max() if turn > 1 else rising != 0
             new = np.clip(weights + np.where(steep, np.sign(rising) * step, 0), 0, ONE)
+            for twins in self.instance.twins:
+                # Together at most ONE: the steepest first.
+                left = ONE
+                for s in sorted(twins, key=lambda s: -int(rising[s])):
+                    new[s] = min(int(new[s]), left)
+                    left -= int(new[s])
             moved = np.flatnonzero(new != weights).tolist()
             if moved:
                 then = total.copy()
@@ -204,7 +214,7 @@ class Boxes:
         self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]
     ) -> tuple[int, Ints]:
         """(2) and the options it chooses."""
-        constant = int((self.mass_base * (ONE - weights)).sum())
+        constant = (self.base_total << BITS) - int((self.mass_base * weights).sum())
         constant += int(((self.alike_base + low * self.ranks) * weights).sum())
         for resource, price in zip(self.memory, prices, strict=True):
             if price:
@@ -232,9 +242,11 @@ class Boxes:
         average, alike, largest = self._numbers(option)
         used = self.instance.uses[self.rows, option].any(0)
         charge = int(self.instance.charge[used].sum())
-        expected = int(np.maximum(average, alike + largest * self.ranks).sum()) // self.ranks + charge
+        level = np.maximum(average, alike + largest * self.ranks)
+        expected = int(self.instance.longest(level).sum()) // self.ranks + charge
+        whole = int(average[self.instance.first].sum()) // self.ranks + charge
         if not any(np.array_equal(choice.option, option) for choice in self.found):
-            self.found.append(Choice(option, int(average.sum()) // self.ranks + charge, expected))
+            self.found.append(Choice(option, whole, expected))
             self.found.sort(key=lambda choice: choice.expected)
             del self.found[KEPT:]
         return expected
@@ -242,10 +254,12 @@ class Boxes:
     def _cut(self, box: _Box) -> list[_Box] | None:
         average, alike, largest = self._numbers(box.option)
         level = np.maximum(average, alike + largest * self.ranks)
-        low = (average * (ONE - box.weights) + (alike + box.low * self.ranks) * box.weights) >> BITS
-        missing = np.where(largest > box.low, level - low, 0)
+        counted = (alike + box.low * self.ranks - average) * box.weights >> BITS
+        for twins in self.instance.twins:
+            counted[twins] = counted[twins].sum()
+        missing = np.where(largest > box.low, level - average - counted, 0)
         s = int(missing.argmax())
-        if int(missing[s]) * CLOSE <= int(level.sum()):
+        if int(missing[s]) * CLOSE <= int(self.instance.longest(level).sum()):
             return None
         # Between what costs nothing and what was chosen.
         free = max(int(box.low[s]), int(average[s] - alike[s]) // self.ranks)
