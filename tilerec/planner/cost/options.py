@@ -184,11 +184,19 @@ class _Builder:
         self.allowed = self._ranks_allowed()
         self._spread()
         self.stages = model.stages
-        # Of sums inside hosts, homes' sides are stages of their own (home_side.py).
+        # Where rows are added up inside hosts, homes' sides are stages of their own (home_side.py).
         self.twins: dict[str, int] = {}
-        many = np.array([option.width > 1 and option.way is not Way.COPIES for option in self.options], np.bool_)
+        many = np.array(
+            [option.width > 1 and option.way is not Way.COPIES for option in self.options], np.bool_
+        )
         summed = self.there & many & (self.work.fan_in > 1.0)[:, None]
-        if self.hosts > 1 and self.topology.nic == "device" and model.speeds.duplex and self.alike and summed.any():
+        if (
+            self.hosts > 1
+            and self.topology.nic == "device"
+            and model.speeds.duplex
+            and self.alike
+            and summed.any()
+        ):
             self.twins = {name: len(self.stages) + i for i, name in enumerate(("rows", "gradients"))}
             self.stages += tuple(f"{name} at home" for name in self.twins)
         self.charges: tuple[str, ...] = ()
@@ -265,8 +273,7 @@ class _Builder:
         phase = np.arange(len(self.stages))
         for name, twin in self.twins.items():
             phase[twin] = self._stage(name)
-            base_cost[:, twin] = base_cost[:, self._stage(name)]
-            # What is added up inside a host is the same for all its ranks, however rows are split.
+            # Sums inside a host cost all its ranks alike, however rows are split.
             self.fixed[:, :, twin] = self.cost[:, :, twin]
         between = np.array([s in NETWORK_STAGES for s in self.stages])
         return Instance(
@@ -701,7 +708,7 @@ class _Builder:
     def _home_link(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
         """Bytes between a home and all owners."""
         if network and name in self.twins:
-            seconds = np.where(self.unknown[t], 0.0, count) * home_network(self.model, name)
+            seconds = np.where(self.unknown[t], 0.0, count) * home_network(self.model)
             self.home[t, o, self.twins[name]] += np.floor(seconds * PICO).astype(np.int64)
         each = self.sides[name][network].home[self._home_host(name, network=network)]
         if each > 0.0:
@@ -713,7 +720,7 @@ class _Builder:
     ) -> str:  # fmt: skip
         """Returns the stage."""
         stage = NETWORK_STAGES[list(WAYS).index(name)] if network else name
-        # Of pieces on single ranks, homes on their own host may get less than the mean.
+        # Links inside hosts: not of single pieces, of which a host may have few.
         put = self._put(to, o, t, stage, seconds, at_home=not network and self.options[o].width > 1)
         if self.options[o].width == 1:
             self.links[kind][self._stage(stage)] += put

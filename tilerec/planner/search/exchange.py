@@ -18,7 +18,17 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, alike, at_home, evaluate, fits, work_of
+from tilerec.planner.search.instance import (
+    PER_MILLE,
+    Bools,
+    Instance,
+    Ints,
+    alike,
+    at_home,
+    evaluate,
+    fits,
+    work_of,
+)
 from tilerec.planner.search.pack import Packing, host_bins
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
@@ -242,7 +252,9 @@ class _Exchange:
             n = 2 ** min(2 * (n - 1), 2 * HALF)
         chunk = max(CHUNK // (n if split else n * n), 1)
         self.work.spend(
-            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
+            30 * CALLS
+            + len(self.table) * 400
+            + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
         )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
