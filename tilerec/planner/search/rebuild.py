@@ -134,10 +134,9 @@ class _Rebuild:
         self.by_host = np.concatenate(instance.host_ranks)
         self.starts = np.cumsum(instance.host_sizes) - instance.host_sizes
         self.alike = np.zeros(instance.stages)
-        # The stages that pieces on single ranks add to, and all.
-        single = instance.cost * (instance.width == 1)[:, :, None]
-        self.every = slice(None)
-        self.busy = np.flatnonzero(single.any((0, 1)))
+        # The stages that are looked at for pieces on hosts, and on single ranks, which add little to the others.
+        self.every = np.arange(instance.stages)
+        self.busy = np.flatnonzero(instance.first)
         # What lies where: tables by rank and by host (those of whole hosts), in the order they came.
         self.on_rank: list[dict[int, None]] = [{} for _ in range(instance.ranks)]
         self.on_host: list[dict[int, None]] = [{} for _ in range(instance.hosts)]
