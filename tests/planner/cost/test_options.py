@@ -660,7 +660,7 @@ def test_a_host_that_adds_up_its_rows_waits_for_those_of_others() -> None:
         for table in pooled(4, 0)
     ]
     problem = build([*heavy, *pooled(4, 1)], topology)
-    rows = [o for o, option in enumerate(problem.options) if option.way is Way.ROWS and option.width == 4][0]
+    rows = [(option.way, option.width) for option in problem.options].index((Way.ROWS, 4))
     whole = [str(option) for option in problem.options].index("whole")
     option = np.array([whole] * 4 + [rows] * 4)
     places: list[tuple[int, ...]] = [*((rank,) for rank in range(4)), *([(1,)] * 4)]
@@ -676,7 +676,7 @@ def test_a_host_that_adds_up_its_rows_waits_for_those_of_others() -> None:
 
 @pytest.mark.parametrize("local", [2, 4, 8])
 def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -> None:
-    topology = Topology(32, local_world_size=local)
+    topology = Topology(8 * local, local_world_size=local)
     for seed in range(2):
         problem = build(pooled(24, seed), topology)
         found = solve(problem.instance)
@@ -686,7 +686,7 @@ def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -
         ]
         priced = price(tilings, apart(problem, found.option)).seconds
         assert np.any(problem.instance.width[np.arange(24), found.option] == local)
-        assert even.cost / 1e12 == pytest.approx(priced, rel=3e-3)
+        assert even.cost / 1e12 == pytest.approx(priced, rel=5e-3)
         assert even.cost / 1e12 <= priced * (1 + ROUGH)
 
 
