@@ -3,7 +3,8 @@
 Nouns
   poured    a table whose rows are split over a host: they are taken to be where the host's ranks bear least, so that
             the host's mean counts (flow.py pours them); even splits otherwise
-  bar       of each stage, what the slowest rank bears while the tables are out: up to it a load costs nothing
+  bar       of each stage, what a rank may bear while the tables are out until its phase lasts longer: up to it a load
+            costs nothing
   overflow  what a piece adds beyond the bar
   price     of an option: its work averaged over all ranks, its work at home, and its overflow. The average is what
             its room will cost the tables that come later
