@@ -10,8 +10,8 @@ and for any weights 0 <= w_s <= 1 the right side of (1) is at least
 
     sum over s of (1 - w_s) average_s + w_s (alike_s + low_s)                                                   (2)
 
-In a phase of several stages the largest of these counts in (1), and in (2) the weights of its stages add up to 1 at most;
-the average is that of its first stage.
+In a phase of several stages the largest of these counts in (1). In (2) the weights of its stages add up to 1 at most,
+and the average is that of its first stage.
 
 (2) is a sum over tables and a constant: each table takes its cheapest option, at a price for memory. Weights and
 prices are raised and lowered as long as (2) rises; any of them are right. The box of the least (2) is cut in two at the
