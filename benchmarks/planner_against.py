@@ -86,9 +86,7 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     model = Model(work, topology)
     builder = _Builder(model, {}, NARROWEST, lower=False, pinned=False)
     instance = builder.instance(None, None)
-    problem = Problem(
-        model, work.tables, builder.options, instance, instance, builder.stages, builder.charges
-    )
+    problem = Problem(model, work.tables, builder.options, instance, instance, model.stages, builder.charges)
     width = instance.width.copy()
     for o, option in enumerate(problem.options):
         if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):

@@ -20,7 +20,7 @@ from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options
 from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
 from tilerec.planner.search.instance import SHARE, Solution, evaluate
-from tilerec.planner.search.solve import lower_bound
+from tilerec.planner.search.solve import lower_bound, solve
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ShardingType
 from tilerec.spec.tile import Tiling, ceil_chunks
@@ -640,3 +640,70 @@ def test_a_charge_is_what_some_choices_pay_and_others_do_not() -> None:
     assert build(works(1), Topology(3), {"t00": whole}).charges == ()
     choice = Limits((ShardingType.TABLE_WISE, ShardingType.ROW_WISE))
     assert build(works(1), Topology(3), {"t00": choice}).charges == ("partly filled",)
+
+
+def pooled(count: int, seed: int) -> list[TableWork]:
+    """Tables of bags of many ids."""
+    draw = random.Random(seed)
+    return [
+        TableWork(f"t{i:02d}", 24 * int(10 ** draw.uniform(2, 4)), draw.choice([32, 64, 128]), optimizer=PLAIN,
+                  reads=[Reads(512, draw.choice([2, 5, 20, 60]))])
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_a_host_that_adds_up_its_rows_waits_for_those_of_others() -> None:
+    """One host holds tables whole, and the other has sums: it sends little, and receives all that the first sends."""
+    topology = Topology(8, local_world_size=4)
+    heavy = [
+        dataclasses.replace(table, name=f"heavy {table.name}", reads=[Reads(4096, 2)])
+        for table in pooled(4, 0)
+    ]
+    problem = build([*heavy, *pooled(4, 1)], topology)
+    rows = [(option.way, option.width) for option in problem.options].index((Way.ROWS, 4))
+    whole = [str(option) for option in problem.options].index("whole")
+    option = np.array([whole] * 4 + [rows] * 4)
+    places: list[tuple[int, ...]] = [*((rank,) for rank in range(4)), *([(1,)] * 4)]
+    tilings: Any = [problem.sharding(t, int(o), places[t]).tiling for t, o in enumerate(option)]
+    priced = price(tilings, problem.model)
+    instance = problem.instance
+    assert instance.phase.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    found = evaluate(instance, option, places)
+    assert np.all(found.load[4:, 5] > found.load[4:, 2])
+    alone = dataclasses.replace(instance, home=instance.home * (instance.phase == np.arange(7)))
+    assert evaluate(alone, option, places).cost <= found.cost <= priced.seconds * 1e12
+
+
+@pytest.mark.parametrize("local", [2, 4, 8])
+def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -> None:
+    topology = Topology(8 * local, local_world_size=local)
+    for seed in range(2):
+        problem = build(pooled(24, seed), topology)
+        found = solve(problem.instance)
+        even = evaluate(problem.instance, found.option, found.places)
+        tilings: Any = [
+            problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)
+        ]
+        priced = price(tilings, apart(problem, found.option)).seconds
+        assert np.any(problem.instance.width[np.arange(24), found.option] == local)
+        assert even.cost / 1e12 == pytest.approx(priced, rel=5e-3)
+        assert even.cost / 1e12 <= priced * (1 + ROUGH)
+
+
+@pytest.mark.parametrize("dear", ["network_in", "network_out", "link_in", "link_out"])
+def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str) -> None:
+    topology = Topology(4, local_world_size=2, inter_host_bw=gigabytes_per_second(20))
+    speeds = default_speeds(topology)
+    for factor in (1.0, 20.0):
+        dearer = dataclasses.replace(speeds, **{dear: factor * getattr(speeds, dear)})
+        measured = dataclasses.replace(topology, speeds=dearer)
+        split = Limits((ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE))
+        for seed in range(3):
+            tables = pooled(3, seed)
+            problem = build(tables, measured, {table.name: split for table in tables})
+            assert problem.instance.twins
+            least = np.inf
+            for option, places, seconds in every_arrangement(problem, measured):
+                assert evaluate(problem.lower, option, places).cost / 1e12 <= seconds * (1 + ROUGH)
+                least = min(least, seconds)
+            assert lower_bound(problem.lower, int(least * 2e12)) / 1e12 <= least * (1 + ROUGH)

@@ -12,6 +12,7 @@ from tilerec.planner.search.boxes import Boxes
 from tilerec.planner.search.exact import enumerate_all
 from tilerec.planner.search.instance import SHARE, Instance, evaluate
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.solve import solve
 from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
@@ -125,6 +126,7 @@ def test_pieces_that_are_largest_in_different_stages_add_up() -> None:
         "slow": np.full((4, 2), 1000),
         "reach": np.full((4, 2), 1000),
         "base_cost": np.zeros((4, 2), np.int64),
+        "phase": np.arange(2),
     }
     instance = replace(instance, cost=cost, home=np.zeros_like(cost), fixed=np.zeros_like(cost), **two)
     assert bound_of(instance, 400) == 200
@@ -140,3 +142,25 @@ def test_a_search_that_goes_on_never_loses_what_it_had(small_instance: Callable[
             assert now >= before
             before = now
         assert [c.expected for c in boxes.found] == sorted(c.expected for c in boxes.found)
+
+
+def test_of_a_phase_the_longest_stage_counts_and_no_plan_is_below_its_bound(
+    small_instance: Callable[..., Instance],
+) -> None:
+    several = 0
+    for seed in range(0, 200, 5):
+        instance = small_instance(seed)
+        instance = replace(instance, phase=np.arange(instance.stages) // 2)
+        best = enumerate_all(Relaxed(instance), FAR, 10**7)
+        assert best is not None
+        if best.option is None:
+            continue
+        several += len(instance.twins)
+        found = evaluate(instance, best.option, best.places)
+        charge = found.cost - int(instance.longest(found.stage).sum())
+        assert best.cost == found.cost <= int(found.stage.sum()) + charge
+        assert bound_of(instance, 2 * best.cost) <= best.cost, seed
+        solved = solve(instance)
+        assert best.cost <= solved.cost <= best.cost * 1.02, seed
+        assert solved.bound <= solved.cost
+    assert several > 20

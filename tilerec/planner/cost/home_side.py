@@ -9,6 +9,13 @@ home's side counts as 0. On hosts of several sizes, homes elsewhere may take lon
 an estimate gives the host that time: exact for two hosts that share cards. With a card for each rank that would be
 n v other, too much where a host's ranks hold unlike amounts: the geometric mean of it and of the owner's side counts.
 
+Sums inside hosts are an exception: hosts that add up many rows send few bytes, and their ranks wait for what they
+receive. With a card for each rank, the home's side of rows and gradients is then a stage of its own, and the step waits
+for the longer one. On hosts alike it takes V (R - n) / R other, as if pieces lay evenly, on top of what a host's ranks
+all bear. No price is below that: on a host with less than its part of V homes receive more, and on one with more, some
+owner sends as much. So the faster direction counts. Links inside the host count for pieces on whole hosts alone, and
+tables with given places do not.
+
 On other links the seconds of both directions add up. A home exchanges nothing with itself, nor over the network with
 its host. So with V bytes per home of all pieces, v of them on a rank and V_h on its host of n ranks, the seconds are
 
@@ -89,6 +96,13 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
         outside, cards = np.full(len(sizes), network[1]), sizes
     spread = None if lower and pinned else ranks
     return _both(near, inside, 1.0, spread), _both(far, outside, cards, spread)
+
+
+def home_network(model: Model) -> float:
+    """Seconds that a home takes on its network card, of a byte of all pieces; hosts are alike, pieces lie evenly."""
+    speeds, ranks = model.speeds, model.ranks
+    away = ranks - len(model.topology.host_ranks[0])
+    return min(speeds.network_in, speeds.network_out) * away / ranks
 
 
 def _both(whole: Floats, home: Floats, cards: Floats | float, spread: float | None) -> Sides:

@@ -16,21 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.cuts import even_pieces, row_cuts
-from tilerec.planner.cost.home_side import WAYS, Sides, sides_of
+from tilerec.planner.cost.allowed import Allowed
+from tilerec.planner.cost.cuts import row_cuts
+from tilerec.planner.cost.home_side import WAYS, home_network
+from tilerec.planner.cost.host_factors import HostFactors
+from tilerec.planner.cost.host_sums import sums_inside_hosts
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
-from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, enumerate_options, is_of
+from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way
 from tilerec.planner.cost.workload import TableWork, Workload
-from tilerec.planner.search.instance import NO_CAP, PER_MILLE, Bools, Instance, Ints
-from tilerec.spec.plan import ParameterSharding, ShardingType
+from tilerec.planner.search.instance import NO_CAP, Bools, Instance, Ints
+from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
@@ -41,9 +44,6 @@ CHARGES = (
 )  # fmt: skip
 """What is paid once if any table needs it: collectives as such, and an output that begins as zeros."""
 _MOST = 1 << 52
-# Per mille. A rank alone on its host has no link inside. At less than this, averages over ranks take links to be
-# free, and the search cuts too finely: 16 ranks on hosts of 1 and 15, 20 % above a plan that costs what was expected.
-LEAST_SLOW = 250.0
 _STEPS = 64  # a change of a range by 1 / _STEPS shows how present bags go with its rows
 
 
@@ -124,28 +124,7 @@ def build(
         lower = _Builder(
             model, limits, min_partition, lower=True, pinned=bool(fixed), together=together
         ).instance(paid, reserved)
-    return Problem(model, work.tables, builder.options, instance, lower, builder.stages, builder.charges)
-
-
-class _Sums(NamedTuple):
-    """Rows that are added up inside hosts before they cross to another. On hosts of several sizes: the most, or least.
-
-    merge: [T] 1 where they are. most: members of a sum. apart: members whose rows come as they are on their own host.
-    proxies: ranks of the host whose proxies take most. far: homes for which they add
-    rows up, if all proxies had as many turns.
-    turn: what a member sends on as a proxy, divided by the members' mean. sent: [T] bags of that, for each home.
-    home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
-    """
-
-    merge: Floats
-    most: float
-    apart: float
-    proxies: float
-    far: float
-    turn: float
-    sent: Floats
-    home: Floats
-    union: Floats
+    return Problem(model, work.tables, builder.options, instance, lower, model.stages, builder.charges)
 
 
 class _Builder:
@@ -156,40 +135,34 @@ class _Builder:
         together: Sequence[Sequence[str]] = (),
     ) -> None:  # fmt: skip
         self.model, self.work, self.topology = model, model.workload, model.topology
-        self.limits, self.least, self.lower = limits, min_partition, lower
-        self.leader = {name: min(group) for group in together for name in group}
-        self.ranks, self.hosts = model.ranks, self.topology.host_count
-        sizes = [len(host) for host in self.topology.host_ranks]
-        self.smallest, self.largest = min(sizes), max(sizes)
-        self.alike = self.smallest == self.largest
-        # Exchanges' sides on the hosts where they take longest (`_slow` and `_reach` have the others), or the least.
-        self.sizes = sorted(set(sizes))
-        self.sides = {name: sides_of(model, name, lower=lower, pinned=pinned) for name in WAYS}
-        cached = any(limit.cached for _, limit in self._limited())
-        limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
-        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
-        there = self._allowed()
-        # Columns that no table can use only cost memory.
-        kept = np.flatnonzero(there.any(0)).tolist()
-        self.options = tuple(self.options[o] for o in kept)
-        self.there = there[:, kept]
+        self.lower, self.ranks, self.hosts = lower, model.ranks, self.topology.host_count
+        allowed = Allowed(model, limits, min_partition, lower=lower, together=together)
+        self.options, self.there, self.allowed = allowed.options, allowed.there, allowed.on
+        self.one_host = allowed.one_host
         self.bags, self.all_ids, self.lengths = self.work.present(np.ones(len(self.work.names)))
-        # The pieces of an instance are not tied to one host: for the search, tables that must be on one are given it
-        # beforehand. A bound lets them lie on any.
-        self.one_host = [
-            t
-            for t, limit in self._limited()
-            if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
-        ]
-        self.allowed = self._ranks_allowed()
-        self._spread()
+        self.host_factors = HostFactors(model, lower=lower, pinned=pinned)
+        self.sizes, self.sides = self.host_factors.sizes, self.host_factors.sides
+        self.alike = self.host_factors.alike
         self.stages = model.stages
+        # Where rows are added up inside hosts, homes' sides are stages of their own (home_side.py).
+        self.twins: dict[str, int] = {}
+        many = np.array(
+            [option.width > 1 and option.way is not Way.COPIES for option in self.options], np.bool_
+        )
+        summed = self.there & many & (self.work.fan_in > 1.0)[:, None]
+        if (
+            self.hosts > 1
+            and self.topology.nic == "device"
+            and model.speeds.duplex
+            and self.alike
+            and summed.any()
+        ):
+            self.twins = {name: len(self.stages) + i for i, name in enumerate(("rows", "gradients"))}
+            self.stages += tuple(f"{name} at home" for name in self.twins)
         self.charges: tuple[str, ...] = ()
         shape = (len(self.work.names), len(self.options), len(self.stages))
         self.cost = np.zeros(shape, np.int64)
         self.home = np.zeros(shape, np.int64)
-        # ps of single pieces' `cost`, and of their `home`, that are sides of exchanges.
-        self.links = {kind: [0] * len(self.stages) for kind in ("cost", "home")}
         self.memory = np.zeros((*shape[:2], 2), np.int64)
         self.home_memory = np.zeros((*shape[:2], 2), np.int64)
         self.least_memory = np.zeros((*shape[:2], 2), np.int64)
@@ -240,6 +213,7 @@ class _Builder:
                 else:
                     self._pieces(o, option, tables)
         topology = self.topology
+        single = [o for o, option in enumerate(self.options) if option.width == 1]
         base_cost, base_memory = self._base(reserved)
         paid: frozenset[str] = frozenset()
         if given is not None:
@@ -255,6 +229,11 @@ class _Builder:
         host_of = np.array([topology.host_of(r) for r in range(self.ranks)], np.int64)
         keep = [f for f in range(len(CHARGES)) if charge[f]]
         self.charges = tuple(CHARGES[f] for f in keep)
+        phase = np.arange(len(self.stages))
+        for name, twin in self.twins.items():
+            phase[twin] = self._stage(name)
+            # Sums inside a host cost all its ranks alike, however rows are split.
+            self.fixed[:, :, twin] = self.cost[:, :, twin]
         between = np.array([s in NETWORK_STAGES for s in self.stages])
         return Instance(
             names=self.work.names,
@@ -270,173 +249,30 @@ class _Builder:
             uses=self.uses[:, :, keep],
             charge=charge[keep],
             shared=between & (topology.nic == "host"),
-            slow=self._slow(),
-            reach=self._reach(),
+            slow=self.host_factors.factors("cost", self.cost[:, single].sum((0, 1))),
+            reach=self.host_factors.factors("home", self.home[:, single].sum((0, 1))),
             host_cap=np.full((self.hosts, 2), NO_CAP, np.int64),
             base_cost=base_cost,
             base_memory=base_memory,
             allowed=self.allowed,
             divisible=self.divisible,
             fixed=np.minimum(self.fixed, self.cost),
+            phase=phase,
         )
-
-    def _together(self, name: str) -> list[tuple[str, Sides]]:
-        """The stages that an exchange has time in, and its sides there: with cards of their own, ranks have one."""
-        near, far = self.sides[name]
-        if self.topology.nic == "host":
-            return [(name, near), (NETWORK_STAGES[list(WAYS).index(name)], far)]
-        return [(name, near + far)]
-
-    def _host(self, name: str, *, network: bool, on: int = 1) -> int:
-        """The number of the host size for which a piece's costs on its owner are computed; on: ranks of a piece."""
-        if 1 < on < self.ranks and (self.alike or self.lower):
-            return self.sizes.index(on)
-        sides = self._together(name)[-1 if network else 0][1]
-        return int(sides.whole.argmin() if self.lower else sides.own.argmax())
-
-    def _home_host(self, name: str, *, network: bool) -> int:
-        """The number of the host size for which the home's side is computed."""
-        home = self._together(name)[-1 if network else 0][1].home
-        return int(home.argmin() if self.lower else home.argmax())
-
-    def _slow(self) -> Ints:
-        """[R, S] per mille: pieces on other hosts than that of `_host` take so much of what they take there."""
-        return self._factors("cost", self.cost)
-
-    def _reach(self) -> Ints:
-        """[R, S] per mille: homes on other hosts than that of `_home_host` take so much of what they take there."""
-        return self._factors("home", self.home)
-
-    def _factors(self, kind: str, seconds: Ints) -> Ints:
-        """[R, S] per mille: links, which depend on the host, and other work, weighted by sums over single pieces."""
-        factors = np.full((self.ranks, len(self.stages)), PER_MILLE, np.int64)
-        if self.alike or self.lower:
-            return factors
-        host = [
-            self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)
-        ]
-        single = [o for o, option in enumerate(self.options) if option.width == 1]
-        for name in WAYS:
-            for stage, sides in self._together(name):
-                side = sides.own if kind == "cost" else sides.home
-                s = self._stage(stage)
-                links = self.links[kind][s]
-                if links:
-                    every = int(seconds[:, single, s].sum())
-                    parts = 1.0 - links / every * (1.0 - side / side.max())
-                    inside = self.topology.nic == "host" and stage == name
-                    least = LEAST_SLOW if inside and kind == "cost" else 1.0
-                    factors[:, s] = np.maximum(np.rint(parts * PER_MILLE), least)[host]
-        return factors
-
-    # ---------------------------------------------------------------------------------------------- what is allowed
-
-    def _allowed(self) -> Bools:
-        work, options = self.work, self.options
-        tables = len(work.names)
-        least = np.full(tables, self.least, np.int64)
-        typed = np.zeros(tables, np.bool_)
-        stored = {True: np.zeros(tables, np.bool_), False: np.ones(tables, np.bool_)}
-        for t, limit in self._limited():
-            if limit.min_partition is not None:
-                least[t] = limit.min_partition
-            typed[t] = bool(limit.types)
-            stored[True][t], stored[False][t] = limit.cached, limit.on_device
-        there = np.zeros((tables, len(options)), np.bool_)
-        for o, (way, k, width, cached) in enumerate(options):
-            if way is Way.COLUMNS or way is Way.GRID:
-                there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
-            else:
-                there[:, o] = True
-            if way in (Way.ROWS, Way.GRID):
-                parts = width if width > 1 else k
-                enough = even_pieces(work.rows, parts) == parts
-                # Who asks for rows over all ranks by name gets them, however few rows there are.
-                there[:, o] &= enough | (typed & (width > 1))
-            there[:, o] &= stored[cached]
-            if cached:  # a dense gradient is as large as its table
-                there[:, o] &= work.attached
-        for t, limit in self._limited():
-            if limit.types:
-                there[t] &= np.array(
-                    [is_of(option, limit.types, self.ranks, self.hosts) for option in options]
-                )
-            if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
-                there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
-        empty = np.flatnonzero(~there.any(1))
-        if len(empty):
-            limit = self.limits.get(work.names[empty[0]], Limits())
-            kinds = [ShardingType(kind).value for kind in limit.types]
-            raise ConfigError(
-                f"Table '{work.names[empty[0]]}': nothing that its constraints allow (types {kinds or 'any'}, "
-                f"{int(least[empty[0]])} columns or more, ranks {limit.ranks or 'any'}) can be made of "
-                f"{work.rows[empty[0]]} x {work.dim[empty[0]]} on {self.ranks} ranks; allow more types, or narrower "
-                "column tiles (min_partition)."
-            )
-        return there
-
-    def _limited(self) -> list[tuple[int, Limits]]:
-        if not self.limits:
-            return []
-        place = {name: t for t, name in enumerate(self.work.names)}
-        return [(place[name], limit) for name, limit in self.limits.items() if name in place]
-
-    def _ranks_allowed(self) -> Bools | None:
-        found: Bools | None = None
-        limited = self._limited()
-        host = {} if self.lower else self._shared_out(self.one_host)
-        for t, limit in limited:
-            ranks = self.topology.ranks_of(host[t]) if t in host else limit.ranks
-            if ranks is not None:
-                if found is None:
-                    found = np.ones((len(self.work.names), self.ranks), np.bool_)
-                found[t] = False
-                found[t, list(ranks)] = True
-        return found
-
-    def _spread(self) -> None:
-        """Leave out ways with more pieces than the table has ranks for, where there are others: pieces would meet."""
-        if self.allowed is None:
-            return
-        pieces = np.array([option.pieces if option.width == 1 else 1 for option in self.options])
-        apart = self.there & (pieces[None, :] <= self.allowed.sum(1)[:, None])
-        self.there = np.where(apart.any(1)[:, None], apart, self.there)
-
-    def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
-        """A host for each of some tables: the largest first, each to the host that then bears least per rank.
-
-        Tables that lie together get one host. Traffic counts, and bytes as far as they fill the memory that there is.
-        """
-        work = self.work
-        each = np.arange(len(work.names))
-        held = self.model.weights(each, work.rows.astype(np.float64), work.dim).astype(np.int64).tolist()
-        read = {t: int((work.ids[t] + self.bags[t]) * work.dim[t]) for t in tables}
-        # Whole numbers, so every machine decides alike.
-        all_held, all_read = max(sum(held[t] for t in tables), 1), max(sum(read.values()), 1)
-        full = min(1024 * all_held // max(sum(self.topology.memory_caps), 1), 1024)
-        size = {t: (held[t] * all_read * full >> 10) + read[t] * all_held for t in tables}
-        borne = [0] * self.hosts
-        ranks = [len(host) for host in self.topology.host_ranks]
-        groups: dict[str, list[int]] = {}
-        for t in tables:
-            groups.setdefault(self.leader.get(work.names[t], work.names[t]), []).append(t)
-        whole = {name: sum(size[t] for t in group) for name, group in groups.items()}
-        found: dict[int, int] = {}
-        for name in sorted(groups, key=lambda name: (-whole[name], name)):
-            then = [borne[h] + whole[name] // ranks[h] for h in range(self.hosts)]
-            least = then.index(min(then))
-            found |= dict.fromkeys(groups[name], least)
-            borne[least] = then[least]
-        return found
 
     # ---------------------------------------------------------------------------------------------- what it costs
 
-    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any) -> int:
-        """Whole picoseconds, rounded down: what is put together is never above the price. Returns their sum."""
+    def _put(self, to: Ints, o: int, tables: Ints, stage: str, seconds: Any, *, at_home: bool = True) -> int:
+        """Whole picoseconds, rounded down: what is put together is never above the price. Returns their sum.
+
+        at_home: they are in the home's side of an exchange, too.
+        """
         if self.hosts == 1 and stage in NETWORK_STAGES:
             return 0
         whole = np.floor(np.clip(seconds, 0.0, _MOST / PICO) * PICO).astype(np.int64)
         to[tables, o, self._stage(stage)] += whole
+        if at_home and stage in self.twins and to is not self.fixed:
+            to[tables, o, self.twins[stage]] += np.where(self.unknown[tables], 0, whole)
         return int(whole.sum())
 
     def _stage(self, name: str) -> int:
@@ -537,7 +373,7 @@ class _Builder:
         parts = float(rows * columns)
         distinct = model.all_distinct[t] * share
         forward, backward = model.wire(t, width, backward=False), model.wire(t, width, backward=True)
-        sums = self._sums(on, parts, even, t)
+        sums = sums_inside_hosts(model, on, parts, even, t, lower=self.lower)
         merge, direct = sums.merge, 1.0 - sums.merge
         sent, home_sums = sums.sent, sums.home
         if self.lower and q is not even:
@@ -638,42 +474,11 @@ class _Builder:
         self.uses[t, o, CHARGES.index("hosts")] = merge > 0.0
         self.uses[t, o, CHARGES.index("partly filled")] = (rows > 1) | self.part_filled[t]
 
-    def _sums(self, on: int, parts: float, even: Floats, t: Ints) -> _Sums:
-        """Sums inside hosts. Single pieces are not added up where they share a host (`realise.py`)."""
-        none = np.zeros(len(t))
-        if self.hosts == 1 or on == 1:
-            return _Sums(none, 1.0, 1.0, 1.0, 0.0, 1.0, none, none, none)
-        hosts = (
-            [len(host) for host in self.topology.host_ranks] if on == self.ranks else [on] * int(parts / on)
-        )
-        sizes = sorted(set(hosts))
-        union = {n: self.work.present(np.minimum(even * float(n), 1.0))[0][t] for n in sizes}
-        merge = np.where((sizes[-1] > 1) & (self.work.fan_in[t] > 1.0), 1.0, 0.0)
-        # Homes elsewhere that a host's ranks add up for in turn: each of them for as many, or for one more.
-        turns = {n: (self.ranks - n + (0 if self.lower else n - 1)) // n * n if n > 1 else 0 for n in sizes}
-        # A sum of many members has less of each.
-        sender, apart = sizes[-1 if self.lower else 0], sizes[0 if self.lower else -1]
-        proxies = apart if self.lower else max(sizes, key=lambda n: turns[n] * (n - 1) / n)
-        turn = 1.0
-        if self.lower and self.topology.nic == "device":  # else a host's card sends it all
-            turn = min(turns[n] / (self.ranks - n) if n > 1 else 1.0 for n in sizes)
-        return _Sums(
-            merge,
-            float(sizes[-1]),
-            float(apart),
-            float(proxies),
-            float(min(turns.values()) if self.lower else turns[proxies]),
-            turn,
-            union[sender] / sender * turn,
-            sum((hosts.count(n) * union[n] for n in sizes), none),
-            union[apart],
-        )
-
     def _link(
         self, o: int, t: Ints, name: str, count: Floats, on: int, fixed: Floats | float = 0.0, *, network: bool = False
     ) -> None:  # fmt: skip
         """Bytes between an owner and each of its homes; fixed: the part that does not go with rows."""
-        sides, host = self.sides[name][network], self._host(name, network=network, on=on)
+        sides, host = self.sides[name][network], self.host_factors.host(name, network=network, on=on)
         # How much of it a home saves is not known where traffic is not spread as rows are.
         each = np.where(self.unknown[t], sides.whole[host], sides.own[host])
         stage = self._put_link("cost", self.cost, o, t, name, count * each, network)
@@ -681,7 +486,10 @@ class _Builder:
 
     def _home_link(self, o: int, t: Ints, name: str, count: Floats, *, network: bool = False) -> None:
         """Bytes between a home and all owners."""
-        each = self.sides[name][network].home[self._home_host(name, network=network)]
+        if network and name in self.twins:
+            seconds = np.where(self.unknown[t], 0.0, count) * home_network(self.model)
+            self.home[t, o, self.twins[name]] += np.floor(seconds * PICO).astype(np.int64)
+        each = self.sides[name][network].home[self.host_factors.home_host(name, network=network)]
         if each > 0.0:
             seconds = np.where(self.unknown[t], 0.0, count) * each
             self._put_link("home", self.home, o, t, name, seconds, network)
@@ -691,9 +499,10 @@ class _Builder:
     ) -> str:  # fmt: skip
         """Returns the stage."""
         stage = NETWORK_STAGES[list(WAYS).index(name)] if network else name
-        put = self._put(to, o, t, stage, seconds)
+        # Links inside hosts: not of single pieces, of which a host may have few.
+        put = self._put(to, o, t, stage, seconds, at_home=not network and self.options[o].width > 1)
         if self.options[o].width == 1:
-            self.links[kind][self._stage(stage)] += put
+            self.host_factors.links[kind][self._stage(stage)] += put
         return stage
 
     def _row_sums(self, o: int, t: Ints, way: Way, columns: int, distinct: Floats, width: Floats) -> None:
@@ -705,7 +514,7 @@ class _Builder:
         elif self.hosts == 1:
             near, far = others, 0.0
         elif self.lower:  # as many as can share a host
-            far = max(0.0, columns - self.largest)
+            far = max(0.0, columns - self.sizes[-1])
             near = others - far if self.topology.nic == "device" else 0.0
         else:  # blocks lie anywhere
             far = others * (self.ranks - self.ranks / self.hosts) / (self.ranks - 1.0)
@@ -771,15 +580,6 @@ class _Builder:
         at_home = 2.0 * self.output + rows + self.whole_payload * (1 + model.depth)
         memory[:, model.tier] += int(float(sum(at_home.tolist())))
         return cost, memory
-
-
-def _on_one_host(limit: Limits) -> bool:
-    """Column blocks are allowed, if they share a host."""
-    inside = {
-        ShardingType.TABLE_COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE,
-        ShardingType.DATA_PARALLEL,
-    }  # fmt: skip
-    return ShardingType.TABLE_COLUMN_WISE in limit.types and set(limit.types) <= inside
 
 
 def _paid_by(priced: Price) -> frozenset[str]:

@@ -207,7 +207,7 @@ class _Pricing:
             work.ids[table] * q * reads, present * reads, distinct, model.update_far(distinct), width, element,
             work.cell_state[table] * work.attached[table], work.row_state[table],
         )  # fmt: skip
-        rows = share * work.rows[table]
+        rows = np.rint(share * work.rows[table])  # whole: cache lines come in sets
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
         weights = model.weights(table, rows, width)

@@ -265,7 +265,7 @@ class Explainer:
 
     def _cost(self, work: Ints, uses: Ints) -> int:
         charge = self.instance.charge[uses > 0]
-        return int(loads(self.instance, work).max(0).sum()) + int(charge.sum())
+        return int(self.instance.longest(loads(self.instance, work).max(0)).sum()) + int(charge.sum())
 
     def explanation(self, key: str) -> Explanation:
         """Explain one table.
@@ -319,8 +319,8 @@ class Explainer:
             int(own.pieces[t, o]),
             int(own.width[t, o]),
             int((own.memory + own.home_memory)[t, o].sum()),
-            int((_spread(own, t, o) * own.slow.max(0) // PER_MILLE).sum()),
-            int((own.home[t, o] * (own.reach.sum(0) // own.ranks) // PER_MILLE).sum()),
+            int((_spread(own, t, o) * own.slow.max(0) // PER_MILLE)[own.first].sum()),
+            int((own.home[t, o] * (own.reach.sum(0) // own.ranks) // PER_MILLE)[own.first].sum()),
             self._cost(work, uses) + self.differs,
             max(0, int((memory - own.cap).max())),
         )
@@ -400,7 +400,7 @@ class _OtherTables:
             fresh[taken] = False
             candidates = np.flatnonzero(fresh if fresh.any() else usable)
             short = np.maximum(size - room[candidates], 0).sum(1)
-            step = np.maximum(load.max(0), load[candidates] + own[candidates]).sum(1)
+            step = instance.longest(np.maximum(load.max(0), load[candidates] + own[candidates])).sum(1)
             order = np.lexsort((candidates, load[candidates].sum(1), step, short))
             best = int(candidates[order[0]])
             taken.append(best)

@@ -125,7 +125,7 @@ def _times_and_bytes(decision: Decision) -> tuple[Ints, Ints, Ints]:
         owner[t] = _ps_of_uneven_rows(instance, owner[t], where, shares)
     # The mean over ranks, as hosts of different sizes have different parts.
     home = instance.home[every, option] * (instance.reach.sum(0) // instance.ranks) // PER_MILLE
-    return owner, home, held
+    return owner[:, instance.first], home[:, instance.first], held
 
 
 def _slowest(decision: Decision, option: Ints) -> Ints:

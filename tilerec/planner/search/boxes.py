@@ -10,7 +10,10 @@ and for any weights 0 <= w_s <= 1 the right side of (1) is at least
 
     sum over s of (1 - w_s) average_s + w_s (alike_s + low_s)                                                   (2)
 
-which is a sum over tables and a constant: each table takes its cheapest option, at a price for memory. Weights and
+In a phase of several stages the largest of these counts in (1). In (2) the weights of its stages add up to 1 at most,
+and the average is that of its first stage.
+
+(2) is a sum over tables and a constant: each table takes its cheapest option, at a price for memory. Weights and
 prices are raised and lowered as long as (2) rises; any of them are right. The box of the least (2) is cut in two at the
 stage that (2) underrates most, again and again: no plan costs less than the least (2) of all boxes that are left. The
 options found on the way, judged by (1), are what is packed.
@@ -87,15 +90,19 @@ class Boxes:
         self.rows = np.arange(instance.tables)
         stages = range(instance.stages)
         uniform, pieces = relaxed.uniform, relaxed.piece_times
-        self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in stages]
+        # Stages of a phase are all weighed against the average of its first.
+        first = np.arange(instance.stages)
+        for twins in instance.twins:
+            first[twins] = twins[0]
+        self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in first.tolist()]
         self.own = [np.where(uniform, 0, pieces[s]) * head // 4 for s in stages]
         self.off = []  # rank-ps that an option makes every rank bear alike, more than the average
         for s in stages:
             alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
-        self.mass_base, self.base_total = relaxed.base_totals, relaxed.base_total
+        self.mass_base, self.base_total = relaxed.base_totals[first], relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks
-        self.all_mass = relaxed.stage_totals.sum(2) << BITS
+        self.all_mass = relaxed.sums << BITS
         self.each = 5 * CALLS + self.all_mass.size * (2 * instance.stages + 2)  # units of one evaluation
         self.found: list[Choice] = []
         self.count = 0
@@ -182,6 +189,12 @@ class Boxes:
             # At first all weights go where (2) rises, later those only that matter.
             steep = np.abs(rising) * 64 > np.abs(rising).max() if turn > 1 else rising != 0
             new = np.clip(weights + np.where(steep, np.sign(rising) * step, 0), 0, ONE)
+            for twins in self.instance.twins:
+                # Together at most ONE: the steepest first.
+                left = ONE
+                for s in sorted(twins, key=lambda s: -int(rising[s])):
+                    new[s] = min(int(new[s]), left)
+                    left -= int(new[s])
             moved = np.flatnonzero(new != weights).tolist()
             if moved:
                 then = total.copy()
@@ -204,7 +217,7 @@ class Boxes:
         self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]
     ) -> tuple[int, Ints]:
         """(2) and the options it chooses."""
-        constant = int((self.mass_base * (ONE - weights)).sum())
+        constant = (self.base_total << BITS) - int((self.mass_base * weights).sum())
         constant += int(((self.alike_base + low * self.ranks) * weights).sum())
         for resource, price in zip(self.memory, prices, strict=True):
             if price:
@@ -232,9 +245,11 @@ class Boxes:
         average, alike, largest = self._numbers(option)
         used = self.instance.uses[self.rows, option].any(0)
         charge = int(self.instance.charge[used].sum())
-        expected = int(np.maximum(average, alike + largest * self.ranks).sum()) // self.ranks + charge
+        level = np.maximum(average, alike + largest * self.ranks)
+        expected = int(self.instance.longest(level).sum()) // self.ranks + charge
+        whole = int(average[self.instance.first].sum()) // self.ranks + charge
         if not any(np.array_equal(choice.option, option) for choice in self.found):
-            self.found.append(Choice(option, int(average.sum()) // self.ranks + charge, expected))
+            self.found.append(Choice(option, whole, expected))
             self.found.sort(key=lambda choice: choice.expected)
             del self.found[KEPT:]
         return expected
@@ -242,10 +257,12 @@ class Boxes:
     def _cut(self, box: _Box) -> list[_Box] | None:
         average, alike, largest = self._numbers(box.option)
         level = np.maximum(average, alike + largest * self.ranks)
-        low = (average * (ONE - box.weights) + (alike + box.low * self.ranks) * box.weights) >> BITS
-        missing = np.where(largest > box.low, level - low, 0)
+        counted = (alike + box.low * self.ranks - average) * box.weights >> BITS
+        for twins in self.instance.twins:
+            counted[twins] = counted[twins].sum()
+        missing = np.where(largest > box.low, level - average - counted, 0)
         s = int(missing.argmax())
-        if int(missing[s]) * CLOSE <= int(level.sum()):
+        if int(missing[s]) * CLOSE <= int(self.instance.longest(level).sum()):
             return None
         # Between what costs nothing and what was chosen.
         free = max(int(box.low[s]), int(average[s] - alike[s]) // self.ranks)

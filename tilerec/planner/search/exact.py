@@ -222,7 +222,8 @@ class _Enumeration:
         for s in np.flatnonzero(instance.shared).tolist():
             for ranks in instance.host_ranks:
                 load[:, ranks, s] = -(-load[:, ranks, s].sum(1, keepdims=True) // len(ranks))
-        return load.max(1)
+        found: Ints = self.instance.longest(load.max(1))
+        return found
 
     def _keep(self, chosen: Ints) -> None:
         tables = len(self.ways)

@@ -18,7 +18,17 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, at_home, evaluate, fits, work_of
+from tilerec.planner.search.instance import (
+    PER_MILLE,
+    Bools,
+    Instance,
+    Ints,
+    alike,
+    at_home,
+    evaluate,
+    fits,
+    work_of,
+)
 from tilerec.planner.search.pack import Packing, host_bins
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
@@ -64,7 +74,8 @@ def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> 
     for t in tables.tolist():
         rest[t] = ()
     work, bytes_now = work_of(instance, packing.option, rest, {})
-    base = at_home(instance, work[-1]) - instance.base_cost.min(0)
+    base = at_home(instance, work[-1])
+    base = base - alike(instance, base)
     bins = host_bins(relaxed, hosts, base, work[:-1], bytes_now)
     cost = instance.cost[tables, option][:, None]
     one = Instance(
@@ -78,9 +89,10 @@ def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> 
         np.arange(len(hosts)),
         slow=(bins.slow * PER_MILLE).astype(np.int64),
         base_cost=bins.time.astype(np.int64),
+        phase=instance.phase,
         allowed=None if bins.allowed is None else bins.allowed[tables],
     )
-    return Relaxed(one, relaxed.twins)
+    return Relaxed(one)
 
 
 def repair(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing | None:
@@ -144,10 +156,8 @@ class _Exchange:
         self.rank = best_rank
         after = evaluate(instance, self.option, self._placed())
         assert fits(instance, after.memory), "an exchange left a cap behind"
-        top = after.stage.copy()
-        for own, mean in self.relaxed.twins:
-            top[own], top[mean] = max(top[own], top[mean]), 0
-        return Packing(self.option, list(after.places), after.memory), int(top.sum())
+        cost = int(instance.longest(after.stage).sum())
+        return Packing(self.option, list(after.places), after.memory), cost
 
     def repair(self, rounds: int) -> Packing | None:
         """Exchanges until every cap holds; None if that does not come about."""
@@ -211,10 +221,7 @@ class _Exchange:
             self.room = np.minimum(self.room, left[instance.host_of])
 
     def _objective(self) -> int:
-        top = self.load.max(0)
-        for own, mean in self.relaxed.twins:
-            top[own], top[mean] = max(top[own], top[mean]), 0.0
-        return int(top.astype(np.int64).sum())
+        return int(self.instance.longest(self.load.max(0)).astype(np.int64).sum())
 
     def _round(self, turn: int, power: int) -> bool:
         """One swap for each pair that gains by one; whether any did."""
@@ -223,8 +230,8 @@ class _Exchange:
         top = np.maximum(self.load.max(0), 1.0)
         # What all ranks have alike says nothing about their differences.
         floor = self.load.min(0)
-        for twins in self.relaxed.twins:
-            top[list(twins)], floor[list(twins)] = top[list(twins)].max(), floor[list(twins)].min()
+        for twins in instance.twins:
+            top[twins], floor[twins] = top[twins].max(), floor[twins].min()
         level = np.maximum(top - floor, 1.0)
         mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
         level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
@@ -245,7 +252,9 @@ class _Exchange:
             n = 2 ** min(2 * (n - 1), 2 * HALF)
         chunk = max(CHUNK // (n if split else n * n), 1)
         self.work.spend(
-            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * instance.stages * 6
+            30 * CALLS
+            + len(self.table) * 400
+            + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
         )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
@@ -458,12 +467,9 @@ class _Judge:
 
     def _objective(self, a: Ints, b: Ints, off: Floats) -> Floats:
         """[Q, X] the slower one's time, over all stages: what counts where there are no other ranks."""
-        top = [np.maximum(*self._loads(a, b, off, s)) for s in range(self.state.instance.stages)]
-        for own, mean in self.state.relaxed.twins:
-            top[own], top[mean] = np.maximum(top[own], top[mean]), np.zeros(1)
-        total: Floats = np.zeros(off.shape[:2])
-        for stage in top:
-            total = total + stage
+        instance = self.state.instance
+        top = np.stack([np.maximum(*self._loads(a, b, off, s)) for s in range(instance.stages)], 2)
+        total: Floats = instance.longest(top).sum(2)
         return total
 
 

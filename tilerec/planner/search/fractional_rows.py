@@ -22,7 +22,7 @@ from tilerec.planner.search.relaxed import Relaxed
 def poured(instance: Instance) -> Relaxed:
     """`instance` with a stage more, of means, for each one in which rows split over hosts (or all ranks) take time."""
     fluid = (instance.divisible & (instance.width > 1))[:, :, None]
-    own = np.flatnonzero(~instance.shared & (instance.cost * fluid > 0).any((0, 1)))
+    own = np.flatnonzero(~instance.shared & ((instance.cost - instance.fixed) * fluid > 0).any((0, 1)))
     cost = instance.cost.copy()
     cost[:, :, own] = np.where(fluid, instance.fixed[:, :, own], cost[:, :, own])
     cost = np.concatenate([cost, instance.cost[:, :, own]], 2)
@@ -33,8 +33,9 @@ def poured(instance: Instance) -> Relaxed:
         shared=np.concatenate([instance.shared, np.ones(len(own), np.bool_)]),
         slow=np.concatenate([instance.slow, instance.slow[:, own]], 1),
         reach=np.concatenate([instance.reach, instance.reach[:, own]], 1),
+        phase=np.concatenate([instance.phase, instance.phase[own]]),
         base_cost=np.concatenate([instance.base_cost, instance.base_cost[:, own]], 1),
         divisible=np.zeros_like(instance.divisible),
         fixed=np.zeros_like(cost),
     )
-    return Relaxed(both, [(s, instance.stages + i) for i, s in enumerate(own.tolist())])
+    return Relaxed(both)

@@ -55,11 +55,12 @@ def choose(
         if dual.short >= 0:
             break
         option = dual.option
-        average = averages(relaxed, option)
+        # Of a phase, its first stage: the others show where pieces lie, not how fine they are.
+        average = averages(relaxed, option) * instance.first
         alone = ~relaxed.everywhere[rows, option]
         largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
         alike = relaxed.least_home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
-        level = np.maximum(average, alike + largest * head // 4)
+        level = np.maximum(average, (alike + largest * head // 4) * instance.first)
         charge = int(instance.charge[instance.uses[rows, option].any(0)].sum())
         found = Choice(option, int(average.sum()) + charge, int(level.sum()) + charge)
         if best is None or found.expected < best.expected:

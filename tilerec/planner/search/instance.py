@@ -7,6 +7,7 @@ Nouns
   place     where a piece lies: a rank (width 1) or a host (width n)
   home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch, and its memory
   reach     of a rank and stage: the part of `home` that the rank bears, where hosts of several sizes bear unlike parts
+  phase     stages that end together: each lasts as long as its slowest rank, and the step waits for the longest
   share     a row split's piece as a part of the table, in units of 1 / SHARE; even pieces unless a solution says else
 
 Legend: T tables, O options (padded), S stages, M memory tiers (0 device, 1 host), R ranks, H hosts, F fixed charges.
@@ -59,6 +60,7 @@ class Instance:
             number, and each of them takes that long.
         host_cap: [H, M] bytes that the ranks of a host hold together; NO_CAP for none.
         slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up.
+        phase: [S] stages with the same number are one phase; None if each is one of its own.
         reach: [R, S] per mille: at home a rank takes home * reach / 1000, rounded up.
         base_cost, base_memory: [R, S], [R, M]: what is there already; neither `slow` nor `reach` is applied to it.
         allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks), but for options of width
@@ -84,6 +86,7 @@ class Instance:
     charge: Ints = None  # type: ignore[assignment]
     shared: Bools = None  # type: ignore[assignment]
     host_cap: Ints = None  # type: ignore[assignment]
+    phase: Ints = None  # type: ignore[assignment]
     slow: Ints = None  # type: ignore[assignment]
     reach: Ints = None  # type: ignore[assignment]
     base_cost: Ints = None  # type: ignore[assignment]
@@ -113,6 +116,7 @@ class Instance:
             "uses": ((tables, options, charges), False),
             "charge": ((charges,), 0),
             "shared": ((stages,), False),
+            "phase": ((stages,), np.arange(stages)),
             "host_cap": ((hosts, tiers), NO_CAP),
             "slow": ((ranks, stages), PER_MILLE),
             "reach": ((ranks, stages), PER_MILLE),
@@ -126,7 +130,7 @@ class Instance:
         for name, (shape, default) in shapes.items():
             kind = np.bool_ if name in ("uses", "shared", "divisible") else np.int64
             value = getattr(self, name)
-            array = np.full(shape, default, kind) if value is None else np.asarray(value)
+            array = np.broadcast_to(default, shape).astype(kind) if value is None else np.asarray(value)
             if array.dtype != kind or array.shape != shape:
                 raise ConfigError(
                     f"Instance: {name} is {array.dtype} {array.shape}; it must be {np.dtype(kind)} {shape}."
@@ -207,6 +211,32 @@ class Instance:
     def host_sizes(self) -> Ints:
         """[H] ranks of each host."""
         return np.bincount(self.host_of).astype(np.int64)
+
+    @cached_property
+    def twins(self) -> list[list[int]]:
+        """The stages of each phase that has several."""
+        phases: dict[int, list[int]] = {}
+        for s, phase in enumerate(self.phase.tolist()):
+            phases.setdefault(phase, []).append(s)
+        return [stages for stages in phases.values() if len(stages) > 1]
+
+    @cached_property
+    def first(self) -> Bools:
+        """[S] whether a stage is the first of its phase."""
+        found = np.ones(self.stages, np.bool_)
+        for twins in self.twins:
+            found[twins[1:]] = False
+        return found
+
+    def longest(self, stage: Any) -> Any:
+        """[..., S] of each phase the longest stage's, of [..., S]: the others count as 0."""
+        if not self.twins:
+            return stage
+        found = stage.copy()
+        for twins in self.twins:
+            found[..., twins[0]] = stage[..., twins].max(-1)
+            found[..., twins[1:]] = 0
+        return found
 
     def everywhere(self, width: Any) -> Any:
         """Whether a piece of this width lies on every rank (on one rank, all are single)."""
@@ -302,7 +332,7 @@ def evaluate(
     load = loads(instance, work)
     stage = load.max(0)
     used = instance.uses[every, option].any(0)
-    cost = int(stage.sum()) + int(instance.charge[used].sum())
+    cost = int(instance.longest(stage).sum()) + int(instance.charge[used].sum())
     return Solution(
         Status.FOUND,
         np.asarray(option, np.int64),
@@ -375,6 +405,14 @@ def at_home(instance: Instance, home: Ints) -> Ints:
     own = home if instance.even else -(-home * instance.reach // PER_MILLE)
     base: Ints = instance.base_cost + own
     return base
+
+
+def alike(instance: Instance, load: Ints) -> Ints:
+    """[S] ps that every rank bears alike of [R, S]; the same for all stages of a phase."""
+    least: Ints = load.min(0)
+    for twins in instance.twins:
+        least[twins] = least[twins].min()
+    return least
 
 
 def fits(instance: Instance, memory: Ints) -> bool:

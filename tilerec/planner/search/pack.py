@@ -87,7 +87,7 @@ def pack(
             tables = np.flatnonzero(some & (width == n))
             if n == 1:
                 bins = _rank_bins(relaxed, base, done, bytes_now)
-                if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins, force):
+                if not _fill(bins, tables, cost, memory, pieces, rule, places, work, instance.twins, force):
                     return None
                 bytes_now = bins.cap - bins.room + bins.used
                 if last.any():
@@ -96,7 +96,7 @@ def pack(
                 continue
             hosts = np.flatnonzero(instance.host_sizes == n)
             bins = host_bins(relaxed, hosts, base, done, bytes_now)
-            if not _fill(bins, tables, cost, memory, pieces, rule, places, work, relaxed.twins):
+            if not _fill(bins, tables, cost, memory, pieces, rule, places, work, instance.twins):
                 return None
             for t in tables.tolist():
                 places[t] = tuple(sorted(int(hosts[b]) for b in places[t]))
@@ -109,9 +109,9 @@ def pack(
 def _sand(relaxed: Relaxed, cost: Ints) -> npt.NDArray[np.bool_]:
     """[T] tables that cost [T, S] a rank itself less than 1 / SAND of what they cost its host on average."""
     own, mean = np.zeros(len(cost), np.int64), np.zeros(len(cost), np.int64)
-    for stage, twin in relaxed.twins:
-        own += cost[:, stage]
-        mean += cost[:, twin]
+    for twins in relaxed.instance.twins:
+        own += cost[:, twins[0]]
+        mean += cost[:, twins[-1]]
     return own * SAND < mean
 
 
@@ -205,7 +205,7 @@ def _fill(
     rule: Rule,
     places: list[tuple[int, ...]],
     work: Work,
-    twins: list[tuple[int, int]],
+    twins: list[list[int]],
     force: bool = False,
 ) -> bool:
     """Every piece of `tables` onto a bin, the largest first; whether all found one."""
@@ -219,7 +219,7 @@ def _fill(
     largest[bins.shared] //= bins.size.min()
     level = np.maximum(level, largest)
     for pair in twins:
-        level[list(pair)] = level[list(pair)].max()
+        level[pair] = level[pair].max()
     roomy = np.maximum(bins.room.max(0), 1)
     whole = int(level.sum())
     weight = np.floor(cost.astype(np.float64))

@@ -3,7 +3,8 @@
 Nouns
   poured    a table whose rows are split over a host: they are taken to be where the host's ranks bear least, so that
             the host's mean counts (flow.py pours them); even splits otherwise
-  bar       of each stage, what the slowest rank bears while the tables are out: up to it a load costs nothing
+  bar       of each stage, what a rank may bear while the tables are out until its phase lasts longer: up to it a load
+            costs nothing
   overflow  what a piece adds beyond the bar
   price     of an option: its work averaged over all ranks, its work at home, and its overflow. The average is what
             its room will cost the tables that come later
@@ -72,8 +73,9 @@ class _Choices:
 def steps_within(relaxed: Relaxed, work: Work) -> int:
     """How many tables can be put back within some work, which is spent on that."""
     instance = relaxed.instance
-    size = instance.ranks * instance.stages
-    each = 10 * CALLS + min(size, 2 * FEW * instance.stages) * KEPT * 20 + size * 10
+    stages = int(instance.first.sum())
+    size = instance.ranks * stages
+    each = 10 * CALLS + min(size, 2 * FEW * stages) * KEPT * 20 + size * 10
     first = 5 * CALLS * instance.tables
     steps = min(MOST_STEPS, (work.left - first) // each)
     if steps <= 0:
@@ -133,6 +135,9 @@ class _Rebuild:
         self.by_host = np.concatenate(instance.host_ranks)
         self.starts = np.cumsum(instance.host_sizes) - instance.host_sizes
         self.alike = np.zeros(instance.stages)
+        # The stages that are looked at for pieces on hosts, and on single ranks, which add little to the others.
+        self.every = np.arange(instance.stages)
+        self.busy = np.flatnonzero(instance.first)
         # What lies where: tables by rank and by host (those of whole hosts), in the order they came.
         self.on_rank: list[dict[int, None]] = [{} for _ in range(instance.ranks)]
         self.on_host: list[dict[int, None]] = [{} for _ in range(instance.hosts)]
@@ -171,7 +176,7 @@ class _Rebuild:
     def _sort_options(self, t: int, usable: Bools) -> None:
         instance = self.instance
         width, pieces = instance.width[t], instance.pieces[t]
-        fair = self.relaxed.stage_totals[t].sum(1) / instance.ranks
+        fair = self.relaxed.sums[t] / instance.ranks
         # The cheapest on average, and of dearer ones those with smaller pieces.
         order = [o for o in np.argsort(fair, kind="stable").tolist() if usable[o]]
         kept: list[int] = []
@@ -305,13 +310,16 @@ class _Rebuild:
                 self.host_room[place] -= size * len(ranks)
 
     def _bar(self) -> Floats:
-        """[S] what the slowest rank bears."""
+        """[S] what a rank may bear until a phase lasts longer, beside what all ranks have alike."""
         top: Floats = self.load.max(0)
-        return np.maximum(top, self._means().max(0)) if self.pour else top
+        top = np.maximum(top, self._means().max(0)) if self.pour else top
+        for twins in self.instance.twins:
+            top[twins] = (top + self.alike)[twins].max() - self.alike[twins]
+        return top
 
     def _objective(self) -> float:
         total = 0.0
-        for x in (self._bar() + self.alike).tolist():
+        for x in (self._bar() + self.alike)[self.instance.first].tolist():
             total += x
         return total
 
@@ -379,12 +387,12 @@ class _Rebuild:
         for _ in range(5):
             mean = np.sqrt(mean)
         total = 0.0
-        for x in (top * mean + self.alike).tolist():
+        for x in self.instance.longest(top * mean + self.alike).tolist():
             total += x
         return total
 
     def _size(self, t: int) -> float:
-        return float(self.relaxed.stage_totals[t, self.option[t]].sum())
+        return float(self.relaxed.sums[t, self.option[t]])
 
     def _choose_out(self, count: int, heavy: list[int]) -> list[int]:
         """Key tables of one stage, or of some rank, and others at random, most of them heavy."""
@@ -487,16 +495,18 @@ class _Rebuild:
             hosts_or_ranks = some if hosts is None else hosts[some]
         else:
             hosts_or_ranks = np.arange(len(load)) if hosts is None else hosts
+        stages = self.busy if hosts is None else self.every
+        load, factor, bar = load[:, stages], factor[:, stages], bar[stages]
         # [S, J, B], added up over stages one after the other.
-        time = choices.time[hopeful].T[:, :, None]
+        time = choices.time[hopeful].T[stages][:, :, None]
         more = time * factor.T[:, None, :]
         y = load.T[:, None, :] + more
         if not self.pour:
             mean = load
         elif hosts is None:
             # A piece on one rank of a host: the mean rises by its part of it.
-            mean = self._means()[self.instance.host_of[hosts_or_ranks]]
-            y = np.maximum(y, mean.T[:, None, :] + more * self.part[:, :, hosts_or_ranks])
+            mean = self._means()[self.instance.host_of[hosts_or_ranks]][:, stages]
+            y = np.maximum(y, mean.T[:, None, :] + more * self.part[stages][:, :, hosts_or_ranks])
         else:
             mean = self._means()[hosts_or_ranks]
             fluid = choices.fluid[hopeful][None, :, None]

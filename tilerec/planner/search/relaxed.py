@@ -149,15 +149,10 @@ def _sum(used: Ints, option: Ints) -> int:
 
 
 class Relaxed:
-    """An instance's totals, resources and options that may be used at all.
+    """An instance's totals, resources and options that may be used at all."""
 
-    Args:
-        twins: pairs of stages of which the larger one counts (poured.py).
-    """
-
-    def __init__(self, instance: Instance, twins: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.twins = list(twins)
         self.everywhere: Bools = np.asarray(instance.everywhere(instance.width))
         self.uniform: Bools = self.everywhere & ~instance.divisible
         self.copies: Ints = instance.pieces * instance.width
@@ -181,9 +176,14 @@ class Relaxed:
         return ours.home if ours.even else ours.home * ours.reach.min(0) // PER_MILLE
 
     @cached_property
+    def sums(self) -> Ints:
+        """[T, O] rank-ps of an option, of each phase's first stage: the averages of the others are no higher."""
+        return self.stage_totals[:, :, self.instance.first].sum(2)
+
+    @cached_property
     def totals(self) -> Ints:
         """[T, O] rank-ps; NEVER where the option cannot be used."""
-        return np.where(self.usable, self.stage_totals.sum(2), NEVER)
+        return np.where(self.usable, self.sums, NEVER)
 
     @cached_property
     def sand(self) -> Ints:
@@ -209,7 +209,7 @@ class Relaxed:
     @cached_property
     def base_total(self) -> int:
         """rank-ps of what is there already."""
-        return int(self.base_totals.sum())
+        return int(self.base_totals[self.instance.first].sum())
 
     @cached_property
     def room(self) -> Ints:

@@ -56,7 +56,7 @@ ROUNDS, POLISH = 40, 2  # of exchanges between ranks; times that ranks and hosts
 RAISES, WORTH = 8, 500  # times that a bound is raised, as long as one raises it by 1 / WORTH
 HOST_ROUNDS = 20  # of exchanges between hosts
 TURNS = 6  # times that the best packings are rebuilt
-TASTED, POURED = 60, 240  # steps of pouring: of packings that may become the best plan, and of that
+TASTED, POURED = 60, 600  # steps of pouring: of packings that may become the best plan, and of that
 MUCH = 8  # rows over hosts are packed as if poured if they are more than 1 / MUCH of the work
 FEW_TABLES, FEW_RANKS = 7, 4
 OTHERS = 4  # further arrangements that are kept for `Solution.others`
@@ -144,7 +144,7 @@ class _Search:
             )
         if self.any:
             return self.best
-        best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 16))
+        best = self.best = flow(self.instance, self.best, POURED, self.work.part(self.whole // 8))
         if complete:
             self.bound = best.cost
         elif self.prove and best.cost > self.bound + self.bound // NEAR:

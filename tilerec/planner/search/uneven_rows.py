@@ -99,19 +99,41 @@ class _Flow:
         # A host's link: each of its ranks bears its part of what any of them puts there.
         self.sizes = instance.host_sizes[instance.host_of].astype(np.float64)
         slow = instance.slow / PER_MILLE
-        self.time = whole * slow[self.rank]
+        # Stages in which shares take time; the loads of the others stay as they are.
+        self.stages = np.flatnonzero(whole.any(0)).tolist()
+        self.time = (whole * slow[self.rank])[:, self.stages]
         self.bytes = bytes_ / np.maximum(instance.cap[self.rank], 1)
         base = at_home(instance, work[-1])
-        self.rest = base + work[:-1] * slow - self._sums(self.time * self.share[:, None])
+        self.rest = base + work[:-1] * slow
+        for s in np.flatnonzero(instance.shared).tolist():
+            self.rest[:, s] = self._means(self.rest[:, s])
+        self._still(self.rest)
+        self.rest = (base + work[:-1] * slow)[:, self.stages] - self._sums(self.time * self.share[:, None])
         self.held = memory / np.maximum(instance.cap, 1) - self._sums(self.bytes * self.share[:, None])
-        self.stages = np.flatnonzero(self.time.any(0)).tolist()
         self.tiers = np.flatnonzero(self.bytes.any(0)).tolist()
         self.each = self._units()
+
+    def _still(self, load: Floats) -> None:
+        """What shares do not change, of [R, S] loads.
+
+        floor: by moving stage, [R] what a rank takes in the other stages of its phase. still: ps of phases that have
+        no moving stage.
+        """
+        moving = set(self.stages)
+        phases = [twins for twins in self.instance.twins if moving & set(twins)]
+        self.floor = {
+            s: load[:, [other for other in twins if other not in moving]].max(1, initial=0.0)
+            for twins in phases
+            for s in moving & set(twins)
+        }
+        top = load.max(0)
+        top[[*self.stages, *(s for twins in phases for s in twins)]] = 0.0
+        self.still = float(np.cumsum(self.instance.longest(top))[-1])
 
     def _units(self) -> int:
         """Units of a step."""
         ours = self.instance
-        return 10 * CALLS + (len(self.share) + ours.ranks) * 15 * (ours.stages + ours.tiers)
+        return 10 * CALLS + (len(self.share) + ours.ranks) * 15 * (len(self.stages) + ours.tiers)
 
     def together(self) -> _Flow:
         """The same with one table in place of all those on the same ranks."""
@@ -191,12 +213,14 @@ class _Flow:
         instance = self.instance
         load = self.rest + self._sums(self.time * share[:, None])
         held = self.held + self._sums(self.bytes * share[:, None])
-        true, smooth, price = 0.0, 0.0, np.zeros(len(share))
-        for s in range(instance.stages):
-            own = self._means(load[:, s]) if instance.shared[s] else load[:, s]
+        true, smooth, price = self.still, 0.0, np.zeros(len(share))
+        for column, s in enumerate(self.stages):
+            own = self._means(load[:, column]) if instance.shared[s] else load[:, column]
+            floor = self.floor.get(s)
+            own = own if floor is None else np.maximum(own, floor)
             top = float(own.max())
             true += top
-            if s in self.stages and top > 0.0:
+            if top > 0.0:
                 y = own / top
                 for _ in range(power):
                     y = y * y
@@ -206,9 +230,10 @@ class _Flow:
                 for _ in range(power):
                     total = math.sqrt(total)
                 smooth += top * total
+                weight = weight if floor is None else np.where(own > floor, weight, 0.0)
                 if instance.shared[s]:
                     weight = self._means(weight)
-                price += weight[self.rank] * self.time[:, s]
+                price += weight[self.rank] * self.time[:, column]
         full = float(held[:, self.tiers].max()) if self.tiers else 0.0
         if full > FULL:
             for m in self.tiers:

@@ -1,0 +1,168 @@
+"""Ways and ranks that tables may use: what their limits say, and what can be made of their rows and columns.
+
+Legend: T tables, O options, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tilerec.errors import ConfigError
+from tilerec.planner.cost.cuts import even_pieces
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
+from tilerec.planner.search.instance import Bools
+from tilerec.spec.plan import ShardingType
+
+
+class Allowed:
+    """What tables may use.
+
+    options: those that some table can use. there: [T, O] those of each table. on: [T, R] the ranks for its pieces, None
+    for all. one_host: tables whose pieces must share a host.
+
+    Args:
+        least: of tables without limits of their own, columns of the narrowest piece.
+        lower: tables that must be on one host may be on any.
+        together: names of tables that lie on the same ranks, in groups.
+
+    Raises:
+        ConfigError: limits leave a table no option.
+    """
+
+    def __init__(
+        self, model: Model, limits: Mapping[str, Limits], least: int, *, lower: bool,
+        together: Sequence[Sequence[str]],
+    ) -> None:  # fmt: skip
+        self.model, self.work, self.topology = model, model.workload, model.topology
+        self.ranks, self.hosts = model.ranks, self.topology.host_count
+        self.limits, self.least, self.lower = limits, least, lower
+        self.leader = {name: min(group) for group in together for name in group}
+        cached = any(limit.cached for _, limit in self._limited())
+        limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
+        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
+        there = self._options()
+        # Columns that no table can use only cost memory.
+        kept = np.flatnonzero(there.any(0)).tolist()
+        self.options = tuple(self.options[o] for o in kept)
+        self.there = there[:, kept]
+        # The pieces of an instance are not tied to one host: for the search, tables that must be on one are given it
+        # beforehand. A bound lets them lie on any.
+        self.one_host = [
+            t
+            for t, limit in self._limited()
+            if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
+        ]
+        self.on = self._ranks_allowed()
+        self._spread()
+
+    def _options(self) -> Bools:
+        """[T, O] the ways that limits, sizes and memory leave."""
+        work, options = self.work, self.options
+        tables = len(work.names)
+        least = np.full(tables, self.least, np.int64)
+        typed = np.zeros(tables, np.bool_)
+        stored = {True: np.zeros(tables, np.bool_), False: np.ones(tables, np.bool_)}
+        for t, limit in self._limited():
+            if limit.min_partition is not None:
+                least[t] = limit.min_partition
+            typed[t] = bool(limit.types)
+            stored[True][t], stored[False][t] = limit.cached, limit.on_device
+        there = np.zeros((tables, len(options)), np.bool_)
+        for o, (way, k, width, cached) in enumerate(options):
+            if way is Way.COLUMNS or way is Way.GRID:
+                there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
+            else:
+                there[:, o] = True
+            if way in (Way.ROWS, Way.GRID):
+                parts = width if width > 1 else k
+                enough = even_pieces(work.rows, parts) == parts
+                # Who asks for rows over all ranks by name gets them, however few rows there are.
+                there[:, o] &= enough | (typed & (width > 1))
+            there[:, o] &= stored[cached]
+            if cached:  # a dense gradient is as large as its table
+                there[:, o] &= work.attached
+        for t, limit in self._limited():
+            if limit.types:
+                there[t] &= np.array(
+                    [is_of(option, limit.types, self.ranks, self.hosts) for option in options]
+                )
+            if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
+                there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
+        empty = np.flatnonzero(~there.any(1))
+        if len(empty):
+            limit = self.limits.get(work.names[empty[0]], Limits())
+            kinds = [ShardingType(kind).value for kind in limit.types]
+            raise ConfigError(
+                f"Table '{work.names[empty[0]]}': nothing that its constraints allow (types {kinds or 'any'}, "
+                f"{int(least[empty[0]])} columns or more, ranks {limit.ranks or 'any'}) can be made of "
+                f"{work.rows[empty[0]]} x {work.dim[empty[0]]} on {self.ranks} ranks; allow more types, or narrower "
+                "column tiles (min_partition)."
+            )
+        return there
+
+    def _limited(self) -> list[tuple[int, Limits]]:
+        if not self.limits:
+            return []
+        place = {name: t for t, name in enumerate(self.work.names)}
+        return [(place[name], limit) for name, limit in self.limits.items() if name in place]
+
+    def _ranks_allowed(self) -> Bools | None:
+        found: Bools | None = None
+        limited = self._limited()
+        host = {} if self.lower else self._shared_out(self.one_host)
+        for t, limit in limited:
+            ranks = self.topology.ranks_of(host[t]) if t in host else limit.ranks
+            if ranks is not None:
+                if found is None:
+                    found = np.ones((len(self.work.names), self.ranks), np.bool_)
+                found[t] = False
+                found[t, list(ranks)] = True
+        return found
+
+    def _spread(self) -> None:
+        """Leave out ways with more pieces than the table has ranks for, where there are others: pieces would meet."""
+        if self.on is None:
+            return
+        pieces = np.array([option.pieces if option.width == 1 else 1 for option in self.options])
+        apart = self.there & (pieces[None, :] <= self.on.sum(1)[:, None])
+        self.there = np.where(apart.any(1)[:, None], apart, self.there)
+
+    def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
+        """A host for each of some tables: the largest first, each to the host that then bears least per rank.
+
+        Tables that lie together get one host. Traffic counts, and bytes as far as they fill the memory that there is.
+        """
+        work = self.work
+        each = np.arange(len(work.names))
+        bags = work.present(np.ones(len(work.names)))[0]
+        held = self.model.weights(each, work.rows.astype(np.float64), work.dim).astype(np.int64).tolist()
+        read = {t: int((work.ids[t] + bags[t]) * work.dim[t]) for t in tables}
+        # Whole numbers, so every machine decides alike.
+        all_held, all_read = max(sum(held[t] for t in tables), 1), max(sum(read.values()), 1)
+        full = min(1024 * all_held // max(sum(self.topology.memory_caps), 1), 1024)
+        size = {t: (held[t] * all_read * full >> 10) + read[t] * all_held for t in tables}
+        borne = [0] * self.hosts
+        ranks = [len(host) for host in self.topology.host_ranks]
+        groups: dict[str, list[int]] = {}
+        for t in tables:
+            groups.setdefault(self.leader.get(work.names[t], work.names[t]), []).append(t)
+        whole = {name: sum(size[t] for t in group) for name, group in groups.items()}
+        found: dict[int, int] = {}
+        for name in sorted(groups, key=lambda name: (-whole[name], name)):
+            then = [borne[h] + whole[name] // ranks[h] for h in range(self.hosts)]
+            least = then.index(min(then))
+            found |= dict.fromkeys(groups[name], least)
+            borne[least] = then[least]
+        return found
+
+
+def _on_one_host(limit: Limits) -> bool:
+    """Column blocks are allowed, if they share a host."""
+    inside = {
+        ShardingType.TABLE_COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE,
+        ShardingType.DATA_PARALLEL,
+    }  # fmt: skip
+    return ShardingType.TABLE_COLUMN_WISE in limit.types and set(limit.types) <= inside

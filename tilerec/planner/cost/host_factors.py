@@ -1,0 +1,78 @@
+"""Where hosts have several sizes: the host that costs are computed for, and what ranks of the others take of them.
+
+Legend: R ranks, S stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilerec.planner.cost.home_side import WAYS, Sides, sides_of
+from tilerec.planner.cost.model import NETWORK_STAGES, Model
+from tilerec.planner.search.instance import PER_MILLE, Ints
+
+# Per mille. A rank alone on its host has no link inside. At less than this, averages over ranks take links to be
+# free, and the search cuts too finely: 16 ranks on hosts of 1 and 15, 20 % above a plan that costs what was expected.
+LEAST_SLOW = 250.0
+
+
+class HostFactors:
+    """Exchanges' sides on the hosts where they take longest (`factors` has the others), or the least.
+
+    sizes: of hosts, ascending. sides: of each exchange, on links inside hosts and on the network.
+    links: ps of single pieces' cost, and of their work at home, that are sides of exchanges, by stage.
+    """
+
+    def __init__(self, model: Model, *, lower: bool, pinned: bool) -> None:
+        self.topology, self.ranks, self.stages, self.lower = model.topology, model.ranks, model.stages, lower
+        self.sizes = sorted({len(host) for host in self.topology.host_ranks})
+        self.alike = len(self.sizes) == 1
+        self.sides = {name: sides_of(model, name, lower=lower, pinned=pinned) for name in WAYS}
+        self.links = {kind: [0] * len(model.stages) for kind in ("cost", "home")}
+
+    def together(self, name: str) -> list[tuple[str, Sides]]:
+        """The stages that an exchange has time in, and its sides there: with cards of their own, ranks have one."""
+        near, far = self.sides[name]
+        if self.topology.nic == "host":
+            return [(name, near), (NETWORK_STAGES[list(WAYS).index(name)], far)]
+        return [(name, near + far)]
+
+    def host(self, name: str, *, network: bool, on: int = 1) -> int:
+        """The number of the host size for which a piece's costs on its owner are computed; on: ranks of a piece."""
+        if 1 < on < self.ranks and (self.alike or self.lower):
+            return self.sizes.index(on)
+        sides = self.together(name)[-1 if network else 0][1]
+        return int(sides.whole.argmin() if self.lower else sides.own.argmax())
+
+    def home_host(self, name: str, *, network: bool) -> int:
+        """The number of the host size for which the home's side is computed."""
+        home = self.together(name)[-1 if network else 0][1].home
+        return int(home.argmin() if self.lower else home.argmax())
+
+    def factors(self, kind: str, singles: Ints) -> Ints:
+        """[R, S] per mille: links, which depend on the host, and other work, weighted by sums over single pieces.
+
+        Pieces on other hosts than that of `host`, and homes on others than that of `home_host`, take so much of what
+        they take there.
+
+        Args:
+            kind: "cost", of pieces, or "home". singles: [S] ps of all pieces on single ranks.
+        """
+        factors = np.full((self.ranks, len(singles)), PER_MILLE, np.int64)
+        if self.alike or self.lower:
+            return factors
+        host = [
+            self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)
+        ]
+        for name in WAYS:
+            for stage, sides in self.together(name):
+                side = sides.own if kind == "cost" else sides.home
+                s = self.stages.index(stage)
+                links = self.links[kind][s]
+                if links:
+                    every = int(singles[s])
+                    parts = 1.0 - links / every * (1.0 - side / side.max())
+                    inside = self.topology.nic == "host" and stage == name
+                    least = LEAST_SLOW if inside and kind == "cost" else 1.0
+                    factors[:, s] = np.maximum(np.rint(parts * PER_MILLE), least)[host]
+        return factors
