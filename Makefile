@@ -99,6 +99,7 @@ lint: setup
 	$(call say,lint: ruff)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_language.py
 
 .PHONY: format
 format: setup

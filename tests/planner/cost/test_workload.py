@@ -122,7 +122,7 @@ def test_an_empty_workload_has_no_traffic() -> None:
         (lambda: Reads(-1), "bags is -1"),
         (lambda: Reads(10, float("nan")), "ids_per_bag is nan"),
         (lambda: TableWork("t", 0, 8), "Table 't': rows is 0"),
-        (lambda: TableWork("t", 10, 8, skew=Skew(11)), "Table 't': skew says 11"),
+        (lambda: TableWork("t", 10, 8, skew=Skew(11)), "Table 't': got a skew of 11"),
         (lambda: Workload([TableWork("t", 10, 8)] * 2), "Table 't' is there twice"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Speeds of a machine that nobody has measured: made from a topology's bandwidths. Defaults, not measurements.
+"""Default speeds of a machine without measurements, computed from a topology's bandwidths.
 
     seconds per row = bytes / (memory bandwidth x efficiency at that width)
 

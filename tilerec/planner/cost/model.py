@@ -156,8 +156,8 @@ class Replicas:
             [self.form == 0, self.form == 1], [(2.0 * features + bags + ids) * word, own * word], 0.0
         )
         self.gradients = np.select([self.form == 0, self.form == 1], [bags, own], 0.0) * dim * wide
-        self.told = np.where(self.form == 1, 8.0, 0.0)  # "replica rows"
-        self.sent = self.numbers + self.gradients + self.told + np.where(self.form < 3, 24.0, 0.0)
+        self.row_numbers = np.where(self.form == 1, 8.0, 0.0)  # "replica rows"
+        self.sent = self.numbers + self.gradients + self.row_numbers + np.where(self.form < 3, 24.0, 0.0)
         self.reduced = np.select(
             [self.form == 2, self.form == 3],
             [(dim + 1.0) * rows * wide, dim * rows * work.element[table]],

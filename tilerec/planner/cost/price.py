@@ -298,7 +298,7 @@ class _Pricing:
         self.memory[owners] += 2.0 * (sent - ring + reduced)
         bytes_of = {
             "replica counts": 24.0,
-            "replica rows": float(form.told[i]),
+            "replica rows": float(form.row_numbers[i]),
             "replica ids": float(form.numbers[i]) * share,
             "replica gradients": float(form.gradients[i]) * share,
         }

@@ -1,4 +1,4 @@
-"""What a table's features read in a step, from what a user says about them."""
+"""Reads of a table's features in a step, from the constraints that the user gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilerec.planner.cost.ways import Limits
 from tilerec.planner.cost.workload import Reads
 
 BATCH_SIZE = 512
-"""Samples of a rank, where nobody says."""
+"""Samples of a rank if the user does not give a number."""
 
 
 def reads_of(

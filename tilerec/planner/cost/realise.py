@@ -87,6 +87,6 @@ def _made(
     work: TableWork,
     ids_per_bag: float | None = None,
 ) -> ParameterSharding:
-    # Kernel and number formats stay unsaid where nobody said them: sharding fills them in.
+    # Kernel and number formats that are not given stay open: sharding fills them in.
     wire = None if work.wire == _PLAIN else work.wire
     return ParameterSharding.of_strategy(kind, ranks, tiling, wire, work.data_type, ids_per_bag)

@@ -35,7 +35,7 @@ Bools = npt.NDArray[np.bool_]
 _LONGEST = 40  # log2 of the steps after which a cache has seen all there is
 
 LOAD_FACTOR = 0.2
-"""The part of a cached table's rows that its device cache has lines for, where nobody says."""
+"""Default share of a cached table's rows that its device cache has lines for."""
 
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 
@@ -130,7 +130,8 @@ class TableWork:
             )
         if self.skew is not None and self.skew.distinct > self.rows:
             raise ConfigError(
-                f"Table '{self.name}': skew says {self.skew.distinct} different ids, and it has {self.rows} rows."
+                f"Table '{self.name}': got a skew of {self.skew.distinct} different ids; expected at most {self.rows}, "
+                "the number of its rows. Measure again with `tilerec stats`."
             )
 
     @property

@@ -228,7 +228,7 @@ class _Exchange:
         instance = self.instance
         ranks = instance.ranks
         top = np.maximum(self.load.max(0), 1.0)
-        # What all ranks have alike says nothing about their differences.
+        # Load that all ranks have in common does not count as a difference.
         floor = self.load.min(0)
         for twins in instance.twins:
             top[twins], floor[twins] = top[twins].max(), floor[twins].min()
@@ -386,9 +386,9 @@ class _Exchange:
         table = self.table[np.minimum(given, pieces - 1)]
         bad = np.zeros(given.shape, np.bool_)
         if self.several.any():
-            asked = to[:, None] * instance.tables + table
-            at = np.minimum(np.searchsorted(self.there, asked), len(self.there) - 1)
-            bad |= self.there[at] == asked
+            wanted = to[:, None] * instance.tables + table
+            at = np.minimum(np.searchsorted(self.there, wanted), len(self.there) - 1)
+            bad |= self.there[at] == wanted
         if instance.allowed is not None:
             bad |= ~instance.allowed[table, to[:, None]]
         return bad & (given < pieces)

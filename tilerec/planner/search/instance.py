@@ -8,7 +8,7 @@ Nouns
   home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch, and its memory
   reach     of a rank and stage: the part of `home` that the rank bears, where hosts of several sizes bear unlike parts
   phase     stages that end together: each lasts as long as its slowest rank, and the step waits for the longest
-  share     a row split's piece as a part of the table, in units of 1 / SHARE; even pieces unless a solution says else
+  share     a row split's piece as a part of the table, in units of 1 / SHARE; even unless a solution differs
 
 Legend: T tables, O options (padded), S stages, M memory tiers (0 device, 1 host), R ranks, H hosts, F fixed charges.
 Times are picoseconds, memory is bytes, all int64: sums are exact in any order, so every machine decides alike.
@@ -265,7 +265,7 @@ class Status(Enum):
 
     FOUND = "found"
     NONE_FOUND = "none found"  # there may be a plan
-    NONE_EXISTS = "none exists"  # and `Solution.proof` says why
+    NONE_EXISTS = "none exists"  # `Solution.proof` is the reason
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def evaluate(
     rows: Mapping[int, Ints] | None = None,
     bound: int = 0,
 ) -> Solution:
-    """What an arrangement costs, by the definition; FOUND says nothing about caps (see `fits`)."""
+    """Return an arrangement with its cost, by the definition. FOUND does not include caps (see `fits`)."""
     rows = {} if rows is None else rows
     every = np.arange(instance.tables)
     work, memory = work_of(instance, option, places, rows)

@@ -9,7 +9,7 @@ Nouns
             that does not lead down is taken back and the next one is shorter
 
 Floats here are added in the order in which they lie, multiplied and compared one by one: every machine makes the same
-shares, and what they are worth is asked of whole numbers.
+shares, and whole numbers decide what they are worth.
 
 Legend: S stages, M tiers, R ranks, H hosts, n shares, G tables that are split.
 """
