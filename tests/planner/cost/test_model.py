@@ -201,7 +201,7 @@ def test_an_update_of_copies_sorts_what_all_ranks_send(work: TableWork, form: in
     ids = {0: 4 * 35.0, 1: 4 * own, 2: everyone, 3: everyone}[form]
     assert one(found.ids) == pytest.approx(ids)
     assert one(found.bags) == pytest.approx(4 * 25.0 if form == 0 else ids)
-    assert one(found.told) == (8.0 if form == 1 else 0.0)
+    assert one(found.row_numbers) == (8.0 if form == 1 else 0.0)
     if form == 0:
         assert one(found.numbers) == pytest.approx(4 * (2 * 3 + 25 + 35))
         assert one(found.gradients) == pytest.approx(4 * 8 * 25)
