@@ -47,6 +47,7 @@ CHOICES = 2  # of options, the most promising ones that one head leads to, that 
 # that leave some 64ths of the memory free.
 LADDER = ((1, 0), (2, 0), (4, 0), (10, 0), (4, 2), (10, 4), (30, 8))
 GOOD = 120  # a plan within 1 / GOOD of the bound is not searched on
+MIXED, ALIKE = 4, 50  # two packings within 1 / ALIKE are mixed
 MIDDLING, FAIR = 1 << 16, 40  # and within 1 / FAIR where tables x ranks are more
 LARGE, PASSABLE = 1 << 20, 25  # or 1 / PASSABLE; pieces that do not fit are not exchanged until they do
 IDLE, GAIN = 8, 2000  # where so many attempts in a row gain less than 1 / GAIN it is left at that
@@ -184,6 +185,7 @@ class _Search:
                 break
         if self.starts and not self.good and not self.large:
             self._of_one_width(kinds, work)
+            self._mix()
 
     def _of_one_width(self, kinds: Sequence[Kinds], work: Work) -> None:
         """Packs all tables on single ranks, or all over hosts: few tables of both kinds leave ranks uneven."""
@@ -262,6 +264,16 @@ class _Search:
             again = rebuild(self.relaxed, usable, packing, steps, turn, pour)
             self._polish(self._view(again.option), again, 0, work.part(part // 4))
             idle = 0 if self.cost < before - before // GAIN else idle + 1
+
+    def _mix(self) -> None:
+        """Every MIXED-th table cut as in the second best packing: equal tables need not be cut alike."""
+        starts = sorted(self.starts, key=lambda start: start[0])
+        if len(starts) == 1 or starts[1][0] > starts[0][0] + starts[0][0] // ALIKE:
+            return
+        option, other = starts[0][1].option.copy(), starts[1][1].option
+        some = np.flatnonzero(option != other)[::MIXED]
+        option[some] = other[some]
+        self._try(Choice(option, 0, 0), self.work, False)
 
     @cached_property
     def poured(self) -> Relaxed:
