@@ -19,7 +19,7 @@ of the others that it calls (their sum exceeds `host` by the cost of the measure
   layout    the key of a layout and its lookup
   checks    of shapes, types and places
   op        the rest of the op's host function
-  backward  collecting gradients and passing them to the optimizer (`gradient.py`, `table_rows.py`)
+  backward  collecting gradients and passing them to the optimizer (`definition.py`, `table_rows.py`)
   rest      the dispatcher, autograd, the module
   torch     ops of torch, run on the CPU
 """

@@ -97,7 +97,7 @@ class _CastCodec(Codec):
 
 @final
 class _PackedCodec(Codec):
-    """Codec of one fp32 scale, then one byte per value, for each row: 4 + width bytes (`tilerec/ops/quant.py`)."""
+    """Codec of one fp32 scale, then one byte per value, for each row: 4 + width bytes (`ops/quantize`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -2,7 +2,7 @@
 
 Nouns
   block   `INIT_BLOCK` rows of a table, full width, starting at row `INIT_BLOCK * b`; the argument of a user's `init_fn`
-  key     two 32-bit words, derived from the collection's seed and the table's name (`ops/random.py`)
+  key     two 32-bit words, derived from the collection's seed and the table's name (`ops/random/definition.py`)
 
 Without an `init_fn`, a counter-based generator computes every element. An `init_fn` draws from torch's default
 generators, whose output depends on the number of earlier draws. They are therefore reseeded for every block, from the

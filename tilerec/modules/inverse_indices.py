@@ -3,7 +3,7 @@
     keys ["a", "b"], bags [2, 3], index [[0, 0, 1], [0, 1, 2]]   samples 0 and 1 share bag 0 of "a"
 
 On the CPU an index outside the bags raises immediately. On other devices the host does not wait. The index is clamped
-into the bags, and the error is raised later, by asynchronous readback (`ops/later.py`).
+into the bags, and the error is raised later, by asynchronous readback (`ops/runtime/readback.py`).
 """
 
 from __future__ import annotations

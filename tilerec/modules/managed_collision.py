@@ -14,7 +14,7 @@ Nouns
     evaluation   found: its row    not found: missed                    and nothing changes
 
 Rows are assigned sequentially: feature by feature in the order of the table's `feature_names`, and within a feature in
-the order of the global batch. `ops/hash.py` has the exact rules.
+the order of the global batch. `ops/hash/definition.py` has the exact rules.
 
 If the ids are on a GPU, the host never waits. Evicted rows are then an entry per id of the batch, -1 for none. Step and
 time are device tensors, so a replayed CUDA graph keeps counting. If the ids are on the CPU, the host reads the results,

@@ -4,7 +4,7 @@ Initial values depend only on the position in the table (`initial_values.py`). A
 the same on every rank and under every tiling. An `init_fn` is called with the row alone, with torch's generators seeded
 by table and row.
 
-On a device the host does not wait to learn the row numbers (`ops/renew.py`). Exceptions: an `init_fn`, which the host
+On a device the host does not wait to learn the row numbers (`ops/random`). Exceptions: an `init_fn`, which the host
 calls for each row, and tables behind a cache.
 
 Legend: N entries, of which -1 are no rows; M rows.

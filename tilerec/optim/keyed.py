@@ -12,7 +12,7 @@ Glossary
 Loading is in place: tensors keep their storage, so other holders of a tensor (a table's rows, a captured graph) get the
 loaded values. Loading is atomic: all checks run before the first value is written.
 
-A sharded table (`tiled.py`) is one entry on all ranks, with the table's name and shape.
+A sharded table (`sharded_state.py`) is one entry on all ranks, with the table's name and shape.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class KeyedOptimizer(Optimizer):
 
         Training is not affected: parameters, gradients, settings and step counts do not change, and no hook runs. The
         exception is SGD with dampening, which torch does not apply in a first step. Temporarily copies the parameters
-        without state (`initial.py` explains the reason).
+        without state (`state_creation.py` explains the reason).
 
         Args:
             sparse_grad_parameter_names: parameters with sparse (COO) gradients, which some optimizers handle

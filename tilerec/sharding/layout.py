@@ -9,7 +9,7 @@ Nouns
   route      row cuts that send each id of a slot to one part; column blocks with other cuts need their own route,
              and skip parts that already receive ids by an earlier route
   home       the rank that a batch belongs to;  reader: the owner that looks up for a home
-  team       ranks that together hold every table (`teams.py`); by default, all ranks form one
+  team       ranks that together hold every table (`replica_groups.py`); by default, all ranks form one
   group      parts of one route on one host other than the home's: one of their owners, the proxy, adds up their rows,
              and only the sums are sent to the home
 

@@ -5,8 +5,8 @@ Glossary
     strides     bags by key and rank, for a batch whose size varies by key; None for a single batch size
     key offsets start of each key's ids in the values, host numbers [F + 1]; None until they are fetched
 
-`KeyedJaggedTensor` is the public class. The code behind it (`checks.py`, `join.py`, `select.py`, `slices.py`,
-`leaves.py`) takes and returns `Parts`, so it does not depend on the class.
+`KeyedJaggedTensor` is the public class. The code behind it (`argument_checks.py`, `concatenation.py`, `selection.py`,
+`slices.py`, `pytree_registration.py`) takes and returns `Parts`, so it does not depend on the class.
 """
 
 from __future__ import annotations

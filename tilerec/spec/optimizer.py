@@ -2,7 +2,7 @@
 
 Glossary
     rule    the name of a *row rule*: the formula that updates one table row `w` from its summed gradient `g`
-            (`ops/update.py`).
+            (`ops/update/definition.py`).
     slot    one named tensor of optimizer state. `per="row"`: one number per table row, shape [rows];
             `per="element"`: one per weight, shape [rows, dim]. float32 (float64 for float64 tables).
     hyper   the hyper-parameters as a flat list of floats: [lr, grad_scale, weight_decay, stochastic_rounding],

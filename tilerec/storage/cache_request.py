@@ -1,10 +1,10 @@
 """One request for all cached tables of a batch, on a GPU; `CacheSets.request` and `seat` do the same table by table.
 
-Nouns as in `tilerec/ops/cache.py`, and
+Nouns as in `ops/cache/definition.py`, and
   ask    one cache's part of a request: its books and lines, and its entries of the clock
   sure   the spare lines suffice in any case, so the host need not read how many the request needs
 
-The host does not wait if all asks are sure. Otherwise it waits once, for the header, and adds the missing spare lines.
+The host does not wait if all requests are sure. Otherwise it waits once, for the header, and adds the missing spares.
 
 Exceptions midway: until rows are loaded, only marks without meaning have changed, and dirty rows to be evicted are in
 the table as well. After that the row of a line is no longer certain, and every cache is rescued: dirty rows that stay
@@ -39,7 +39,7 @@ class CacheTensors(NamedTuple):
     lines: list[Tensor]
     dirty_L: Tensor
     sets: CacheSets
-    counters: Tensor  # int64 [8]; see ops/cache.py
+    counters: Tensor  # int64 [8]; see ops/cache/definition.py
 
     def books(self) -> list[Tensor]:
         sets = self.sets
@@ -71,37 +71,39 @@ class CacheEmptied(Exception):
     """A cache was rebuilt without rows: there was no memory for its lines and a longer copy at once."""
 
 
-def request(asks: Sequence[CacheRequest], ids: Tensor, ways: int) -> None:
+def request(requests: Sequence[CacheRequest], ids: Tensor, ways: int) -> None:
     """Load the rows of a batch.
 
     Raises:
         InputError: an id is no row; raised by a later op.
         Emptied: a cache was emptied; the caller repeats the request.
     """
-    begins = [begin for ask in asks for begin, _ in ask.segments]
-    ends = [end for ask in asks for _, end in ask.segments]
-    tables = [t for t, ask in enumerate(asks) for _ in ask.segments]
-    numbers = [ask.serial for ask in asks] + [ask.bit for ask in asks] + [ask.alive for ask in asks]
-    clock = upload(numbers, ids.device).view(3, len(asks))
-    sets = [ask.made.sets.sets for ask in asks]
-    names = ",".join([ask.names for ask in asks]) if all([ask.names for ask in asks]) else ""  # noqa: C419
-    books = [book for ask in asks for book in ask.made.books()]
+    begins = [begin for ask in requests for begin, _ in ask.segments]
+    ends = [end for ask in requests for _, end in ask.segments]
+    tables = [t for t, ask in enumerate(requests) for _ in ask.segments]
+    numbers = (
+        [ask.serial for ask in requests] + [ask.bit for ask in requests] + [ask.alive for ask in requests]
+    )
+    clock = upload(numbers, ids.device).view(3, len(requests))
+    sets = [ask.made.sets.sets for ask in requests]
+    names = ",".join([ask.names for ask in requests]) if all([ask.names for ask in requests]) else ""  # noqa: C419
+    books = [book for ask in requests for book in ask.made.books()]
     header, keys, order = OPS.cache_ask_(ids, begins, ends, tables, books, sets, ways, clock, names)
     while True:
         plan = OPS.cache_plan(ids, begins, ends, tables, books, sets, ways, clock, header, keys, order)
-        if not _more(asks, header):
+        if not _more(requests, header):
             break
         header[:, HeaderColumn.SPARE : HeaderColumn.SEATED] = 0
-        books = [book for ask in asks for book in ask.made.books()]
-    _move(asks, plan, header, books, clock, keys.shape[0])
+        books = [book for ask in requests for book in ask.made.books()]
+    _move(requests, plan, header, books, clock, keys.shape[0])
 
 
-def _more(asks: Sequence[CacheRequest], header: Tensor) -> bool:
+def _more(requests: Sequence[CacheRequest], header: Tensor) -> bool:
     """Add the spare lines that are missing; return True if there were any. Waits for the device unless all are sure."""
-    if all([ask.sure for ask in asks]):  # noqa: C419
+    if all([ask.sure for ask in requests]):  # noqa: C419
         return False
     made = False
-    for ask, counters in zip(asks, header.tolist(), strict=True):
+    for ask, counters in zip(requests, header.tolist(), strict=True):
         missing = counters[HeaderColumn.SPARE] - counters[HeaderColumn.FREE]
         if missing > 0:
             before = ask.made.sets
@@ -112,13 +114,18 @@ def _more(asks: Sequence[CacheRequest], header: Tensor) -> bool:
 
 
 def _move(
-    asks: Sequence[CacheRequest], plan: Tensor, header: Tensor, books: list[Tensor], clock: Tensor, ids: int
+    requests: Sequence[CacheRequest],
+    plan: Tensor,
+    header: Tensor,
+    books: list[Tensor],
+    clock: Tensor,
+    ids: int,
 ) -> None:
     lines: list[Tensor] = []
     host: list[Tensor] = []
     tables: list[int] = []
     unreadable: list[int] = []  # tables whose rows the device cannot read
-    for t, ask in enumerate(asks):
+    for t, ask in enumerate(requests):
         here = [view for view in [rows.here for rows in ask.made.host] if view is not None]
         if len(here) < len(ask.made.lines):
             unreadable.append(t)
@@ -128,15 +135,15 @@ def _move(
         tables += [t] * len(here)
     OPS.cache_move_(plan, header, lines, host, tables, ids, False)
     for t in unreadable:
-        _write_back(asks[t].made, _entries(plan, header, ids, t))
+        _write_back(requests[t].made, _entries(plan, header, ids, t))
     try:
         OPS.cache_move_(plan, header, lines, host, tables, ids, True)
         for t in unreadable:
-            _load(asks[t].made, _entries(plan, header, ids, t))
+            _load(requests[t].made, _entries(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
         with ExitStack() as rescues:  # rescues every cache, even if one rescue is interrupted
-            for t, ask in enumerate(asks):
+            for t, ask in enumerate(requests):
                 rescues.callback(_rescue, ask, plan, header, ids, t)
         raise
 
@@ -166,11 +173,11 @@ def _load(made: CacheTensors, entries: Tensor) -> None:
         rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
 
 
-def in_chunks(asks: Sequence[CacheRequest]) -> list[list[CacheRequest]]:
-    """Split the asks into chunks whose keys fit one sort: usually one chunk (with LFU up to a billion rows)."""
+def in_chunks(requests: Sequence[CacheRequest]) -> list[list[CacheRequest]]:
+    """Split the requests into chunks whose keys fit one sort: usually one chunk (with LFU up to a billion rows)."""
     chunks: list[list[CacheRequest]] = [[]]
     keys = 0
-    for ask in asks:
+    for ask in requests:
         sets = ask.made.sets
         own = sets.line_of_E.shape[0] << (31 if sets.count_E.numel() else 0)
         if chunks[-1] and keys + own > _MAX_SORT_KEYS:

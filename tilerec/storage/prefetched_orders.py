@@ -1,6 +1,6 @@
 """Row orders of later updates, sorted ahead by `prefetch` on its current stream while the GPU has time.
 
-    prefetch (batch i + 1)   sorts its occurrences by row (`ops/order.py`)    any time before its backward
+    prefetch (batch i + 1)   sorts its occurrences by row (`ops/update/order.py`)    any time before its backward
     backward (batch i + 1)   the update finds the order by the batch's ids, waits for the stream that made it, and does
                              not sort
 

@@ -9,7 +9,7 @@ Nouns
   count     number of updates of a table: a tensor in its state. It is on the host; if the optimizer is `capturable`, it
             is on the device of the update, which increments it, as replays of a captured update do
 
-`TableRows` is a sink (`ops/gradient.py`). With an attached optimizer it takes the row gradients at the end of a
+`TableRows` is a sink (`ops/gradient`). With an attached optimizer it takes the row gradients at the end of a
 backward pass and updates rows and slots in place. Tables own their rows, and rows own their leaf. The leaf stores only
 its sink's number: it pickles like any parameter, there is no back reference, and memory is freed with the last table.
 """

@@ -5,7 +5,7 @@ ranks:
 
     tables                sharded into tiles by the plan; the backward pass updates them
     other parameters      replicated on every rank; torch's `DistributedDataParallel` averages their gradients
-    batches               divided into shares (`share.py`); a scaled loss gives the same updates as one process
+    batches               divided into shares (`rank_batches.py`); a scaled loss gives the same updates as one process
     reported numbers      summed over ranks; predictions are gathered, so AUC is exact
 
 Legend: N samples of all ranks, n of this one, W ranks.

@@ -4,7 +4,7 @@
 nothing: its content security policy allows only its own style and script. The same plan and report give the same bytes.
 Table names are stored as JSON text and displayed as text, whatever characters they contain.
 
-Explanations of the tables' tilings and the what-ifs need additional searches (planner/explain.py, planner/what_if.py).
+Explanations of the tables' tilings and the what-ifs need additional searches (planner/report).
 Both need the report's request. The page explains the `EXPLAINED` tables that add most, so its size is bounded.
 
 Legend: T tables, S stages, M tiers, R ranks.

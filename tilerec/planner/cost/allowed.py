@@ -79,7 +79,7 @@ class Allowed:
             if way in (Way.ROWS, Way.GRID):
                 parts = width if width > 1 else k
                 enough = even_pieces(work.rows, parts) == parts
-                # Who asks for rows over all ranks by name gets them, however few rows there are.
+                # Rows over all ranks that a constraint names are allowed, however few rows there are.
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
             if cached:  # a dense gradient is as large as its table

@@ -335,7 +335,7 @@ class _Builder:
     def _pieces(self, o: int, option: Option, t: Ints) -> None:
         """Any split: pieces on ranks that read for all homes.
 
-        Of an exchange, owners and homes bear their sides (`sides.py`): owners get ids, send rows, and get gradients.
+        Of an exchange, owners and homes bear their sides (`home_side.py`): owners get ids, send rows, get gradients.
         """
         model, work, rates, speeds = self.model, self.work, self.model.rates, self.model.speeds
         way, k, on, cached = option

@@ -1,7 +1,7 @@
 """An instance as if rows that are split over a host lay where its ranks have time for them.
 
-Such rows flow (flow.py), so what matters of them is what all ranks of the host bear together, and each rank's own work
-beside them. Packing and exchanging even splits sees neither: a rank that bears much beside its even part looks full,
+Such rows flow (uneven_rows.py). So the load that all ranks of the host bear together counts, and each rank's own work.
+Packing and exchanging even splits sees neither: a rank that bears much beside its even part looks full,
 though its part can become small. Here each stage is two: what a rank bears without those rows, and the mean of its host
 with them, judged as a network link is, which the ranks of a host share too.
 

@@ -2,7 +2,7 @@
 
 Nouns
   poured    a table whose rows are split over a host: they are taken to be where the host's ranks bear least, so that
-            the host's mean counts (flow.py pours them); even splits otherwise
+            the host's mean counts (uneven_rows.py pours them); even splits otherwise
   bar       of each stage, what a rank may bear while the tables are out until its phase lasts longer: up to it a load
             costs nothing
   overflow  what a piece adds beyond the bar

@@ -3,9 +3,9 @@
     1  what cannot be: a proof by memory alone (relaxed.py)
     2  few tables on few ranks: every arrangement (exact.py)
     3  which charges to pay, and how fine to cut: options for all tables at once, with a bound (bound.py, boxes.py)
-    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks or hosts (improve.py)
+    4  where pieces go: the largest first (pack.py), exchanged between pairs of ranks or hosts (exchange.py)
     5  a few tables taken out and put back (rebuild.py), where tables x ranks are few or the effort is above 1
-    6  rows that may be uneven: flowing (flow.py)
+    6  rows that may be uneven: flowing (uneven_rows.py)
     7  the rest of the work: a better bound (boxes.py)
 
 Work is counted in units (work.py), never in seconds, and tables are taken in the order of their names: the same

@@ -29,7 +29,7 @@ counted in its source). An op that is not in `kernels` is torch's own:
 
 Kernels add item after item, as the CPU does: a column's items are one chain of additions, whose loads run ahead of it.
 
-`copy.py`, `sum.py` and `bucketize.py` have the ops, `offsets.py` their common checks.
+`item_copies.py`, `sum.py` and `bucketize.py` have the ops, `offsets.py` their common checks.
 
 Legend: N items going in, M items coming out, S segments, P selected segments, W words of an item.
 """
