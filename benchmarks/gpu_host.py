@@ -175,7 +175,7 @@ WATCHED = {
         "lookup.triton.backend:check_starts",
         "update.triton.backend:check_tables",
         "update.triton.record:same_device",
-        "update.triton.tables:served",
+        "update.triton.backend:_layout_of",
         "lookup.triton.backend:_serves",
     ),
     "op": (

@@ -305,3 +305,15 @@ struct LarsSgd {
 
 }  // namespace TILEREC_ISA
 }  // namespace tilerec
+
+// Every rule, by the name that tilerec/ops/update/rules.py gives it. Its place is its number in `tr_rows`.
+#define TILEREC_RULES(RULE)                         \
+  RULE(store, Store)                                \
+  RULE(sgd, Sgd) /* SgdMomentum, with a momentum */ \
+  RULE(adagrad, Adagrad)                            \
+  RULE(rowwise_adagrad, RowWiseAdagrad)             \
+  RULE(adam, Adam)                                  \
+  RULE(partial_rowwise_adam, PartialRowWiseAdam)    \
+  RULE(lamb, Lamb)                                  \
+  RULE(partial_rowwise_lamb, PartialRowWiseLamb)    \
+  RULE(lars_sgd, LarsSgd)

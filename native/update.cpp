@@ -26,6 +26,7 @@ using tilerec::Gather;
 using tilerec::Target;
 using tilerec::UnitResult;
 
+TILEREC_DECLARE(int32_t rule_number(const char* name))
 TILEREC_DECLARE(void update_unit(const Target&, const Gather&, size_t begin, size_t end, float* scratch, UnitResult*))
 TILEREC_DECLARE(void finish_run(const Target&, int64_t row, const float* g, float* scratch, UnitResult*))
 TILEREC_DECLARE(void sum_piece(const Gather&, size_t begin, size_t end, float* scratch, float* out))
@@ -666,6 +667,8 @@ void over_rows(const tr_rows& tables, const tr_parts& parts, int threads, tr_rep
 }
 
 }  // namespace
+
+TR_API int32_t tr_rule_number(const char* name) { return TILEREC_CALL(rule_number)(name); }
 
 TR_API void tr_rule_partials(const tr_rows* tables, const tr_parts* parts, int32_t phase, int32_t exact, int32_t finite,
                              int32_t threads, float* const* outs, tr_report* report) {

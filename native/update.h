@@ -10,18 +10,6 @@
 
 #include "tilerec.h"
 
-enum {
-  TR_RULE_STORE = 0,
-  TR_RULE_SGD = 1,
-  TR_RULE_ADAGRAD = 2,
-  TR_RULE_ROWWISE_ADAGRAD = 3,
-  TR_RULE_ADAM = 4,
-  TR_RULE_PARTIAL_ROWWISE_ADAM = 5,
-  TR_RULE_LAMB = 6,
-  TR_RULE_PARTIAL_ROWWISE_LAMB = 7,
-  TR_RULE_LARS_SGD = 8
-};
-
 typedef struct {
   const void* grad;             // grad_count numbers of grad_type
   const void* ids;              // ids_count of index_type
@@ -42,7 +30,7 @@ typedef struct {
   const int64_t* const* names;  // per table [rows], or null: names[t][r] is the number of row r (null: r); random words and
                                 // reports use this number
   int64_t tables, slots_per_table, hypers;
-  int32_t rule;
+  int32_t rule;  // its number (tr_rule_number)
 } tr_rows;
 
 // Distinct rows of several tables, each of which is a part of full_dims columns, with their summed gradients.
@@ -66,9 +54,12 @@ enum {
   TR_UPDATE_NO_ROWS = 7       // a table whose rows have no memory
 };
 
+// The number of a rule by its name, -1 for an unknown one.
+TR_API int32_t tr_rule_number(const char* name);
+
 // Updates every row of the record once. skipped[3]: the number of rows whose summed gradient is not finite, then table and
-// row of the first, -1 if none. Such rows keep weights and slots (TR_RULE_STORE stores them and skips none). A record with an
-// error changes nothing.
+// row of the first, -1 if none. Such rows keep weights and slots (the rule "store" stores them and skips none). A record with
+// an error changes nothing.
 TR_API void tr_update_rows(const tr_rows* tables, const tr_gradient* record, int32_t threads, int64_t* skipped, tr_report* report);
 
 // The distinct rows of a record that reads `tables` tables of rows[t] rows (0: not known) and dims[t] columns. tr_sum_begin

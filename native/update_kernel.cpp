@@ -494,22 +494,27 @@ TR_INLINE void with_type(int32_t type, const Run& run) {
   else
     run(Loops<Rule, float>{});
 }
+#define TILEREC_NUMBER(name, Rule) k##Rule,
+enum : int32_t { TILEREC_RULES(TILEREC_NUMBER) };
+
 template <class Run>
 TR_INLINE void with_rule(const Target& to, const Run& run) {
+  if (to.rule == kSgd && to.hyper[4] != 0) return with_type<SgdMomentum>(to.type, run);
   switch (to.rule) {
-    case TR_RULE_STORE: return with_type<Store>(to.type, run);
-    case TR_RULE_SGD: return to.hyper[4] != 0 ? with_type<SgdMomentum>(to.type, run) : with_type<Sgd>(to.type, run);
-    case TR_RULE_ADAGRAD: return with_type<Adagrad>(to.type, run);
-    case TR_RULE_ROWWISE_ADAGRAD: return with_type<RowWiseAdagrad>(to.type, run);
-    case TR_RULE_ADAM: return with_type<Adam>(to.type, run);
-    case TR_RULE_PARTIAL_ROWWISE_ADAM: return with_type<PartialRowWiseAdam>(to.type, run);
-    case TR_RULE_LAMB: return with_type<Lamb>(to.type, run);
-    case TR_RULE_PARTIAL_ROWWISE_LAMB: return with_type<PartialRowWiseLamb>(to.type, run);
-    default: return with_type<LarsSgd>(to.type, run);
+#define TILEREC_CASE(name, Rule) \
+  case k##Rule: return with_type<Rule>(to.type, run);
+    TILEREC_RULES(TILEREC_CASE)
   }
 }
 
 }  // namespace
+
+int32_t rule_number(const char* name) {
+#define TILEREC_FIND(own, Rule) \
+  if (__builtin_strcmp(name, #own) == 0) return k##Rule;
+  TILEREC_RULES(TILEREC_FIND)
+  return -1;
+}
 
 void update_unit(const Target& to, const Gather& from, size_t begin, size_t end, float* scratch, UnitResult* result) {
   with_rule(to, [&](auto loops) { loops.unit(to, from, begin, end, scratch, result); });

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from tests.cuda.sizes import size
 from tests.cuda.test_sharded import KEYS, ROWS, loss_of, model, sequences
 from tilerec.ops.update.triton import backend as update
-from tilerec.ops.update.triton import phased_update as parts
+from tilerec.ops.update.triton import row_sums
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
@@ -32,15 +32,15 @@ Trained = tuple[list[Tensor], list[bool]]
 
 def noted() -> list[bool]:
     """Per update, or sum of rows, from now on, whether an order was there."""
-    real = getattr(update.made_before, "real", update.made_before)
+    real = getattr(update.reuse_order, "real", update.reuse_order)
     taken: list[bool] = []
 
-    def made_before(*args: Any) -> Any:
+    def reuse_order(*args: Any) -> Any:
         taken.append((order := real(*args)) is not None)
         return order
 
-    made_before.real = real  # type: ignore[attr-defined]
-    update.made_before = parts.made_before = made_before
+    reuse_order.real = real  # type: ignore[attr-defined]
+    update.reuse_order = row_sums.reuse_order = reuse_order
     return taken
 
 

@@ -16,25 +16,25 @@ if not torch.cuda.is_available():
 from tests.cuda.sizes import real, size, some
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, SGD, pooled, single, slots_for
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops import backends
-from tilerec.ops.random.definition import random_fill_reference_
-from tilerec.ops.random.triton.backend import random_fill_
-from tilerec.ops.runtime.readback import wait_all
-from tilerec.ops.update.definition import (
+from tests.ops.triton.update_kernels import (
+    rule_apply_to_tables_,
+    rule_partials_of_tables,
+    sum_row_gradients_of_tables,
+    update_rows_,
+)
+from tests.ops.update_ops import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
     sum_row_gradients_of_tables_reference,
     update_rows_reference_,
 )
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops import backends
+from tilerec.ops.random.definition import random_fill_reference_
+from tilerec.ops.random.triton.backend import random_fill_
+from tilerec.ops.runtime.readback import wait_all
 from tilerec.ops.update.rules import make_rule
 from tilerec.ops.update.triton.apply_runs import update_runs
-from tilerec.ops.update.triton.backend import update_rows_
-from tilerec.ops.update.triton.phased_update import (
-    rule_apply_to_tables_,
-    rule_partials_of_tables,
-    sum_row_gradients_of_tables,
-)
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD as SGDSpec

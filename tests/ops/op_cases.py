@@ -134,16 +134,9 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
             [torch.zeros(4, dtype=torch.bool, device=device)], [3],
         ),
         "order_rows": lambda: ([rand(10, 4), rand(7, 3)], whole(1, 2, 3), None, None, [0], [0], [3], [0], [4], [0]),
-        "sum_row_gradients": lambda: (rand(2, 4), whole(1, 2), None, None, 3, 4, *sums),
         "sum_row_gradients_of_tables": lambda: (
             rand(2, 7), whole(1, 1, 0, 2), whole(0, 1, 2, 3, 4), None, [3, 0], [4, 3], [0, 1], [0, 2], [2, 2], [0, 4],
             [7, 7], [0, 0],
-        ),
-        "rule_partials": lambda: (
-            rand(3, 4), [rand(3)], whole(1, 2), rand(2, 4), rand(0, 2), 0, 8, True, 4, RULE, HYPER, 1
-        ),
-        "rule_apply_": lambda: (
-            rand(3, 4), [rand(3)], whole(1, 2), rand(2, 4), rand(1, 2), 8, RULE, HYPER, 1, [0, 0], 0, 4
         ),
         "rule_partials_of_tables": lambda: (
             *of_tables([rand(0, 2), rand(0, 1)]), 0, [8, 3], True, True, [4, 0], RULE, HYPER, [1, 1]

@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 from tilerec.errors import InputError
 from tilerec.ops import backends as backends
+from tilerec.ops.update.calls import Features
 from tilerec.ops.update.order import layers, reach
 
 OPS = torch.ops.tilerec
@@ -58,8 +59,9 @@ def test_bad_lists_are_refused() -> None:
 
 
 def test_layers_and_reach() -> None:
-    assert layers([0, 4, 0], [4, 4, 4]) == 2
-    assert layers([], []) == 0
-    assert layers([0, 2], [2, 2]) == 1
-    assert reach([2, 3], [0, 1], [3, 0], [1, 99], [4, 5]) == 11
-    assert reach([], [], [], [], []) == 0
+    nothing, zeros = Features([], [], [], [], [], []), [0, 0]
+    assert layers(Features([0] * 3, [0, 4, 0], [4] * 3, [0] * 3, [0] * 3, [0] * 3)) == 2
+    assert layers(nothing) == 0
+    assert layers(Features(zeros, [0, 2], [2, 2], zeros, zeros, zeros)) == 1
+    assert reach([2, 3], Features([0, 1], zeros, [3, 0], [1, 99], [4, 5], zeros)) == 11
+    assert reach([], nothing) == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops import update_ops as update
 from tilerec.errors import InputError
-from tilerec.ops.update import definition as update
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 
 ROWS, DIM = 9, 12

@@ -11,17 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilerec.errors import ConfigError, InputError
-from tilerec.ops import backends  # noqa: F401
-from tilerec.ops.update.definition import (
+from tests.ops.update_ops import (
+    rule_apply_,
     rule_apply_reference_,
     rule_apply_to_tables_reference_,
+    rule_partials,
     rule_partials_of_tables_reference,
     rule_partials_reference,
+    sum_row_gradients,
     sum_row_gradients_of_tables_reference,
     sum_row_gradients_reference,
     update_rows_reference_,
 )
+from tilerec.errors import ConfigError, InputError
+from tilerec.ops import backends  # noqa: F401
 from tilerec.ops.update.rules import make_rule
 
 COMMON = [0.1, 1.0, 0.05, 1.0]  # lr, grad_scale, weight_decay, stochastic_rounding
@@ -104,8 +107,8 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
     """The same bits where the cuts lie on blocks of 8 columns; equal to rounding elsewhere."""
     rule, tail, kinds = RULES[name]
     rows, dim, hyper = 6, 19, COMMON + tail
-    partials = rule_partials_reference if reference else torch.ops.tilerec.rule_partials
-    apply_ = rule_apply_reference_ if reference else torch.ops.tilerec.rule_apply_
+    partials = rule_partials_reference if reference else rule_partials
+    apply_ = rule_apply_reference_ if reference else rule_apply_
     whole = torch.randn(rows, dim)
     slots = slots_for(kinds, rows, dim)
     parts = [whole[:, a:b].clone() for a, b in itertools.pairwise(cuts)]
@@ -187,7 +190,7 @@ def test_row_sums_equal_a_loop_over_occurrences(lengths, mean, weighted, dim) ->
                     float(weights[p]) if weighted else 1.0
                 )
                 want[ids[p]] += grad[b, f * dim : (f + 1) * dim].double() * scale
-    for sums in (sum_row_gradients_reference, torch.ops.tilerec.sum_row_gradients):
+    for sums in (sum_row_gradients_reference, sum_row_gradients):
         rows, grads = sums(*args)
         assert rows.tolist() == sorted(set(ids.tolist()))
         torch.testing.assert_close(grads.double(), want[rows], rtol=1e-5, atol=1e-6)
@@ -196,7 +199,7 @@ def test_row_sums_equal_a_loop_over_occurrences(lengths, mean, weighted, dim) ->
 def test_a_gradient_inside_of_a_larger_storage_is_read_where_it_begins() -> None:
     storage = torch.arange(18.0).view(6, 3)
     args = (torch.tensor([2, 0]), None, None, 4, 3, [0], [2], [0], [3], [0])
-    for sums in (sum_row_gradients_reference, torch.ops.tilerec.sum_row_gradients):
+    for sums in (sum_row_gradients_reference, sum_row_gradients):
         rows, grads = sums(storage[3:5], *args)
         assert rows.tolist() == [0, 2]
         assert torch.equal(grads, storage[[4, 3]])
@@ -281,16 +284,6 @@ def test_updates_pass_opcheck() -> None:
             [torch.randn(3, 4)], [torch.zeros(3)], grad, ids, None, None, [0], [0], [2], [0], [4], [0],
             "rowwise_adagrad", [*COMMON, 1e-8, 0.0, 0.0], [1], [0, 0], [0], [0],
         ),
-    )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.tilerec.rule_partials,
-        (torch.randn(3, 4), [torch.zeros(3)], ids, grad, torch.zeros(0, 2), 0, 8, True, 4, "rowwise_adagrad",
-         [*COMMON, 1e-8, 0.0, 0.0], 1),
-    )  # fmt: skip
-    torch.library.opcheck(
-        torch.ops.tilerec.rule_apply_,
-        (torch.randn(3, 4), [torch.zeros(3)], ids, grad, torch.ones(1, 2), 8, "rowwise_adagrad",
-         [*COMMON, 1e-8, 0.0, 0.0], 1, [0, 0], 0, 4),
     )  # fmt: skip
 
 
@@ -386,7 +379,7 @@ OF_A_SUM = {
 @pytest.mark.parametrize("lie", [lie for lie, (changed, _) in LIES.items() if changed.keys() <= OF_A_SUM])
 def test_row_sums_of_a_record_that_lies_are_refused(lie: str, reference: bool) -> None:
     record = good_record(**LIES[lie][0])
-    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    sums = sum_row_gradients_reference if reference else sum_row_gradients
     first = [record[name] for name in ("grad", "ids", "offsets", "sample_weights")]
     rest = [record[name] for name in ("starts", "bags", "grad_starts", "grad_strides", "means")]
     for rows in (5, 0) if lie != "id behind the table" else (5,):
@@ -396,7 +389,7 @@ def test_row_sums_of_a_record_that_lies_are_refused(lie: str, reference: bool) -
 
 @BOTH
 def test_tables_below_zero_and_the_largest_id_are_refused(reference: bool) -> None:
-    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    sums = sum_row_gradients_reference if reference else sum_row_gradients
     record = (torch.ones(1, 2), torch.tensor([2**63 - 1]), None, None)
     place = ([0], [1], [0], [2], [0])
     for rows, dim in ((-1, 2), (3, -1)):
@@ -437,8 +430,8 @@ def test_every_rule_takes_a_step_of_no_rows(name: str, dim: int, reference: bool
     before = [x.clone() for x in (weight, *slots)]
     none, hyper = torch.zeros(0, dtype=torch.int64), COMMON + tail
     update = update_rows_reference_ if reference else ops.update_rows_
-    partials = rule_partials_reference if reference else ops.rule_partials
-    apply_ = rule_apply_reference_ if reference else ops.rule_apply_
+    partials = rule_partials_reference if reference else rule_partials
+    apply_ = rule_apply_reference_ if reference else rule_apply_
     rest = (rule, hyper, [1], [0, 0], [0], [0])
     for bags, offsets in (
         (3, torch.zeros(4, dtype=torch.int64)),
@@ -464,7 +457,7 @@ def test_every_rule_takes_a_step_of_no_rows(name: str, dim: int, reference: bool
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_no_features_and_no_tables_are_nothing_to_do(dtype: torch.dtype, reference: bool) -> None:
     update = update_rows_reference_ if reference else ops.update_rows_
-    sums = sum_row_gradients_reference if reference else ops.sum_row_gradients
+    sums = sum_row_gradients_reference if reference else sum_row_gradients
     none = torch.zeros(0, dtype=torch.int64)
     record = (torch.ones(3, 0, dtype=dtype), none, torch.zeros(1, dtype=torch.int64), None)
     hyper = [*COMMON, 0.0, 0.0]
@@ -557,14 +550,14 @@ def test_a_phase_of_arrays_that_do_not_fit_is_refused(lie: str, dtype: torch.dty
         "rows": torch.tensor([1, 3]), "grads": torch.ones(2, 3), "scalars": torch.ones(1, 2), "column_offset": 0,
     } | PHASES[lie][0]  # fmt: skip
     weight, slots, rows, grads, scalars, column = args.values()
-    apply_ = rule_apply_reference_ if reference else ops.rule_apply_
+    apply_ = rule_apply_reference_ if reference else rule_apply_
     with pytest.raises(InputError, match=PHASES[lie][1]):
         apply_(weight, slots, rows, grads, scalars, 3, rule, hyper, 1, [0, 0], 0, column)
     if lie in ("scalars too few", "scalars too short"):
         scalars = torch.zeros(1, 1)  # the first phase has no scalars before it
     else:
         scalars = torch.zeros(0, 2)
-    partials = rule_partials_reference if reference else ops.rule_partials
+    partials = rule_partials_reference if reference else rule_partials
     with pytest.raises(InputError, match="rule_partials: "):
         partials(weight, slots, rows, grads, scalars, 0, 3, True, column, rule, hyper, 1)
 
@@ -576,7 +569,7 @@ def test_a_phase_of_arrays_that_do_not_fit_is_refused(lie: str, dtype: torch.dty
 def test_a_phase_that_a_rule_has_not_is_refused(
     rule: str, tail: list[float], phases: int, reference: bool
 ) -> None:
-    partials = rule_partials_reference if reference else ops.rule_partials
+    partials = rule_partials_reference if reference else rule_partials
     slots = [torch.zeros(4)] * phases
     for phase in (-1, phases):
         with pytest.raises(InputError, match=f"phase {phase} of rule '{rule}', which has {phases}"):
@@ -619,7 +612,7 @@ def test_row_sums_of_several_tables_are_those_of_each_alone(
     blocks = grads.split((counts * torch.tensor(dims)).tolist())
     for t, (rows_U, block) in enumerate(zip(rows.split(counts.tolist()), blocks, strict=True)):
         own = [[values[f] for f in range(len(tables)) if tables[f] == t] for values in layout]
-        want_rows, want = torch.ops.tilerec.sum_row_gradients(grad, ids, offsets, None, 9, dims[t], *own)
+        want_rows, want = sum_row_gradients(grad, ids, offsets, None, 9, dims[t], *own)
         assert torch.equal(rows_U, want_rows)
         if reference:  # occurrences of a mean are divided, not multiplied by the inverse
             torch.testing.assert_close(block.view(-1, dims[t]), want, rtol=1e-5, atol=1e-6)
@@ -660,7 +653,7 @@ def test_several_parts_in_one_call_are_each_of_them_alone(
     columns, dims, steps = [16, 3, 0, 8], [64, 8, 64, 24], [1, 2, 3, 4]
     counts = [rows.numel() for rows in ROWS_OF_PARTS]
     scalars = torch.zeros(0, sum(counts))
-    one = rule_partials_reference if reference else torch.ops.tilerec.rule_partials
+    one = rule_partials_reference if reference else rule_partials
     for phase in range(made.phases):
         before = scalars.split(counts, dim=1)
         flat = PARTIALS[reference](
@@ -693,7 +686,7 @@ def test_several_parts_in_one_call_are_each_of_them_alone(
     APPLY[reference](
         weights, slots, ROWS_OF_PARTS, grads, last, dims, rule, hyper, steps, seeds, row_offsets, columns
     )
-    apply_one = rule_apply_reference_ if reference else torch.ops.tilerec.rule_apply_
+    apply_one = rule_apply_reference_ if reference else rule_apply_
     for t in range(4):
         apply_one(
             copies[0][t], copies[1][t * each : (t + 1) * each], ROWS_OF_PARTS[t], grads[t], last[t].contiguous(),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import tilerec.ops.update.definition  # noqa: F401  (registers the ops)
+from tests.ops.update_ops import rule_apply_, rule_partials
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as TorchRowWiseAdagrad
 from tilerec.spec.optimizer import (
     LAMB,
@@ -344,7 +344,7 @@ def _run_in_parts(
         for phase, terms in enumerate(spec.partials):
             blocks = total.new_zeros(ROWS, terms, (dim + 7) // 8 if exact else 1)
             for start, part, part_slots, grad in zip(starts, parts, slots, own, strict=True):
-                share = torch.ops.tilerec.rule_partials(
+                share = rule_partials(
                     part, part_slots, rows, grad, scalars, phase, dim, exact, start, spec.rule, hyper, step
                 )
                 first = start // 8 if exact else 0
@@ -355,9 +355,7 @@ def _run_in_parts(
                 sums = sums + block
             scalars = torch.cat((scalars, sums.T))
         for start, part, part_slots, grad in zip(starts, parts, slots, own, strict=True):
-            torch.ops.tilerec.rule_apply_(
-                part, part_slots, rows, grad, scalars, dim, spec.rule, hyper, step, [1, 2], 0, start
-            )
+            rule_apply_(part, part_slots, rows, grad, scalars, dim, spec.rule, hyper, step, [1, 2], 0, start)
     whole = []
     for number, slot in enumerate(spec.slots):
         pieces = [part_slots[number] for part_slots in slots]

@@ -55,9 +55,8 @@ def _register_gpu() -> bool:
     from tilerec.ops.random.triton import backend as random
     from tilerec.ops.random.triton import renew
     from tilerec.ops.update.triton import backend as update
-    from tilerec.ops.update.triton import phased_update as parts
 
-    for backend in (cache, exchange, hash, jagged, lookup, parts, quant, random, renew, update):
+    for backend in (cache, exchange, hash, jagged, lookup, quant, random, renew, update):
         backend.register()
     return True
 

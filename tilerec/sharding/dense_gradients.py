@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.ops.gradient.record import GradientRecord
+from tilerec.ops.update.calls import RuleTables, UpdateCall
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group, mean_over_replica_groups
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients
 
@@ -65,12 +66,8 @@ def _store(dense: list[Tensor], tables: Sequence[int], record: GradientRecord) -
     Args:
         tables: per feature, the position in `dense` of its gradient.
     """
-    zeros = [0] * len(dense)
-    torch.ops.tilerec.update_rows_(
-        dense, [], record.grad, record.ids, record.offsets, record.sample_weights, list(tables), record.starts,
-        record.bags, record.grad_starts, record.grad_strides, record.means, "store", [], zeros, zeros + zeros, zeros,
-        zeros,
-    )  # fmt: skip
+    call = UpdateCall(RuleTables.of_sums(dense), record.gradients(list(tables)))
+    torch.ops.tilerec.update_rows_(*call.packed())
 
 
 def _store_over_replicas(

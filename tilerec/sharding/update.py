@@ -27,6 +27,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.ops.gradient.definition import GradientSink, features_of, sum_rows_of_tables
 from tilerec.ops.gradient.record import GradientRecord
+from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
@@ -362,26 +363,29 @@ class _PhasedUpdate:
         self.rows = rows
         first = rows[0].tiles[0]
         self.spec, self.unit, self.counts = rows[0].spec, rows[0].unit, rows[0].counts
-        self.hyper = [*self.spec.hyper()]
-        self.hyper[1] *= first.divisor
+        hyper = self.spec.hyper()
+        hyper[1] *= first.divisor
         self.tiles = [tile for own in rows for tile in own.tiles]
         held = [tile.held(own.rows_U) for own in rows for tile in own.tiles]
-        self.leaves = [tensors[0] for tensors in held]
-        self.slots = [slot for tensors in held for slot in tensors[1:]]
-        self.dims = [tile.dim for tile in self.tiles]
-        self.counting = counting(self.tiles, self.spec, self.leaves[0].device)
-        self.columns = [tile.place.column_offset for tile in self.tiles]
+        places = [tile.place for tile in self.tiles]
+        steps, counts, lr = counting(self.tiles, self.spec, held[0][0].device)
+        self.tables = RuleTables(
+            [tensors[0] for tensors in held], [slot for tensors in held for slot in tensors[1:]], self.spec.rule,
+            hyper, steps, [word for place in places for word in place.key], [place.row_offset for place in places],
+            [place.column_offset for place in places], None, counts, lr,
+        )  # fmt: skip
         distinct = sum([own.rows_U.numel() for own in rows])
         # Row sums of the phases so far, rows of all tables concatenated.
         self.scalars_PU = rows[0].grads[0].new_zeros((0, distinct), dtype=rows[0].accum_dtype)
 
-    def _per_tile(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _per_tile(self) -> PartRows:
         """Return the rows, gradients and scalars of each tile."""
         scalars = self.scalars_PU.split([own.rows_U.numel() for own in self.rows], dim=1)
-        return (
+        return PartRows(
             [tile.places(own.rows_U) for own in self.rows for tile in own.tiles],
             [grads_UD for own in self.rows for grads_UD in own.grads],
             [part_PU for own, part_PU in zip(self.rows, scalars, strict=True) for _ in own.tiles],
+            [tile.dim for tile in self.tiles],
         )
 
     def shares(self, phase: int) -> list[Tensor]:
@@ -390,24 +394,13 @@ class _PhasedUpdate:
         Units are aligned blocks of 8 columns, single columns, or one for the whole tile. The first phase has one more
         sum: 1 in every unit in which the row's gradient is finite, else 0.
         """
-        rows, grads, scalars = self._per_tile()
-        leaves, slots, columns = self.leaves, self.slots, self.columns
-        widths = [grads_UD.shape[1] for grads_UD in grads]
+        tables, parts = self.tables, self._per_tile()
+        widths = [grads_UD.shape[1] for grads_UD in parts.grads]
         if self.unit == 1:
-            # Pass each element as a row of one column, so that the summing kernel returns the single terms.
-            leaves, slots = self._elements(rows)
-            rows = [torch.arange(grads_UD.numel(), device=grads_UD.device) for grads_UD in grads]
-            scalars = [
-                part_PU.repeat_interleave(width, dim=1)
-                for part_PU, width in zip(scalars, widths, strict=True)
-            ]
-            grads = [grads_UD.reshape(-1, 1) for grads_UD in grads]
-            columns = [0] * len(columns)
-        flat = torch.ops.tilerec.rule_partials_of_tables(
-            leaves, slots, rows, grads, scalars, phase, self.dims, self.unit > 1, phase == 0, columns, self.spec.rule,
-            self.hyper, *self.counting,
-        )  # fmt: skip
-        kinds = self.kinds(phase)
+            tables, parts = self._elements(parts)
+        call = PartialsCall(tables, parts, phase, exact=self.unit > 1, finite=phase == 0)
+        flat = torch.ops.tilerec.rule_partials_of_tables(*call.packed())
+        kinds, rows = self.kinds(phase), parts.rows
         if self.unit != 1:
             units = [width // self.unit if self.unit else 1 for width in widths]
             return list(flat.split([len(r) * kinds * n for r, n in zip(rows, units, strict=True)]))
@@ -417,18 +410,21 @@ class _PhasedUpdate:
             for part, width in zip(parts, widths, strict=True)
         ]
 
-    def _elements(self, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the weights and slots of the rows, element by element."""
-        leaves, slots = [], []
-        each = len(self.slots) // len(self.leaves)
-        for t, (leaf, rows_U) in enumerate(zip(self.leaves, rows, strict=True)):
-            width = leaf.shape[1]
-            leaves.append(leaf[rows_U].reshape(-1, 1))
+    def _elements(self, parts: PartRows) -> tuple[RuleTables, PartRows]:
+        """Return each element as a row of one column, so that the summing kernel returns the single terms."""
+        weights, slots, scalars = [], [], []
+        for t, (weight, rows_U) in enumerate(zip(self.tables.weights, parts.rows, strict=True)):
+            width = weight.shape[1]
+            weights.append(weight[rows_U].reshape(-1, 1))
             slots += [
                 slot[rows_U].reshape(-1, 1) if slot.dim() == 2 else slot[rows_U].repeat_interleave(width)
-                for slot in self.slots[t * each : (t + 1) * each]
+                for slot in self.tables.slots_of(t)
             ]
-        return leaves, slots
+            scalars.append(parts.scalars[t].repeat_interleave(width, dim=1))
+        rows = [torch.arange(grads_UD.numel(), device=grads_UD.device) for grads_UD in parts.grads]
+        grads = [grads_UD.reshape(-1, 1) for grads_UD in parts.grads]
+        tables = self.tables._replace(weights=weights, slots=slots, column_offsets=[0] * len(weights))
+        return tables, PartRows(rows, grads, scalars, parts.dims)
 
     def kinds(self, phase: int) -> int:
         """Return the number of sums per row that are sent in a phase."""
@@ -461,13 +457,8 @@ class _PhasedUpdate:
 
     def apply(self) -> None:
         """Update the rows and slots."""
-        places = [tile.place for tile in self.tiles]
-        steps, counts, lr = self.counting
-        torch.ops.tilerec.rule_apply_to_tables_(
-            self.leaves, self.slots, *self._per_tile(), self.dims, self.spec.rule, self.hyper, steps,
-            [word for place in places for word in place.key], [place.row_offset for place in places], self.columns,
-            self._names(), counts, lr,
-        )  # fmt: skip
+        call = ApplyCall(self.tables._replace(row_names=self._names()), self._per_tile())
+        torch.ops.tilerec.rule_apply_to_tables_(*call.packed())
         count_updates(self.tiles, self.spec)
         for own in self.rows:
             for tile in own.tiles:
@@ -477,7 +468,7 @@ class _PhasedUpdate:
         """Return the row number held by each cache line, empty for tiles without a cache; None if no tile has one."""
         if all(tile.cache is None for tile in self.tiles):
             return None
-        nothing = self.leaves[0].new_empty(0, dtype=torch.int64)
+        nothing = self.tables.weights[0].new_empty(0, dtype=torch.int64)
         return [nothing if tile.cache is None else tile.cache.names for tile in self.tiles]
 
 

@@ -15,10 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops.update_ops import (
+    rule_apply_,
+    rule_partials,
+    sum_row_gradients,
+    sum_row_gradients_reference,
+    update_rows_reference_,
+)
 from tilerec.errors import InputError
 from tilerec.ops import backends
 from tilerec.ops.runtime.cpu.library import ISAS, library
-from tilerec.ops.update.definition import sum_row_gradients_reference, update_rows_reference_
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native CPU library is not built")
 
@@ -179,7 +185,7 @@ def test_column_parts_equal_the_whole_row_in_bits_where_cuts_lie_on_blocks(
     ]
     grad, ids, offsets, _, _, *layout = whole.rest[:10]
     rule, hyper, (step,), seed = whole.rest[10:14]
-    rows_U, grads_UD = ops.sum_row_gradients(grad, ids, offsets, None, 12, 19, *layout)
+    rows_U, grads_UD = sum_row_gradients(grad, ids, offsets, None, 12, 19, *layout)
     kinds = RULES[name][2]
     phases = {"rowwise_adagrad": 2 if "maxnorm" in name else 1, "partial_rowwise_lamb": 2}.get(
         rule, 0 if rule in ("sgd", "adagrad", "adam") else 1
@@ -188,7 +194,7 @@ def test_column_parts_equal_the_whole_row_in_bits_where_cuts_lie_on_blocks(
     for phase in range(phases):
         total = None
         for weight, slots, a, b in parts:
-            part = ops.rule_partials(
+            part = rule_partials(
                 weight,
                 slots,
                 rows_U,
@@ -212,7 +218,7 @@ def test_column_parts_equal_the_whole_row_in_bits_where_cuts_lie_on_blocks(
             sums = sums + total[..., block]
         scalars_PU = torch.cat((scalars_PU, sums.T))
     for weight, slots, a, b in parts:
-        ops.rule_apply_(
+        rule_apply_(
             weight,
             slots,
             rows_U,
@@ -280,7 +286,7 @@ def test_row_sums_of_any_record_equal_the_reference(
         )  # fmt: skip
     for rows in (6, 0):  # 0: not known
         record = (grad, ids, offsets if pooled else None, sample_weights, rows, dim, *layout)
-        rows_U, grads_UD = ops.sum_row_gradients(*record)
+        rows_U, grads_UD = sum_row_gradients(*record)
         want_rows, want_grads = sum_row_gradients_reference(*record)
         assert rows_U.tolist() == want_rows.tolist()
         torch.testing.assert_close(grads_UD, want_grads.float(), rtol=1e-5, atol=1e-6)
@@ -293,7 +299,7 @@ def test_rows_of_every_width_come_out_sorted_and_complete(count: int, top: int, 
     threads(2)
     ids = torch.randint(0, top, (count,))
     grad = torch.ones(count, 1)
-    rows_U, grads_UD = ops.sum_row_gradients(grad, ids, None, None, top, 1, [0], [count], [0], [1], [0])
+    rows_U, grads_UD = sum_row_gradients(grad, ids, None, None, top, 1, [0], [count], [0], [1], [0])
     want, counts = ids.unique(return_counts=True)
     assert torch.equal(rows_U, want)
     assert torch.equal(grads_UD[:, 0], counts.float())
@@ -394,7 +400,7 @@ def test_a_bad_id_or_offset_is_an_error_and_changes_nothing() -> None:
         ops.update_rows_(*run[:2], *run.rest)
     weight = torch.zeros(4, 2)
     with pytest.raises(InputError, match="id 4 "):
-        ops.rule_apply_(
+        rule_apply_(
             weight,
             [],
             torch.tensor([4]),
@@ -441,7 +447,7 @@ def test_nothing_to_do_changes_nothing(name: str) -> None:
     empty[4:10] = [[]] * 6
     assert ops.update_rows_(*run[:2], *empty).tolist() == [0, -1, -1]
     assert_same_bits(run.state(), before.state())
-    rows_U, grads_UD = ops.sum_row_gradients(
+    rows_U, grads_UD = sum_row_gradients(
         torch.zeros(0), torch.zeros(0, dtype=torch.int32), None, None, 5, 3, *[[]] * 5
     )
     assert rows_U.shape == (0,)
@@ -503,7 +509,7 @@ def test_ids_offsets_and_weights_of_any_type_and_stride_are_read_as_they_look(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert not torch.equal(got.weights[0], run.weights[0])
     own = [values[:1] for values in layout[2:]]
-    mine = ops.sum_row_gradients(grad, new_ids, new_offsets if pooled else None, weights, 12, 3, *own)
+    mine = sum_row_gradients(grad, new_ids, new_offsets if pooled else None, weights, 12, 3, *own)
     others = sum_row_gradients_reference(grad, ids, offsets if pooled else None, plain, 12, 3, *own)
     assert torch.equal(mine[0], others[0])
     torch.testing.assert_close(mine[1], others[1], rtol=1e-5, atol=1e-6)
@@ -520,7 +526,7 @@ def test_gradients_of_any_type_and_stride_are_read_as_they_look(dtype: torch.dty
     for a, b in zip(got.state(), want.state(), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-6)
     layout = [values[1:] for values in run.rest[5:10]]
-    rows_U, grads_UD = ops.sum_row_gradients(grad, *run.rest[1:4], 12, 16, *layout)
+    rows_U, grads_UD = sum_row_gradients(grad, *run.rest[1:4], 12, 16, *layout)
     want_rows, want_grads = sum_row_gradients_reference(grad.contiguous(), *run.rest[1:4], 12, 16, *layout)
     assert torch.equal(rows_U, want_rows)
     assert grads_UD.dtype == want_grads.dtype
@@ -552,7 +558,7 @@ def test_a_table_whose_memory_was_freed_is_refused(victim: str) -> None:
     hyper = hyper_of("rowwise")
     rows, grads = torch.tensor([1]), torch.ones(1, 16)
     with pytest.raises(InputError, match="has no memory"):
-        ops.rule_apply_(
+        rule_apply_(
             run.weights[1], run.slots[1:], rows, grads, torch.ones(1, 1), 16, "rowwise_adagrad", hyper, 1, [0, 0], 0, 0
         )  # fmt: skip
 
@@ -565,9 +571,7 @@ def test_row_sums_that_lie_in_columns_are_read_like_those_in_rows() -> None:
     found = []
     for scalars in (sums.T.contiguous(), sums.T, sums.T.repeat_interleave(2, 1)[:, ::2]):
         weight, slots = torch.ones(5, 8), [torch.zeros(5, 8), torch.zeros(5)]
-        ops.rule_apply_(
-            weight, slots, rows, grads, scalars, 8, "partial_rowwise_lamb", hyper, 1, [0, 0], 0, 0
-        )
+        rule_apply_(weight, slots, rows, grads, scalars, 8, "partial_rowwise_lamb", hyper, 1, [0, 0], 0, 0)
         found.append((weight, *slots))
     assert not torch.equal(found[0][0], torch.ones(5, 8))
     assert_same_bits(found[0], found[1])

@@ -140,13 +140,12 @@ def hosts() -> dict[str, Callable[..., Any]]:
     from tilerec.ops.quantize import triton as quant
     from tilerec.ops.random.triton import backend as random
     from tilerec.ops.update.triton import backend as update
-    from tilerec.ops.update.triton import phased_update as parts
 
     found: dict[str, Callable[..., Any]] = {}
     real = LIBRARY.impl
     LIBRARY.impl = lambda name, function, key, **_: found.update({name: function})  # type: ignore[method-assign]
     try:
-        for backend in (cache, exchange, hash, jagged, lookup, parts, quant, random, update):
+        for backend in (cache, exchange, hash, jagged, lookup, quant, random, update):
             backend.register()
     finally:
         LIBRARY.impl = real  # type: ignore[method-assign]

@@ -17,18 +17,18 @@ from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, Call, pooled, single
-from tilerec.errors import InputError
-from tilerec.ops.runtime.triton import library
-from tilerec.ops.update.definition import (
+from tests.ops.triton.update_kernels import rule_apply_to_tables_, rule_partials_of_tables, update_rows_
+from tests.ops.update_ops import (
     rule_apply_to_tables_reference_,
     rule_partials_of_tables_reference,
     update_rows_reference_,
 )
+from tilerec.errors import InputError
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.calls import RuleTables
 from tilerec.ops.update.rules import make_rule
 from tilerec.ops.update.triton import rules
-from tilerec.ops.update.triton.backend import update_rows_
 from tilerec.ops.update.triton.counts import PACES, pace_table, paces_on_device
-from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
 from tilerec.ops.update.triton.rules import prepare_rule
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +58,10 @@ NAMES = ALL if NIGHTLY else [
 ]  # fmt: skip
 
 
+def _tables(counts: list[Tensor], lr: Tensor | None = None) -> RuleTables:
+    return RuleTables([], [], "", [], [], [], [], [], None, counts, lr)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
     rule, hyper, _ = RULES[name]
@@ -67,7 +71,9 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
         value = lr if tensor is None else float(tensor)
         counts = counts_of(*before)
         frozen = with_lr(hyper, lr if tensor is None else 7.0)
-        told = paces_on_device("op", prepare_rule(rule, frozen), counts, tensor, torch.device("cpu"), True)
+        told = paces_on_device(
+            "op", prepare_rule(rule, frozen), _tables(counts, tensor), torch.device("cpu"), True
+        )
         want = pace_table(
             prepare_rule(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu")
         )
@@ -80,7 +86,7 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
 def test_more_tables_than_a_program_takes() -> None:
     made = prepare_rule(*RULES["adam"][:2])
     counts = counts_of(*range(70))
-    told = paces_on_device("op", made, counts, None, torch.device("cpu"), True).view(-1, PACES)
+    told = paces_on_device("op", made, _tables(counts), torch.device("cpu"), True).view(-1, PACES)
     assert told[:, 0].tolist() == [int(c) for c in counts] == list(range(1, 71))
     e0 = [struct.unpack("f", struct.pack("i", bits))[0] for bits in told[:, 1].tolist()]
     assert e0 == pytest.approx([0.1 / (1 - 0.9 ** (t + 1)) for t in range(70)], rel=1e-6)

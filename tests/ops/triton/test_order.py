@@ -12,13 +12,12 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES, Call, pooled, single
+from tests.ops.triton.update_kernels import order_rows, sum_row_gradients_of_tables, update_rows_
+from tests.ops.update_ops import update_rows_reference_
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton import library
-from tilerec.ops.update.definition import update_rows_reference_
-from tilerec.ops.update.order import order_rows_reference
+from tilerec.ops.update.order import REFERENCE
 from tilerec.ops.update.triton import backend as update
-from tilerec.ops.update.triton.backend import order_rows, update_rows_
-from tilerec.ops.update.triton.phased_update import sum_row_gradients_of_tables
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
@@ -46,7 +45,7 @@ def test_kernels_order_as_the_reference(name: str) -> None:
     """Tables of one group, so keys go by the tables' order; sentinels' places mean nothing."""
     record = RECORDS[name]()
     weights = [torch.randn(6, 4), torch.randn(6, 4)][: max(record[4]) + 1]
-    got, want = (function(weights, *record[1:]) for function in (order_rows, order_rows_reference))
+    got, want = (function(weights, *record[1:]) for function in (order_rows, REFERENCE["order_rows"]))
     known = int((want[0] < want[3][-1]).sum())
     assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want]
     assert torch.equal(got[0], want[0])
@@ -63,15 +62,16 @@ def test_an_update_has_the_same_bits_with_an_order_and_sorts_nothing(
     weights = [torch.randn(6, 4), torch.randn(6, 4).bfloat16()][: max(record[4]) + 1]
     call = Call(weights, RULES["rowwise-l2"], record)
 
-    def run(function: Any, **ordered: Any) -> list[Any]:
+    def run(function: Any, ahead: bool) -> list[Any]:
         own, slots = [w.clone() for w in weights], [s.clone() for s in call.slots]
-        if ordered:
-            ordered = {"ordered": order_rows(own, *record[1:])}
+        ordered: list[Any] = []
+        if ahead:
+            ordered = [None, None, order_rows(own, *record[1:])]
             monkeypatch.setattr("tilerec.ops.update.triton.sort.order_occurrences", None)  # not called again
-        return [function(own, slots, *record, *call.rest, **ordered).tolist(), *own, *slots]
+        return [function(own, slots, *record, *call.rest, *ordered).tolist(), *own, *slots]
 
-    plain = run(update_rows_)
-    ahead = run(update_rows_, ordered=True)
+    plain = run(update_rows_, False)
+    ahead = run(update_rows_, True)
     assert plain[0] == ahead[0]
     for a, b in zip(plain[1:], ahead[1:], strict=True):
         assert torch.equal(a, b)

@@ -15,20 +15,20 @@ pytest.importorskip("triton")
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import ELEMENT, RULES, pooled, single, slots_for
-from tilerec.errors import InputError
-from tilerec.ops.runtime.triton import library
-from tilerec.ops.update.definition import (
-    rule_apply_to_tables_reference_,
-    rule_partials_of_tables_reference,
-    sum_row_gradients_of_tables_reference,
-)
-from tilerec.ops.update.rules import make_rule
-from tilerec.ops.update.triton import phased_update as module
-from tilerec.ops.update.triton.phased_update import (
+from tests.ops.triton.update_kernels import (
     rule_apply_to_tables_,
     rule_partials_of_tables,
     sum_row_gradients_of_tables,
 )
+from tests.ops.update_ops import (
+    rule_apply_to_tables_reference_,
+    rule_partials_of_tables_reference,
+    sum_row_gradients_of_tables_reference,
+)
+from tilerec.errors import InputError
+from tilerec.ops.runtime.triton import library
+from tilerec.ops.update.rules import make_rule
+from tilerec.ops.update.triton import phased_update as module
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"

@@ -14,12 +14,11 @@ pytest.importorskip("triton")
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_update import RULES, Call, pooled, single
+from tests.ops.triton.update_kernels import sum_row_gradients_of_tables, update_rows_
 from tilerec.ops.runtime.cpu import library as cpu_library
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import launch as update_launch
 from tilerec.ops.update.triton import runs, sort
-from tilerec.ops.update.triton.backend import update_rows_
-from tilerec.ops.update.triton.phased_update import sum_row_gradients_of_tables
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"

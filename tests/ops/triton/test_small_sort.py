@@ -15,9 +15,9 @@ from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.test_sort import record_of, tables_of
 from tests.ops.triton.test_update import RULES, Call, pooled
+from tests.ops.triton.update_kernels import update_rows_
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import small_sort
-from tilerec.ops.update.triton.backend import update_rows_
 from tilerec.ops.update.triton.small_sort import is_small, rank_blocks
 from tilerec.ops.update.triton.sort import Record, Sorted, key_type, sort_occurrences
 

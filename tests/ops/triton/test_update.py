@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.gates import ROOT, Gate, compiled
 from tests.ops.triton.interpreter import quick
+from tests.ops.triton.update_kernels import update_rows_
+from tests.ops.update_ops import update_rows_reference_
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.runtime.triton import library
-from tilerec.ops.update.definition import update_rows_reference_
 from tilerec.ops.update.triton import backend as update
 from tilerec.ops.update.triton import launch as update_launch
 from tilerec.ops.update.triton import rules, sort
-from tilerec.ops.update.triton.backend import update_rows_
 from tilerec.ops.update.triton.launch import registers, tile_rows
 from tilerec.ops.update.triton.rules import prepare_rule
 

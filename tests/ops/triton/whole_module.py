@@ -13,7 +13,6 @@ from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.random.triton import backend as random
 from tilerec.ops.update.triton import backend as update
-from tilerec.ops.update.triton import phased_update as parts
 from tilerec.optim import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec import optimizer
@@ -63,7 +62,7 @@ def train(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 def main() -> None:
     expected = {(n, t): train(n, t) for n in OPTIMIZERS for t in (torch.float32, torch.bfloat16)}
-    for backend in (update, parts, random):
+    for backend in (update, random):
         backend.register("CPU")
     calls = []
     real = update.launch_update

@@ -34,6 +34,7 @@ from tilerec.ops.gradient.concatenate import joined
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.update.calls import SumCall
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 
 
@@ -322,11 +323,8 @@ def sum_rows_of_tables(
     dims = [record.dims[own[0]] for own in features]
     record = record.only(named)
     known = list(rows) if rows and record.ids.device.type != "cpu" else [0] * len(dims)
-    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(
-        record.grad, record.ids, record.offsets, record.sample_weights, known, dims,
-        [table_of[f] for f in named], record.starts, record.bags, record.grad_starts, record.grad_strides, record.means,
-        ordered,
-    )  # fmt: skip
+    call = SumCall(record.gradients([table_of[f] for f in named]), known, dims, ordered)
+    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(*call.packed())
     distinct = counts.tolist()
     blocks = grads.split([count * dim for count, dim in zip(distinct, dims, strict=True)])
     return [

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tilerec.ops.update.calls import Features, Gradients
+
 
 @dataclass(frozen=True)
 class GradientRecord:
@@ -31,6 +33,11 @@ class GradientRecord:
     # Position of each feature in the sum over all ranks, if the record is one of several ranks'; empty: 0, 1, 2 …
     order: tuple[int, ...] = ()
     agreed: bool = False  # contains the gradients of all ranks with copies of these rows
+
+    def gradients(self, tables: Sequence[int]) -> Gradients:
+        """Return the record as update ops take it; `tables`: of the call, per feature."""
+        features = Features(tables, self.starts, self.bags, self.grad_starts, self.grad_strides, self.means)
+        return Gradients(self.grad, self.ids, self.offsets, self.sample_weights, features)
 
     def only(self, features: Sequence[int]) -> GradientRecord:
         """Return the record restricted to some of its features."""

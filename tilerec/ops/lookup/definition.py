@@ -47,6 +47,7 @@ from tilerec.ops.lookup.saved_rows import (
 )
 from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.update.calls import Features, Gradients, RuleTables, UpdateCall
 from tilerec.torch_private import BelowAutograd, FakeTensor, FunctionalTensor, graph_task_id, will_execute
 
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
@@ -499,13 +500,11 @@ def _dense_weight_grads(
         strides = [dims[t] for t in tables]
         places = [begin * dim for begin, dim in zip(starts, strides, strict=True)]
     position = {t: i for i, t in enumerate(chosen)}
-    features = [f for f, t in enumerate(tables) if t in position]
-    zeros = [0] * len(out)
-    torch.ops.tilerec.update_rows_(
-        out, [], grad, ids, bounds if batches else None, sample_weights, [position[tables[f]] for f in features],
-        *([values[f] for f in features] for values in (starts, bags, places, strides, means)),
-        "store", [], zeros, zeros + zeros, zeros, zeros,
-    )  # fmt: skip
+    lists = ([position.get(t, -1) for t in tables], starts, bags, places, strides, means)
+    wanted = [f for f, t in enumerate(tables) if t in position]
+    features = Features(*[[values[f] for f in wanted] for values in lists])
+    record = Gradients(grad, ids, bounds if batches else None, sample_weights, features)
+    torch.ops.tilerec.update_rows_(*UpdateCall(RuleTables.of_sums(out), record).packed())
     return out
 
 

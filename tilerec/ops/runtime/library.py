@@ -9,6 +9,7 @@ Without the check, one tensor on meta would make the dispatcher choose the fake 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
@@ -48,3 +49,13 @@ class OpLibrary(torch.library.Library):
 
 
 LIBRARY = OpLibrary("tilerec", "DEF")
+
+
+def takes_arguments(unpack: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that takes a record as a function of the op's arguments; `unpack` makes the record of them."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        return kernel(unpack(*args))
+
+    return run

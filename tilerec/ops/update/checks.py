@@ -2,8 +2,6 @@
 
 Every function raises an `InputError`. The reference calls all of them. A backend calls the cheap ones, performs the
 others while it reads, and calls these functions for the error messages.
-
-Legend: per feature tables, starts, bags, grad_starts, grad_strides, means as in `update_rows_reference_`.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.ops.update.calls import Features, Gradients, PartRows, RecordSizes, RuleTables, SumCall
 from tilerec.ops.update.rules import Rule
 
 _INDEX_TYPES = (torch.int64, torch.int32)
@@ -21,33 +20,22 @@ UNKNOWN_ROWS = (1 << 63) - 1
 """Number of rows of a table if it is unknown: it allows every 64-bit id but the last."""
 
 
-def slot_kinds(rule: Rule) -> str:
-    """Return one letter per slot of the rule: "e" (one number per element) or "r" (one per row)."""
-    return "".join(kind[0] for kind in rule.slot_kinds)
-
-
-def check_record(
-    op: str, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, *per_feature: Sequence[int]
-) -> None:
-    """Raise an `InputError` for tensors of a record that are not flat lists, or for lists of different lengths.
-
-    `per_feature`: tables, starts, bags, gradient starts, gradient strides, means.
-    """
-    features = len(per_feature[0])
+def check_record(op: str, record: Gradients) -> None:
+    """Raise an `InputError` for tensors of a record that are not flat lists, or for lists of different lengths."""
+    _, ids, offsets, sample_weights, features = record
+    count = len(features.tables)
     if (
-        [len(values) for values in per_feature] == [features] * 6
+        [len(values) for values in features] == [count] * 6
         and ids.dim() == 1
         and ids.dtype in _INDEX_TYPES
         and (offsets is None or (offsets.dim() == 1 and offsets.dtype in _INDEX_TYPES))
         and (sample_weights is None or sample_weights.shape == ids.shape)
     ):
         return  # the usual case; this check runs at every update
-    for name, values in zip(
-        ("starts", "bags", "grad_starts", "grad_strides", "means"), per_feature[1:], strict=True
-    ):
-        if len(values) != features:
+    for name, values in zip(Features._fields[1:], features[1:], strict=True):
+        if len(values) != count:
             raise InputError(
-                f"{op}: {name} has {len(values)} entries for {features} features; expected one per feature. "
+                f"{op}: {name} has {len(values)} entries for {count} features; expected one per feature. "
                 "Check how the record was made."
             )
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -67,16 +55,12 @@ def check_record(
         )
 
 
-def check_reach(
-    op: str, grad_count: int, ids_count: int, offsets_count: int | None, dims: Sequence[int], tables: Sequence[int],
-    starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int],
-) -> None:  # fmt: skip
+def check_reach(op: str, sizes: RecordSizes, dims: Sequence[int], features: Features) -> None:
     """Raise an `InputError` for a feature whose bags lie outside the gradient, the ids or the offsets.
 
-    `offsets_count` None: every id is its own bag. `dims`: columns per table.
+    `dims`: columns per table.
     """
-    features = zip(tables, starts, bags, grad_starts, grad_strides, strict=True)
-    for f, (table, start, count, place, stride) in enumerate(features):
+    for f, (table, start, count, place, stride, _) in enumerate(zip(*features, strict=True)):
         label = f"{op}: feature number {f}"
         if not 0 <= table < len(dims):
             raise InputError(
@@ -89,39 +73,38 @@ def check_reach(
         if count == 0:
             continue
         first, last = min(place, place + (count - 1) * stride), max(place, place + (count - 1) * stride)
-        if first < 0 or last + dims[table] > grad_count:
+        if first < 0 or last + dims[table] > sizes.grad:
             raise InputError(
-                f"{label} reads elements [{first}, {last + dims[table]}) of a gradient of {grad_count}. Pass the "
+                f"{label} reads elements [{first}, {last + dims[table]}) of a gradient of {sizes.grad}. Pass the "
                 "gradient of the lookup's whole output."
             )
-        if offsets_count is None and start + count > ids_count:
+        if sizes.offsets is None and start + count > sizes.ids:
             raise InputError(
-                f"{label} reads ids [{start}, {start + count}) of {ids_count}. Check the starts of the features."
+                f"{label} reads ids [{start}, {start + count}) of {sizes.ids}. Check the starts of the features."
             )
-        if offsets_count is not None and start + count >= offsets_count:
+        if sizes.offsets is not None and start + count >= sizes.offsets:
             raise InputError(
-                f"{label} has bags [{start}, {start + count}), but there are {offsets_count} offsets; expected "
+                f"{label} has bags [{start}, {start + count}), but there are {sizes.offsets} offsets; expected "
                 f"{start + count + 1} or more. Check the batch sizes."
             )
 
 
-def check_tables(
-    op: str, weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rule: str, column_offsets: Sequence[int],
-    *per_table: tuple[Sequence[object], int],
-) -> None:  # fmt: skip
+def check_tables(op: str, tables: RuleTables, kinds: str, dims: Sequence[int] | None = None) -> None:
     """Raise an `InputError` for tables, slots or per-table lists that do not match.
 
-    `kinds`: per slot of the rule "e" (one number per element) or "r" (one per row); `per_table`: lists, each with its
-    number of entries per table.
+    `kinds`: of the rule's slots (`Rule.kinds`); `dims`: of parts, the columns of whole rows.
     """
-    count = len(weights)
-    for values, each in ((column_offsets, 1), *per_table):
+    weights, slots, rule, count = tables.weights, tables.slots, tables.rule, len(tables.weights)
+    lists: list[tuple[Sequence[object], int]] = [
+        (tables.column_offsets, 1), (tables.counts or tables.steps, 1), (tables.seeds, 2), (tables.row_offsets, 1),
+    ]  # fmt: skip
+    for values, each in lists if dims is None else [*lists, (dims, 1)]:
         if len(values) != each * count:
             raise InputError(
                 f"{op}: a list of {len(values)} numbers for {count} tables; expected {each} per table (steps, seeds, "
                 "row_offsets, column_offsets)."
             )
-    for t, offset in enumerate(column_offsets):
+    for t, offset in enumerate(tables.column_offsets):
         if not 0 <= offset < 1 << 34:
             raise InputError(f"{op}: column offset {offset} of table number {t} is outside [0, 2^34).")
     if len(slots) != count * len(kinds):
@@ -143,36 +126,38 @@ def check_tables(
                 )
 
 
-def check_names(op: str, row_names: Sequence[Tensor], rows: Sequence[int]) -> list[Tensor]:
-    """Return row names in the form that backends read: per table int64 `[rows]`, contiguous, or empty."""
-    if len(row_names) != len(rows):
+def check_names(op: str, tables: RuleTables) -> list[Tensor]:
+    """Return row names in the form that backends read: per table int64 `[rows]`, contiguous, or empty.
+
+    The list is empty if the call has no row names.
+    """
+    if tables.row_names is None:
+        return []
+    if len(tables.row_names) != len(tables.weights):
         raise InputError(
-            f"{op}: {len(row_names)} tensors of row names for {len(rows)} tables; expected one each."
+            f"{op}: {len(tables.row_names)} tensors of row names for {len(tables.weights)} tables; expected one each."
         )
-    for t, (names, count) in enumerate(zip(row_names, rows, strict=True)):
+    for t, (names, weight) in enumerate(zip(tables.row_names, tables.weights, strict=True)):
+        count = weight.shape[0]
         if names.dtype != torch.int64 or names.dim() != 1 or names.shape[0] not in (0, count):
             raise InputError(
                 f"{op}: row names of table number {t} have shape {list(names.shape)} and type {names.dtype}; expected "
                 f"int64 [{count}], or [0] if rows use their own numbers."
             )
-    return [names.contiguous() for names in row_names]
+    return [names.contiguous() for names in tables.row_names]
 
 
-def check_parts(
-    op: str, made: Rule, rule: str, weights: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
-    scalars: Sequence[Tensor], dims: Sequence[int], phase: int | None,
-) -> None:  # fmt: skip
+def check_parts(op: str, made: Rule, tables: RuleTables, parts: PartRows, phase: int | None) -> None:
     """Raise an `InputError` for arrays of a phase that do not match; `phase` None: the apply, after all phases."""
     if phase is not None and not 0 <= phase < made.phases:
-        raise InputError(f"{op}: phase {phase} of rule {rule!r}, which has {made.phases} phases.")
-    sizes = {"rows": len(rows), "gradients": len(grads), "scalars": len(scalars), "dims": len(dims)}
-    for name, size in sizes.items():
-        if size != len(weights):
-            raise InputError(f"{op}: {size} {name} for {len(weights)} tables; expected one per table.")
+        raise InputError(f"{op}: phase {phase} of rule {tables.rule!r}, which has {made.phases} phases.")
+    for name, values in zip(("rows", "gradients", "scalars", "dims"), parts, strict=True):
+        if len(values) != len(tables.weights):
+            raise InputError(
+                f"{op}: {len(values)} {name} for {len(tables.weights)} tables; expected one per table."
+            )
     wanted = sum(made.sums(p) for p in range(made.phases if phase is None else phase))
-    for t, (weight, rows_U, grads_UW, scalars_PU) in enumerate(
-        zip(weights, rows, grads, scalars, strict=True)
-    ):
+    for t, (weight, rows_U, grads_UW, scalars_PU) in enumerate(zip(tables.weights, *parts[:3], strict=True)):
         distinct, width = rows_U.numel(), weight.shape[1]
         if rows_U.dim() != 1 or rows_U.is_floating_point():
             raise InputError(
@@ -207,20 +192,19 @@ def raise_bad_offset(op: str, feature: int, position: int, value: int, ids: int)
     )
 
 
-def check_sum(rows: int, dim: int) -> None:
+def check_sums(call: SumCall) -> None:
     """Raise an `InputError` for a table with a negative number of rows or columns."""
-    if rows < 0 or dim < 0:
-        raise InputError(
-            f"sum_row_gradients: a table of {rows} rows of {dim} columns; expected no negative number."
-        )
+    for rows, dim in zip(call.rows, call.dims, strict=True):
+        if rows < 0 or dim < 0:
+            raise InputError(
+                f"sum_row_gradients: a table of {rows} rows of {dim} columns; expected no negative number."
+            )
 
 
-def check_ids(
-    op: str, ids: Tensor, offsets: Tensor | None, rows: Sequence[int], tables: Sequence[int], starts: Sequence[int],
-    bags: Sequence[int],
-) -> None:  # fmt: skip
-    """Raise an `InputError` for the first bad offset or id."""
-    for f, (table, start, count) in enumerate(zip(tables, starts, bags, strict=True)):
+def check_ids(op: str, record: Gradients, rows: Sequence[int]) -> None:
+    """Raise an `InputError` for the first bad offset or id; `rows`: per table."""
+    ids, offsets = record.ids, record.offsets
+    for f, (table, start, count) in enumerate(zip(*record.features[:3], strict=True)):
         begin, end = start, start + count
         if offsets is not None and count:
             bounds = offsets[start : start + count + 1]

@@ -19,23 +19,25 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.ops.update.calls import RuleTables
 from tilerec.torch_private import foreach_add_
 
 
-def check_counts(
-    op: str, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None, tables: int
-) -> None:
+def check_counts(op: str, tables: RuleTables) -> None:
     """Raise an `InputError` for counts or a rate that are invalid or given twice."""
+    counts, lr = tables.counts, tables.lr
     if counts is None:
         if lr is not None:
             raise InputError(f"{op}: got lr as a tensor without counts. Pass both, or lr in hyper[0].")
         return
-    if len(steps):
+    if len(tables.steps):
         raise InputError(
-            f"{op}: got {len(steps)} steps and {len(counts)} counts; expected one of the two. Pass steps=[]."
+            f"{op}: got {len(tables.steps)} steps and {len(counts)} counts; expected one of the two. Pass steps=[]."
         )
-    if len(counts) != tables:
-        raise InputError(f"{op}: got {len(counts)} counts for {tables} tables; expected one each.")
+    if len(counts) != len(tables.weights):
+        raise InputError(
+            f"{op}: got {len(counts)} counts for {len(tables.weights)} tables; expected one each."
+        )
     if {count.dtype for count in counts} - {torch.int64} or any([count.dim() for count in counts]):  # noqa: C419
         t = next(t for t, count in enumerate(counts) if count.dtype != torch.int64 or count.dim())
         raise InputError(
@@ -49,17 +51,17 @@ def check_counts(
         )
 
 
-def resolve_counts(
-    op: str, steps: Sequence[int], hyper: Sequence[float], counts: Sequence[Tensor] | None, lr: Tensor | None,
-    tables: int,
-) -> tuple[Sequence[int], Sequence[float]]:  # fmt: skip
-    """Return `steps` and `hyper` with the tensors' values in their places; synchronizes with the tensors' device."""
-    check_counts(op, steps, counts, lr, tables)
-    if counts is None:
-        return steps, hyper
-    if lr is not None and len(hyper):
-        hyper = [float(lr), *hyper[1:]]
-    return [int(count) + 1 for count in counts], hyper
+def resolve_counts(op: str, tables: RuleTables) -> RuleTables:
+    """Return the tables with the values of `counts` and `lr` in `steps` and `hyper`; synchronizes with their device."""
+    check_counts(op, tables)
+    if tables.counts is None:
+        return tables
+    hyper = tables.hyper
+    if tables.lr is not None and len(hyper):
+        hyper = [float(tables.lr), *hyper[1:]]
+    return tables._replace(
+        hyper=hyper, steps=[int(count) + 1 for count in tables.counts], counts=None, lr=None
+    )
 
 
 def read_counts(counts: Sequence[Tensor]) -> list[int]:

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.library import LIBRARY, takes_arguments
+from tilerec.ops.update.calls import Features, OrderCall, taking_arguments
 from tilerec.ops.update.checks import check_reach, check_record
 
 LIBRARY.define(
@@ -40,10 +41,10 @@ def key_type(bits: int) -> torch.dtype:
     return torch.int16 if bits <= _INT16 else torch.int32 if bits <= _INT32 else torch.int64
 
 
-def layers(starts: Sequence[int], bags: Sequence[int]) -> int:
+def layers(features: Features) -> int:
     """Return the largest number of features that read one bag. Example: bags [0, 4), [4, 8), [0, 4) -> 2."""
     edges: list[tuple[int, int]] = []
-    for start, count in zip(starts, bags, strict=True):
+    for start, count in zip(features.starts, features.bags, strict=True):
         if count:
             edges += [(start, 1), (start + count, -1)]
     most = now = 0
@@ -53,31 +54,36 @@ def layers(starts: Sequence[int], bags: Sequence[int]) -> int:
     return most
 
 
-def reach(
-    dims: Sequence[int], tables: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
-    grad_strides: Sequence[int],
-) -> int:  # fmt: skip
+def reach(dims: Sequence[int], features: Features) -> int:
     """Return the minimum number of elements of an output gradient that contains all features' rows."""
     ends = [
         max(place, place + (count - 1) * stride) + dims[t]
-        for t, count, place, stride in zip(tables, bags, grad_starts, grad_strides, strict=True)
+        for t, _, count, place, stride, _ in zip(*features, strict=True)
         if count
     ]
     return max(ends, default=0)
 
 
-def order_rows_reference(
-    weights: Sequence[Tensor],
-    ids: Tensor,
-    offsets: Tensor | None,
-    sample_weights: Tensor | None,
-    tables: Sequence[int],
-    starts: Sequence[int],
-    bags: Sequence[int],
-    grad_starts: Sequence[int],
-    grad_strides: Sequence[int],
-    means: Sequence[int],
-) -> list[Tensor]:
+class OrderSizes(NamedTuple):
+    """Sizes of an order's tensors."""
+
+    total: int  # occurrences
+    least: int  # `reach`
+    scaled: bool  # True if some scales are not 1
+
+    @staticmethod
+    def of(call: OrderCall) -> OrderSizes:
+        _, ids, offsets, sample_weights, features = call.gradients
+        total = sum(features.bags) if offsets is None else layers(features) * ids.shape[0]
+        scaled = sample_weights is not None or (any(features.means) and offsets is not None)
+        return OrderSizes(total, reach([w.shape[1] for w in call.weights], features), scaled)
+
+    @property
+    def places(self) -> torch.dtype:
+        return torch.int32 if self.least < 1 << 31 else torch.int64
+
+
+def order_rows_reference(call: OrderCall) -> list[Tensor]:
     """Sort occurrences by row, for `update_rows_` with the same tables, ids and lists per feature.
 
     Args: as in `update_rows_`; only shapes, dtypes and addresses of the weights matter.
@@ -95,25 +101,18 @@ def order_rows_reference(
     Example: tables of 5 and 3 rows and 2 columns, one bag each, ids (4, 1 | 2), gradient rows at 0 and 2 -> keys
     (1, 4, 7), places (0, 0, 2), no scales, first keys and sentinel (0, 5, 8).
     """
-    op = "order_rows"
-    dims = [w.shape[1] for w in weights]
-    least = reach(dims, tables, bags, grad_starts, grad_strides)
-    check_record(op, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means)
-    check_reach(
-        op, least, ids.numel(), None if offsets is None else offsets.numel(), dims, tables, starts, bags, grad_starts,
-        grad_strides,
-    )  # fmt: skip
-    rows = [w.shape[0] for w in weights]
+    op, record = "order_rows", call.gradients
+    _, ids, offsets, sample_weights, features = record
+    check_record(op, record)
+    sizes = OrderSizes.of(call)
+    check_reach(op, record.sizes._replace(grad=sizes.least), [w.shape[1] for w in call.weights], features)
+    rows = [w.shape[0] for w in call.weights]
     first_keys = list(itertools.accumulate(rows, initial=0))
     sentinel, device = first_keys[-1], ids.device
-    total = sum(bags) if offsets is None else layers(starts, bags) * ids.numel()
-    averaged = any(means) and offsets is not None
     keys: list[Tensor] = []
     places: list[Tensor] = []
     scales: list[Tensor] = []
-    for t, start, count, place, stride, mean in zip(
-        tables, starts, bags, grad_starts, grad_strides, means, strict=True
-    ):
+    for t, start, count, place, stride, mean in zip(*features, strict=True):
         if offsets is None:
             begin, end = start, start + count
             bag_n = torch.arange(count, device=device)
@@ -131,36 +130,33 @@ def order_rows_reference(
         if sample_weights is not None:
             scale = sample_weights[begin:end].to(torch.float32)
         scales.append(scale * lengths_n.float().reciprocal() if mean else scale)  # as the native library does
-    rest = total - sum(own.numel() for own in keys)
+    rest = sizes.total - sum(own.numel() for own in keys)
     keys.append(torch.full((rest,), sentinel, device=device))
     nothing = torch.zeros(rest, dtype=torch.int64, device=device)
     keys_N, occurrences_N = torch.sort(torch.cat(keys), stable=True)
-    scaled = averaged or sample_weights is not None
     return [
         keys_N.to(key_type(sentinel.bit_length())),
-        torch.cat([*places, nothing])[occurrences_N].to(torch.int32 if least < 1 << 31 else torch.int64),
+        torch.cat([*places, nothing])[occurrences_N].to(sizes.places),
         torch.cat([*scales, nothing.float()])[occurrences_N]
-        if scaled
+        if sizes.scaled
         else torch.empty(0, dtype=torch.float32, device=device),
         torch.tensor(first_keys, dtype=torch.int64, device="cpu"),
     ]
 
 
-LIBRARY.impl("order_rows", order_rows_reference, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("order_rows")
-def _fake_order_rows(
-    weights: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, starts: Any, bags: Any, grad_starts: Any,
-    grad_strides: Any, means: Any,
-) -> list[Tensor]:  # fmt: skip
-    total = sum(bags) if offsets is None else layers(starts, bags) * ids.shape[0]
-    least = reach([w.shape[1] for w in weights], tables, bags, grad_starts, grad_strides)
-    bits = sum(w.shape[0] for w in weights).bit_length()
-    scaled = sample_weights is not None or (any(means) and offsets is not None)
+def _fake_order_rows(call: OrderCall) -> list[Tensor]:
+    ids, sizes = call.gradients.ids, OrderSizes.of(call)
+    bits = sum(w.shape[0] for w in call.weights).bit_length()
     return [
-        ids.new_empty(total, dtype=key_type(bits)),
-        ids.new_empty(total, dtype=torch.int32 if least < 1 << 31 else torch.int64),
-        ids.new_empty(total if scaled else 0, dtype=torch.float32),
-        torch.empty(len(weights) + 1, dtype=torch.int64, device="cpu"),
+        ids.new_empty(sizes.total, dtype=key_type(bits)),
+        ids.new_empty(sizes.total, dtype=sizes.places),
+        ids.new_empty(sizes.total if sizes.scaled else 0, dtype=torch.float32),
+        torch.empty(len(call.weights) + 1, dtype=torch.int64, device="cpu"),
     ]
+
+
+REFERENCE = taking_arguments({"order_rows": order_rows_reference})
+"""The reference kernel by the op's name, as a function of the op's arguments."""
+
+LIBRARY.impl("order_rows", REFERENCE["order_rows"], "CompositeExplicitAutograd")
+LIBRARY.fake("order_rows")(takes_arguments(OrderCall.unpack, _fake_order_rows))

@@ -14,22 +14,25 @@ Example: the references' (`definition.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilerec.errors import ConfigError
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.addresses import capturing, constants, current_stream
 from tilerec.ops.runtime.triton.library import on_own_device
+from tilerec.ops.update.calls import Gradients, RuleTables, UpdateCall, taking_arguments
 from tilerec.ops.update.checks import check_names, check_tables
 from tilerec.ops.update.counts import check_counts
 from tilerec.ops.update.definition import update_rows_reference_
-from tilerec.ops.update.triton.counts import pace_table, paces_on_device
+from tilerec.ops.update.triton.counts import pace_table, paces_on_device, refuse_frozen_counts
 from tilerec.ops.update.triton.launch import device_guard, launch_update, pointer_or
 from tilerec.ops.update.triton.order import order_rows, reuse_order
+from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
 from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.row_sums import sum_row_gradients_of_tables
 from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.status import EMPTY_STATUS
@@ -37,6 +40,7 @@ from tilerec.ops.update.triton.tables import (
     GRADIENT_TYPES,
     CachedLayout,
     KernelTables,
+    TableAddresses,
     TableGroup,
     is_supported,
     tables_of,
@@ -46,64 +50,36 @@ _data_ptr = Tensor.data_ptr
 _KNOWN: dict[tuple[object, ...], CachedLayout] = {}
 
 
-def update_rows_(
-    weights: Sequence[Tensor], slots: Sequence[Tensor], grad: Tensor, ids: Tensor, offsets: Tensor | None,
-    sample_weights: Tensor | None, tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
-    grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int], rule: str, hyper: Sequence[float],
-    steps: Sequence[int], seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
-    row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
-    ordered: Sequence[Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+def update_rows_(call: UpdateCall) -> Tensor:
     """See `definition.py`. Skips ids that are no rows (the lookup reported them); the result stays on the device."""
-    op, device = "update_rows_", ids.device
-    check_counts(op, steps, counts, lr, len(weights))
-    made = prepare_rule(rule, hyper)
-    kinds = made.slots
-    names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
-    # The layout is constant over many steps: check it and upload it once.
-    key = (
-        device, current_stream(), rule, kinds, len(weights if counts else steps), tuple(seeds), tuple(row_offsets),
-        tuple(column_offsets), tuple(map(_data_ptr, weights)), tuple(map(_data_ptr, slots)),
-        tuple([(n.data_ptr(), n.shape[0]) for n in names]),
-    )  # fmt: skip
+    op, tables, gradients = "update_rows_", call.tables, call.gradients
+    device, counts, steps = gradients.ids.device, tables.counts, tables.steps
+    check_counts(op, tables)
+    made = prepare_rule(tables.rule, tables.hyper)
+    names = check_names(op, tables)
     graph = capturing()  # the graph must own the tensors that it reads
-    seen = _KNOWN.get(key) if grad.dtype in GRADIENT_TYPES and not graph else None
-    if seen is not None and seen.fits(weights, slots):
-        layout = seen.layout
-    else:
-        if not is_supported(device, grad, weights, slots):
-            return update_rows_reference_(
-                weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides,
-                means, rule, hyper, steps, seeds, row_offsets, column_offsets, row_names, counts, lr,
-            )  # fmt: skip
-        check_tables(
-            op, weights, slots, kinds, rule, column_offsets, (counts or steps, 1), (seeds, 2), (row_offsets, 1)
-        )  # fmt: skip
-        same_device(op, device, weights=weights, slots=slots)
-        layout = tables_of(
-            op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
-            tuple([w.data_ptr() for w in weights]), tuple([s.data_ptr() for s in slots]), kinds, tuple(seeds),
-            tuple(row_offsets), tuple(column_offsets),
-            tuple([n.data_ptr() if n.numel() else 0 for n in names]) or (0,) * len(weights),
-        )  # fmt: skip
-        if len(_KNOWN) >= 256:
-            _KNOWN.clear()
-        if not graph:
-            _KNOWN[key] = CachedLayout(layout, weights, slots)
-    same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
-    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
-    record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, True)
+    layout = _layout_of(op, tables, gradients, made.slots, names, graph)
+    if layout is None:
+        return update_rows_reference_(call)
+    same_device(
+        op,
+        device,
+        gradients=gradients.grad,
+        offsets=gradients.offsets,
+        sample_weights=gradients.sample_weights,
+    )
+    record = read_record(op, layout, gradients, True)
     if graph and counts is None:
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
-    with device_guard(ids):
+    with device_guard(gradients.ids):
         by_key = paces = None
         if record.total and layout.sentinel:
             by_key = sort_occurrences(
-                record, layout.numbers, len(weights), layout.sentinel, layout.dims,
-                reuse_order(ordered, layout, record),
+                record, layout.numbers, len(tables.weights), layout.sentinel, layout.dims,
+                reuse_order(call.ordered, layout, record),
             )  # fmt: skip
         if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
-            paces = paces_on_device(op, made, counts, lr, device, True)
+            paces = paces_on_device(op, made, tables, device, True)
         if by_key is None:
             return constants(EMPTY_STATUS[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
@@ -112,34 +88,50 @@ def update_rows_(
         elif counts is None:
             paces = pace_table(made, steps, device)
         for group in layout.groups:
-            _update_group(group, layout, record, by_key, made, weights, slots, names, step, by_value, paces)
+            _update_group(group, layout, record, by_key, made, tables, names, step, by_value, paces)
     return by_key.status[:3]
 
 
-def refuse_frozen_counts(made: PreparedRule, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise a `ConfigError` if a graph would repeat an update count and the update depends on it."""
-    rounds = made.rule.h["stochastic_rounding"] and any(dtype != torch.float32 for dtype in dtypes)
-    if rounds or made.paces(1) != made.paces(2):
-        what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
-        raise ConfigError(
-            f"An update by {type(made.rule).__name__} is captured in a CUDA graph with its update count by value: "
-            f"every replay would repeat it, and {what} depends on it. Attach the optimizer with "
-            "{'capturable': True}, which keeps count and learning rate on the device (the op: pass counts and lr)."
-        )
+def _layout_of(
+    op: str, tables: RuleTables, gradients: Gradients, kinds: str, names: Sequence[Tensor], graph: bool
+) -> KernelTables | None:
+    """Return the tables as kernel arguments; None: the kernels do not support them.
+
+    The layout is constant over many steps: it is checked and uploaded once.
+    """
+    device = gradients.ids.device
+    key = (
+        device, current_stream(), tables.rule, kinds, len(tables.weights if tables.counts else tables.steps),
+        tuple(tables.seeds), tuple(tables.row_offsets), tuple(tables.column_offsets),
+        tuple(map(_data_ptr, tables.weights)), tuple(map(_data_ptr, tables.slots)),
+        tuple([(n.data_ptr(), n.shape[0]) for n in names]),
+    )  # fmt: skip
+    seen = _KNOWN.get(key) if gradients.grad.dtype in GRADIENT_TYPES and not graph else None
+    if seen is not None and seen.fits(tables):
+        return seen.layout
+    if not is_supported(device, gradients.grad, tables):
+        return None
+    check_tables(op, tables, kinds)
+    same_device(op, device, weights=tables.weights, slots=tables.slots)
+    layout = tables_of(op, device, TableAddresses.of(tables, kinds, names))
+    if len(_KNOWN) >= 256:
+        _KNOWN.clear()
+    if not graph:
+        _KNOWN[key] = CachedLayout(layout, tables)
+    return layout
 
 
 def _update_group(
     group: TableGroup, layout: KernelTables, record: Record, ordered: Sorted, made: PreparedRule,
-    weights: Sequence[Tensor], slots: Sequence[Tensor], names: Sequence[Tensor], step: int,
-    by_value: tuple[float, float], paces: Tensor | None,
+    tables: RuleTables, names: Sequence[Tensor], step: int, by_value: tuple[float, float], paces: Tensor | None,
 ) -> None:  # fmt: skip
     each = len(group.slots)
-    own = [slots[start * each + k] for k, start in enumerate(group.slots)]
+    own = [tables.slots[start * each + k] for k, start in enumerate(group.slots)]
     rounds = made.rule.h["stochastic_rounding"] and group.dtype != torch.float32
     nothing = ordered.keys  # unread pointer arguments must be valid, and of one dtype for all batches
     numbers = layout.numbers[group.first :] if group.first else layout.numbers
     launch_update(
-        group, numbers, record, ordered, made, weights[group.weight], [*own, *[nothing] * (3 - each)], step,
+        group, numbers, record, ordered, made, tables.weights[group.weight], [*own, *[nothing] * (3 - each)], step,
         by_value, paces=pointer_or(paces, nothing),
         names=names[layout.names] if names else nothing,
         ROUND=0 if not rounds else 1 if group.aligned else 2, PER_TABLE=paces is not None, NAMED=bool(names),
@@ -148,5 +140,18 @@ def _update_group(
 
 def register(key: str = "CUDA") -> None:
     """Register the kernels for the update ops on devices of this dispatch key."""
-    for function in (update_rows_, order_rows):
-        LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)
+    for name, kernel in kernels().items():
+        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Return the kernels by op name, as functions of the ops' arguments."""
+    return taking_arguments(
+        {
+            "update_rows_": update_rows_,
+            "order_rows": order_rows,
+            "sum_row_gradients_of_tables": sum_row_gradients_of_tables,
+            "rule_partials_of_tables": rule_partials_of_tables,
+            "rule_apply_to_tables_": rule_apply_to_tables_,
+        }
+    )

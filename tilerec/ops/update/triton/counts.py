@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.ops.runtime.triton.addresses import constants, distances, upload
 from tilerec.ops.runtime.triton.launch import launch
+from tilerec.ops.update.calls import RuleTables
 from tilerec.ops.update.triton.rules import PreparedRule
 
 PACES = 5
@@ -94,14 +95,11 @@ def pace_table(made: PreparedRule, steps: Sequence[int], device: torch.device) -
 
 
 def paces_on_device(
-    op: str,
-    made: PreparedRule,
-    counts: Sequence[Tensor],
-    lr: Tensor | None,
-    device: torch.device,
-    advance: bool,
+    op: str, made: PreparedRule, tables: RuleTables, device: torch.device, advance: bool
 ) -> Tensor:
     """Return the pace table of the next update, from counts on the device; `advance`: add 1 to the counts."""
+    counts, lr = tables.counts, tables.lr
+    assert counts, "the call has counts"
     if {count.device for count in counts} | ({device} if lr is None else {lr.device}) != {device}:
         others = sorted({str(tensor.device) for tensor in (*counts, *([] if lr is None else [lr]))})
         raise InputError(
@@ -116,3 +114,15 @@ def paces_on_device(
         BLOCK=_BLOCK, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return paces
+
+
+def refuse_frozen_counts(made: PreparedRule, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise a `ConfigError` if a graph would repeat an update count and the update depends on it."""
+    rounds = made.rule.h["stochastic_rounding"] and any(dtype != torch.float32 for dtype in dtypes)
+    if rounds or made.paces(1) != made.paces(2):
+        what = "the random words of stochastic rounding" if rounds else "bias correction or lr_decay"
+        raise ConfigError(
+            f"An update by {type(made.rule).__name__} is captured in a CUDA graph with its update count by value: "
+            f"every replay would repeat it, and {what} depends on it. Attach the optimizer with "
+            "{'capturable': True}, which keeps count and learning rate on the device (the op: pass counts and lr)."
+        )

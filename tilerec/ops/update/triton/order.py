@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
+from tilerec.ops.update.calls import OrderCall, RuleTables
 from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_guard
 from tilerec.ops.update.triton.record import read_record, same_device
 from tilerec.ops.update.triton.sort import Record, SortedKeys, order_occurrences
 from tilerec.ops.update.triton.status import STATUS_SIZE
-from tilerec.ops.update.triton.tables import KernelTables, tables_of
+from tilerec.ops.update.triton.tables import KernelTables, TableAddresses, tables_of
 
 
 def reuse_order(ordered: Sequence[Tensor] | None, layout: KernelTables, record: Record) -> SortedKeys | None:
@@ -44,23 +45,17 @@ def reuse_order(ordered: Sequence[Tensor] | None, layout: KernelTables, record: 
     return SortedKeys(keys, places, scales if scaled else None)
 
 
-def order_rows(
-    weights: Sequence[Tensor], ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
-    tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], grad_starts: Sequence[int],
-    grad_strides: Sequence[int], means: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
+def order_rows(call: OrderCall) -> list[Tensor]:
     """See `tilerec/ops/update/order.py`. Keys follow the groups of tables, as in `update_rows_`."""
-    op, device, count = "order_rows", ids.device, len(weights)
+    op, weights, (_, ids, offsets, sample_weights, features) = "order_rows", call.weights, call.gradients
+    device, zeros = ids.device, (0,) * len(weights)
     same_device(op, device, weights=weights, offsets=offsets, sample_weights=sample_weights)
-    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
     if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - the reference updates such tables
-        return order_rows_reference(weights, ids, offsets, sample_weights, *per_feature)
-    layout = tables_of(
-        op, device, tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
-        tuple([w.data_ptr() for w in weights]), (), "", (0, 0) * count, (0,) * count, (0,) * count, (0,) * count,
-    )  # fmt: skip
-    least = reach(layout.dims, tables, bags, grad_starts, grad_strides)
-    record = read_record(op, layout, ids, ids, offsets, sample_weights, per_feature, True, grad_count=least)
+        return order_rows_reference(call)
+    tables = RuleTables(weights, (), "store", (), (), zeros + zeros, zeros, zeros)
+    layout = tables_of(op, device, TableAddresses.of(tables, "", ()))
+    least = reach(layout.dims, features)
+    record = read_record(op, layout, call.gradients, True, grad_count=least)
     first_keys = torch.tensor([*layout.first_keys, layout.sentinel], dtype=torch.int64, device="cpu")
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
     if not record.total or not layout.sentinel:  # no rows to update

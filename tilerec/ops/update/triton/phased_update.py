@@ -1,4 +1,4 @@
-"""Row sums as a result, and rules in phases for rows that are split by columns.
+"""Rules in phases, for rows that are split by columns.
 
 Nouns
   part      some columns of a table's rows; its rule runs in phases, between which the row sums are added over the parts
@@ -12,8 +12,7 @@ the bits are the reference's, and do not depend on where the columns are split. 
 
     columns 5 … 10 of a row: shift 5, tile of 16 columns from 0, blocks (x5 + x6 + x7) and (x8 + x9 + x10)
 
-The size of the result of `sum_row_gradients_of_tables` depends on the ids, so the host waits once for the number of
-distinct rows. Nothing else in this file waits.
+The host never waits for the device.
 
 Legend: T parts or tables, U distinct rows, R rows of a tile, C columns of a tile, W columns of a part, K sums of a
 phase, P sums of the phases so far.
@@ -30,44 +29,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.addresses import capturing, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import take_report
-from tilerec.ops.update.checks import (
-    check_names,
-    check_parts,
-    check_sum,
-    check_tables,
-    raise_bad_row,
-    slot_kinds,
-)
+from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
+from tilerec.ops.update.checks import check_names, check_parts, check_tables, raise_bad_row
 from tilerec.ops.update.counts import check_counts
-from tilerec.ops.update.definition import (
-    block_count,
-    rule_apply_to_tables_reference_,
-    rule_partials_of_tables_reference,
-    sum_row_gradients_of_tables_reference,
-)
+from tilerec.ops.update.parts import block_count, rule_apply_reference_, rule_partials_reference
 from tilerec.ops.update.rules import BLOCK
-from tilerec.ops.update.triton.backend import refuse_frozen_counts
-from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace
-from tilerec.ops.update.triton.launch import device_guard, launch_update
-from tilerec.ops.update.triton.order import reuse_order
-from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace, refuse_frozen_counts
+from tilerec.ops.update.triton.launch import device_guard
+from tilerec.ops.update.triton.record import same_device
 from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
-from tilerec.ops.update.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
-from tilerec.ops.update.triton.tables import (
-    GRADIENT_TYPES,
-    WIDEST,
-    KernelTables,
-    TableGroup,
-    base_and_distances,
-    is_supported,
-)
+from tilerec.ops.update.triton.sort import ceil_div, warps_of
+from tilerec.ops.update.triton.tables import base_and_distances, is_supported
 
 PER_PART = 24
 
@@ -250,28 +227,24 @@ class _Parts:
     """Parts of one data type in a call, as kernel arguments."""
 
     def __init__(
-        self, own: Sequence[int], weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str,
-        rows: Sequence[Tensor], grads: Sequence[Tensor], scalars: Sequence[Tensor], names: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        self.own = own
+        self, own: Sequence[int], tables: RuleTables, given: PartRows, kinds: str, names: Sequence[Tensor]
+    ) -> None:
+        self.own, self.tables, self.dims = own, tables, given.dims
         each = len(kinds)
-        self.weights = [weights[t] for t in own]
-        self.slots = [[slots[t * each + k] for t in own] for k in range(each)]
-        self.rows = [rows[t].to(torch.int64).contiguous() for t in own]
-        self.grads = [grads[t].contiguous() for t in own]
+        self.weights = [tables.weights[t] for t in own]
+        self.slots = [[tables.slots[t * each + k] for t in own] for k in range(each)]
+        self.rows = [given.rows[t].to(torch.int64).contiguous() for t in own]
+        self.grads = [given.grads[t].contiguous() for t in own]
         self.scalars = []
         # Sums may have any stride (those of several tables are neighbours); a sum's rows must be dense.
         for t in own:
-            s = scalars[t].to(torch.float32)
+            s = given.scalars[t].to(torch.float32)
             self.scalars.append(s if s.shape[1] <= 1 or s.stride(1) == 1 else s.contiguous())
         self.names = [names[t] for t in own] if names else []
         self.counts = [r.numel() for r in self.rows]
         self.most = max(self.counts)
 
-    def numbers(
-        self, dims: Sequence[int], outs: Sequence[tuple[int, int]], seeds: Sequence[int], row_offsets: Sequence[int],
-        column_offsets: Sequence[int],
-    ) -> Tensor:  # fmt: skip
+    def numbers(self, outs: Sequence[tuple[int, int]]) -> Tensor:
         """Return the numbers of all parts, uploaded.
 
         `outs`: per part of the call, the starts of its block sums and of its sums.
@@ -286,49 +259,66 @@ class _Parts:
             self.bases.append(tensors[start])
             apart.append(distances)
         flat: list[int] = []
-        each = len(self.slots)
+        each, row_offsets, column_offsets = (
+            len(self.slots),
+            self.tables.row_offsets,
+            self.tables.column_offsets,
+        )
         for i, t in enumerate(self.own):
             row, weight, *slots = (distances[i] for distances in apart[: 2 + each])
             grad, scalar = apart[2 + each][i], apart[3 + each][i]
             width, shift = self.weights[i].shape[1], column_offsets[t] % BLOCK
             flat += [self.counts[i], row, weight, *slots, *[0] * (3 - each)]
-            flat += [row_offsets[t], column_offsets[t] - shift, *seeds[2 * t : 2 * t + 2], t, dims[t]]
+            flat += [row_offsets[t], column_offsets[t] - shift, *self.tables.seeds[2 * t : 2 * t + 2], t]
+            flat += [self.dims[t]]
             flat += [apart[4 + each][i], int(self.names[i].numel() > 0)] if self.names else [0, 0]
             flat += [self.weights[i].shape[0], width, grad, scalar, self.scalars[i].stride(0), outs[t][0]]
             flat += [block_count(column_offsets[t], width), outs[t][1], shift, 0]
         return upload(flat, self.rows[0].device)
 
-    def columns(self, column_offsets: Sequence[int]) -> int:
+    def columns(self) -> int:
         """Return the columns of a tile that holds every part, from the block in which the part begins."""
         return max(
-            triton.next_power_of_2(column_offsets[t] % BLOCK + w.shape[1])
+            triton.next_power_of_2(self.tables.column_offsets[t] % BLOCK + w.shape[1])
             for t, w in zip(self.own, self.weights, strict=True)
         )
 
 
-def _by_type(
-    weights: Sequence[Tensor], slots: Sequence[Tensor], kinds: str, rows: Sequence[Tensor], grads: Sequence[Tensor],
-    scalars: Sequence[Tensor], names: Sequence[Tensor],
-) -> list[_Parts]:  # fmt: skip
+def _by_type(tables: RuleTables, given: PartRows, kinds: str, names: Sequence[Tensor]) -> list[_Parts]:
     members: dict[torch.dtype, list[int]] = {}
-    for t, weight in enumerate(weights):
-        if rows[t].numel():
+    for t, weight in enumerate(tables.weights):
+        if given.rows[t].numel():
             members.setdefault(weight.dtype, []).append(t)
     # Parts are the second axis of a grid, which GRID_Y limits.
     return [
-        _Parts(own[first : first + GRID_Y], weights, slots, kinds, rows, grads, scalars, names)
+        _Parts(own[first : first + GRID_Y], tables, given, kinds, names)
         for own in members.values()
         for first in range(0, len(own), GRID_Y)
     ]
 
 
-def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+def _serves(tables: RuleTables, grads: Sequence[Tensor]) -> bool:
     return (
         bool(grads)
         and {g.dtype for g in grads} == {torch.float32}
-        and is_supported(weights[0].device, grads[0], weights, slots)
-        and all(w.shape[1] for w in weights)
+        and is_supported(tables.weights[0].device, grads[0], tables)
+        and all(tables.columns)
     )
+
+
+def _checked(op: str, tables: RuleTables, parts: PartRows, phase: int | None) -> PreparedRule:
+    """Return the call's rule; raise the reference's errors, except those for values on the device."""
+    device = tables.weights[0].device
+    raise_due(device)
+    check_counts(op, tables)
+    made = prepare_rule(tables.rule, tables.hyper)
+    check_tables(op, tables, made.slots, parts.dims)
+    check_parts(op, made.rule, tables, parts, phase)
+    same_device(
+        op, device, weights=tables.weights, slots=tables.slots, rows=parts.rows, gradients=parts.grads,
+        scalars=parts.scalars,
+    )  # fmt: skip
+    return made
 
 
 def _tile(columns: int) -> tuple[int, int]:
@@ -344,48 +334,29 @@ def _rule_arguments(made: PreparedRule) -> dict[str, object]:
     }  # fmt: skip
 
 
-def rule_partials_of_tables(
-    weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
-    scalars: Sequence[Tensor], phase: int, dims: Sequence[int], exact: bool, finite: bool,
-    column_offsets: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
-    counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
-    if not _serves(weights, slots, grads):
-        return rule_partials_of_tables_reference(
-            weights, slots, rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps,
-            counts, lr,
-        )  # fmt: skip
-    op, device = "rule_partials", weights[0].device
-    raise_due(device)
-    check_counts(op, steps, counts, lr, len(weights))
-    made = prepare_rule(rule, hyper)
-    kinds = slot_kinds(made.rule)
-    check_tables(op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1))
-    check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, phase)
-    same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
+def rule_partials_of_tables(call: PartialsCall) -> Tensor:
+    """See `parts.py`. Every operation is rounded once, and sums are in the reference's order."""
+    tables, rows, phase, exact, finite = call
+    if not _serves(tables, rows.grads):
+        return rule_partials_reference(call)
+    op, device = "rule_partials", tables.weights[0].device
+    made = _checked(op, tables, rows, phase)
     each = made.sums[phase] + int(finite)
-    blocks = [block_count(offset, w.shape[1]) for offset, w in zip(column_offsets, weights, strict=True)]
-    sums = [each * r.numel() for r in rows]
+    sums = [each * r.numel() for r in rows.rows]
+    blocks = [block_count(offset, w) for offset, w in zip(tables.column_offsets, tables.columns, strict=True)]
     sizes = [n * count for n, count in zip(sums, blocks, strict=True)]
-    outs = list(
-        zip(
-            itertools.accumulate(sizes[:-1], initial=0),
-            itertools.accumulate(sums[:-1], initial=0),
-            strict=True,
-        )
-    )
+    starts = [itertools.accumulate(own[:-1], initial=0) for own in (sizes, sums)]
+    outs = list(zip(*starts, strict=True))
     out = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     added = out if exact else torch.empty(sum(sums), dtype=torch.float32, device=device)
-    zeros = [0] * len(weights)
     with device_guard(out):
         report = new_report(device)
-        paces = _paces(op, made, steps, counts, lr, weights, False)
-        for parts in _by_type(weights, slots, kinds, rows, grads, scalars, []):
-            numbers = parts.numbers(dims, outs, zeros + zeros, zeros, column_offsets)
+        paces = _paces(op, made, tables, False)
+        for parts in _by_type(tables, rows, made.slots, []):
+            numbers = parts.numbers(outs)
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
             at_slots += [at_rows] * (3 - len(at_slots))
-            columns, height = _tile(parts.columns(column_offsets))
+            columns, height = _tile(parts.columns())
             launch(
                 part_sums, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
                 at_weights, *at_slots, out, numbers, paces, report,
@@ -398,63 +369,46 @@ def rule_partials_of_tables(
                     add_block_sums, (ceil_div(parts.most * each, 128), len(parts.own)), out, added, numbers, EACH=each,
                     FINITE=finite, BLOCK=128, num_warps=4,
                 )  # fmt: skip
-        post(report, _row_error(op, weights))
+        post(report, _row_error(op, tables))
     return added
 
 
-def _paces(
-    op: str, made: PreparedRule, steps: Sequence[int], counts: Sequence[Tensor] | None, lr: Tensor | None,
-    weights: Sequence[Tensor], advance: bool,
-) -> Tensor:  # fmt: skip
+def _paces(op: str, made: PreparedRule, tables: RuleTables, advance: bool) -> Tensor:
     """Return per part of the call its update count, paces and rates."""
-    if counts:
-        return paces_on_device(op, made, counts, lr, weights[0].device, advance)
+    device = tables.weights[0].device
+    if tables.counts:
+        return paces_on_device(op, made, tables, device, advance)
     if capturing():
-        refuse_frozen_counts(made, [w.dtype for w in weights])
-    return pace_table(made, steps, weights[0].device)
+        refuse_frozen_counts(made, [w.dtype for w in tables.weights])
+    return pace_table(made, tables.steps, device)
 
 
-def _row_error(op: str, weights: Sequence[Tensor]) -> functools.partial[None]:
-    return functools.partial(_raise_bad_row, op, tuple([w.shape[0] for w in weights]))
+def _row_error(op: str, tables: RuleTables) -> functools.partial[None]:
+    return functools.partial(_raise_bad_row, op, tuple(tables.rows))
 
 
 def _raise_bad_row(op: str, rows: Sequence[int], row: int, part: int, place: int) -> None:
     raise_bad_row(op, row, part, place, rows[part], part)
 
 
-def rule_apply_to_tables_(
-    weights: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[Tensor], grads: Sequence[Tensor],
-    scalars: Sequence[Tensor], dims: Sequence[int], rule: str, hyper: Sequence[float], steps: Sequence[int],
-    seeds: Sequence[int], row_offsets: Sequence[int], column_offsets: Sequence[int],
-    row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
-) -> None:  # fmt: skip
-    """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
-    if not _serves(weights, slots, grads):
-        rule_apply_to_tables_reference_(
-            weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
-            row_names, counts, lr,
-        )  # fmt: skip
+def rule_apply_to_tables_(call: ApplyCall) -> None:
+    """See `parts.py`. Every operation is rounded once, and sums are in the reference's order."""
+    tables, rows = call
+    if not _serves(tables, rows.grads):
+        rule_apply_reference_(call)
         return
-    op, device = "rule_apply_", weights[0].device
-    raise_due(device)
-    check_counts(op, steps, counts, lr, len(weights))
-    made = prepare_rule(rule, hyper)
-    kinds = slot_kinds(made.rule)
-    check_tables(
-        op, weights, slots, kinds, rule, column_offsets, (dims, 1), (counts or steps, 1), (seeds, 2), (row_offsets, 1)
-    )  # fmt: skip
-    check_parts(op, made.rule, rule, weights, rows, grads, scalars, dims, None)
-    same_device(op, device, weights=weights, slots=slots, rows=rows, gradients=grads, scalars=scalars)
-    names = [] if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])
-    outs = [(0, 0)] * len(weights)
-    with device_guard(weights[0]):
+    op, device = "rule_apply_", tables.weights[0].device
+    made = _checked(op, tables, rows, None)
+    names = check_names(op, tables)
+    outs = [(0, 0)] * len(tables.weights)
+    with device_guard(tables.weights[0]):
         report = new_report(device)
-        paces = _paces(op, made, steps, counts, lr, weights, True)
-        for parts in _by_type(weights, slots, kinds, rows, grads, scalars, names):
-            numbers = parts.numbers(dims, outs, seeds, row_offsets, column_offsets)
-            at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases[: 4 + len(kinds)]
+        paces = _paces(op, made, tables, True)
+        for parts in _by_type(tables, rows, made.slots, names):
+            numbers = parts.numbers(outs)
+            at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases[: 4 + len(made.slots)]
             at_slots += [at_rows] * (3 - len(at_slots))
-            columns, height = _tile(parts.columns(column_offsets))
+            columns, height = _tile(parts.columns())
             rounds = made.rule.h["stochastic_rounding"] and parts.weights[0].dtype != torch.float32
             launch(
                 apply_to_parts, (ceil_div(parts.most, height), len(parts.own)), at_rows, at_grads, at_scalars,
@@ -463,105 +417,4 @@ def rule_apply_to_tables_(
                 SUMS=sum(made.sums), ROUND=int(bool(rounds)), NAMED=bool(names), ROWS=height, COLUMNS=columns,
                 **_rule_arguments(made), num_warps=warps_of(height * columns), enable_fp_fusion=False,
             )  # fmt: skip
-        post(report, _row_error(op, weights))
-
-
-def sum_row_gradients_of_tables(
-    grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None, rows: Sequence[int],
-    dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int],
-    grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
-    ordered: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `definition.py`. The host waits once, for the numbers of distinct rows.
-
-    If a table's rows are unknown, it waits twice: first for the largest id.
-    """
-    op, device = "sum_row_gradients", ids.device
-    for own, dim in zip(rows, dims, strict=True):
-        check_sum(own, dim)
-    per_feature = (tables, starts, bags, grad_starts, grad_strides, means)
-
-    def reference() -> tuple[Tensor, Tensor, Tensor]:
-        return sum_row_gradients_of_tables_reference(
-            grad, ids, offsets, sample_weights, rows, dims, *per_feature
-        )
-
-    if grad.dtype not in GRADIENT_TYPES or not dims or not 0 < min(dims) <= max(dims) <= WIDEST:
-        return reference()
-    same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
-    known = list(rows)
-    if not all(rows):
-        bound = int(ids.max()) + 1 if ids.numel() else 0
-        known = [own or max(bound, 1) for own in rows]
-    first_keys = list(itertools.accumulate(known, initial=0))
-    if first_keys[-1] >= 1 << 62:
-        return reference()
-    columns = triton.next_power_of_2(max(4, *dims))
-    numbers = [[first, dim, 0, 0, 0, 0, 0, 0, 0, 0, t, dim, 0, 0, own, 0]
-               for t, (first, dim, own) in enumerate(zip(first_keys, dims, known, strict=False))]  # fmt: skip
-    vec = power_of_two(dims, 4)
-    layout = KernelTables(
-        upload(list(itertools.chain.from_iterable(numbers)), device).view(-1, PER_TABLE), tuple(range(len(dims))),
-        tuple(first_keys[:-1]), tuple(known), tuple(dims), first_keys[-1], (), 0,
-    )  # fmt: skip
-    record = read_record(op, layout, grad, ids, offsets, sample_weights, per_feature, False)
-    if not record.total:
-        counts = torch.zeros(len(dims), dtype=torch.int64, device="cpu")
-        nothing = torch.empty(0, dtype=torch.float32, device=device)
-        return torch.empty(0, dtype=torch.int64, device=device), nothing, counts
-    with device_guard(ids):
-        by_key = sort_occurrences(
-            record, layout.numbers, len(dims), layout.sentinel, dims, reuse_order(ordered, layout, record)
-        )
-        keys = by_key.keys
-        heads = torch.ones_like(keys, dtype=torch.bool)
-        torch.ne(keys[1:], keys[:-1], out=heads[1:])
-        heads.logical_and_(keys < layout.sentinel)
-        runs = torch.cumsum(heads, 0)
-        at = torch.searchsorted(keys, upload(first_keys, device).to(keys.dtype))
-        before = torch.nn.functional.pad(runs, (1, 0))[at]
-        if offsets is None:
-            expected = at[-1:] * 0 + sum(bags)
-        else:
-            some = [f for f, count in enumerate(bags) if count]
-            ends = offsets[upload([starts[f] + bags[f] for f in some], device)]
-            expected = (ends - offsets[upload([starts[f] for f in some], device)]).sum(dtype=torch.int64)[
-                None
-            ]
-        *distinct_before, good, wanted = torch.cat((before, at[-1:], expected)).tolist()
-        if good != wanted:
-            return reference()  # raises the error of the bad id or offset
-        distinct = [b - a for a, b in itertools.pairwise(distinct_before)]
-        places = list(itertools.accumulate([n * d for n, d in zip(distinct, dims, strict=True)], initial=0))
-        for t, own_numbers in enumerate(numbers):
-            own_numbers[2], own_numbers[6] = places[t], distinct_before[t]
-        rows_U = torch.empty(sum(distinct), dtype=torch.int64, device=device)
-        grads = torch.empty(places[-1], dtype=torch.float32, device=device)
-        if distinct_before[-1]:
-            group = TableGroup(
-                0,
-                len(dims),
-                0,
-                layout.sentinel,
-                0,
-                (),
-                torch.float32,
-                columns,
-                vec,
-                power_of_two(dims, 16),
-                4,
-                True,
-            )
-            nothing = by_key.keys
-            launch_update(
-                group, upload(list(itertools.chain.from_iterable(numbers)), device), record, by_key,
-                prepare_rule("store", []), grads, [nothing] * 3, 0, (0.0, 0.0), paces=nothing,
-                names=nothing, ROUND=0, PER_TABLE=False, NAMED=False, runs=runs - 1, rows_out=rows_U,
-            )  # fmt: skip
-    return rows_U, grads, torch.tensor(distinct, dtype=torch.int64, device="cpu")
-
-
-def register(key: str = "CUDA") -> None:
-    """Register the kernels for the ops of parts on devices of this dispatch key."""
-    for function in (sum_row_gradients_of_tables, rule_partials_of_tables, rule_apply_to_tables_):
-        LIBRARY.impl(function.__name__, on_own_device(function), key, allow_override=True)
+        post(report, _row_error(op, tables))

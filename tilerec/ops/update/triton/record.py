@@ -9,6 +9,7 @@ Legend: F features.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
+from tilerec.ops.update.calls import Features, Gradients, RecordSizes
 from tilerec.ops.update.checks import check_reach, check_record
 from tilerec.ops.update.order import layers
 from tilerec.ops.update.triton.sort import Record, power_of_two
@@ -26,7 +28,7 @@ _INDEX = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
-class Features:
+class KernelFeatures:
     """Features of a record, as kernel arguments."""
 
     numbers: Tensor  # int64 [F, PER_FEATURE]
@@ -37,60 +39,57 @@ class Features:
 
 
 def _describe_features(
-    op: str, grad_count: int, ids_count: int, offsets_count: int | None, dims: Sequence[int], first_keys: Sequence[int],
-    rows: Sequence[int], device: torch.device, cached_per_stream: bool, tables: Sequence[int], starts: Sequence[int],
-    bags: Sequence[int], grad_starts: Sequence[int], grad_strides: Sequence[int], means: Sequence[int],
-) -> Features:  # fmt: skip
-    check_reach(
-        op, grad_count, ids_count, offsets_count, dims, tables, starts, bags, grad_starts, grad_strides
-    )
+    op: str, sizes: RecordSizes, tables: tuple[tuple[int, ...], ...], features: Features, device: torch.device,
+    cached: bool,
+) -> KernelFeatures:  # fmt: skip
+    """Return the features as kernel arguments. tables: dims, first keys and rows per table."""
+    dims, first_keys, rows = tables
+    check_reach(op, sizes, dims, features)
     numbers: list[int] = []
-    for t, *own in zip(tables, starts, bags, grad_starts, grad_strides, means, strict=True):
+    for t, *own in zip(*features, strict=True):
         numbers += [first_keys[t], rows[t], *own, max(own[1] - 1, 1).bit_length() - 1]
-    some = [f for f, count in enumerate(bags) if count]
-    vec = power_of_two([*(grad_starts[f] for f in some), *(grad_strides[f] for f in some)], 8)
-    put = constants(tuple(numbers), device) if cached_per_stream else upload(numbers, device)
-    return Features(put, layers(starts, bags), sum(bags), vec, any(means) and offsets_count is not None)
+    some = [(start, stride) for _, _, count, start, stride, _ in zip(*features, strict=True) if count]
+    vec = power_of_two(list(itertools.chain.from_iterable(some)), 8)
+    put = constants(tuple(numbers), device) if cached else upload(numbers, device)
+    averaged = any(features.means) and sizes.offsets is not None
+    return KernelFeatures(put, layers(features), sum(features.bags), vec, averaged)
 
 
 @cached_per_stream(256)
-def _kept_features(*key: object) -> Features:
+def _kept_features(*key: object) -> KernelFeatures:
     """Return cached features: with one batch size, bags have the same positions in every step."""
-    return _describe_features(*key)  # type: ignore[arg-type]
+    return _describe_features(*key, True)  # type: ignore[arg-type, call-arg]
 
 
 def read_record(
-    op: str, tables: KernelTables, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
-    per_feature: Sequence[Sequence[int]], cached_per_stream: bool, grad_count: int | None = None,
-) -> Record:  # fmt: skip
+    op: str, tables: KernelTables, record: Gradients, cached: bool, grad_count: int | None = None
+) -> Record:
     """Return the record as kernel arguments; raise the reference's errors, except those for values on the device.
 
-    kept: cache the features' numbers for later calls; grad_count: elements of the gradient, if `grad` is another
-    tensor.
+    cached: keep the features' numbers for later calls; grad_count: elements of the gradient, if `record.grad` is
+    another tensor.
     """
-    check_record(op, ids, offsets, sample_weights, *per_feature)
+    check_record(op, record)
+    grad, ids, offsets, sample_weights, features = record
     grad, ids = grad.contiguous(), (ids if ids.dtype in _INDEX else ids.to(torch.int64)).contiguous()
     if offsets is not None:
         offsets = offsets.contiguous()
     if sample_weights is not None:
         sample_weights = sample_weights.contiguous()
-    ids_count = ids.numel()
-    grad_count = grad.numel() if grad_count is None else grad_count
-    if cached_per_stream and offsets is not None:
-        features = _kept_features(
-            op, grad_count, 0, offsets.numel(), tables.dims, tables.first_keys, tables.rows, ids.device, True,
-            *map(tuple, per_feature),
-        )  # fmt: skip
+    sizes = record.sizes
+    if grad_count is not None:
+        sizes = sizes._replace(grad=grad_count)
+    layout = (tables.dims, tables.first_keys, tables.rows)
+    if cached and offsets is not None:
+        # Bags are checked against the offsets, so the number of ids does not matter.
+        key = Features(*map(tuple, features))
+        numbers = _kept_features(op, sizes._replace(ids=0), layout, key, ids.device)
     else:
-        count = None if offsets is None else offsets.numel()
-        features = _describe_features(
-            op, grad_count, ids_count, count, tables.dims, tables.first_keys, tables.rows, ids.device, False,
-            *per_feature,
-        )  # fmt: skip
-    total = features.count if offsets is None else features.layers * ids_count
-    vec = min(features.vec, 16 // grad.element_size())
+        numbers = _describe_features(op, sizes, layout, features, ids.device, False)
+    total = numbers.count if offsets is None else numbers.layers * sizes.ids
+    vec = min(numbers.vec, 16 // grad.element_size())
     return Record(
-        grad, ids, offsets, sample_weights, features.numbers, len(per_feature[0]), features.means, total, vec
+        grad, ids, offsets, sample_weights, numbers.numbers, len(features.tables), numbers.means, total, vec
     )
 
 

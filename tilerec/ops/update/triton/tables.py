@@ -19,6 +19,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from tilerec.errors import InputError
 from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.runtime.triton.rows import reads
+from tilerec.ops.update.calls import RuleTables
 from tilerec.ops.update.triton.sort import PER_TABLE, power_of_two
 
 WIDEST = 16384
@@ -78,13 +80,35 @@ def base_and_distances(
     return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
 
+class TableAddresses(NamedTuple):
+    """Tables of a call by the addresses of their memory: equal addresses have equal `KernelTables`."""
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    weights: tuple[int, ...]
+    slots: tuple[int, ...]
+    kinds: str  # of the slots (`Rule.kinds`)
+    seeds: tuple[int, ...]
+    row_offsets: tuple[int, ...]
+    column_offsets: tuple[int, ...]
+    names: tuple[int, ...]  # of each table's row names, 0 if rows have none
+
+    @staticmethod
+    def of(tables: RuleTables, kinds: str, names: Sequence[Tensor]) -> TableAddresses:
+        """`names`: row names of all tables, or empty."""
+        weights = tables.weights
+        return TableAddresses(
+            tuple([(w.shape[0], w.shape[1]) for w in weights]), tuple([w.dtype for w in weights]),
+            tuple([w.data_ptr() for w in weights]), tuple([s.data_ptr() for s in tables.slots]), kinds,
+            tuple(tables.seeds), tuple(tables.row_offsets), tuple(tables.column_offsets),
+            tuple([n.data_ptr() if n.numel() else 0 for n in names]) or (0,) * len(weights),
+        )  # fmt: skip
+
+
 @cached_per_stream(256)
-def tables_of(
-    op: str, device: torch.device, shapes: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...],
-    pointers: tuple[int, ...], slot_pointers: tuple[int, ...], kinds: str, seeds: tuple[int, ...],
-    row_offsets: tuple[int, ...], column_offsets: tuple[int, ...], names: tuple[int, ...],
-) -> KernelTables:  # fmt: skip
-    """Return the tables of a call. names: pointer of each table's row names, 0 if rows have none."""
+def tables_of(op: str, device: torch.device, addresses: TableAddresses) -> KernelTables:
+    """Return the tables of a call as kernel arguments."""
+    shapes, dtypes, pointers, slot_pointers, kinds, seeds, row_offsets, column_offsets, names = addresses
     for t, (rows, dim) in enumerate(shapes):
         places = (pointers[t], *(slot_pointers[t * len(kinds) : (t + 1) * len(kinds)]))
         if rows and dim and not all(places):
@@ -160,9 +184,8 @@ def tables_of(
     )  # fmt: skip
 
 
-def is_supported(
-    device: torch.device, grad: Tensor, weights: Sequence[Tensor], slots: Sequence[Tensor]
-) -> bool:
+def is_supported(device: torch.device, grad: Tensor, tables: RuleTables) -> bool:
+    weights, slots = tables.weights, tables.slots
     return (
         grad.dtype in GRADIENT_TYPES
         and {w.dtype for w in weights} <= set(ROW_TYPES)
@@ -181,15 +204,15 @@ class CachedLayout:
     It holds if the tensors are the same objects, or have the same shapes, dtypes and contiguity.
     """
 
-    def __init__(self, layout: KernelTables, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
-        self.layout = layout
+    def __init__(self, layout: KernelTables, tables: RuleTables) -> None:
+        self.layout, weights, slots = layout, tables.weights, tables.slots
         self.facts = _facts((*weights, *slots))
         self.shapes = [w.shape for w in weights]
         self.dtypes = [w.dtype for w in weights]
         self.tensors = [weakref.ref(tensor) for tensor in (*weights, *slots)]
 
-    def fits(self, weights: Sequence[Tensor], slots: Sequence[Tensor]) -> bool:
-        tensors = (*weights, *slots)
+    def fits(self, tables: RuleTables) -> bool:
+        weights, tensors = tables.weights, (*tables.weights, *tables.slots)
         if all(map(operator.is_, [tensor() for tensor in self.tensors], tensors)):
             # A parameter's `.data` may now be a tensor of another dtype, with the same address by chance.
             return (
