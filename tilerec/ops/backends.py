@@ -1,63 +1,44 @@
 """Registration of all ops: plain-PyTorch reference kernels, and native CPU and Triton kernels if available.
 
-Importing this file makes every op usable; no other file imports a backend.
+Importing this file makes every op usable. Each family's `backends.py` imports its own backends; no other file does.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tilerec.ops.cache import definition as cache
-from tilerec.ops.exchange import definition as exchange
+from tilerec.ops.cache import backends as cache
+from tilerec.ops.exchange import backends as exchange
 from tilerec.ops.gradient import definition as gradient
-from tilerec.ops.hash import definition as hash
-from tilerec.ops.jagged import definition as jagged
-from tilerec.ops.lookup import definition as lookup
-from tilerec.ops.quantize import definition as quantize
-from tilerec.ops.random import definition as random
-from tilerec.ops.random import renew
+from tilerec.ops.hash import backends as hash
+from tilerec.ops.jagged import backends as jagged
+from tilerec.ops.lookup import backends as lookup
+from tilerec.ops.quantize import backends as quantize
+from tilerec.ops.random import backends as random
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
-from tilerec.ops.update import definition as update
-from tilerec.ops.update import order
+from tilerec.ops.update import backends as update
 
-DEFINITIONS = (cache, exchange, gradient, hash, jagged, lookup, order, quantize, random, renew, update)
-"""Modules that define the ops and their reference kernels on import."""
+WITHOUT_BACKENDS = (gradient,)
+"""Families of ops that compute nothing on a device: importing them registers all their kernels."""
 
 
 def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    from tilerec.ops.exchange import cpu as exchange
-    from tilerec.ops.hash import cpu as hash
-    from tilerec.ops.jagged import cpu as jagged
-    from tilerec.ops.lookup import cpu as lookup
-    from tilerec.ops.random import cpu as random
-    from tilerec.ops.update import cpu as update
-
-    for backend in (exchange, hash, jagged, lookup, random, update):
-        backend.register(native)
+    for family in (exchange, hash, jagged, lookup, random, update):
+        family.register_cpu(native)
     return True
 
 
 def _register_gpu() -> bool:
     if not serves_gpus():
         return False
-    from tilerec.ops.cache.triton import backend as cache
-    from tilerec.ops.exchange.triton import backend as exchange
-    from tilerec.ops.hash.triton import backend as hash
-    from tilerec.ops.jagged.triton import backend as jagged
-    from tilerec.ops.lookup.triton import backend as lookup
-    from tilerec.ops.quantize import triton as quant
-    from tilerec.ops.random.triton import backend as random
-    from tilerec.ops.random.triton import renew
-    from tilerec.ops.update.triton import backend as update
-
-    for backend in (cache, exchange, hash, jagged, lookup, quant, random, renew, update):
-        backend.register()
+    for family in (cache, exchange, hash, jagged, lookup, quantize, random, update):
+        family.register_gpu()
     return True
 
 
