@@ -25,7 +25,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, shown
@@ -309,9 +309,38 @@ class RowWiseAdagrad(OptimizerSpec):
             )
 
 
+@dataclass(frozen=True)
+class _AdamSpec(OptimizerSpec):
+    """Fields that Adam and its relatives share.
+
+    row_step: count t per row (in state slot `step`) instead of per table.
+    """
+
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    row_step: bool = False
+
+    _second_moment: ClassVar[Literal["row", "element"]] = "element"
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        slots = (Slot("exp_avg", "element"), Slot("exp_avg_sq", self._second_moment))
+        return (*slots, Slot("step", "row")) if self.row_step else slots
+
+    def _tail(self) -> list[float]:
+        """[eps, beta1, beta2, row_step]"""
+        return [self.eps, *self.betas, float(self.row_step)]
+
+    def _check(self) -> None:
+        self._betas()
+        self._number("eps", low=0.0)
+        self._flag("row_step")
+
+
 @final
 @dataclass(frozen=True)
-class Adam(OptimizerSpec):
+class Adam(_AdamSpec):
     """Adam (Kingma & Ba, 2015) with L2 decay: `torch.optim.Adam` on the looked-up rows.
 
     `g += weight_decay*w; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g^2;
@@ -321,30 +350,17 @@ class Adam(OptimizerSpec):
     """
 
     lr: float = 1e-3
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    row_step: bool = False
 
     rule = "adam"
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return _adam_slots("element", self.row_step)
 
     def _tail(self) -> list[float]:
         """[eps, beta1, beta2, decoupled = 0, row_step]"""
         return [self.eps, *self.betas, 0.0, float(self.row_step)]
 
-    def _check(self) -> None:
-        self._betas()
-        self._number("eps", low=0.0)
-        self._flag("row_step")
-
 
 @final
 @dataclass(frozen=True)
-class AdamW(OptimizerSpec):
+class AdamW(_AdamSpec):
     """Adam with decoupled decay (Loshchilov & Hutter, 2019): `torch.optim.AdamW` on the looked-up rows.
 
     As `Adam`, but the decay does not enter the gradient: `w *= 1 - lr*weight_decay` before the step. FBGEMM's fused
@@ -354,29 +370,17 @@ class AdamW(OptimizerSpec):
     lr: float = 1e-3
     _: KW_ONLY
     weight_decay: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    row_step: bool = False
 
     rule = "adam"
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return _adam_slots("element", self.row_step)
 
     def _tail(self) -> list[float]:
         """[eps, beta1, beta2, decoupled = 1, row_step]"""
         return [self.eps, *self.betas, 1.0, float(self.row_step)]
 
-    def _check(self) -> None:
-        self._betas()
-        self._number("eps", low=0.0)
-        self._flag("row_step")
-
 
 @final
 @dataclass(frozen=True)
-class PartialRowWiseAdam(OptimizerSpec):
+class PartialRowWiseAdam(_AdamSpec):
     """Adam whose second moment is one number per row: `v = b2*v + (1-b2)*mean(g^2)`.
 
     `u = m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) + weight_decay*w; w -= lr*u` (the decay is decoupled).
@@ -384,34 +388,15 @@ class PartialRowWiseAdam(OptimizerSpec):
     """
 
     lr: float = 1e-2
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    row_step: bool = False
 
     rule = "partial_rowwise_adam"
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return _adam_slots("row", self.row_step)
-
-    @property
-    def partials(self) -> tuple[int, ...]:
-        return (1,)
-
-    def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, row_step]"""
-        return [self.eps, *self.betas, float(self.row_step)]
-
-    def _check(self) -> None:
-        self._betas()
-        self._number("eps", low=0.0)
-        self._flag("row_step")
+    partials = (1,)
+    _second_moment = "row"
 
 
 @final
 @dataclass(frozen=True)
-class LAMB(OptimizerSpec):
+class LAMB(_AdamSpec):
     """LAMB (You et al., 2020), one trust ratio per row.
 
     `u = m/(1-b1^t) / (sqrt(v/(1-b2^t)) + eps) + weight_decay*w; w -= lr * ||w||/||u|| * u`; the ratio is 1 if
@@ -419,60 +404,21 @@ class LAMB(OptimizerSpec):
     """
 
     lr: float = 1e-2
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    row_step: bool = False
 
     rule = "lamb"
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return _adam_slots("element", self.row_step)
-
-    @property
-    def partials(self) -> tuple[int, ...]:
-        return (2,)
-
-    def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, row_step]"""
-        return [self.eps, *self.betas, float(self.row_step)]
-
-    def _check(self) -> None:
-        self._betas()
-        self._number("eps", low=0.0)
-        self._flag("row_step")
+    partials = (2,)
 
 
 @final
 @dataclass(frozen=True)
-class PartialRowWiseLAMB(OptimizerSpec):
+class PartialRowWiseLAMB(_AdamSpec):
     """`LAMB` whose second moment is one number per row: `v = b2*v + (1-b2)*mean(g^2)`."""
 
     lr: float = 1e-2
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    row_step: bool = False
 
     rule = "partial_rowwise_lamb"
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return _adam_slots("row", self.row_step)
-
-    @property
-    def partials(self) -> tuple[int, ...]:
-        return (1, 2)
-
-    def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, row_step]"""
-        return [self.eps, *self.betas, float(self.row_step)]
-
-    def _check(self) -> None:
-        self._betas()
-        self._number("eps", low=0.0)
-        self._flag("row_step")
+    partials = (1, 2)
+    _second_moment = "row"
 
 
 @final
@@ -490,14 +436,11 @@ class LarsSGD(OptimizerSpec):
     trust_coefficient: float = 1e-3
 
     rule = "lars_sgd"
+    partials = (2,)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         return (Slot("momentum_buffer", "element"),)
-
-    @property
-    def partials(self) -> tuple[int, ...]:
-        return (2,)
 
     def _tail(self) -> list[float]:
         """[momentum, trust_coefficient]"""
@@ -506,11 +449,6 @@ class LarsSGD(OptimizerSpec):
     def _check(self) -> None:
         self._number("momentum", low=0.0)
         self._number("trust_coefficient", low=0.0)
-
-
-def _adam_slots(second_moment: Literal["row", "element"], row_step: bool) -> tuple[Slot, ...]:
-    slots = (Slot("exp_avg", "element"), Slot("exp_avg_sq", second_moment))
-    return (*slots, Slot("step", "row")) if row_step else slots
 
 
 def _as_float(value: Any) -> float | None:
