@@ -296,85 +296,34 @@ for _name, (_reference, _fake) in _KERNELS.items():
 # autograd
 #
 # Each floating-point op is linear, so its backward is its transpose, and each pair of ops is closed under
-# differentiation. The formulas are `autograd.Function`s registered for the Autograd key, since
+# differentiation. The formula is an `autograd.Function` registered for the Autograd key, since
 # `torch.library.register_autograd` costs about five times as much per call.
 
 
-class _SelectSegments(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
-    ) -> Tensor:
-        ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
-        ctx.items = values_N.shape[0]
-        return _below(_OPS.select_segments.default, values_N, offsets_S1, order_P, out_offsets_P1, total)
+_TRANSPOSES: dict[str, tuple[str, Callable[[Tensor], tuple[Any, ...]]]] = {
+    "select_segments": ("select_segments_backward", lambda values_N: (values_N.shape[0],)),
+    "select_segments_backward": ("select_segments", lambda grad_M: (grad_M.shape[0],)),
+    "jagged_to_padded": ("padded_to_jagged", lambda values_N: (values_N.shape[0],)),
+    "padded_to_jagged": ("jagged_to_padded", lambda padded_BL: (padded_BL.shape[1], 0.0)),
+    "segment_sum": ("repeat_segments", lambda values_N: (values_N.shape[0],)),
+    "repeat_segments": ("segment_sum", lambda rows_S: ()),
+}
+"""Per op its transpose, and the arguments of the transpose that follow the op's tensors: sizes of the op's input."""
+
+
+class _Linear(torch.autograd.Function):
+    """An op of `_TRANSPOSES`, whose backward is its transpose."""
 
     @staticmethod
-    def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _OPS.select_segments_backward(grad_M, *ctx.saved_tensors, ctx.items), None, None, None, None
-
-
-class _SelectSegmentsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
-    ) -> Tensor:
-        ctx.save_for_backward(offsets_S1, order_P, out_offsets_P1)
-        ctx.items = grad_M.shape[0]
-        return _below(
-            _OPS.select_segments_backward.default, grad_M, offsets_S1, order_P, out_offsets_P1, total
-        )
+    def forward(ctx: Any, op: str, values: Tensor, *args: Any) -> Tensor:
+        ctx.save_for_backward(*[each for each in args if isinstance(each, Tensor)])
+        transpose, sizes = _TRANSPOSES[op]
+        ctx.transpose, ctx.sizes, ctx.inputs = getattr(_OPS, transpose), sizes(values), len(args)
+        return _below(getattr(_OPS, op).default, values, *args)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _OPS.select_segments(grad_N, *ctx.saved_tensors, ctx.items), None, None, None, None
-
-
-class _JaggedToPadded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
-        ctx.save_for_backward(offsets_B1)
-        ctx.items = values_N.shape[0]
-        return _below(_OPS.jagged_to_padded.default, values_N, offsets_B1, length, padding)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BL: Tensor) -> tuple[Tensor, None, None, None]:
-        return _OPS.padded_to_jagged(grad_BL, *ctx.saved_tensors, ctx.items), None, None, None
-
-
-class _PaddedToJagged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(offsets_B1)
-        ctx.length = padded_BL.shape[1]
-        return _below(_OPS.padded_to_jagged.default, padded_BL, offsets_B1, total)
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        return _OPS.jagged_to_padded(grad_N, *ctx.saved_tensors, ctx.length, 0.0), None, None
-
-
-class _SegmentSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_N: Tensor, offsets_S1: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets_S1)
-        ctx.items = values_N.shape[0]
-        return _below(_OPS.segment_sum.default, values_N, offsets_S1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
-        return _OPS.repeat_segments(grad_S, *ctx.saved_tensors, ctx.items), None
-
-
-class _RepeatSegments(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(offsets_S1)
-        return _below(_OPS.repeat_segments.default, rows_S, offsets_S1, total)
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        return _OPS.segment_sum(grad_N, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, ctx.transpose(*grads, *ctx.saved_tensors, *ctx.sizes), *[None] * ctx.inputs
 
 
 def _below(op: Callable[..., Any], *args: Any) -> Any:
@@ -383,24 +332,20 @@ def _below(op: Callable[..., Any], *args: Any) -> Any:
         return op(*args)
 
 
-def _differentiable(name: str, formula: type[torch.autograd.Function]) -> None:
+def _differentiable(name: str) -> Callable[..., Tensor]:
     op = getattr(_OPS, name).default
 
     def kernel(values: Tensor, *args: Any) -> Tensor:
         # Values are usually ids, which need no graph node.
         if values.requires_grad and torch.is_grad_enabled():
-            return formula.apply(values, *args)
+            return _Linear.apply(name, values, *args)
         return _below(op, values, *args)
 
-    LIBRARY.impl(name, kernel, "Autograd")
+    return kernel
 
 
-_differentiable("select_segments", _SelectSegments)
-_differentiable("select_segments_backward", _SelectSegmentsBackward)
-_differentiable("jagged_to_padded", _JaggedToPadded)
-_differentiable("padded_to_jagged", _PaddedToJagged)
-_differentiable("segment_sum", _SegmentSum)
-_differentiable("repeat_segments", _RepeatSegments)
+for _name in _TRANSPOSES:
+    LIBRARY.impl(_name, _differentiable(_name), "Autograd")
 
 
 # ---------------------------------------------------------------------------------------------------------------
