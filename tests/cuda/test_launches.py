@@ -16,7 +16,7 @@ from tilerec.ops.runtime import upload
 
 pytest.importorskip("triton")
 
-from tilerec.ops.lookup.triton import backend as lookup
+from tests.ops.triton import lookup_kernels
 from tilerec.ops.random.triton import backend as random
 from tilerec.ops.runtime.triton import reports
 
@@ -42,7 +42,7 @@ def fresh(rows: int, device: torch.device = CUDA) -> tuple[Tensor, Tensor, Tenso
 def pooled(table: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     sinks = torch.zeros(0, dtype=torch.int64)
     batch = [ids.numel()]
-    return lookup.pooled_lookup(
+    return lookup_kernels.pooled_lookup(
         [table], sinks, ids, offsets, None, [0], [0], [0], batch, torch.float32, "f@t"
     )[0]
 

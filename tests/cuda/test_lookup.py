@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from tests.cuda.sizes import real, size, some
+from tests.ops.lookup_ops import (
+    pooled_lookup_reference,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
+)
 from tilerec.errors import InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.lookup.definition import (
-    _pooled_lookup_reference,
-    _sample_weight_grad_reference,
-    _sequence_lookup_reference,
-)
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 pytest.importorskip("triton")
 
+from tests.ops.triton import lookup_kernels
 from tilerec.ops.lookup.triton import backend as lookup
 from tilerec.ops.runtime.triton import reports
 
@@ -106,18 +107,20 @@ TYPES = [F32, BF16, F32, F32, FP16, F32, FP8, BF16]
 def test_pooled_lookups_equal_the_reference(kind: str, weighted: bool, index: torch.dtype) -> None:
     arguments = case(kind, DIMS, TYPES, size(3001, 9), weighted, index)
     for dtype in (F32, BF16, FP16):
-        got = lookup.pooled_lookup(*arguments, dtype, names(arguments))[0]
-        want = _pooled_lookup_reference(*arguments, dtype, names(arguments))[0]
+        got = lookup_kernels.pooled_lookup(*arguments, dtype, names(arguments))[0]
+        want = pooled_lookup_reference(*arguments, dtype, names(arguments))[0]
         # Sums of 100,000 rows: their order counts.
         slack = 200 if kind == "some long" else 4
         torch.testing.assert_close(got, want, rtol=UNITS[dtype] * slack, atol=UNITS[dtype] * slack)
-        assert torch.equal(lookup.pooled_lookup(*arguments, dtype, names(arguments))[0], got), "the same bits"
+        assert torch.equal(lookup_kernels.pooled_lookup(*arguments, dtype, names(arguments))[0], got), (
+            "the same bits"
+        )
 
 
 @pytest.mark.parametrize("kind", ["one", "a few"])
 def test_short_bags_have_the_bits_of_the_native_library(kind: str) -> None:
     arguments = case(kind, [128, 20, 64], [F32, F32, BF16], size(301, 9), True)
-    got = lookup.pooled_lookup(*arguments, F32, names(arguments))[0]
+    got = lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))[0]
     there = [a.cpu() if isinstance(a, Tensor) else a for a in arguments[1:]]
     weights = [w.cpu() for w in arguments[0]]
     want = torch.ops.tilerec.pooled_lookup(weights, *there, F32, names(arguments))[0]
@@ -129,8 +132,8 @@ def test_gradients_of_sample_weights_equal_the_reference(kind: str) -> None:
     bags = size(1001, 9)
     weights, _, ids, offsets, _, *layout = case(kind, DIMS, TYPES, bags, False)
     grad = torch.randn(bags, sum(DIMS), device=CUDA)
-    got = lookup.sample_weight_grad(weights, ids, offsets, grad, *layout)
-    want = _sample_weight_grad_reference(weights, ids, offsets, grad, *layout)
+    got = lookup_kernels.sample_weight_grad(weights, ids, offsets, grad, *layout)
+    want = sample_weight_grad_reference(weights, ids, offsets, grad, *layout)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -142,7 +145,9 @@ def test_sequence_lookups_equal_the_reference(dim: int, host: bool) -> None:
     ids = torch.randint(0, 1000, (count,), device=CUDA)
     starts = torch.tensor([0, 0, count // 2, count // 2 + 1, count], device="cpu" if host else CUDA)
     arguments = (weights, NO_SINKS, ids, starts, [1, 0, 2, 1], F32, "a@t,b@u,c@v,d@t")
-    assert torch.equal(lookup.sequence_lookup(*arguments)[0], _sequence_lookup_reference(*arguments)[0])
+    assert torch.equal(
+        lookup_kernels.sequence_lookup(*arguments)[0], sequence_lookup_reference(*arguments)[0]
+    )
 
 
 @real
@@ -153,9 +158,9 @@ def test_new_sizes_compile_nothing() -> None:
 
     def run(batch: int) -> None:
         arguments = case("a few", [128, 64], [F32, F32], batch, False)
-        lookup.pooled_lookup(*arguments, F32, names(arguments))
+        lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
         count = arguments[2].shape[0]
-        lookup.sequence_lookup(
+        lookup_kernels.sequence_lookup(
             arguments[0][:1], NO_SINKS, arguments[2], torch.tensor([0, count], device=CUDA), [0], F32, "f@t"
         )
 
@@ -212,15 +217,15 @@ def test_forwards_do_not_wait() -> None:
 
 def test_a_captured_lookup_follows_its_inputs() -> None:
     arguments = case("a few", [128, 64], [F32, BF16], size(512, 24), True)
-    out = lookup.pooled_lookup(*arguments, F32, names(arguments))[0]  # compiles
+    out = lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))[0]  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = lookup.pooled_lookup(*arguments, F32, names(arguments))[0]
+        out = lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))[0]
     for _ in range(3):
         arguments[2].random_(0, 1000)
         graph.replay()
-        want = _pooled_lookup_reference(*arguments, F32, names(arguments))[0]
+        want = pooled_lookup_reference(*arguments, F32, names(arguments))[0]
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     arguments[2][5] = 1000
     graph.replay()
@@ -230,26 +235,26 @@ def test_a_captured_lookup_follows_its_inputs() -> None:
 
 def test_bad_ids_are_told_and_the_device_lives_on() -> None:
     arguments = case("a few", [128, 64], [F32, BF16], size(512, 24), False)
-    good = lookup.pooled_lookup(*arguments, F32, names(arguments))[0].clone()
+    good = lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))[0].clone()
     arguments[2][11] = -7
-    lookup.pooled_lookup(*arguments, F32, names(arguments))
+    lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
     with pytest.raises(
         InputError, match=r"Table 't0': id -7 of feature 'f0' \(position 11 .* outside \[0, 1000\)"
     ):
         reports.raise_all(CUDA)
     arguments[2][11] = 3
     torch.cuda.synchronize()
-    lookup.pooled_lookup(*arguments, F32, names(arguments))
+    lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
     assert good.isfinite().all()
 
 
 def test_an_error_appears_at_a_later_op_without_anybody_waiting() -> None:
     arguments = case("a few", [128], [F32], size(512, 24), False)
     arguments[3][9] = -1
-    lookup.pooled_lookup(*arguments, F32, names(arguments))
+    lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
     torch.cuda.synchronize()
     with pytest.raises(InputError, match=r"offsets\[9\] is -1; offsets must not fall"):
-        lookup.pooled_lookup(*arguments, F32, names(arguments))
+        lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
 
 
 @real
@@ -259,9 +264,11 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     weight[rows - 1], weight[2**25] = 3.0, 2.0
     ids = torch.tensor([rows - 1, 2**25], device=CUDA)
     offsets = torch.tensor([0, 2], device=CUDA)
-    out = lookup.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [1], BF16, "f@t")[0]
+    out = lookup_kernels.pooled_lookup(
+        [weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [1], BF16, "f@t"
+    )[0]
     assert out.tolist() == [[5.0] * dim]
-    out = lookup.sequence_lookup([weight], NO_SINKS, ids, offsets, [0], BF16, "f@t")[0]
+    out = lookup_kernels.sequence_lookup([weight], NO_SINKS, ids, offsets, [0], BF16, "f@t")[0]
     assert out[:, 0].tolist() == [3.0, 2.0]
 
 
@@ -271,11 +278,13 @@ def test_outputs_beyond_two_to_the_31_elements_are_written() -> None:
     weight = torch.arange(100, device=CUDA).to(BF16)[:, None].expand(100, dim).contiguous()
     ids = torch.randint(0, 100, (batch,), device=CUDA)
     offsets = torch.arange(batch + 1, device=CUDA)
-    out = lookup.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [batch], BF16, "f@t")[0]
+    out = lookup_kernels.pooled_lookup(
+        [weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [batch], BF16, "f@t"
+    )[0]
     assert torch.equal(out[:, 0].long(), ids)
     assert torch.equal(out[:, -1].long(), ids)
     del out
-    out = lookup.sequence_lookup([weight], NO_SINKS, ids, offsets[[0, -1]], [0], BF16, "f@t")[0]
+    out = lookup_kernels.sequence_lookup([weight], NO_SINKS, ids, offsets[[0, -1]], [0], BF16, "f@t")[0]
     assert torch.equal(out[:, 1].long(), ids)
 
 
@@ -284,6 +293,8 @@ def test_a_bag_of_a_million_ids_is_shared_by_many_programs() -> None:
     count = size(1_000_003, 5003)
     ids = torch.randint(0, 1000, (count,), device=CUDA)
     offsets = torch.tensor([0, 3, count], device=CUDA)
-    got = lookup.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [1], [2], F32, "f@t")[0]
+    got = lookup_kernels.pooled_lookup(
+        [weight], NO_SINKS, ids, offsets, None, [0], [0], [1], [2], F32, "f@t"
+    )[0]
     want = weight.double()[ids[3:]].mean(0)
     torch.testing.assert_close(got[1].double(), want, rtol=1e-5, atol=1e-6)

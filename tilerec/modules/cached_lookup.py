@@ -23,6 +23,7 @@ from tilerec.ops.lookup.definition import _reach, raise_bad_id
 from tilerec.ops.lookup.saved_rows import SavedRows, kept_for_retained_graph
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.ops.runtime.upload import upload
+from tilerec.ops.update.calls import Features, Gradients
 from tilerec.storage.cached import lock_caches, prefetch_all
 from tilerec.storage.line_batch import LineBatch, per_table, place, wanted
 from tilerec.storage.table_rows import TableRows
@@ -144,10 +145,8 @@ class _CachedLookup(torch.autograd.Function):
                 uniform = offsets is not None and len(batch.batches) == 1
                 places, strides = pooled_blocks(own, batch.bags, uniform)
                 taken = None if sample_weights is None else sample_weights.detach()
-                submit_record(
-                    reach.sinks, ctx.ticket, grad, ids, offsets, taken, dims, batch.tables, batch.starts, batch.bags,
-                    places, strides, batch.means,
-                )  # fmt: skip
+                features = Features(batch.tables, batch.starts, batch.bags, places, strides, batch.means)
+                submit_record(reach.sinks, ctx.ticket, dims, Gradients(grad, ids, offsets, taken, features))
         ctx.reader = kept_for_retained_graph(ctx.reader)
         return (None, None, sample_grad, *[None] * len(ctx.leaves))
 

@@ -67,7 +67,7 @@ def _store(dense: list[Tensor], tables: Sequence[int], record: GradientRecord) -
         tables: per feature, the position in `dense` of its gradient.
     """
     call = UpdateCall(RuleTables.of_sums(dense), record.gradients(list(tables)))
-    torch.ops.tilerec.update_rows_(*call.packed())
+    torch.ops.tilerec.update_rows_.default(*call.packed())
 
 
 def _store_over_replicas(

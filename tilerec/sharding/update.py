@@ -399,7 +399,7 @@ class _PhasedUpdate:
         if self.unit == 1:
             tables, parts = self._elements(parts)
         call = PartialsCall(tables, parts, phase, exact=self.unit > 1, finite=phase == 0)
-        flat = torch.ops.tilerec.rule_partials_of_tables(*call.packed())
+        flat = torch.ops.tilerec.rule_partials_of_tables.default(*call.packed())
         kinds, rows = self.kinds(phase), parts.rows
         if self.unit != 1:
             units = [width // self.unit if self.unit else 1 for width in widths]
@@ -458,7 +458,7 @@ class _PhasedUpdate:
     def apply(self) -> None:
         """Update the rows and slots."""
         call = ApplyCall(self.tables._replace(row_names=self._names()), self._per_tile())
-        torch.ops.tilerec.rule_apply_to_tables_(*call.packed())
+        torch.ops.tilerec.rule_apply_to_tables_.default(*call.packed())
         count_updates(self.tiles, self.spec)
         for own in self.rows:
             for tile in own.tiles:

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from tests.ops.lookup_ops import (
+    pooled_lookup_reference,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
+)
 from tilerec.errors import InputError
 from tilerec.ops import backends
-from tilerec.ops.lookup.definition import (
-    _pooled_lookup_reference,
-    _sample_weight_grad_reference,
-    _sequence_lookup_reference,
-)
 from tilerec.ops.runtime.cpu.library import DTYPES, library
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native library is not built")
@@ -68,14 +68,14 @@ class Pooled:
         return ops.pooled_lookup(*self.arguments, dtype, self.names)[0]
 
     def reference(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return _pooled_lookup_reference(*self.arguments, dtype, self.names)[0]
+        return pooled_lookup_reference(*self.arguments, dtype, self.names)[0]
 
     def grads(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the sample weights: native, reference."""
         rest = (self.tables, self.keys, self.means, self.batches)
         return (
             ops.sample_weight_grad(self.weights, self.ids, self.offsets, grad, *rest),
-            _sample_weight_grad_reference(self.weights, self.ids, self.offsets, grad, *rest),
+            sample_weight_grad_reference(self.weights, self.ids, self.offsets, grad, *rest),
         )
 
 
@@ -178,7 +178,7 @@ def test_sequence_lookup_equals_the_reference_bit_for_bit(
     tables = [f % len(kinds) for f in range(len(counts))]
     names = ",".join(f"f{f}@t{t}" for f, t in enumerate(tables))
     arguments = (weights, NO_SINKS, ids, starts, tables, output, names)
-    got, want = ops.sequence_lookup(*arguments)[0], _sequence_lookup_reference(*arguments)[0]
+    got, want = ops.sequence_lookup(*arguments)[0], sequence_lookup_reference(*arguments)[0]
     assert torch.equal(got, want)
 
 

@@ -15,19 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError
-from tilerec.ops.lookup.definition import (
-    _pooled_lookup_reference,
-    _sample_weight_grad_reference,
-    _sequence_lookup_reference,
+from tests.ops.lookup_ops import (
+    pooled_lookup_reference,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
 )
+from tilerec.errors import InputError
 
 pytest.importorskip("triton")
 
 import triton.language as tl
 
+from tests.ops.triton import lookup_kernels
 from tests.ops.triton.gates import ROOT, Compiled, Gate, aside, compiled
 from tests.ops.triton.interpreter import quick
+from tilerec.ops.lookup.calls import PooledLayout
 from tilerec.ops.lookup.triton import backend as lookup
 from tilerec.ops.lookup.triton import layout as lookup_layout
 from tilerec.ops.lookup.triton import parts as lookup_parts
@@ -89,15 +91,15 @@ class Pooled:
         return self.weights, NO_SINKS, self.ids, self.offsets, self.sample_weights, *self.layout
 
     def run(self, dtype: torch.dtype = F32) -> Tensor:
-        return lookup.pooled_lookup(*self.arguments, dtype, self.names)[0]
+        return lookup_kernels.pooled_lookup(*self.arguments, dtype, self.names)[0]
 
     def reference(self, dtype: torch.dtype = F32) -> Tensor:
-        return _pooled_lookup_reference(*self.arguments, dtype, self.names)[0]
+        return pooled_lookup_reference(*self.arguments, dtype, self.names)[0]
 
     def grads(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the sample weights: Triton's, the reference's."""
         arguments = (self.weights, self.ids, self.offsets, grad, *self.layout)
-        return lookup.sample_weight_grad(*arguments), _sample_weight_grad_reference(*arguments)
+        return lookup_kernels.sample_weight_grad(*arguments), sample_weight_grad_reference(*arguments)
 
 
 def make(
@@ -264,9 +266,11 @@ def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: 
     for uniform in (True, False):
         for cut in (True, False):
             for out_size in (4, 2):
+                batches = [1] if uniform else [1] * (len(dims) + 1)
+                given = PooledLayout(features, features, [0] * len(dims), batches)
                 layout = lookup_layout.layout_of(
-                    weights, torch.zeros(1, dtype=torch.int64), features, features, [0] * len(dims),
-                    lookup_layout.types_of(weights), out_size, uniform, cut, "",
+                    weights, torch.zeros(1, dtype=torch.int64), given, lookup_layout.types_of(weights), out_size, cut,
+                    "",
                 )  # fmt: skip
                 assert sum(family.count for family in layout.families) >= len(dims)
                 for family in layout.families:
@@ -282,7 +286,7 @@ def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: 
                         assert (key, plane < family.planes) == (feature, True)
                 batches = [5] if uniform else [5, 3, 1][: len(dims)]
                 offsets = torch.zeros(16, dtype=torch.int64)
-                batch = lookup._batch_of(layout, offsets, offsets, features, batches)
+                batch = lookup._batch_of(layout, offsets, offsets, given._replace(batches=batches))
                 if batch.runs is not None:
                     runs = batch.runs.view(-1, 3)
                     assert all(not (runs[:, 2] % family.out_vec).any() for family in layout.families)
@@ -300,7 +304,7 @@ def test_rows_of_more_tiles_than_a_grid_allows_are_served_by_the_reference(
     monkeypatch.setattr(lookup, "GRID_Y", 2)
     monkeypatch.setattr(lookup, "launch", lambda *args, **constants: pytest.fail("launched"))
     case = sequence([torch.randn(11, 300)], torch.randint(0, 11, (9,)), [0, 9], [0])
-    assert torch.equal(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0])
+    assert torch.equal(lookup_kernels.sequence_lookup(*case)[0], sequence_lookup_reference(*case)[0])
 
 
 def test_fp64_tables_are_served_by_the_reference() -> None:
@@ -360,19 +364,19 @@ def test_rows_of_sequences_are_copied(dim: int, index: torch.dtype) -> None:
     weights = [torch.randn(11, dim), torch.randn(9, dim).to(BF16), torch.randn(10, dim)]
     ids = torch.randint(0, 9, (30,)).to(index)
     case = sequence(weights, ids, [0, 0, 20, 20, 21, 30, 30], [1, 0, 2, 1, 2, 0])
-    assert torch.equal(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0])
+    assert torch.equal(lookup_kernels.sequence_lookup(*case)[0], sequence_lookup_reference(*case)[0])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_rows_of_sequences_are_rounded_once(dtype: torch.dtype) -> None:
     case = sequence([torch.randn(11, 6)], torch.randint(0, 11, (30,)), [0, 30], [0], dtype)
-    assert_close(lookup.sequence_lookup(*case)[0], _sequence_lookup_reference(*case)[0], dtype)
+    assert_close(lookup_kernels.sequence_lookup(*case)[0], sequence_lookup_reference(*case)[0], dtype)
 
 
 def test_sequences_without_ids_or_features() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     case = sequence([torch.randn(11, 6)], none, [0, 0, 0], [0, 0])
-    assert lookup.sequence_lookup(*case)[0].shape == (0, 6)
+    assert lookup_kernels.sequence_lookup(*case)[0].shape == (0, 6)
 
 
 def test_starts_that_the_host_knows_are_checked_there() -> None:
@@ -397,7 +401,7 @@ WRONG_STARTS = {
 def test_wrong_starts_are_told_and_never_followed(starts: tuple[int, ...]) -> None:
     case = sequence([torch.ones(5, 3)] * 2, torch.tensor([1, 2, 3, 4, 0, 1]), list(starts), [0, 1])
     with pytest.raises(InputError, match=WRONG_STARTS[starts].replace("'g'", "'f1'").replace("'f'", "'f0'")):
-        lookup.sequence_lookup(*case)
+        lookup_kernels.sequence_lookup(*case)
 
 
 # -- what a batch may not say
@@ -423,7 +427,7 @@ def test_an_id_outside_its_table_is_named(bad: int) -> None:
     with pytest.raises(InputError, match=rf"Table '1': id {bad} of feature '1'"):
         case.grads(torch.zeros(2, 5))
     with pytest.raises(InputError, match=message.replace("f1", "f0").replace("t1", "t0")):
-        lookup.sequence_lookup(*sequence([torch.ones(5, 4)], case.ids, [0, 6], [0]))
+        lookup_kernels.sequence_lookup(*sequence([torch.ones(5, 4)], case.ids, [0, 6], [0]))
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 3], [19, 2]])
@@ -531,7 +535,9 @@ def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
     with pytest.raises(InputError, match=message):
         case.run()
     with pytest.raises(InputError, match=message):
-        lookup.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(2, 5), *case.layout)
+        lookup_kernels.sample_weight_grad(
+            case.weights, case.ids, case.offsets, torch.ones(2, 5), *case.layout
+        )
 
 
 def test_sample_weights_and_gradients_of_another_size_are_refused() -> None:
@@ -545,9 +551,11 @@ def test_sample_weights_and_gradients_of_another_size_are_refused() -> None:
 def test_sequences_that_contradict_themselves_are_refused() -> None:
     ids = torch.tensor([1, 2, 3, 4, 0, 1])
     with pytest.raises(InputError, match=r"lookup of 2 features has 2 starts; expected 3"):
-        lookup.sequence_lookup(*sequence([torch.ones(5, 3)], ids, [0, 6], [0, 0]))
+        lookup_kernels.sequence_lookup(*sequence([torch.ones(5, 3)], ids, [0, 6], [0, 0]))
     with pytest.raises(InputError, match=r"'t1': dim 4, but .* dim 3"):
-        lookup.sequence_lookup(*sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1]))
+        lookup_kernels.sequence_lookup(
+            *sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1])
+        )
 
 
 def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:

@@ -382,7 +382,7 @@ def test_results_that_depend_on_the_order_of_programs() -> None:
 
 
 def looked_up(dims: list[int]) -> Tensor:
-    from tilerec.ops.lookup.triton.backend import pooled_lookup
+    from tests.ops.triton.lookup_kernels import pooled_lookup
 
     tables = [torch.randn(5, dim) for dim in dims]
     ids, offsets = torch.tensor([0, 4, 1, 2, 2, 3]), torch.tensor([0, 2, 2, 3, 6])

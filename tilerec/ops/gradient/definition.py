@@ -34,7 +34,7 @@ from tilerec.ops.gradient.concatenate import joined
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.update.calls import SumCall
+from tilerec.ops.update.calls import Features, Gradients, SumCall
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 
 
@@ -324,7 +324,7 @@ def sum_rows_of_tables(
     record = record.only(named)
     known = list(rows) if rows and record.ids.device.type != "cpu" else [0] * len(dims)
     call = SumCall(record.gradients([table_of[f] for f in named]), known, dims, ordered)
-    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables(*call.packed())
+    found, grads, counts = torch.ops.tilerec.sum_row_gradients_of_tables.default(*call.packed())
     distinct = counts.tolist()
     blocks = grads.split([count * dim for count, dim in zip(distinct, dims, strict=True)])
     return [
@@ -359,29 +359,22 @@ LIBRARY.define(
 
 
 def submit_pooled(
-    sinks: Tensor,
-    ticket: Tensor,
-    grad: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    dims: Sequence[int],
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-) -> None:
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    dims: Sequence[int], *layout: Sequence[int],
+) -> None:  # fmt: skip
     """Submit a pooled lookup's output gradient. `sinks` [T] is declared as mutated because the tables behind it are.
+
+    `layout`: the fields of a `PooledLayout`.
 
     Callers may bypass the dispatcher (`runtime/dispatch.py`): the function computes nothing that a profile would miss.
     """
-    tables = tuple(tables)
-    own_dims, starts, bags, places, strides = _pooled_layout(tuple(dims), tables, tuple(keys), tuple(batches))
+    tables, keys, means, batches = map(tuple, layout)
+    own_dims, starts, bags, places, strides = _pooled_layout(tuple(dims), tables, keys, batches)
     handles = sinks.tolist()
     submit(
         GradientRecord(
             _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple([handles[t] for t in tables]), own_dims,
-            starts, bags, places, strides, tuple(means),
+            starts, bags, places, strides, means,
         )
     )  # fmt: skip
 
@@ -401,26 +394,24 @@ def submit_sequence(
     sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int]
 ) -> None:
     """Submit a sequence lookup's output gradient [N, D]: every id is its own bag."""
-    bounds, dim = starts.tolist(), grad.shape[1]
+    bounds, dim, zeros = starts.tolist(), grad.shape[1], [0] * len(tables)
     bags = [end - begin for begin, end in itertools.pairwise(bounds)]
     places = [begin * dim for begin in bounds[:-1]]
-    submit_record(
-        sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables, bounds[:-1], bags, places,
-        [dim] * len(tables), [0] * len(tables),
-    )  # fmt: skip
+    features = Features(tables, bounds[:-1], bags, places, [dim] * len(tables), zeros)
+    submit_record(sinks, ticket, [dim] * sinks.numel(), Gradients(grad, ids, None, None, features))
 
 
-def submit_record(
-    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor | None, sample_weights: Tensor | None,
-    dims: Sequence[int], tables: Sequence[int], starts: Sequence[int], bags: Sequence[int], places: Sequence[int],
-    strides: Sequence[int], means: Sequence[int],
-) -> None:  # fmt: skip
-    handles = sinks.tolist()
-    record = GradientRecord(
-        _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
-        tuple(dims[t] for t in tables), tuple(starts), tuple(bags), tuple(places), tuple(strides), tuple(means),
+def submit_record(sinks: Tensor, ticket: Tensor, dims: Sequence[int], record: Gradients) -> None:
+    """Submit a lookup's gradient record. `sinks`, `dims`: per table."""
+    handles, (tables, *lists) = sinks.tolist(), record.features
+    grad, ids, offsets, sample_weights, _ = record
+    starts, bags, places, strides, means = map(tuple, lists)
+    submit(
+        GradientRecord(
+            _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
+            tuple(dims[t] for t in tables), starts, bags, places, strides, means,
+        )
     )  # fmt: skip
-    submit(record)
 
 
 LIBRARY.impl("submit_pooled_", submit_pooled, "CompositeExplicitAutograd")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.gradient.definition import new_ticket
+from tilerec.ops.lookup.calls import PooledCall, SequenceCall, WeightGradCall, taking_arguments
 from tilerec.ops.lookup.checks import (
     check_batch,
     check_contiguous,
@@ -30,17 +32,13 @@ from tilerec.ops.lookup.checks import (
     raise_no_rows,
     raise_other_dim,
 )
-from tilerec.ops.lookup.definition import (
-    _pooled_lookup_reference,
-    _sample_weight_grad_reference,
-    _sequence_lookup_reference,
-    raise_bad_id,
-)
+from tilerec.ops.lookup.definition import REFERENCE_OF_CALLS, raise_bad_id
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import LookupRecord, ReportRecord
 from tilerec.ops.runtime.devices import check_devices
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.torch_private import dtype_of
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,8 @@ def _layout_of(
     weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], pooled: bool
 ) -> _Layout | None:
     check_contiguous(weights)
-    return _layout(
-        tuple(tables),
-        tuple(keys),
-        tuple(means),
-        tuple([w.shape for w in weights]),
-        tuple([w.dtype for w in weights]),
-        pooled,
-    )
+    shapes, dtypes = tuple(map(Tensor.size, weights)), tuple(map(dtype_of, weights))
+    return _layout(tuple(tables), tuple(keys), tuple(means), shapes, dtypes, pooled)
 
 
 # `value` of a TR_BAD_ARGUMENT (native/lookup.h).
@@ -127,102 +119,74 @@ def _int64(offsets: Tensor) -> Tensor:
 
 
 def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def pooled_lookup(
-        weights: Sequence[Tensor],
-        sinks: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        sample_weights: Tensor | None,
-        tables: Sequence[int],
-        keys: Sequence[int],
-        means: Sequence[int],
-        batches: Sequence[int],
-        dtype: torch.dtype,
-        names: str,
-    ) -> tuple[Tensor, Tensor]:
+    def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
+        weights, _, ids, offsets, sample_weights, (tables, keys, means, batches), dtype, names = call
         check_batch(ids, offsets, sample_weights)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or dtype not in DTYPES:
-            return _pooled_lookup_reference(
-                weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
-            )
+            return REFERENCE_OF_CALLS["pooled_lookup"](call)
         out = reused_empty(pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names), dtype)
         ids, offsets = _ids(ids), _int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
-        sizes = int64_array(batches)
-        call = LookupRecord(
-            *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
+        sizes = array("q", batches)
+        record = LookupRecord(
+            *layout.head, ctypes.addressof(data), len(batches), sizes.buffer_info()[0], ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(),
             None if sample_weights is None else sample_weights.data_ptr(), out.data_ptr(), DTYPES[dtype], None,
             torch.get_num_threads(),
         )  # fmt: skip
-        if function(ctypes.byref(call)):
-            _raise(call.report, names, weights, tables, ids)
+        if function(ctypes.byref(record)):
+            _raise(record.report, names, weights, tables, ids)
         return out, new_ticket()
 
     return pooled_lookup
 
 
 def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def sequence_lookup(
-        weights: Sequence[Tensor],
-        sinks: Tensor,
-        ids: Tensor,
-        starts: Tensor,
-        tables: Sequence[int],
-        dtype: torch.dtype,
-        names: str,
-    ) -> tuple[Tensor, Tensor]:
+    def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
+        weights, _, ids, starts, tables, dtype, names = call
         check_batch(ids, starts, None)
         check_starts(starts, len(tables))
         layout = _layout_of(weights, tables, (), (), False)
         if layout is None or not tables or dtype not in DTYPES:
-            return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+            return REFERENCE_OF_CALLS["sequence_lookup"](call)
         out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
         ids, starts = _ids(ids), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
-        call = LookupRecord(
+        record = LookupRecord(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
         )  # fmt: skip
-        if function(ctypes.byref(call)):
-            _raise(call.report, names, weights, tables, ids, pooled=False)
+        if function(ctypes.byref(record)):
+            _raise(record.report, names, weights, tables, ids, pooled=False)
         return out, new_ticket()
 
     return sequence_lookup
 
 
 def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
-    def sample_weight_grad(
-        weights: Sequence[Tensor],
-        ids: Tensor,
-        offsets: Tensor,
-        grad: Tensor,
-        tables: Sequence[int],
-        keys: Sequence[int],
-        means: Sequence[int],
-        batches: Sequence[int],
-    ) -> Tensor:
+    def sample_weight_grad(call: WeightGradCall) -> Tensor:
+        weights, ids, offsets, grad, (tables, keys, means, batches) = call
         check_batch(ids, offsets, None)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or grad.dtype not in DTYPES:
-            return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
+            return REFERENCE_OF_CALLS["sample_weight_grad"](call)
         wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
         check_gradient(grad, wanted, math.prod(wanted))
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
         ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
-        sizes = int64_array(batches)
-        call = LookupRecord(
-            *layout.head, ctypes.addressof(data), len(batches), ctypes.addressof(sizes), ids.data_ptr(),
+        sizes = array("q", batches)
+        record = LookupRecord(
+            *layout.head, ctypes.addressof(data), len(batches), sizes.buffer_info()[0], ids.data_ptr(),
             INDEX_TYPES[ids.dtype], ids.numel(), offsets.data_ptr(), offsets.numel(), None, grad.data_ptr(),
             DTYPES[grad.dtype], out_N.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        if function(ctypes.byref(call)):
+        if function(ctypes.byref(record)):
             names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
-            _raise(call.report, names, weights, tables, ids)
+            _raise(record.report, names, weights, tables, ids)
         return out_N
 
     return sample_weight_grad
@@ -235,7 +199,7 @@ def register(library: ctypes.CDLL) -> None:
         "sequence_lookup": _sequence_lookup(library.tr_sequence_lookup),
         "sample_weight_grad": _sample_weight_grad(library.tr_sample_weight_grad),
     }
-    for name, kernel in kernels.items():
+    for name, kernel in taking_arguments(kernels).items():
         function = getattr(library, f"tr_{name}")
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
         LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -21,7 +21,7 @@ autograd formulas below are shared by all backends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from tilerec.ops.gradient.definition import (
     submit_pooled,
     submit_sequence,
 )
+from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
 from tilerec.ops.lookup.checks import check_covered
 from tilerec.ops.lookup.saved_rows import (
     SavedRows,
@@ -50,6 +51,7 @@ from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.calls import Features, Gradients, RuleTables, UpdateCall
 from tilerec.torch_private import BelowAutograd, FakeTensor, FunctionalTensor, graph_task_id, will_execute
 
+_OPS = torch.ops.tilerec
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
 LIBRARY.define(
     "pooled_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor offsets, Tensor? sample_weights, "
@@ -81,19 +83,9 @@ def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> 
         raise_bad_id(names, feature, begin + position, int(ids[position]), rows)
 
 
-def _pooled_lookup_reference(
-    weights: Sequence[Tensor],
-    sinks: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor]:
+def _pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
+    weights, _, ids, offsets, sample_weights, layout, dtype, names = call
+    tables, keys, means, batches = layout
     starts, bags = bag_starts(keys, batches)
     pooled = []
     for feature, table in enumerate(tables):
@@ -116,7 +108,7 @@ def _pooled_lookup_reference(
         pooled.append(sums_BD.to(dtype))
     if tables:
         check_covered(offsets, ids)
-    if len(batches) == 1:
+    if layout.uniform:
         out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
     else:
         out = (
@@ -125,15 +117,8 @@ def _pooled_lookup_reference(
     return out, new_ticket()
 
 
-def _sequence_lookup_reference(
-    weights: Sequence[Tensor],
-    sinks: Tensor,
-    ids: Tensor,
-    starts: Tensor,
-    tables: Sequence[int],
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor]:
+def _sequence_lookup_reference(call: SequenceCall) -> tuple[Tensor, Tensor]:
+    weights, _, ids, starts, tables, dtype, names = call
     bounds = starts.tolist()
     rows = []
     for feature, table in enumerate(tables):
@@ -148,18 +133,11 @@ def _sum_dtype(weights: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
 
 
-def _sample_weight_grad_reference(
-    weights: Sequence[Tensor],
-    ids: Tensor,
-    offsets: Tensor,
-    grad: Tensor,
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-) -> Tensor:
+def _sample_weight_grad_reference(call: WeightGradCall) -> Tensor:
+    weights, ids, offsets, grad, layout = call
+    tables, keys, means, batches = layout
     starts, bags = bag_starts(keys, batches)
-    blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, len(batches) == 1)
+    blocks, strides = pooled_blocks([weights[t].shape[1] for t in tables], bags, layout.uniform)
     out_N = torch.zeros(ids.numel(), dtype=_sum_dtype(weights), device=ids.device)
     flat = grad.contiguous().view(-1)
     for feature, table in enumerate(tables):
@@ -179,36 +157,41 @@ def _sample_weight_grad_reference(
     return out_N
 
 
-LIBRARY.impl("pooled_lookup", _pooled_lookup_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("sequence_lookup", _sequence_lookup_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("sample_weight_grad", _sample_weight_grad_reference, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("pooled_lookup")
-def _fake_pooled_lookup(
-    weights: Any, sinks: Any, ids: Any, offsets: Any, sample_weights: Any, tables: Any, keys: Any, means: Any,
-    batches: Any, dtype: Any, names: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _fake_pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
+    weights, _, ids, _, _, (tables, keys, _, batches), dtype, _ = call
     dims = [weights[t].shape[1] for t in tables]
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
-    if len(batches) == 1:
+    if call.layout.uniform:
         return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
     return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
 
 
-@LIBRARY.fake("sequence_lookup")
-def _fake_sequence_lookup(
-    weights: Any, sinks: Any, ids: Any, starts: Any, tables: Any, dtype: Any, names: Any
-) -> tuple[Tensor, Tensor]:
+def _fake_sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     ticket = torch.empty(2, dtype=torch.int64, device="cpu")
-    return ids.new_empty((ids.shape[0], weights[tables[0]].shape[1]), dtype=dtype), ticket
+    shape = (call.ids.shape[0], call.weights[call.tables[0]].shape[1])
+    return call.ids.new_empty(shape, dtype=call.dtype), ticket
 
 
-@LIBRARY.fake("sample_weight_grad")
-def _fake_sample_weight_grad(
-    weights: Any, ids: Any, offsets: Any, grad: Any, tables: Any, keys: Any, means: Any, batches: Any
-) -> Tensor:
-    return ids.new_empty((ids.shape[0],), dtype=_sum_dtype(weights))
+def _fake_sample_weight_grad(call: WeightGradCall) -> Tensor:
+    return call.ids.new_empty((call.ids.shape[0],), dtype=_sum_dtype(call.weights))
+
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "pooled_lookup": (_pooled_lookup_reference, _fake_pooled_lookup),
+    "sequence_lookup": (_sequence_lookup_reference, _fake_sequence_lookup),
+    "sample_weight_grad": (_sample_weight_grad_reference, _fake_sample_weight_grad),
+}
+
+REFERENCE_OF_CALLS = {name: reference for name, (reference, _) in _KERNELS.items()}
+"""Reference kernels by op name, as functions of a call's record: backends use them for inputs they do not support."""
+
+REFERENCE = taking_arguments(REFERENCE_OF_CALLS)
+"""Reference kernels by op name, as functions of the ops' arguments. Tests compare every backend with them."""
+
+for _name, _kernel in REFERENCE.items():
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+for _name, _kernel in taking_arguments({name: fake for name, (_, fake) in _KERNELS.items()}).items():
+    LIBRARY.fake(_name)(_kernel)
 
 
 # Autograd. The leaves are plain attributes of ctx: an update between this forward and its backward is allowed (two
@@ -250,15 +233,14 @@ def _reach(ctx: Any, grad: Tensor, sinks: Tensor, wanted: list[bool]) -> _Reach:
 
 
 def _dense_grads(
-    weights: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, ids: Tensor, offsets: Tensor | None,
-    sample_weights: Tensor | None, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
-    batches: Sequence[int],
+    weights: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, ids: Tensor, offsets: Tensor,
+    sample_weights: Tensor | None, layout: PooledLayout,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return dense gradients of the wanted tables, None for the others."""
+    """Return dense gradients of the wanted tables, None for the others; `offsets`: as in `_dense_weight_grads`."""
     chosen = [t for t, want in enumerate(wanted) if want]
-    dense = torch.ops.tilerec.dense_weight_grads(
-        [weights[t] for t in chosen], [w.shape[1] for w in weights], chosen, grad, ids, offsets, sample_weights, tables,
-        keys, means, batches,
+    compute = _dense_weight_grads if can_bypass_dispatcher((grad, ids)) else _OPS.dense_weight_grads.default
+    dense = compute(
+        [weights[t] for t in chosen], [w.shape[1] for w in weights], chosen, grad, ids, offsets, sample_weights, *layout
     )  # fmt: skip
     out: list[Tensor | None] = [None] * len(weights)
     for t, value in zip(chosen, dense, strict=True):
@@ -267,7 +249,7 @@ def _dense_grads(
 
 
 def _reader(
-    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: Sequence[Any], names: str
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: PooledLayout, names: str
 ) -> SavedRows | None:
     """Return a reader of the rows that the gradient of sample weights needs; None while torch traces.
 
@@ -297,16 +279,14 @@ def _reader(
 
 def _sample_weight_grad(
     reader: SavedRows | None, weights: Sequence[Tensor], ids: Tensor, offsets: Tensor, grad: Tensor,
-    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int],
+    layout: PooledLayout,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of sample weights, computed from the rows as the forward read them."""
     rows = None if reader is None else reader.rows()
     if rows is not None:
-        ids = positions_in_copies(ids, id_segments(offsets, *bag_starts(keys, batches)))
-        weights, tables = rows, range(len(rows))
-    out: Tensor = torch.ops.tilerec.sample_weight_grad(
-        weights, ids, offsets, grad, tables, keys, means, batches
-    )
+        ids = positions_in_copies(ids, id_segments(offsets, *bag_starts(layout.keys, layout.batches)))
+        weights, layout = rows, layout._replace(tables=range(len(rows)))
+    out: Tensor = _OPS.sample_weight_grad.default(weights, ids, offsets, grad, *layout)
     return out
 
 
@@ -319,7 +299,7 @@ class _PooledLookup(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         sinks, layout, dtype, names = call
         with BelowAutograd():
-            out, ticket = torch.ops.tilerec.pooled_lookup.default(
+            out, ticket = _OPS.pooled_lookup.default(
                 weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
             )
         ctx.save_for_backward(ids, offsets, sample_weights)
@@ -339,10 +319,10 @@ class _PooledLookup(torch.autograd.Function):
         grad = grads[0].contiguous()
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
-            sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, *ctx.layout)
+            sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, ctx.layout)
             sample_grad = sample_grad.to(sample_weights.dtype)
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        used = set(ctx.layout[0])
+        used = set(ctx.layout.tables)
         wanted = [want and t in used for t, want in enumerate(ctx.needs_input_grad[_POOLED:])]
         if any(wanted):
             taken = sample_weights.detach() if sample_weights is not None else None
@@ -352,13 +332,11 @@ class _PooledLookup(torch.autograd.Function):
                 if reach.submits:
                     dims = [w.shape[1] for w in weights]
                     submits = (
-                        submit_pooled
-                        if can_bypass_dispatcher((grad, ids))
-                        else torch.ops.tilerec.submit_pooled_
+                        submit_pooled if can_bypass_dispatcher((grad, ids)) else _OPS.submit_pooled_.default
                     )
                     submits(reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
             if any(wanted):
-                weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, *ctx.layout)
+                weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, ctx.layout)
         ctx.reader = kept_for_retained_graph(ctx.reader)
         return (None, None, None, sample_grad, *weight_grads)
 
@@ -370,9 +348,7 @@ class _SequenceLookup(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sinks, tables, dtype, names = call
         with BelowAutograd():
-            out, ticket = torch.ops.tilerec.sequence_lookup.default(
-                weights, sinks, ids, starts, tables, dtype, names
-            )
+            out, ticket = _OPS.sequence_lookup.default(weights, sinks, ids, starts, tables, dtype, names)
         ctx.save_for_backward(ids, starts)
         ctx.leaves = (weights, sinks, ticket)
         ctx.tables = tables
@@ -396,14 +372,13 @@ class _SequenceLookup(torch.autograd.Function):
                     submits = (
                         submit_sequence
                         if can_bypass_dispatcher((grad, ids))
-                        else torch.ops.tilerec.submit_sequence_
+                        else _OPS.submit_sequence_.default
                     )
                     submits(reach.sinks, ticket, grad, ids, starts, ctx.tables)
             if any(wanted):
-                features = list(range(len(ctx.tables)))
-                weight_grads = _dense_grads(
-                    weights, wanted, grad, ids, starts, None, ctx.tables, features, [0] * len(features), []
-                )
+                count = len(ctx.tables)
+                layout = PooledLayout(ctx.tables, range(count), [0] * count, [])
+                weight_grads = _dense_grads(weights, wanted, grad, ids, starts, None, layout)
         return (*[None] * _SEQUENCE, *weight_grads)
 
 
@@ -419,29 +394,20 @@ def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) ->
     )
 
 
-def _pooled_lookup_autograd(
-    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    tables: Sequence[int], keys: Sequence[int], means: Sequence[int], batches: Sequence[int], dtype: torch.dtype,
-    names: str,
-) -> Any:  # fmt: skip
-    layout = (tables, keys, means, batches)
-    if not _differentiates(weights, sample_weights):
+def _pooled_lookup_autograd(*args: Any) -> Any:
+    """Take the op's arguments, and pass them on without a record."""
+    if not _differentiates(args[0], args[4]):
         with BelowAutograd():
-            return torch.ops.tilerec.pooled_lookup.default(
-                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
-            )
-    return _PooledLookup.apply((sinks, layout, dtype, names), ids, offsets, sample_weights, *weights)
+            return _OPS.pooled_lookup.default(*args)
+    (weights, sinks, *batch), (dtype, names) = args[:5], args[9:]
+    return _PooledLookup.apply((sinks, PooledLayout(*args[5:9]), dtype, names), *batch, *weights)
 
 
-def _sequence_lookup_autograd(
-    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int], dtype: torch.dtype,
-    names: str,
-) -> Any:  # fmt: skip
-    if not _differentiates(weights, None):
+def _sequence_lookup_autograd(*args: Any) -> Any:
+    if not _differentiates(args[0], None):
         with BelowAutograd():
-            return torch.ops.tilerec.sequence_lookup.default(
-                weights, sinks, ids, starts, tables, dtype, names
-            )
+            return _OPS.sequence_lookup.default(*args)
+    weights, sinks, ids, starts, tables, dtype, names = args
     return _SequenceLookup.apply((sinks, tables, dtype, names), ids, starts, *weights)
 
 
@@ -457,14 +423,14 @@ def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: 
     """
     if can_bypass_dispatcher((ids, *weights)):
         return _pooled_lookup_autograd(weights, sinks, ids, *rest)
-    return torch.ops.tilerec.pooled_lookup(weights, sinks, ids, *rest)
+    return _OPS.pooled_lookup(weights, sinks, ids, *rest)
 
 
 def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
     """Run the op `tilerec::sequence_lookup`; bypasses the dispatcher as `pooled_lookup` does."""
     if can_bypass_dispatcher((ids, *weights)):
         return _sequence_lookup_autograd(weights, sinks, ids, *rest)
-    return torch.ops.tilerec.sequence_lookup(weights, sinks, ids, *rest)
+    return _OPS.sequence_lookup(weights, sinks, ids, *rest)
 
 
 LIBRARY.define(
@@ -474,22 +440,14 @@ LIBRARY.define(
 
 
 def _dense_weight_grads(
-    weights: Sequence[Tensor],
-    dims: Sequence[int],
-    chosen: Sequence[int],
-    grad: Tensor,
-    ids: Tensor,
-    bounds: Tensor,
-    sample_weights: Tensor | None,
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-) -> list[Tensor]:
+    weights: Sequence[Tensor], dims: Sequence[int], chosen: Sequence[int], grad: Tensor, ids: Tensor, bounds: Tensor,
+    sample_weights: Tensor | None, *layout: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
     """Return dense gradients `[rows, dim]` of the chosen tables.
 
     `bounds` are the offsets of a pooled lookup, or, if `batches` is empty, the starts of a sequence lookup.
     """
+    tables, keys, means, batches = PooledLayout(*layout)
     out = [torch.zeros_like(w) for w in weights]
     if batches:
         starts, bags = bag_starts(keys, batches)
@@ -500,11 +458,15 @@ def _dense_weight_grads(
         strides = [dims[t] for t in tables]
         places = [begin * dim for begin, dim in zip(starts, strides, strict=True)]
     position = {t: i for i, t in enumerate(chosen)}
-    lists = ([position.get(t, -1) for t in tables], starts, bags, places, strides, means)
-    wanted = [f for f, t in enumerate(tables) if t in position]
-    features = Features(*[[values[f] for f in wanted] for values in lists])
+    lists: tuple[Sequence[int], ...] = (
+        [position.get(t, -1) for t in tables], starts, bags, places, strides, means,
+    )  # fmt: skip
+    if len(chosen) < len(dims):
+        wanted = [f for f, t in enumerate(tables) if t in position]
+        lists = tuple([[values[f] for f in wanted] for values in lists])
+    features = Features(*lists)
     record = Gradients(grad, ids, bounds if batches else None, sample_weights, features)
-    torch.ops.tilerec.update_rows_(*UpdateCall(RuleTables.of_sums(out), record).packed())
+    _OPS.update_rows_.default(*UpdateCall(RuleTables.of_sums(out), record).packed())
     return out
 
 

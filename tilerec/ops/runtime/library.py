@@ -50,6 +50,9 @@ class OpLibrary(torch.library.Library):
 
 LIBRARY = OpLibrary("tilerec", "DEF")
 
+new_record = tuple.__new__
+"""Makes a named tuple of all its fields, in a third of the time of its own constructor: hot ops do so at each call."""
+
 
 def takes_arguments(unpack: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel that takes a record as a function of the op's arguments; `unpack` makes the record of them."""

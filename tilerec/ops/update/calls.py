@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilerec.ops.runtime.library import takes_arguments
+from tilerec.ops.runtime.library import new_record, takes_arguments
+
+_DEFAULTS = (None,) * 4  # of the last arguments of `update_rows_`, which the dispatcher may leave out
 
 
 class Features(NamedTuple):
@@ -137,13 +139,12 @@ class UpdateCall(NamedTuple):
     ordered: Sequence[Tensor] | None = None
 
     @staticmethod
-    def unpack(
-        weights: Sequence[Tensor], slots: Sequence[Tensor], grad: Tensor, ids: Tensor, offsets: Tensor | None,
-        sample_weights: Tensor | None, *rest: Any,
-    ) -> UpdateCall:  # fmt: skip
+    def unpack(*args: Any) -> UpdateCall:
         """Return the call from the op's arguments; the inverse of `packed`."""
-        gradients = Gradients(grad, ids, offsets, sample_weights, Features(*rest[:6]))
-        return UpdateCall(RuleTables(weights, slots, *rest[6:15]), gradients, *rest[15:])
+        args += _DEFAULTS[len(args) - 18 :]
+        gradients = new_record(Gradients, (*args[2:6], new_record(Features, args[6:12])))
+        tables = new_record(RuleTables, args[:2] + args[12:21])
+        return new_record(UpdateCall, (tables, gradients, args[21]))
 
     def packed(self) -> tuple[Any, ...]:
         """Return the arguments of the op."""

@@ -51,6 +51,9 @@ from tilerec.ops.update.rules import RULES, make_rule
 # Empty tensors have a null address, which for the library would mean that every id is its own bag.
 _EMPTY = ctypes.c_int64()
 _EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
+_INT64 = torch.empty(
+    0, dtype=torch.int64
+)  # its `new_empty` takes three quarters of the time of `torch.empty`
 _FP32 = {torch.float32}
 _SUPPORTED = set(DTYPES)
 
@@ -71,12 +74,12 @@ def _describe(op: str, record: Gradients) -> tuple[GradientArguments, object]:
     features = len(per_feature.tables)
     # One list, one array: `array.extend` takes three times as long.
     numbers = array("q", list(itertools.chain.from_iterable(per_feature)))
-    at = numbers.buffer_info()[0]
+    at, each = numbers.buffer_info()[0], 8 * features
     arguments = GradientArguments(
         grad.data_ptr(), ids.data_ptr(), None if offsets is None else offsets.data_ptr() or _EMPTY_ADDRESS,
         None if sample_weights is None else sample_weights.data_ptr(), grad.numel(), ids.numel(),
-        0 if offsets is None else offsets.numel(), features, *(at + 8 * features * k for k in range(6)),
-        DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
+        0 if offsets is None else offsets.numel(), features, at, at + each, at + 2 * each, at + 3 * each,
+        at + 4 * each, at + 5 * each, DTYPES[grad.dtype], INDEX_TYPES[ids.dtype],
     )  # fmt: skip
     return arguments, (numbers, grad, ids, offsets, sample_weights)
 
@@ -221,7 +224,7 @@ def _update_rows_(library: ctypes.CDLL, rules: _Rules) -> Callable[[UpdateCall],
             advance(counts)
             return result
         record, kept = _describe(op, gradients)
-        skipped, report = torch.zeros(3, dtype=torch.int64), ReportRecord()
+        skipped, report = _INT64.new_empty(3), ReportRecord()
         threads = torch.get_num_threads()
         call_update(
             ctypes.byref(rows[0]), ctypes.byref(record), threads, skipped.data_ptr(), ctypes.byref(report)

@@ -38,15 +38,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.gradient.definition import bag_starts, new_ticket, pooled_blocks
+from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
 from tilerec.ops.lookup.checks import (
     INDEX_TYPES,
     check_batch,
@@ -58,12 +59,7 @@ from tilerec.ops.lookup.checks import (
     raise_other_dim,
     raise_uncovered,
 )
-from tilerec.ops.lookup.definition import (
-    _pooled_lookup_reference,
-    _sample_weight_grad_reference,
-    _sequence_lookup_reference,
-    raise_bad_id,
-)
+from tilerec.ops.lookup.definition import REFERENCE_OF_CALLS, raise_bad_id
 from tilerec.ops.lookup.triton.layout import (
     Family,
     LookupConstants,
@@ -156,15 +152,14 @@ class _Batch(NamedTuple):
     split: bool  # the batch may have a long bag
 
 
-def _batch_of(
-    layout: LookupConstants, ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int]
-) -> _Batch:
+def _batch_of(shared: LookupConstants, ids: Tensor, offsets: Tensor, layout: PooledLayout) -> _Batch:
+    batches = layout.batches
     ids, offsets = _flat(ids), _flat(offsets, (torch.int64,))
     bags = most = batches[0] if batches else 0
     runs = None
-    if len(batches) != 1:
-        starts, bags_F = bag_starts(keys, batches)
-        places, _ = pooled_blocks(layout.dims, bags_F, False)
+    if not layout.uniform:
+        starts, bags_F = bag_starts(layout.keys, batches)
+        places, _ = pooled_blocks(shared.dims, bags_F, False)
         numbers = [number for run in zip(starts, bags_F, places, strict=True) for number in run]
         bags, most, runs = 0, max(bags_F, default=0), upload(numbers, ids.device)
     count = ids.shape[0]
@@ -172,54 +167,38 @@ def _batch_of(
     return _Batch(ids, offsets, count, bags, most, runs, slots, count < offsets.shape[0], count > LONG.value)
 
 
-def _shape_of(
-    layout: LookupConstants, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str
-) -> tuple[int, ...]:
+def _shape_of(shared: LookupConstants, layout: PooledLayout, offsets: Tensor, names: str) -> tuple[int, ...]:
     """Return the shape of the output; `pooled_shape` raises the errors of a bad batch."""
-    if len(batches) == 1 and 0 <= batches[0] * (layout.last_key + 1) < offsets.shape[0]:
-        return (batches[0], layout.width)
-    return pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names)
+    _, keys, _, batches = layout
+    if layout.uniform and 0 <= batches[0] * (shared.last_key + 1) < offsets.shape[0]:
+        return (batches[0], shared.width)
+    return pooled_shape(shared.dims, shared.last_key, keys, batches, offsets, names)
 
 
-def pooled_lookup(
-    weights: Sequence[Tensor],
-    sinks: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor]:
+def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
     """Run `tilerec::pooled_lookup`."""
+    weights, _, ids, offsets, sample_weights, layout, dtype, names = call
     check_batch(ids, offsets, sample_weights)
     device, types = ids.device, types_of(weights)
     if not _serves(types, dtype, device):
-        return _pooled_lookup_reference(
-            weights, sinks, ids, offsets, sample_weights, tables, keys, means, batches, dtype, names
-        )
+        return REFERENCE_OF_CALLS["pooled_lookup"](call)
     _check_same_device(device, "offsets", offsets)
     _check_same_device(device, "sample_weights", sample_weights)
     raise_due(device)
-    layout = layout_of(
-        weights, ids, tables, keys, means, types, dtype.itemsize, len(batches) == 1, True, names
-    )
-    out = torch.empty(_shape_of(layout, keys, batches, offsets, names), dtype=dtype, device=device)
+    shared = layout_of(weights, ids, layout, types, dtype.itemsize, True, names)
+    out = torch.empty(_shape_of(shared, layout, offsets, names), dtype=dtype, device=device)
     if out.numel() == 0:
-        if offsets.shape[0] == 1 and ids.shape[0] and tables:
+        if offsets.shape[0] == 1 and ids.shape[0] and layout.tables:
             raise_uncovered(1, 0, ids.shape[0])
         return out, new_ticket()
-    batch = _batch_of(layout, ids, offsets, keys, batches)
+    batch = _batch_of(shared, ids, offsets, layout)
     if sample_weights is not None:
         sample_weights = _flat(sample_weights, (torch.float32,))
     report = new_report(device)
-    for family in layout.families:
-        last = offsets.shape[0] - 1 if family is layout.families[-1] else -1
+    for family in shared.families:
+        last = offsets.shape[0] - 1 if family is shared.families[-1] else -1
         _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
-    post(report, _RaiseReport(names, layout.tables, layout.rows, batch.id_count))
+    post(report, _RaiseReport(names, shared.tables, shared.rows, batch.id_count))
     return out, new_ticket()
 
 
@@ -257,41 +236,31 @@ def _sum_family(
         )  # fmt: skip
 
 
-def sample_weight_grad(
-    weights: Sequence[Tensor],
-    ids: Tensor,
-    offsets: Tensor,
-    grad: Tensor,
-    tables: Sequence[int],
-    keys: Sequence[int],
-    means: Sequence[int],
-    batches: Sequence[int],
-) -> Tensor:
+def sample_weight_grad(call: WeightGradCall) -> Tensor:
     """Run `tilerec::sample_weight_grad`."""
+    weights, ids, offsets, grad, layout = call
     check_batch(ids, offsets, None)
     device, types = ids.device, types_of(weights)
     if not _serves(types, grad.dtype, device):
-        return _sample_weight_grad_reference(weights, ids, offsets, grad, tables, keys, means, batches)
+        return REFERENCE_OF_CALLS["sample_weight_grad"](call)
     _check_same_device(device, "offsets", offsets)
     _check_same_device(device, "grad", grad)
     raise_due(device)
-    layout = layout_of(
-        weights, ids, tables, keys, means, types, grad.dtype.itemsize, len(batches) == 1, False, ""
-    )
-    wanted = _shape_of(layout, keys, batches, offsets, "")
+    shared = layout_of(weights, ids, layout, types, grad.dtype.itemsize, False, "")
+    wanted = _shape_of(shared, layout, offsets, "")
     check_gradient(grad, wanted, math.prod(wanted))
     out = torch.zeros(ids.shape[0], dtype=torch.float32, device=device)
-    batch = _batch_of(layout, ids, offsets, keys, batches)
+    batch = _batch_of(shared, ids, offsets, layout)
     if not batch.most_bags:
         return out
     grad = grad.contiguous()
     report = new_report(device)
-    for family in layout.families:
+    for family in shared.families:
         _multiply_family(family, weights[family.table], out, batch, grad, report)
-    names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
+    names = ",".join(f"{f}@{t}" for f, t in enumerate(layout.tables))
     # On a GPU the lookup of the same batch reports bad ids, with names; here only interpreted kernels raise.
     raise_report = (
-        _RaiseReport(names, layout.tables, layout.rows, batch.id_count)
+        _RaiseReport(names, shared.tables, shared.rows, batch.id_count)
         if runs_synchronously(device)
         else _ignore_report
     )
@@ -378,21 +347,14 @@ def _sequence_layout(
     return _Sequence(tuple([shapes[t][0] for t in tables]), dim, tuple(families))
 
 
-def sequence_lookup(
-    weights: Sequence[Tensor],
-    sinks: Tensor,
-    ids: Tensor,
-    starts: Tensor,
-    tables: Sequence[int],
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor]:
+def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     """Run `tilerec::sequence_lookup`; starts may be on the ids' device or on the CPU."""
+    weights, _, ids, starts, tables, dtype, names = call
     check_batch(ids, starts, None)
     check_starts(starts, len(tables))
     device, types = ids.device, types_of(weights)
     if not tables or not _serves(types, dtype, device):
-        return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+        return REFERENCE_OF_CALLS["sequence_lookup"](call)
     raise_due(device)
     pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
     layout = _sequence_layout(
@@ -400,7 +362,7 @@ def sequence_lookup(
     )
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
-        return _sequence_lookup_reference(weights, sinks, ids, starts, tables, dtype, names)
+        return REFERENCE_OF_CALLS["sequence_lookup"](call)
     raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
     starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
@@ -438,11 +400,18 @@ def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.devi
     return upload(bounds, device)
 
 
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Return the kernels by op name, as functions of the ops' arguments."""
+    return taking_arguments(
+        {
+            "pooled_lookup": pooled_lookup,
+            "sequence_lookup": sequence_lookup,
+            "sample_weight_grad": sample_weight_grad,
+        }
+    )
+
+
 def register(key: str = "CUDA") -> None:
     """Register the kernels for the three ops on this device type."""
-    for name, kernel in (
-        ("pooled_lookup", pooled_lookup),
-        ("sequence_lookup", sequence_lookup),
-        ("sample_weight_grad", sample_weight_grad),
-    ):
+    for name, kernel in kernels().items():
         LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)

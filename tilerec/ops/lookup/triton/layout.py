@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.gradient.definition import pooled_blocks
+from tilerec.ops.lookup.calls import PooledLayout
 from tilerec.ops.lookup.checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.lookup.triton.parts import FIELDS
 from tilerec.ops.runtime.devices import check_devices
@@ -79,24 +80,20 @@ def power_of_two(values: Sequence[int], most: int) -> int:
     return divisor & -divisor
 
 
+_Memory = tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...], tuple[int, ...]]
+"""Shapes, dtypes and pointers of tables."""
+
+
 @cached_per_stream(128)
 def _layout(
-    tables: tuple[int, ...],
-    keys: tuple[int, ...],
-    means: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    pointers: tuple[int, ...],
-    out_size: int,
-    uniform: bool,
-    cut: bool,
-    device: torch.device,
-    names: str,
-) -> LookupConstants:
+    tables: tuple[int, ...], keys: tuple[int, ...], means: tuple[int, ...], memory: _Memory, out_size: int,
+    uniform: bool, cut: bool, device: torch.device, names: str,
+) -> LookupConstants:  # fmt: skip
     """Return the families of a pooled lookup, or of the gradient of its sample weights.
 
     out_size: bytes of an element of the output. cut: rows wider than a tile make several parts.
     """
+    shapes, dtypes, pointers = memory
     check_layout(shapes, tables, keys, means, True)
     check_memory(pointers, shapes, tables, names)
     dims = tuple([shapes[t][1] for t in tables])
@@ -152,8 +149,8 @@ def distances_of(
 
 
 def layout_of(
-    weights: Sequence[Tensor], ids: Tensor, tables: Sequence[int], keys: Sequence[int], means: Sequence[int],
-    dtypes: tuple[torch.dtype, ...], out_size: int, uniform: bool, cut: bool, names: str,
+    weights: Sequence[Tensor], ids: Tensor, layout: PooledLayout, dtypes: tuple[torch.dtype, ...], out_size: int,
+    cut: bool, names: str,
 ) -> LookupConstants:  # fmt: skip
     """Return the layout of a call: check and compute it if it is new, else return the cached one.
 
@@ -161,16 +158,16 @@ def layout_of(
     """
     pointers = tuple(map(Tensor.data_ptr, weights))
     try:
-        layout = _layout(
-            tuple(tables), tuple(keys), tuple(means), tuple(map(Tensor.size, weights)), dtypes, pointers, out_size,
-            uniform, cut, ids.device, names,
+        found = _layout(
+            tuple(layout.tables), tuple(layout.keys), tuple(layout.means),
+            (tuple(map(Tensor.size, weights)), dtypes, pointers), out_size, layout.uniform, cut, ids.device, names,
         )  # fmt: skip
     except InputError:
-        if all(0 <= t < len(weights) for t in tables):
-            check_devices(weights, ids, tables, names)  # a table on "meta" has no memory either
+        if all(0 <= t < len(weights) for t in layout.tables):
+            check_devices(weights, ids, layout.tables, names)  # a table on "meta" has no memory either
         raise
-    check_tables(weights, ids, tables, names, 0 in pointers)
-    return layout
+    check_tables(weights, ids, layout.tables, names, 0 in pointers)
+    return found
 
 
 def types_of(weights: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
