@@ -21,7 +21,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, PoolingType
 from tilerec.spec.topology import Topology
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 

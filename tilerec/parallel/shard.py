@@ -55,7 +55,7 @@ from tilerec.sharding.table import check_rule
 from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 
 Ranks = ShardingEnv | Group | DeviceMesh | dist.ProcessGroup
 """The accepted descriptions of a set of ranks."""

@@ -35,7 +35,7 @@ from tilerec.spec.plan import (
     ShardingPlan,
     Wire,
 )
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.table_rows import TableRows
 
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED

@@ -400,15 +400,21 @@ def _pooled_layout(
 
 
 def submit_sequence(
-    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int]
-) -> None:
-    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag."""
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int],
+    first_ids: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag.
+
+    Args:
+        starts: per feature, the first row of its gradients, and last their number.
+        first_ids: per feature, the position of its first id; None: `starts`.
+    """
     bounds, dim = starts.tolist(), grad.shape[1]
     bags = [end - begin for begin, end in itertools.pairwise(bounds)]
     places = [begin * dim for begin in bounds[:-1]]
     submit_record(
-        sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables, bounds[:-1], bags, places,
-        [dim] * len(tables), [0] * len(tables),
+        sinks, ticket, grad, ids, None, None, [dim] * sinks.numel(), tables,
+        bounds[:-1] if first_ids is None else first_ids, bags, places, [dim] * len(tables), [0] * len(tables),
     )  # fmt: skip
 
 
