@@ -20,6 +20,7 @@ from tilerec.optim.sharded_state import (
     stepped_by_optimizer,
     together,
 )
+from tilerec.optim.tile_steppers import record_steppers
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -56,6 +57,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self._make(optim_factory, pass_params_dict)
         self.defaults = self._optimizer.defaults
         self._bystanders = empty_tile_leaves(self.params.values())
+        record_steppers(self, self._optimizer)  # now: state may be created or loaded before the first step
         warn_of_tiled_params(self._optimizer, self.params)
 
     def _make(self, optim_factory: Callable[[Any], Optimizer], pass_params_dict: bool) -> None:
@@ -136,6 +138,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
         self.params = {**self.params, **named}
         self._bystanders = empty_tile_leaves(self.params.values())
+        record_steppers(self, self._optimizer)
         warn_of_tiled_params(self._optimizer, named)
 
     def set_optimizer_step(self, step: int) -> None:

@@ -7,7 +7,6 @@ Nouns
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,6 +21,12 @@ from tilerec.spec.table import AnyTableConfig
 
 Name = tuple[str, str]
 """(path of a collection, name of a table)"""
+
+
+def table_word(name: Name) -> str:
+    """Return a table's name for messages: `'t' of module 'ebc'`."""
+    path, table = name
+    return f"'{table}' of module '{path}'" if path else f"'{table}'"
 
 
 def collections_of(module: nn.Module, only: Collection[str] | None = None) -> dict[str, TableCollection]:
@@ -76,12 +81,11 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
                 "a module that holds both."
             )
         if any(id(holder) not in inside for holder in rows.holders):
-            gc.collect()  # drop models that are no longer referenced
-        if any(id(holder) not in inside for holder in rows.holders):
             path, name = next(iter(names))
             raise ConfigError(
                 f"shard: table '{name}' of module '{path}' is shared with a collection that is not below the module; "
-                "shard a module that holds both."
+                "shard a module that holds both. If that collection is no longer in use, delete it first "
+                "(gc.collect() deletes one with a reference cycle)."
             )
     return list(ties.values())
 

@@ -20,6 +20,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import restore_optimizers_on_error
+from tilerec.optim.step_checks import check_optimizers_at_next_step
 from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_to_replicas
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import ShardingEnv
@@ -260,6 +261,7 @@ def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
                     caches=_caches(job, path),
                     name=path,
                 )
+    check_optimizers_at_next_step()
     for job, made in zip(jobs, drawn, strict=True):
         shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
         if made:

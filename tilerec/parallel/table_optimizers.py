@@ -24,7 +24,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.model_tables import Name
+from tilerec.parallel.model_tables import Name, table_word
 from tilerec.planner.sharder import sharder_of
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (
@@ -367,6 +367,6 @@ def warn_of_unused_sharders(
 
 
 def _listed(names: Sequence[Name] | Mapping[Name, Table], most: int = 8) -> str:
-    texts = [f"'{table}' of module '{path}'" if path else f"'{table}'" for path, table in names]
+    texts = [table_word(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more

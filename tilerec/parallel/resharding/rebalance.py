@@ -22,6 +22,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import Name, ties_of
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer as MoveLoad
 from tilerec.parallel.resharding.chunked_transfer import TensorTransfer, sent_by_rank
+from tilerec.parallel.resharding.external_optimizers import check_given, unattached_tables
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
 from tilerec.parallel.resharding.move_reduction import (
@@ -155,6 +156,8 @@ def rebalance(
                 f"rebalance: load: got a {type(load).__name__}; expected the Load that load_of(model) returns."
             )
         check_progress(progress)
+        if apply and optimizers is None:
+            check_given(unattached_tables(collections), None, "rebalance")
         outcome = "", None
         parts = _parts(model, collections, two_d)
         if group.rank == 0:

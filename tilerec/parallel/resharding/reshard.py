@@ -59,14 +59,14 @@ def reshard(
             tile of each rank if tables are alike), plus messages of at most 64 MiB in total.
         progress: None: a bar on rank 0 if stderr is a terminal and the move takes more than a second. True: always a
             bar. False: no bar. A function is called with a `Moving` on every rank.
-        optimizers: the optimizers that step tables without an attached optimizer, in the same order on every rank.
-            None: those of this process that hold tiles of these tables.
+        optimizers: the optimizers that step tables without an attached optimizer, in the same order on every rank;
+            their parameters and state move along. None: no optimizer steps these tables.
 
     Raises:
-        ConfigError: raised on every rank before anything moves. The model is not sharded, the budget is too small, or
-            an optimizer keeps state that cannot move. Or the plan is for another world, names tables that the model
-            lacks, has other sizes, differs between ranks, cuts tied tables in two ways, or conflicts with an attached
-            optimizer.
+        ConfigError: raised on every rank before anything moves. The model is not sharded, the budget is too small, an
+            optimizer keeps state that cannot move, or `optimizers` is None and an optimizer steps a moving table. Or
+            the plan is for another world, names tables that the model lacks, has other sizes, differs between ranks,
+            cuts tied tables in two ways, or conflicts with an attached optimizer.
         ReshardError: raised on every rank if one fails midway. Tables that have moved keep their new tiles, all others
             their old ones, and the model works under this mixed plan (`plan_of(model)`).
         CommsError: a rank is gone.

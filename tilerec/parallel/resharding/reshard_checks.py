@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.model_tables import Name, sizes_of, ties_of
+from tilerec.parallel.model_tables import Name, sizes_of, table_word, ties_of
 from tilerec.parallel.plan_of import stored_plans
 from tilerec.parallel.plan_templates import resolve_cuts
 from tilerec.parallel.read_plan import AnyPlan, complete_plan_of, read_plan
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
 from tilerec.parallel.resharding.mover import PreparedMove, joined
-from tilerec.parallel.resharding.table_move import TableMove, table_word
+from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.shard import _check_ties
 from tilerec.parallel.table_optimizers import (
     check_not_dense,

@@ -53,7 +53,7 @@ def resize_ids(
             at all.
         zch_size, total_num_buckets: see `ManagedCollisionEmbeddings.resize`.
         optimizers: the optimizers that step the table if none is attached, in the same order on every rank. None:
-            those of this process that hold tiles of it.
+            no optimizer steps it.
 
     Returns:
         The moves of rows in this rank's buckets. `kept` and `dropped_ids` are over all ranks.
