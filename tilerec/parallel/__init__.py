@@ -36,8 +36,8 @@ from tilerec.parallel.resharding.reshard import reshard as reshard
 from tilerec.parallel.resharding.resize_ids import resize_ids as resize_ids
 from tilerec.parallel.shard import shard as shard
 from tilerec.parallel.traffic import traffic as traffic
+from tilerec.parallel.two_d.collection_config import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.two_d.collection_config import ShardingStrategy as ShardingStrategy
 from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
-from tilerec.parallel.two_d.dmp_collection import DMPCollectionConfig as DMPCollectionConfig
-from tilerec.parallel.two_d.dmp_collection import ShardingStrategy as ShardingStrategy
 from tilerec.parallel.uneven_batches import Turn as Turn
 from tilerec.parallel.uneven_batches import even_batches as even_batches

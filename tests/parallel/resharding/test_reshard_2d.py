@@ -23,7 +23,9 @@ from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.parallel.two_d.rank_grid import RankGrid
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan

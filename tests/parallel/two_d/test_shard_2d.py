@@ -26,7 +26,9 @@ from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.interrupts import Interrupts
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -183,7 +185,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
 
     plan = run_virtual_ranks(4, planned)[0]
     for text in refused(base, GroupConfig(plan, 2)):
-        assert "made for 4 ranks" in text
+        assert "got a plan for 4 ranks" in text
         assert (
             "a plan is for one sharding group: 2 ranks, numbered from 0, of the 4 ranks of the world" in text
         )

@@ -37,7 +37,7 @@ from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import group_topology
 from tilerec.parallel.resharding.reshard_checks import present_plan, sharded_collections
 from tilerec.parallel.table_optimizers import with_storage_of
-from tilerec.parallel.two_d.shard_2d import TwoD
+from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model

@@ -30,7 +30,7 @@ from tilerec.parallel.resharding.reshard_checks import (
     present_plan,
     sharded_collections,
 )
-from tilerec.parallel.two_d.shard_2d import TwoD
+from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.sharding.managed_collision import settle_ids
 
 

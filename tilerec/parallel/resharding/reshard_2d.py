@@ -33,7 +33,7 @@ from tilerec.parallel.resharding.reshard_checks import (
     present_plan,
 )
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.parallel.two_d.shard_2d import RunningGroup, TwoD
+from tilerec.parallel.two_d.running_groups import RunningGroup, TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from tilerec.spec.topology import Topology

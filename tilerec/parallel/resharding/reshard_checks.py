@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.model_tables import Name, sizes_of, table_word, ties_of
+from tilerec.parallel.model_tables import Name, check_ties, sizes_of, table_word, ties_of
 from tilerec.parallel.plan_of import stored_plans
 from tilerec.parallel.plan_templates import resolve_cuts
 from tilerec.parallel.read_plan import AnyPlan, complete_plan_of, read_plan
@@ -19,7 +19,6 @@ from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import ProgressOption, check_progress
 from tilerec.parallel.resharding.mover import PreparedMove, joined
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.parallel.shard import _check_ties
 from tilerec.parallel.table_optimizers import (
     check_not_dense,
     check_storage,
@@ -138,7 +137,7 @@ def prepare_move(
     """
     ties = ties_of(cast("dict[str, TableCollection]", collections))
     tilings = {(path, name): cast(Tiling, s.tiling) for path, name, s in whole.tables()}
-    _check_ties(ties, tilings)
+    check_ties(ties, tilings)
     check_not_dense(whole, ties)
     sharder_optimizers(whole, cast("dict[str, TableCollection]", collections), ties, [])
     moving: list[tuple[list[Name], ShardedTable, Tiling]] = []

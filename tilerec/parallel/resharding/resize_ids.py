@@ -21,7 +21,7 @@ from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import plan_of, store_plan
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.table_resize import ResizedTable
-from tilerec.parallel.two_d.shard_2d import TwoD
+from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.managed_collision import (
