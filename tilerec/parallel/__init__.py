@@ -29,9 +29,9 @@ from tilerec.parallel.plan_of import plan_of as plan_of
 from tilerec.parallel.resharding.measured_load import FeatureLoad as FeatureLoad
 from tilerec.parallel.resharding.measured_load import Load as Load
 from tilerec.parallel.resharding.measured_load import load_of as load_of
-from tilerec.parallel.resharding.mover import Resharded as Resharded
-from tilerec.parallel.resharding.rebalance import Rebalanced as Rebalanced
+from tilerec.parallel.resharding.move_report import Resharded as Resharded
 from tilerec.parallel.resharding.rebalance import rebalance as rebalance
+from tilerec.parallel.resharding.rebalance_decision import Rebalanced as Rebalanced
 from tilerec.parallel.resharding.reshard import reshard as reshard
 from tilerec.parallel.resharding.resize_ids import resize_ids as resize_ids
 from tilerec.parallel.shard import shard as shard

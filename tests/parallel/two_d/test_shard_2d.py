@@ -24,6 +24,7 @@ from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.mover import MoveOptions
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d.running_groups import TwoD
@@ -323,7 +324,7 @@ def test_the_plan_of_averaged_parts_stays_that_of_all_when_one_moves() -> None:
         )
         train(module, group, two, steps=1)
         plan = {"ebc": {"a": table_wise(rank=1), "b": row_wise()}, "deep.ec": table_wise(rank=3)}
-        reshard_2d(module, two, plan, None, False, None, 0.0, Interrupts())
+        reshard_2d(module, two, plan, MoveOptions(None, False, None, 0.0, Interrupts()))
         now = plan_of(module)
         assert now.world_size is None
         assert now.plan["ebc"]["a"].tiling == module.ebc._tables["a"].tiling

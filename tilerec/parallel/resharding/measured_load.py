@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch import nn
 
 from tilerec.parallel.model_tables import Name
-from tilerec.parallel.resharding.reshard_checks import sharded_collections
+from tilerec.parallel.resharding.running_plan import sharded_collections
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.layout import reader
 

@@ -99,7 +99,7 @@ def resize_ids(
     tiles.switch()
     store_plan(plan_holder, change.plan)
     if isinstance(two_d, TwoD):
-        _keep_in_2d(two_d, path, table, old, change.new)
+        two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, change.new))
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 
@@ -155,17 +155,3 @@ def _check(
     steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
     sharding = replace(plan.plan[path][table], tiling=tiling)
     return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
-
-
-def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
-    """Update the group plan of the part that holds the table."""
-    parts = []
-    for part in two_d.parts:
-        if path in part.paths:
-            plan = part.plan.group_plan
-            sharding = plan.plan[path][table]
-            tiling = scaled_tiling(table, cast(Tiling, sharding.tiling), old, new)
-            plan = plan.replaced(path, table, replace(sharding, tiling=tiling))
-            part = replace(part, plan=replace(part.plan, group_plan=plan))
-        parts.append(part)
-    two_d.parts = tuple(parts)

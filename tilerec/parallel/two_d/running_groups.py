@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -18,6 +18,7 @@ from tilerec.parallel.two_d.replica_sync import ReplicaSync
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import AverageHook, ReplicaSettings, check_hook
 from tilerec.spec.ignored_settings import warn_ignored_settings
+from tilerec.spec.tile import Tiling
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,18 @@ class TwoD:
             warn_ignored_settings("set_all_reduce_hook", {"reduce_hook": hook}, why, 3)
         for average in self.averages:
             average.hook = hook
+
+    def retile(self, path: str, table: str, change: Callable[[Tiling], Tiling]) -> None:
+        """Change the tiling of a table in the group plan of its part."""
+        parts = []
+        for part in self.parts:
+            if path in part.paths:
+                plan, sharding = part.plan.group_plan, part.plan.group_plan.plan[path][table]
+                changed = replace(sharding, tiling=change(part.plan.tiling(path, table)))
+                plan = plan.replaced(path, table, changed)
+                part = replace(part, plan=replace(part.plan, group_plan=plan))
+            parts.append(part)
+        self.parts = tuple(parts)
 
     def of_copy(self, module: nn.Module) -> TwoD:
         """Return the 2D parallelism of a copy of the model, over the same ranks."""
