@@ -6,8 +6,7 @@ checks ──► all ranks agree ──► build new ids and tiles beside the cu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,11 +14,10 @@ from torch.optim import Optimizer
 
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.errors import ConfigError
-from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import plan_of, store_plan
-from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
+from tilerec.parallel.resharding.capacity_change import check_capacity
 from tilerec.parallel.resharding.table_resize import ResizedTable
 from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.sharding.embedding import ShardedCollection
@@ -29,9 +27,6 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddings,
 )
 from tilerec.sharding.resize_ids import build_ids, replace_ids, scaled_tiling
-from tilerec.sharding.table import ShardedTable
-from tilerec.spec.plan import ShardingPlan
-from tilerec.spec.tile import Tiling
 
 
 def resize_ids(
@@ -76,7 +71,7 @@ def resize_ids(
     group.begin("resize_ids")
     with agreeing(group, "the new capacity") as found:
         found.update(table=table, rows=zch_size, buckets=total_num_buckets)
-        change = _check(
+        change = check_capacity(
             embeddings, table, zch_size, total_num_buckets, plan_of(plan_holder), path, optimizers
         )
         found["optimizers"] = change.steppers.described()
@@ -120,38 +115,3 @@ def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionE
             )
         )
     return next(iter(found.items()))
-
-
-class _CapacityChange(NamedTuple):
-    """A change of capacity that has passed the checks of this rank."""
-
-    held: ShardedTable
-    old: Buckets
-    new: Buckets
-    tiling: Tiling
-    plan: ShardingPlan
-    steppers: ExternalOptimizers
-
-
-def _check(
-    embeddings: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
-    plan: ShardingPlan, path: str, optimizers: Sequence[Optimizer] | None,
-) -> _CapacityChange:  # fmt: skip
-    collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
-    held = cast(ShardedTable, embeddings.embedding_module._tables[table])
-    if len(held.rows.holders) > 1:
-        raise ConfigError(
-            f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "
-            "tying."
-        )
-    module, size = collection.modules_by_table[table], collection.exchange.group.size
-    old, new = module._buckets, module.resized(zch_size, total_num_buckets)
-    if new.count < size:
-        raise ConfigError(
-            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "
-            f"least {size} buckets."
-        )
-    tiling = scaled_tiling(table, held.tiling, old, new)
-    steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
-    sharding = replace(plan.plan[path][table], tiling=tiling)
-    return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
