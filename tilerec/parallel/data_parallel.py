@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
+from tilerec.ops.runtime.gpu import is_gpu
 from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.env import ShardingEnv
 from tilerec.torch_private import ignore_in_ddp
@@ -130,7 +131,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         ignore_in_ddp(module, sorted(ignored))
         wrapped = DistributedDataParallel(
             module,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=[device] if is_gpu(device) else None,
             process_group=env.pg,
             **self._options,
         )

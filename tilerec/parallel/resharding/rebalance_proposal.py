@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -10,23 +10,18 @@ from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.model_tables import Name, ties_of
-from tilerec.parallel.resharding.measured_load import FeatureLoad, Load
+from tilerec.parallel.model_tables import ties_of
+from tilerec.parallel.resharding.measured_load import Load
+from tilerec.parallel.resharding.measured_request import StepSeconds, measured_request, present_tables
 from tilerec.parallel.resharding.move_price import cell_bytes, move_loads, price_of_move
 from tilerec.parallel.resharding.move_reduction import (
-    Tilings,
     keep_tables_in_place,
     permute_ranks,
     tilings_of,
 )
 from tilerec.parallel.table_optimizers import with_storage_of
-from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.price import price
-from tilerec.planner.cost.workload import Workload
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.request import PlanRequest
-from tilerec.planner.tables import PlannedTable, tables_of
+from tilerec.planner.tables import PlannedTable
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
@@ -55,15 +50,15 @@ def propose(
     budget: int | None, least_gain: float,
 ) -> Proposal:  # fmt: skip
     collections, present, own = part
-    tables = _tables(model, present)
+    tables = present_tables(model, present)
     planner = _planner_for(planner, own, tables, alone)
     if not load.steps or not any(
         f.ids for path, name in tilings_of(present) for f in load.features[path, name]
     ):
         return Proposal(0.0, 0.0, 0.0, 0, present, present)
-    request = _request(planner, tables, load)
+    request = measured_request(planner, tables, load)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
-    step = _StepSeconds(request)
+    step = StepSeconds(request)
     before = step(tilings_of(present))
     proposed = with_storage_of(planner.make(request), present)
     bytes_of_cell = cell_bytes(collections)
@@ -106,51 +101,3 @@ def _planner_for(
     keys = {key for table in tables for path, name in table.names for key in (f"{path}.{name}", name)}
     limits = {name: limit for name, limit in planner.constraints.items() if name in keys}
     return EmbeddingShardingPlanner(given, constraints=limits, effort=planner.effort)
-
-
-class _StepSeconds:
-    """Predicted seconds of a step under given tilings, by the planner's cost model."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        works = request.works()
-        self._names = [request.by_key[work.name].names[0] for work in works]
-        self._model = Model(Workload(works), request.topology)
-
-    def __call__(self, tilings: Tilings) -> float:
-        return price([tilings[name] for name in self._names], self._model).seconds
-
-
-def _tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable]:
-    """Return the tables of a plan's modules, with their present wires."""
-    found = []
-    for table in tables_of(model):
-        path, name = table.names[0]
-        if path not in present.plan:  # a table of another part
-            continue
-        found.append(replace(table, wire=present.plan[path][name].wire))
-    return found
-
-
-def _request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load) -> PlanRequest:
-    """Return the planner's request with its own constraints and the measured load."""
-    request = planner.request(tables)
-    samples = max(f.bags for own in load.features.values() for f in own)
-    batch = max(1, round(samples))
-    constraints: dict[str, ParameterConstraints] = dict(request.constraints)
-    for table in tables:
-        features = _features(table, load.features)
-        if not features:
-            continue
-        limits = constraints.get(table.key, ParameterConstraints())
-        constraints[table.key] = replace(
-            limits,
-            pooling_factors=tuple(f.ids_per_bag for f in features),
-            num_poolings=tuple(f.bags / batch for f in features),
-            batch_sizes=None,
-        )
-    return replace(request, batch_size=batch, constraints=constraints)
-
-
-def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]]) -> list[FeatureLoad]:
-    """Return the load of each feature of a table, over all its names in order."""
-    return [feature for name in table.names for feature in features.get(name, ())]
