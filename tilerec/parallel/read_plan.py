@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -92,6 +92,18 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
         f"shard: plan['{path}']['{table}']: got a {type(item).__name__}; expected a ParameterSharding, a Tiling, "
         "or the result of row_wise() or another helper (called, not the helper itself)."
     )
+
+
+def plan_without(plan: Any, others: Collection[str]) -> Any:
+    """Return a plan in any form without the modules at these paths, which belong to other sharding groups."""
+    if others and isinstance(plan, (str, Path)):
+        plan = ShardingPlan.load(plan)
+    if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
+        kept = {path: part for path, part in plan.plan.items() if path not in others}
+        return ShardingPlan(kept, plan.world_size, plan.hosts)
+    if isinstance(plan, Mapping) and any(path in others for path in plan):
+        return {path: part for path, part in plan.items() if path not in others}
+    return plan
 
 
 def read_complete_plan(

@@ -26,7 +26,7 @@ from tilerec.parallel.resharding.rebalance_proposal import Planned, propose
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import group_topology
 from tilerec.parallel.resharding.running_plan import present_plan, sharded_collections
-from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.running_groups import TwoD, unwrapped
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sharding.embedding import ShardedCollection
 
@@ -75,8 +75,7 @@ def rebalance(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"rebalance: model: got a {type(model).__name__}; expected a sharded module.")
     outer = model
-    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-    two_d = vars(outer).get("_two_d")
+    model, two_d = unwrapped(outer)
     collections = sharded_collections(model, "rebalance", two_d=two_d is not None)
     group = next(iter(collections.values())).exchange.group if two_d is None else two_d.world
     group.begin("rebalance")

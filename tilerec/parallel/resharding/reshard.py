@@ -29,7 +29,7 @@ from tilerec.parallel.resharding.reshard_checks import (
     prepare_move,
 )
 from tilerec.parallel.resharding.running_plan import complete_plan, present_plan, sharded_collections
-from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.managed_collision import settle_ids
 
 
@@ -80,9 +80,8 @@ def reshard(
     with torch.inference_mode(False), Interrupts() as interrupts:
         options = MoveOptions(budget_bytes, progress, optimizers, begun, interrupts)
         settle_ids(model)
-        two_d = vars(model).get("_two_d")
-        model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-        if isinstance(two_d, TwoD):
+        model, two_d = unwrapped(model)
+        if two_d is not None:
             return reshard_2d(model, two_d, plan, options)
         collections = sharded_collections(model, "reshard")
         group = next(iter(collections.values())).exchange.group

@@ -8,16 +8,15 @@ In both modes replicas hold the same tiles before and after. The marks of rows t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tilerec.comms.agreement import agreeing
 from tilerec.parallel.managed_collision_paths import with_table_paths
-from tilerec.parallel.read_plan import AnyPlan
+from tilerec.parallel.read_plan import AnyPlan, plan_without
 from tilerec.parallel.resharding.move_report import Resharded, merged_report
 from tilerec.parallel.resharding.mover import MoveOptions, Mover
 from tilerec.parallel.resharding.reshard_checks import (
@@ -55,7 +54,7 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
         plan = with_table_paths(plan, model)
         for part in two_d.parts:
             own = {path: collections[path] for path in part.paths}
-            part_plan = _plan_of_part(plan, part, collections)
+            part_plan = plan_without(plan, collections.keys() - own)
             wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
@@ -92,21 +91,6 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
 def group_topology(part: RunningGroup) -> Topology:
     """Return the topology of one sharding group, with the hosts of its plan."""
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
-
-
-def _plan_of_part(plan: AnyPlan, part: RunningGroup, collections: Mapping[str, Any]) -> AnyPlan:
-    """Return a plan's entries for a part's collections, and for paths that the model lacks (`complete_plan` raises)."""
-    if isinstance(plan, (str, Path)):
-        plan = ShardingPlan.load(plan)
-
-    def own_paths(paths: Collection[str]) -> list[str]:
-        return [path for path in paths if path in part.paths or path not in collections]
-
-    if isinstance(plan, ShardingPlan):
-        return replace(plan, plan={path: plan.plan[path] for path in own_paths(plan.plan)}, report=None)
-    if isinstance(plan, Mapping) and list(collections) != [""]:
-        return {path: plan[path] for path in own_paths(plan)}
-    return plan
 
 
 def _world_plan(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:

@@ -19,7 +19,7 @@ from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import plan_of, store_plan
 from tilerec.parallel.resharding.capacity_change import check_capacity
 from tilerec.parallel.resharding.table_resize import ResizedTable
-from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.managed_collision import (
@@ -58,13 +58,10 @@ def resize_ids(
             table is tied, or an optimizer has state that cannot follow. Also if another rank lacks memory or its
             `init_fn` fails (that rank raises its own error). Nothing has changed then, on any rank.
     """
-    two_d = vars(model).get("_two_d")
+    plan_holder, two_d = unwrapped(model)
     path, embeddings = _embeddings_of(model, table)
     if not isinstance(embeddings, ShardedManagedCollisionEmbeddings):
         return embeddings.resize(table, zch_size, total_num_buckets)
-    plan_holder = (
-        cast(nn.Module, getattr(model, "module", model)) if hasattr(model, "_dmp_wrapped_module") else model
-    )
     path = next(path for path, part in plan_holder.named_modules() if part is embeddings.embedding_module)
     collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     group = collection.exchange.group
@@ -93,7 +90,7 @@ def resize_ids(
     replace_ids(collection, table, ids)
     tiles.switch()
     store_plan(plan_holder, change.plan)
-    if isinstance(two_d, TwoD):
+    if two_d is not None:
         two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, change.new))
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.made_plan import make_plan
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.model_tables import collections_of, device_type_of, properties_to_compare, sizes_of
-from tilerec.parallel.read_plan import AnyPlan, read_complete_plan
+from tilerec.parallel.read_plan import plan_without, read_complete_plan
 from tilerec.parallel.two_d.rank_grid import RankGrid, runs_of
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings, check_bool
@@ -111,7 +109,7 @@ def _group_plan(
         if plan is None:
             complete_plan, topology = make_plan(module, collections, own, sharders), own
         else:
-            plan = _without_others(with_table_paths(plan, module), collections, others)
+            plan = plan_without(with_table_paths(plan, module), others)
             complete_plan, topology = read_complete_plan(plan, collections, size, topology_with)
         complete_plan.check(sizes_of(collections), size)
     except ConfigError as error:
@@ -130,15 +128,3 @@ def _other_hosts(hosts: Sequence[Sequence[int]] | None, topology: Topology) -> b
     if hosts is None or sorted(rank for host in hosts for rank in host) != list(range(topology.world_size)):
         return False
     return sorted(map(sorted, hosts)) != sorted(map(sorted, topology.host_ranks))
-
-
-def _without_others(plan: AnyPlan | None, collections: Collection[str], others: Collection[str]) -> Any:
-    """Return the plan without the collections of other parts."""
-    if others and isinstance(plan, (str, Path)):
-        plan = ShardingPlan.load(plan)
-    if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
-        kept = {path: part for path, part in plan.plan.items() if path not in others}
-        return ShardingPlan(kept, plan.world_size, plan.hosts)
-    if isinstance(plan, dict) and any(path in others and path not in collections for path in plan):
-        return {path: part for path, part in plan.items() if path not in others}
-    return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import cast, final
 
 import torch
 import torch.distributed as dist
@@ -150,6 +150,13 @@ class TwoD:
             mesh=torch.tensor(ranks, dtype=torch.int, device="cpu"),
             mesh_dim_names=("replicate", "shard"),
         )
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, TwoD | None]:
+    """Return the model inside of a `DistributedModelParallel`, or the model itself; and its 2D parallelism, if any."""
+    two_d = vars(model).get("_two_d")
+    inner = cast(nn.Module, model.module) if hasattr(model, "_dmp_wrapped_module") else model
+    return inner, two_d if isinstance(two_d, TwoD) else None
 
 
 def _sync_like(
