@@ -24,7 +24,7 @@ from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.optim.keyed import write_setting
+from tilerec.optim.loading_plan import write_setting
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import (
     LAMB,

@@ -32,7 +32,8 @@ from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding

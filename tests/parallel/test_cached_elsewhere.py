@@ -33,7 +33,8 @@ from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.resize_ids import resize_ids
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.spec.optimizer import Adam
 from tilerec.testing.batches import random_batch

@@ -32,7 +32,8 @@ from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

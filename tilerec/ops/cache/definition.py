@@ -1,6 +1,6 @@
 """Software cache of host tables in device memory. One request assigns lines to the rows of a batch, for all its tables.
 
-Terms (more in `storage/cached.py`)
+Terms (more in `storage/row_cache.py`)
   line      space for one row and its optimizer state on the device. `ways` lines form a set. Row r may be in a line of
             set `r % sets` or in a spare line. Spare lines follow the sets
   books     state of a table's cache: `BOOKS` tensors per table, in this order:
