@@ -295,7 +295,7 @@ def check_downhill(case: Case, planned: Planned, result: Result) -> Iterator[Vio
     constraints = planned.request.constraints.values()
     if any(limits.with_table is not None for limits in constraints):
         return
-    offload = any(planned.is_cached(table.key) for table in planned.tables)
+    offload = any(planned.in_host_memory(table.key) for table in planned.tables)
     least = Arrangements(planned, offload, random.Random(case.seed)).downhill()
     bound = planned.report.bound_s
     result.above_walk = planned.price.seconds / least - 1.0

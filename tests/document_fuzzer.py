@@ -20,7 +20,7 @@ from tilerec.data.statistics import FeatureStatistics, Statistics
 from tilerec.errors import TilerecError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest, read_tables
 from tilerec.spec.plan import ShardingPlan

@@ -28,8 +28,9 @@ from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.json_document import JsonValue, read_json, read_text
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.plan_price import price_plan
-from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner, make_plan
+from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_diff import plan_diff

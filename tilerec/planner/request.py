@@ -53,7 +53,8 @@ class PlanRequest:
     The reserved memory of a rank is the sum of `reserved`, `reserved_part` and `reserved_batches`.
 
     Args:
-        tables: tables with distinct keys.
+        tables: tables with distinct keys. A request without tables is valid, and its plan is empty; the planner
+            itself refuses a model without tables.
         topology: the machines.
         batch_size: samples per rank and step.
         constraints: constraints, pins included, by `PlannedTable.key`.

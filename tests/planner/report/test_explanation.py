@@ -13,7 +13,7 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION
 from tilerec.planner.decision import decide
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.explanation import Explainer, explain
 from tilerec.planner.request import PlanRequest

@@ -20,11 +20,12 @@ from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
-from tilerec.planner.decision import build_problem, decide
+from tilerec.planner.decision import decide
 from tilerec.planner.planner_error import planner_error_of
 from tilerec.planner.report.option_restrictions import violated_restrictions
 from tilerec.planner.report.report_text import format_columns, time_text
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.request_problem import build_problem
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, loads, work_of
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
