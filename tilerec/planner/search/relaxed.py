@@ -186,8 +186,8 @@ class Relaxed:
         return np.where(self.usable, self.sums, NEVER)
 
     @cached_property
-    def sand(self) -> Ints:
-        """[T, O] rank-ps of an option's rows that ranks of a host, or all ranks, share out as they have time."""
+    def divisible_totals(self) -> Ints:
+        """[T, O] rank-ps of an option's rows that can move between the ranks of a host, or between all ranks."""
         ours = self.instance
         shares = np.where(ours.divisible & (ours.width > 1), self.copies, 0)
         return shares * (ours.cost - ours.fixed).sum(2)
@@ -237,8 +237,8 @@ class Relaxed:
         ours = self.instance
         return self.copies[:, :, None] * ours.memory + ours.ranks * ours.home_memory
 
-    def tight(self, option: Ints, quarters: int = 2) -> bool:
-        """Whether options [T] take more than so many quarters of a tier."""
+    def is_tight(self, option: Ints, quarters: int = 2) -> bool:
+        """Return True if options [T] take more than so many quarters of a memory tier."""
         held = self.bytes[np.arange(len(option)), option].sum(0)
         return any(int(h) * 4 > limit * quarters for h, limit in zip(held, self.limits, strict=True))
 
