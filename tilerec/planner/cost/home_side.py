@@ -43,8 +43,8 @@ import numpy as np
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats
 
-WAYS = {"ids": "in", "rows": "out", "gradients": "in"}
-"""The direction of the owner's side in each exchange."""
+OWNER_DIRECTION = {"ids": "in", "rows": "out", "gradients": "in"}
+"""By exchange: "in" if owners receive, "out" if they send."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ def sides_of(model: Model, exchange: str, *, lower: bool, pinned: bool = False) 
     speeds, topology, ranks = model.speeds, model.topology, float(model.ranks)
     sizes = np.array(sorted({len(host) for host in topology.host_ranks}), np.float64)
     link, network = (speeds.link_in, speeds.link_out), (speeds.network_in, speeds.network_out)
-    if WAYS[exchange] == "out":
+    if OWNER_DIRECTION[exchange] == "out":
         link, network = link[::-1], network[::-1]
     near, far = (sizes - 1.0) * link[0], (ranks - sizes) * network[0]
     if speeds.duplex:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilerec.planner.cost.home_side import WAYS, Sides, sides_of
-from tilerec.planner.cost.model import NETWORK_STAGES, Model
+from tilerec.planner.cost.home_side import OWNER_DIRECTION, Sides, sides_of
+from tilerec.planner.cost.model import NETWORK_OF_STAGE, Model
 from tilerec.planner.search.instance import PER_MILLE, Ints
 
 # Per mille. A rank alone on its host has no link inside. At less than this, averages over ranks take links to be
@@ -27,14 +27,14 @@ class HostFactors:
         self.topology, self.ranks, self.stages, self.lower = model.topology, model.ranks, model.stages, lower
         self.sizes = sorted({len(host) for host in self.topology.host_ranks})
         self.alike = len(self.sizes) == 1
-        self.sides = {name: sides_of(model, name, lower=lower, pinned=pinned) for name in WAYS}
+        self.sides = {name: sides_of(model, name, lower=lower, pinned=pinned) for name in OWNER_DIRECTION}
         self.links = {kind: [0] * len(model.stages) for kind in ("cost", "home")}
 
     def together(self, name: str) -> list[tuple[str, Sides]]:
         """The stages that an exchange has time in, and its sides there: with cards of their own, ranks have one."""
         near, far = self.sides[name]
         if self.topology.nic == "host":
-            return [(name, near), (NETWORK_STAGES[list(WAYS).index(name)], far)]
+            return [(name, near), (NETWORK_OF_STAGE[name], far)]
         return [(name, near + far)]
 
     def host(self, name: str, *, network: bool, on: int = 1) -> int:
@@ -64,7 +64,7 @@ class HostFactors:
         host = [
             self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)
         ]
-        for name in WAYS:
+        for name in OWNER_DIRECTION:
             for stage, sides in self.together(name):
                 side = sides.own if kind == "cost" else sides.home
                 s = self.stages.index(stage)

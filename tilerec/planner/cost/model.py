@@ -33,6 +33,7 @@ NETWORK_STAGES = (
 """Stages where the ranks of a host share its network card; where each has its own, they are part of STAGE_OF_NETWORK.
 The last: replicas' gradients, and sums over rows of column blocks."""
 STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update"), strict=True))
+NETWORK_OF_STAGE = {stage: network for network, stage in STAGE_OF_NETWORK.items()}
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
@@ -41,7 +42,7 @@ LINE_BYTES = (
     17  # of a cache line beside row and state: which row it is, when it was used, whether it was written
 )
 ROW_BYTES = 4  # on the device, of a row in host memory: its line
-WAYS = 32  # lines of a set
+LINES_PER_SET = 32
 
 
 class Model:
@@ -104,7 +105,7 @@ class Model:
 
     def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
         """Bytes of a piece's cache on the device: sets of lines, and as many spare ones as a step needs beside."""
-        held = WAYS * np.ceil(self.workload.load_factor[table] * rows / WAYS)
+        held = LINES_PER_SET * np.ceil(self.workload.load_factor[table] * rows / LINES_PER_SET)
         spare = np.maximum(self.all_distinct[table] * rows / self.workload.rows[table] - held, 0.0)
         return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 
