@@ -33,6 +33,7 @@ from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_limits import may_offload
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
@@ -266,7 +267,7 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
     if any(limits.with_table is not None for limits in planned.request.constraints.values()):
         return
     best = None
-    for offload in (False, True)[: 1 + planned.request.may_offload()]:
+    for offload in (False, True)[: 1 + may_offload(planned.request)]:
         arrangements = Arrangements(planned, offload)
         if arrangements.count > MOST_ARRANGEMENTS:
             return

@@ -11,6 +11,7 @@ from planner_check_price import Placement, Price, Pricing, Table, World, table_o
 
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.make_plan import make_plan
+from tilerec.planner.pins import named_table
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
@@ -158,7 +159,7 @@ def _against_constraints(
     if limits.max_ranks is not None and len(ranks) > limits.max_ranks:
         yield f"it lies on {len(ranks)} ranks, max_ranks is {limits.max_ranks}"
     if limits.with_table is not None:
-        other = tiling_of(planned.placed[planned.request.named(limits.with_table, key)])
+        other = tiling_of(planned.placed[named_table(planned.request, limits.with_table, key)])
         fewer = min(len(ranks), len(other.ranks()))
         # In a split by rows, a table with fewer rows than ranks lies on the first of them.
         few_rows = min(tiling.rows, other.rows) == fewer

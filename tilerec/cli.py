@@ -8,7 +8,7 @@ tilerec train synthetic --nproc 2                   shard the tables over two pr
 torchrun --nproc-per-node 2 -m tilerec train synthetic
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner
-tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli.py)
+tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli)
 
 Each command imports its modules when it runs, so `tilerec --help` starts fast.
 """
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
-from tilerec.plan_cli import plan_app
+from tilerec.plan_cli.app import plan_app
 from tilerec.terminal import SafeConsole, print_error, printable
 
 if TYPE_CHECKING:

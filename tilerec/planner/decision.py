@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.cost.cuts import sizes_of_shares
 from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Way
+from tilerec.planner.pins import groups_of, pins_of
 from tilerec.planner.plan_price import PlanPrice
 from tilerec.planner.plan_price import priced as price_of
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.request_problem import build_problem, with_restrictions
+from tilerec.planner.request_problem import build_problem, searched_instance
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.solve import UNITS, lower_bound, solve
 from tilerec.planner.search.work import Work
+from tilerec.planner.table_limits import may_offload
 from tilerec.planner.table_sharding import behind_cache, check_kernel, with_table_fields
 from tilerec.sharding.strategies import row_wise
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
@@ -122,7 +123,7 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     Raises:
         ConfigError: constraints leave a table without options.
     """
-    pins = request.pins()
+    pins = pins_of(request)
     for key, sharding in pins.items():
         check_kernel(request.by_key[key], sharding, request.limits_of(key))
     found = _searched_or_quick(request, pins, False, quick)
@@ -132,7 +133,7 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
         and len(set(request.topology.memory_caps)) > 1
     ):
         found = _with_proportional_rows(found, quick)
-    if found.found or not request.may_offload():
+    if found.found or not may_offload(request):
         return found
     # The tables do not fit into device memory: try host memory behind caches, unless constraints forbid it.
     return _searched_or_quick(request, pins, True, quick)
@@ -154,16 +155,12 @@ def _searched(
 ) -> Decision:
     """Build the problem, search for a solution, and price it."""
     problem = build_problem(request, pins, offload)
-    instance, row = merge_colocated(with_restrictions(request, problem.instance), request.groups(pins))
+    instance, row = searched_instance(request, pins, problem.instance)
     if not instance.tables:
         nothing = evaluate(instance, np.zeros(0, np.int64), ())
         return _of_pins_only(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
-    lower = (
-        merge_colocated(with_restrictions(request, problem.lower), request.groups(pins))[0]
-        if apart
-        else instance
-    )
+    lower = searched_instance(request, pins, problem.lower)[0] if apart else instance
     first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
@@ -200,7 +197,7 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
     # Co-located tables, and tables with fewer max_ranks, cannot be split over all ranks on their own.
     ranks, grouped = (
         request.topology.world_size,
-        {key for group in request.groups(none.pins) for key in group},
+        {key for group in groups_of(request, none.pins) for key in group},
     )
     most = {key: limits.max_ranks or ranks for key, limits in request.constraints.items()}
     everyone = [
@@ -228,7 +225,7 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
         found = _searched(request, pins, False, quick)
         if found.priced is not None:
-            lower = merge_colocated(with_restrictions(request, problem.lower), request.groups(none.pins))[0]
+            lower = searched_instance(request, none.pins, problem.lower)[0]
             bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from tilerec.errors import ConfigError
+from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.pins import groups_of
 from tilerec.planner.plan_price import work_with_sharding
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import Instance
+from tilerec.planner.search.instance import Instance, Ints
+from tilerec.planner.table_limits import limits_of_tables
 from tilerec.spec.plan import ParameterSharding, ShardingType
 
 
 def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
     """Return the request's tables with their options, and the memory in use before the search.
 
-    `offload` as in `PlanRequest.limits`.
+    `offload` as in `limits_of_tables`.
     """
     topology = request.topology
     reserved = np.zeros((topology.world_size, 2), np.int64)
@@ -29,14 +33,28 @@ def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offl
     return build(
         works,
         topology,
-        request.limits(pins, offload),
+        limits_of_tables(request, pins, offload),
         tilings,
         reserved=reserved,
-        together=request.groups(pins),
+        together=groups_of(request, pins),
     )
 
 
-def with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
+def merged_instance(
+    request: PlanRequest, pins: Mapping[str, ParameterSharding], instance: Instance
+) -> tuple[Instance, Ints]:
+    """Return an instance in which co-located tables are one table, and the index [T] of each table in it."""
+    return merge_colocated(instance, groups_of(request, pins))
+
+
+def searched_instance(
+    request: PlanRequest, pins: Mapping[str, ParameterSharding], instance: Instance
+) -> tuple[Instance, Ints]:
+    """Return `merged_instance` without the options that the search must not use."""
+    return merged_instance(request, pins, _with_restrictions(request, instance))
+
+
+def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
     """Apply restrictions that options do not contain: `max_ranks`, and the even rows of a grid."""
     instance = _with_even_grids(request, instance)
     most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
