@@ -169,7 +169,7 @@ def row_wise(
 
     Args:
         sizes_placement: (rows of each piece, placement). The placement "cuda" (a device type) puts piece i on rank i. A
-            list contains the rank ("rank:3/cuda:1") or the device type of each piece.
+            list contains the rank ("rank:3/cuda:1") or the device type of each piece; each rank occurs once.
         num_buckets: number of equal buckets of rows that must not be split; it must divide the rows.
     """
     if sizes_placement is None:
@@ -186,6 +186,12 @@ def row_wise(
             f"row_wise: sizes_placement has {len(sizes)} sizes and {len(places)} placements; give one for each piece."
         )
     ranks = [placement_to_rank(p) if p.startswith("rank:") else i for i, p in enumerate(places)]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ConfigError(
+            f"row_wise: sizes_placement names rank{'s' * (len(twice) > 1)} {ranks_to_text(twice)} more than once; "
+            "expected each rank once. Give each rank the sum of its sizes."
+        )
     devices = [place.split("/")[-1].split(":")[0] for place in places]
     return Cut(ShardingType.ROW_WISE, compute_kernel, ranks, sizes=sizes, devices=devices)
 
