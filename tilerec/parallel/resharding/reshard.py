@@ -1,6 +1,6 @@
 """`reshard`: change the tilings of a running model's tables in place, between two steps.
 
-read the plan (checks.py) ──► all ranks agree ──► move (mover.py)
+read the plan (reshard_checks.py) ──► all ranks agree ──► move (mover.py)
 """
 
 from __future__ import annotations
