@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
 from tilerec.spec.optimizer import OptimizerSpec
@@ -31,13 +32,10 @@ from tilerec.spec.table import DataType, data_type_to_dtype
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# Bytes of a cell and of a row in each number format of the wire (tilerec/comms/codec.py).
 _LONGEST = 40  # log2 of the steps after which a cache has seen all there is
 
 LOAD_FACTOR = 0.2
 """Default share of a cached table's rows that its device cache has lines for."""
-
-WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
 
 
 @dataclass(frozen=True)
@@ -164,17 +162,17 @@ class Workload:
             seen: set[str] = set()
             twice = next(name for name in self.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise ConfigError(f"Table '{twice}' is there twice; give every table a name of its own.")
-        kinds: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        kinds: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         about = []
         for t in self.tables:
             mark = (id(t.optimizer), t.data_type, t.wire)
             if mark not in kinds:
-                kinds[mark] = _bytes_of(t)
+                kinds[mark] = _bytes_of(t), (*wire_bytes(t.wire.forward), *wire_bytes(t.wire.backward))
             about.append(kinds[mark])
-        shape = (len(self.tables), 9)
-        columns = np.array(about, np.int64).reshape(shape).T
-        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns[:5]
-        self.forward, self.backward = columns[5:7], columns[7:9]
+        columns = np.array([own for own, _ in about], np.int64).reshape(len(self.tables), 5).T
+        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns
+        formats = np.array([own for _, own in about], np.float64).reshape(len(self.tables), 4).T
+        self.forward, self.backward = formats[:2], formats[2:]
         self.rows = np.array([t.rows for t in self.tables], np.int64)
         self.dim = np.array([t.dim for t in self.tables], np.int64)
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
@@ -343,7 +341,7 @@ def _log(x: Floats) -> Floats:
 
 
 def _bytes_of(table: TableWork) -> tuple[int, ...]:
-    """Cell, cell state, row state, sums, talks; bytes per cell and row on the wire, forward and backward."""
+    """Cell, cell state, row state, sums, talks."""
     assert isinstance(table.data_type, DataType)
     element = data_type_to_dtype(table.data_type).itemsize
     wide = 8 if table.data_type is DataType.FP64 else 4
@@ -352,5 +350,10 @@ def _bytes_of(table: TableWork) -> tuple[int, ...]:
     cell = element if spec is None else wide * sum(slot.per == "element" for slot in slots)
     row = wide * sum(slot.per == "row" for slot in slots)
     partials = () if spec is None else spec.partials
-    formats = (*WIRE_BYTES[table.wire.forward], *WIRE_BYTES[table.wire.backward])
-    return (element, cell, row, sum(partials), len(partials), *formats)
+    return (element, cell, row, sum(partials), len(partials))
+
+
+def wire_bytes(name: str) -> tuple[float, float]:
+    """Return the bytes of a cell, and those of a row besides, in a wire format. Example: "int8" -> (1, 4)."""
+    row = codec(name).row_bytes(0)
+    return (codec(name).row_bytes(1 << 16) - row) / (1 << 16), row
