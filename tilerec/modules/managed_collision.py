@@ -55,6 +55,7 @@ from tilerec.ops.hash.definition import (
     zch_find,
 )
 from tilerec.ops.hash.state import Assigned, AssignedEach, AssignOptions
+from tilerec.ops.runtime.fetch import host_readable
 from tilerec.ops.runtime.upload import capturing, constants, upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.torch_private import buffers
@@ -169,7 +170,7 @@ class ManagedCollisionModule(nn.Module):
     @property
     def host_looks(self) -> bool:
         """True if the host can read the state without waiting for a device, that is, if the ids are on the CPU."""
-        return self.ids.device.type == "cpu"
+        return host_readable(self._state.ids_E)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ManagedCollisionModule:
         step = self.step
@@ -408,7 +409,7 @@ class ManagedCollisionModule(nn.Module):
         # row = place + bucket * shared: an id's place lies in its own bucket, so no division as in `rows_of` is needed.
         rows_N = torch.add(places_N, bucket_N, alpha=own.shared)
         missed_N = places_N < 0
-        if missed_N.device.type == "cpu" and not bool(missed_N.any()):
+        if host_readable(missed_N) and not bool(missed_N.any()):
             return rows_N
         return torch.where(missed_N, own.shared_rows(ids_N, bucket_N), rows_N)
 
