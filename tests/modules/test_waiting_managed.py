@@ -11,6 +11,7 @@ from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import HashZchEvictionConfig, LFU_EvictionPolicy
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
+from tilerec.modules.id_map import IdMap
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import (
@@ -27,7 +28,7 @@ from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 @pytest.fixture(autouse=True)
 def _ids_on_meta_are_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no numbers and so is refused otherwise."""
-    monkeypatch.setattr(ManagedCollisionModule, "_refuse_meta", lambda self: None)
+    monkeypatch.setattr(IdMap, "refuse_meta", lambda self: None)
 
 
 def batch(weighted: bool) -> KeyedJaggedTensor:

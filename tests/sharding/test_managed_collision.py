@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -650,7 +651,8 @@ def test_ranks_with_other_settings_are_named() -> None:
     def fn(group: Group) -> str:
         module = build("lru and lfu, shared rows")
         if group.rank == 1:
-            module.managed_collision_collection.modules_by_table["user"]._max_probe = 3
+            ids = module.managed_collision_collection.modules_by_table["user"]
+            ids.settings = replace(ids.settings, max_probe=3)
         with pytest.raises(ConfigError) as caught:
             shard(module, row_wise(), group)
         return str(caught.value)
