@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.modules.test_waiting import DEVICE, NoWaiting, _no_lists_to_the_device  # noqa: F401
+from tests.modules.no_waiting import DEVICE, NoWaiting
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import HashZchEvictionConfig, LFU_EvictionPolicy
@@ -23,6 +23,8 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+
+pytestmark = pytest.mark.usefixtures("no_lists_to_the_device")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.storage.cached_tables import batch, ebc, output, step
 from tests.storage.test_cached import (
     BOTH,
     _goes_on_alike,
@@ -18,16 +19,6 @@ from tests.storage.test_cached import (
     _RaisesAfter,
     _spare_only,
     assert_same,
-    batch,
-    ebc,
-    output,
-    step,
-    test_a_batch_prefetched_in_inference_mode_is_trained_on,  # noqa: F401
-    test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
-    test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
-    test_counts_of_requests_stop_at_the_largest_number_there_is,  # noqa: F401
-    test_rows_that_are_only_read_are_not_written_back,  # noqa: F401
-    test_some_tables_of_a_collection_may_be_cached,  # noqa: F401
 )
 from tilerec import (
     CacheAlgorithm,
