@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.cuda.sizes import real, size, some
-from tests.ops.triton.phase_calls import PHASED, parts_of, scalars_for
-from tests.ops.triton.update_calls import RULES, SGD, pooled, single, slots_for
+from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
+from tests.ops.triton.test_update import RULES, SGD, pooled, single, slots_for
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops import backends
 from tilerec.ops.random.definition import random_fill_reference_

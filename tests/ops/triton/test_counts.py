@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.gates import Gate, compiled, nightly
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.phase_calls import PHASED, parts_of, scalars_for
-from tests.ops.triton.update_calls import RULES, Call, pooled, single
+from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
+from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.definition import (

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.update_calls import RULES, Call, pooled, single
+from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.definition import update_rows_reference_

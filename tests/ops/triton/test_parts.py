@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.phase_calls import PHASED, parts_of, scalars_for
-from tests.ops.triton.update_calls import ELEMENT, RULES, pooled, single, slots_for
+from tests.ops.triton.test_update import ELEMENT, RULES, pooled, single, slots_for
 from tilerec.errors import InputError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.definition import (
@@ -34,12 +33,26 @@ from tilerec.ops.update.triton.phased_update import (
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
 )
+PHASED = [name for name, (rule, hyper, _) in RULES.items() if make_rule(rule, hyper).phases]
 
 
 @pytest.fixture(autouse=True)
 def _quick() -> Iterator[None]:
     with quick():
         yield
+
+
+def parts_of(name: str, offsets: list[int], widths: list[int], dtype: torch.dtype) -> dict[str, Any]:
+    """One part per width, each with 4 of 6 rows; the second has none where there are three."""
+    _, _, kinds = RULES[name]
+    counts = [4, 0, 4][: len(widths)] if len(widths) > 2 else [4] * len(widths)
+    return {
+        "weights": [torch.randn(6, w).to(dtype) for w in widths],
+        "slots": [s for w in widths for s in slots_for(kinds, 6, w)],
+        "rows": [torch.randperm(6)[:n].sort().values for n in counts],
+        "grads": [torch.randn(n, w) for n, w in zip(counts, widths, strict=True)],
+        "offsets": offsets,
+    }
 
 
 NO_ROOTS = ("sgd", "sgd-momentum", "sgd-nesterov-scaled")
@@ -49,6 +62,12 @@ def same(got: Tensor, want: Tensor, name: str) -> None:
     """The same bits, but where a square root is taken: `torch.sqrt` on the CPU need not round it correctly."""
     rtol = 0.0 if name in NO_ROOTS else {torch.float32: 2e-6, torch.bfloat16: 2**-7}[got.dtype]
     torch.testing.assert_close(got, want, rtol=rtol, atol=0 if name in NO_ROOTS else 1e-7, equal_nan=True)
+
+
+def scalars_for(parts: dict[str, Any], sums: int) -> list[Tensor]:
+    """Sums so far; each part's lie apart, in one tensor of all rows."""
+    counts = [r.numel() for r in parts["rows"]]
+    return list((torch.rand(sums, sum(counts)) + 0.5).split(counts, dim=1))
 
 
 @pytest.mark.parametrize("name", PHASED)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.update_calls import RULES
+from tests.ops.triton.test_update import RULES
 from tilerec.errors import ConfigError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.rules import make_rule

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.update_calls import RULES, Call, pooled, single
+from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tilerec.ops.runtime.cpu import library as cpu_library
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import launch as update_launch

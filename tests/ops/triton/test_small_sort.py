@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from tests.ops.triton.gates import Gate, compiled
 from tests.ops.triton.interpreter import quick
-from tests.ops.triton.sort_records import record_of, tables_of
-from tests.ops.triton.update_calls import RULES, Call, pooled
+from tests.ops.triton.test_sort import record_of, tables_of
+from tests.ops.triton.test_update import RULES, Call, pooled
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import small_sort
 from tilerec.ops.update.triton.backend import update_rows_
