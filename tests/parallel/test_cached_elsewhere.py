@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from tests.parallel.pools import Pool
 from tests.parallel.resharding.test_rebalance import HOT, NAMES, ROWS, planner, together
 from tests.parallel.resharding.test_rebalance import base as rebalanced_base
 from tests.parallel.test_cached import Model, batch, cached_plan, everything, plan, train
+from tests.parallel.test_model_parallel import Pool
 from tests.parallel.two_d.test_shard_2d import model as two_d_model
 from tests.parallel.two_d.test_shard_2d import train as train_two_d
 from tests.sharding.managed_models import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.pools import Pool
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.compat.fused_params import EmbOptimType
 from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
@@ -33,6 +33,9 @@ from tilerec.spec.plan import ShardingPlan, Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import concat_batches, random_batch
+from tilerec.testing.ranks import Ranks
+
+Pool = Callable[[int], Ranks]
 
 NAMES = [
     "ebc.embedding_bags.everywhere.weight",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.parallel.pools import Pool
+from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.parallel.pools import Pool
+from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
 from tilerec.compat.sharders import (
     EmbeddingBagCollectionSharder,

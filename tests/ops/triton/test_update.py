@@ -20,7 +20,6 @@ from tests.ops.triton.interpreter import quick
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.definition import update_rows_reference_
-from tilerec.ops.update.rules import SgdRule, register_rule
 from tilerec.ops.update.triton import backend as update
 from tilerec.ops.update.triton import launch as update_launch
 from tilerec.ops.update.triton import rules, sort
@@ -137,14 +136,6 @@ def single(ids: Tensor, grad: Tensor) -> tuple[Any, ...]:
 
 
 EVERY_RULE = [(name, dtype) for name in RULES for dtype in (torch.float32, torch.bfloat16)]
-
-
-def test_a_rule_of_a_user_has_no_kernel_and_runs_as_the_reference() -> None:
-    register_rule("registered_sgd", SgdRule)
-    weights = [torch.randn(9, d) for d in (1, 8)]
-    call = Call(weights, ("registered_sgd", *SGD[1:]), pooled([1, 8], [1, 2, 0, 3], 9, 2))
-    call.check(rtol=0.0)
-    assert not torch.equal(call.run(update_rows_)[1][0], weights[0])
 
 
 @pytest.mark.parametrize(

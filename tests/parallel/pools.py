@@ -1,9 +1,0 @@
-"""Pools of ranks."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-
-from tilerec.testing.ranks import Ranks
-
-Pool = Callable[[int], Ranks]
