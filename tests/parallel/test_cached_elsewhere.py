@@ -17,7 +17,7 @@ from tests.parallel.test_cached import Model, batch, cached_plan, everything, pl
 from tests.parallel.test_model_parallel import Pool
 from tests.parallel.two_d.test_shard_2d import model as two_d_model
 from tests.parallel.two_d.test_shard_2d import train as train_two_d
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     POLICIES,
     STEPS,
     alone,
@@ -27,7 +27,7 @@ from tests.sharding.test_managed_collision import (
     sizes_of,
     upstream,
 )
-from tests.sharding.test_managed_collision import train as train_managed
+from tests.sharding.managed_models import train as train_managed
 from tilerec import apply_optimizer_in_backward, cache_tables, flush_caches, shard
 from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict

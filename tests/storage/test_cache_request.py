@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.storage.cached_tables import batch, ebc, output, step
 from tests.storage.test_cached import (
     _goes_on_alike,
     _RaisesAfter,
     _spare_only,
     assert_same,
-    batch,
-    ebc,
-    output,
-    step,
 )
 from tilerec import (
     EmbeddingBagCollection,

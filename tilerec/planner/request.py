@@ -1,6 +1,6 @@
 """`PlanRequest`: all inputs of a plan. The same request gives the same plan, on every machine.
 
-    module, or configs  ──►  request  ──►  problem (options.py)  ──►  solution (search/)  ──►  plan and report
+    module, or configs  ──►  request  ──►  problem (cost/options.py)  ──►  solution (search/)  ──►  plan and report
 
 A request can be stored in a file. `tilerec plan` writes it next to the plan, for `explain` and `whatif`.
 """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     STEPS,
     alone,
     assert_same,

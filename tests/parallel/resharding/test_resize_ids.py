@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     STEPS,
     assert_same,
     build,

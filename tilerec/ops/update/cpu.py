@@ -40,7 +40,7 @@ from tilerec.ops.update.definition import (
     sum_row_gradients_of_tables_reference,
     update_rows_reference_,
 )
-from tilerec.ops.update.rules import make_rule
+from tilerec.ops.update.rules import is_registered, make_rule
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,11 @@ def _describe_rows(
     column_offsets: Sequence[int],
     row_names: Sequence[Tensor] | None = None,
 ) -> tuple[RowsRecord, object] | None:
-    """Return the tables as the library reads them, and the memory of its lists; None: it cannot read the slots."""
+    """Return the tables as the library reads them, and the memory of its lists; None: it has no such slots or rule."""
     known = _RULES.get(rule)
     if known is None or (rule != "store" and len(hyper) != known.hypers):
+        if is_registered(rule):
+            return None
         make_rule(rule, hyper)  # raises
         raise AssertionError(f"{op}: rule {rule!r} with {len(hyper)} numbers is unknown here")
     kinds = _slot_kinds(rule, hyper)

@@ -297,6 +297,24 @@ _RULES: dict[str, type[Rule]] = {
 }
 
 
+_REGISTERED: set[str] = set()
+
+
+def register_rule(name: str, rule: type[Rule]) -> None:
+    """Add a user's row rule under a new name. `tilerec.optim.register_optimizer` calls this function."""
+    if name in _RULES:
+        raise ConfigError(
+            f"row rule {name!r} exists already; expected none of {sorted(_RULES)}. Rename the rule."
+        )
+    _RULES[name] = rule
+    _REGISTERED.add(name)
+
+
+def is_registered(name: str) -> bool:
+    """Return True if a user registered the rule: backends have no kernel for it and run the reference."""
+    return name in _REGISTERED
+
+
 def make_rule(name: str, hyper: Sequence[float]) -> Rule:
     """Return the rule with this name and these numbers."""
     if name not in _RULES:

@@ -53,7 +53,7 @@ def check_capacity(
             "tying."
         )
     module, size = collection.modules_by_table[table], collection.exchange.group.size
-    old, new = module._buckets, module.resized(zch_size, total_num_buckets)
+    old, new = module._buckets, module.id_map.resized(zch_size, total_num_buckets)
     if new.count < size:
         raise ConfigError(
             f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
 from tilerec.spec.optimizer import OptimizerSpec
@@ -36,9 +37,6 @@ _HALVINGS = 12  # of the interval for the number of steps whose rows a cache hol
 
 LOAD_FACTOR = 0.2
 """Default size of a device cache, as a part of the rows of its table."""
-
-WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
-"""Bytes of a cell and of a row in each wire format (comms/codec.py)."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +165,17 @@ class Workload:
             seen: set[str] = set()
             twice = next(name for name in self.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise ConfigError(f"Table '{twice}' is there twice; give every table a name of its own.")
-        kinds: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        kinds: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         about = []
         for t in self.tables:
             mark = (id(t.optimizer), t.data_type, t.wire)
             if mark not in kinds:
-                kinds[mark] = _bytes_of(t)
+                kinds[mark] = _bytes_of(t), (*wire_bytes(t.wire.forward), *wire_bytes(t.wire.backward))
             about.append(kinds[mark])
-        shape = (len(self.tables), 9)
-        columns = np.array(about, np.int64).reshape(shape).T
-        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns[:5]
-        self.forward, self.backward = columns[5:7], columns[7:9]
+        columns = np.array([own for own, _ in about], np.int64).reshape(len(self.tables), 5).T
+        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns
+        formats = np.array([own for _, own in about], np.float64).reshape(len(self.tables), 4).T
+        self.forward, self.backward = formats[:2], formats[2:]
         self.rows = np.array([t.rows for t in self.tables], np.int64)
         self.dim = np.array([t.dim for t in self.tables], np.int64)
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
@@ -351,7 +349,7 @@ def _log(x: Floats) -> Floats:
 
 
 def _bytes_of(table: TableWork) -> tuple[int, ...]:
-    """Return element, cell_state, row_state, sums, talks, and the two rows of forward and of backward."""
+    """Return element, cell_state, row_state, sums, talks."""
     assert isinstance(table.data_type, DataType)
     element = data_type_to_dtype(table.data_type).itemsize
     wide = 8 if table.data_type is DataType.FP64 else 4
@@ -360,5 +358,10 @@ def _bytes_of(table: TableWork) -> tuple[int, ...]:
     cell = element if spec is None else wide * sum(slot.per == "element" for slot in slots)
     row = wide * sum(slot.per == "row" for slot in slots)
     partials = () if spec is None else spec.partials
-    formats = (*WIRE_BYTES[table.wire.forward], *WIRE_BYTES[table.wire.backward])
-    return (element, cell, row, sum(partials), len(partials), *formats)
+    return (element, cell, row, sum(partials), len(partials))
+
+
+def wire_bytes(name: str) -> tuple[float, float]:
+    """Return the bytes of a cell, and those of a row besides, in a wire format. Example: "int8" -> (1, 4)."""
+    row = codec(name).row_bytes(0)
+    return (codec(name).row_bytes(1 << 16) - row) / (1 << 16), row

@@ -30,7 +30,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device
 from tilerec.ops.update.triton.launch import device_guard, launch_update, pointer_or
 from tilerec.ops.update.triton.order import order_rows, reuse_order
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
+from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.status import EMPTY_STATUS
 from tilerec.ops.update.triton.tables import (
@@ -57,6 +57,11 @@ def update_rows_(
     """See `definition.py`. Skips ids that are no rows (the lookup reported them); the result stays on the device."""
     op, device = "update_rows_", ids.device
     check_counts(op, steps, counts, lr, len(weights))
+    if not has_kernels(rule):
+        return update_rows_reference_(
+            weights, slots, grad, ids, offsets, sample_weights, tables, starts, bags, grad_starts, grad_strides, means,
+            rule, hyper, steps, seeds, row_offsets, column_offsets, row_names, counts, lr,
+        )  # fmt: skip
     made = prepare_rule(rule, hyper)
     kinds = made.slots
     names = () if row_names is None else check_names(op, row_names, [w.shape[0] for w in weights])

@@ -57,7 +57,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_p
 from tilerec.ops.update.triton.launch import device_guard, launch_update
 from tilerec.ops.update.triton.order import reuse_order
 from tilerec.ops.update.triton.record import read_record, same_device
-from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
+from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
 from tilerec.ops.update.triton.sort import PER_TABLE, ceil_div, power_of_two, sort_occurrences, warps_of
 from tilerec.ops.update.triton.tables import (
@@ -322,9 +322,10 @@ def _by_type(
     ]
 
 
-def _serves(weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+def _serves(rule: str, weights: Sequence[Tensor], slots: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     return (
         bool(grads)
+        and has_kernels(rule)
         and {g.dtype for g in grads} == {torch.float32}
         and is_supported(weights[0].device, grads[0], weights, slots)
         and all(w.shape[1] for w in weights)
@@ -351,7 +352,7 @@ def rule_partials_of_tables(
     counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
-    if not _serves(weights, slots, grads):
+    if not _serves(rule, weights, slots, grads):
         return rule_partials_of_tables_reference(
             weights, slots, rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps,
             counts, lr,
@@ -429,7 +430,7 @@ def rule_apply_to_tables_(
     row_names: Sequence[Tensor] | None = None, counts: Sequence[Tensor] | None = None, lr: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `definition.py`. Every operation is rounded once, and sums are in the reference's order."""
-    if not _serves(weights, slots, grads):
+    if not _serves(rule, weights, slots, grads):
         rule_apply_to_tables_reference_(
             weights, slots, rows, grads, scalars, dims, rule, hyper, steps, seeds, row_offsets, column_offsets,
             row_names, counts, lr,

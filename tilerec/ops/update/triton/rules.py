@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from tilerec.ops.update.checks import slot_kinds
-from tilerec.ops.update.rules import Rule, make_rule
+from tilerec.ops.update.rules import Rule, is_registered, make_rule
 
 
 @triton.jit
@@ -374,6 +374,11 @@ class PreparedRule:
     def paces(self, t: int) -> tuple[float, float]:
         """Return e0 and e1 of a table at update count `t`."""
         return self.bundle.paces(self.rule.h, t)
+
+
+def has_kernels(name: str) -> bool:
+    """Return False for a user's rule, which runs as the reference."""
+    return not is_registered(name)
 
 
 def prepare_rule(name: str, hyper: Sequence[float]) -> PreparedRule:
