@@ -34,6 +34,7 @@ from torch import Tensor
 
 from tilerec import (
     CacheAlgorithm,
+    CacheParams,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
@@ -43,11 +44,11 @@ from tilerec import (
 )
 from tilerec.ops.runtime.cpu.library import status
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.storage.cache_sets import CacheSets, SpareLinesNeeded
-from tilerec.storage.cached import WAYS
+from tilerec.storage.cache_request import WantedRows, prefetch_all
+from tilerec.storage.cache_stats import CacheStats
+from tilerec.storage.row_cache import RowCache
 
 FACTORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-CPU = torch.device("cpu")
 DIM, BAG = 64, 8
 
 
@@ -71,17 +72,15 @@ def rated_movies(path: Path) -> tuple[Tensor, int]:
 
 def hit_rate(ids: Tensor, rows: int, batch: int, factor: float, algorithm: CacheAlgorithm) -> float:
     """Return the hit rate of distinct rows in the second half of the batches."""
-    sets = CacheSets(rows, -(-round(factor * rows) // WAYS), WAYS, batch, algorithm, CPU)
-    parts, hits, requested = ids.split(batch), 0, 0
-    for serial, part in enumerate(parts, start=1):
-        rows_U = torch.unique(part)
-        moves = sets.request(rows_U, serial)
-        assert not isinstance(moves, SpareLinesNeeded), "a spare line per id"
-        sets.seat(moves)
-        if serial > len(parts) // 2:
-            requested += rows_U.numel()
-            hits += rows_U.numel() - moves.loaded_rows.numel()
-    return hits / requested
+    cache, host = RowCache("t", CacheParams(algorithm, factor)), [torch.zeros(rows, 1)]
+    parts = ids.split(batch)
+    for number, part in enumerate(parts):
+        if number == len(parts) // 2:
+            cache.stats = CacheStats()
+        wanted = [WantedRows(cache, host, ((0, part.numel()),))]
+        prefetch_all(wanted, part)
+        cache.in_flight.clear()
+    return cache.stats.hit_rate
 
 
 def print_hit_rates(name: str, ids: Tensor, rows: int, batch: int) -> None:

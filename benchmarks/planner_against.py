@@ -43,9 +43,11 @@ from planner import (
 )
 from planner_cases import Case, lognormal
 
+from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.options import Problem, _Builder
+from tilerec.planner.cost.option_amounts import OptionAmounts
+from tilerec.planner.cost.options import problem_of
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints, Workload
@@ -84,9 +86,9 @@ def searched(case: Case, *, own: bool) -> ShardingPlan:
     request = planner_of(case, topology).request(configs_of(case), SHARDERS)
     work = (Workload if own else EveryBag)(request.works())
     model = Model(work, topology)
-    builder = _Builder(model, {}, NARROWEST, lower=False, pinned=False)
-    instance = builder.instance(None, None)
-    problem = Problem(model, work.tables, builder.options, instance, instance, model.stages, builder.charges)
+    allowed = Allowed(model, {}, NARROWEST, lower=False, together=())
+    problem = problem_of(OptionAmounts(model, allowed, lower=False, pinned=False), None, None, None)
+    instance = problem.instance
     width = instance.width.copy()
     for o, option in enumerate(problem.options):
         if option.way is Way.GRID or (option.way is Way.ROWS and option.width == 1):

@@ -33,6 +33,7 @@ from tilerec.planner.plan_price import price_plan
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_limits import may_offload
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
@@ -266,7 +267,7 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
     if any(limits.with_table is not None for limits in planned.request.constraints.values()):
         return
     best = None
-    for offload in (False, True)[: 1 + planned.request.may_offload()]:
+    for offload in (False, True)[: 1 + may_offload(planned.request)]:
         arrangements = Arrangements(planned, offload)
         if arrangements.count > MOST_ARRANGEMENTS:
             return
@@ -295,7 +296,7 @@ def check_downhill(case: Case, planned: Planned, result: Result) -> Iterator[Vio
     constraints = planned.request.constraints.values()
     if any(limits.with_table is not None for limits in constraints):
         return
-    offload = any(planned.is_cached(table.key) for table in planned.tables)
+    offload = any(planned.in_host_memory(table.key) for table in planned.tables)
     least = Arrangements(planned, offload, random.Random(case.seed)).downhill()
     bound = planned.report.bound_s
     result.above_walk = planned.price.seconds / least - 1.0

@@ -12,6 +12,8 @@ from planner_check_price import Placement, Sums, Table
 
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import Limits, Option, Way, enumerate_options, is_of
+from tilerec.planner.pins import pins_of
+from tilerec.planner.table_limits import limits_of_tables
 from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import ShardingType
 from tilerec.spec.tile import ColumnBlock, Tiling
@@ -30,8 +32,8 @@ class Arrangements:
     def __init__(self, planned: Planned, offload: bool = False, some: random.Random | None = None) -> None:
         self.planned, self.topology, self.some = planned, planned.topology, some
         request = planned.request
-        pins = request.pins()
-        limits = request.limits(pins, offload)
+        pins = pins_of(request)
+        limits = limits_of_tables(request, pins, offload)
         cached = any(limit.cached for limit in limits.values())
         counts = sorted({len(set(limit.ranks)) for limit in limits.values() if limit.ranks is not None})
         options = enumerate_options(self.topology, [t.dim for t in request.tables], cached, counts)

@@ -10,7 +10,8 @@ import numpy as np
 from planner_check_price import Placement, Price, Pricing, Table, World, table_of
 
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
+from tilerec.planner.pins import named_table
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
@@ -56,8 +57,8 @@ class Planned:
     def price(self) -> Price:
         return self.pricing.price({key: placement_of(sharding) for key, sharding in self.placed.items()})
 
-    def is_cached(self, key: str) -> bool:
-        """Return True if the table's rows are in host memory."""
+    def in_host_memory(self, key: str) -> bool:
+        """Return True if the table's rows are in host memory, behind a device cache or without one."""
         return self.placed[key].kernel in HOST_KERNELS
 
     @cached_property
@@ -158,9 +159,12 @@ def _against_constraints(
     if limits.max_ranks is not None and len(ranks) > limits.max_ranks:
         yield f"it lies on {len(ranks)} ranks, max_ranks is {limits.max_ranks}"
     if limits.with_table is not None:
-        other = planned.placed[planned.request.named(limits.with_table, key)]
-        if tiling_of(other).ranks() != ranks:
-            yield f"it lies on {ranks}, and with_table on {tiling_of(other).ranks()}"
+        other = tiling_of(planned.placed[named_table(planned.request, limits.with_table, key)])
+        fewer = min(len(ranks), len(other.ranks()))
+        # In a split by rows, a table with fewer rows than ranks lies on the first of them.
+        few_rows = min(tiling.rows, other.rows) == fewer
+        if other.ranks() != ranks and not (few_rows and other.ranks()[:fewer] == ranks[:fewer]):
+            yield f"it lies on {ranks}, and with_table on {other.ranks()}"
     kernels = limits.kernels_allowed()
     cached = sharding.kernel in HOST_KERNELS
     if limits.enforce_hbm and cached:

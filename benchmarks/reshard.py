@@ -46,10 +46,11 @@ from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.plan_of import plan_of  # noqa: E402
+from tilerec.parallel.resharding.move_price import move_loads  # noqa: E402
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of  # noqa: E402
-from tilerec.parallel.resharding.rebalance import _move_loads, rebalance  # noqa: E402
+from tilerec.parallel.resharding.rebalance import rebalance  # noqa: E402
 from tilerec.parallel.resharding.reshard import reshard  # noqa: E402
-from tilerec.parallel.resharding.reshard_checks import complete_plan  # noqa: E402
+from tilerec.parallel.resharding.running_plan import complete_plan  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.planner.constraints import ParameterConstraints  # noqa: E402
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise  # noqa: E402
@@ -304,7 +305,7 @@ def price_of(number: int, speeds: dict[str, Any], rows: int) -> tuple[str, float
     collections = {"": module}
     present = plan_of(module)
     whole, _ = complete_plan(present, collections, second, module.exchange.topology)
-    loads = _move_loads(
+    loads = move_loads(
         collections, [[("", name)] for name in module._tables], present, whole, module.exchange.topology
     )
     predicted = seconds_of(loads, schedule(loads, group.size, None), topology, topology.speeds)

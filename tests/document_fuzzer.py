@@ -20,9 +20,10 @@ from tilerec.data.statistics import FeatureStatistics, Statistics
 from tilerec.errors import TilerecError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.plan_report import PlanReport
-from tilerec.planner.request import PlanRequest, read_tables
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_list import read_tables
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 from tilerec.viz.report import report_html
@@ -116,9 +117,9 @@ class _Table:
 
 
 def _tables(path: Path) -> None:
-    from tilerec.plan_cli import _file
+    from tilerec.plan_cli.sources import file_source
 
-    _file(path, None)
+    file_source(path, None)
 
 
 READERS: dict[str, Callable[[Path], None]] = {

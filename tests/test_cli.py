@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tilerec import cli
+from tilerec import calibrate_cli
 from tilerec.cli import app
 from tilerec.comms.group import Group
 from tilerec.errors import FileError
@@ -382,7 +382,7 @@ def test_what_was_measured_is_printed_before_it_is_written(
 
     monkeypatch.setattr("tilerec.planner.cost.calibrate.calibrate", measure)
     path = tmp_path / "topology.json"
-    run_virtual_ranks(2, cli._calibrate, str(path), "cpu")
+    run_virtual_ranks(2, calibrate_cli._calibrate, str(path), "cpu")
     printed = capsys.readouterr().out
     assert "route" in printed
     assert "12.5" in printed
@@ -393,7 +393,7 @@ def test_what_was_measured_is_printed_before_it_is_written(
     monkeypatch.setattr("tilerec.atomic_file.os.fsync", full)
     path.unlink()
     with pytest.raises(FileError, match="No space left on device"):
-        run_virtual_ranks(1, cli._calibrate, str(path), "cpu")
+        run_virtual_ranks(1, calibrate_cli._calibrate, str(path), "cpu")
     printed = capsys.readouterr().out
     assert not path.exists()
     assert printed.index("route") < printed.index("The topology, to save by hand:")

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import tilerec
 
@@ -12,6 +19,16 @@ PACKAGE = Path(tilerec.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 DOORS = [path for path in MODULES if path.name == "__init__.py"]
 ROOMS = [path for path in MODULES if path.name not in ("__init__.py", "__main__.py")]
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "benchmarks" / "README.md",
+    *(REPOSITORY / "docs").glob("*.md"),
+]
+in_repository = pytest.mark.skipif(
+    not (REPOSITORY / "scripts").exists(),
+    reason="pages and scripts are part of the repository, not of the wheel",
+)
 
 
 def _where(path: Path, node: ast.AST) -> str:
@@ -164,3 +181,80 @@ def test_the_compiler_is_not_imported_with_the_package() -> None:
     assert not broken, (
         f"{broken}: write tilerec.ops.runtime.graph_break.graph_break, which does not import it"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.fixture(scope="module")
+def check_sizes() -> Any:
+    path = REPOSITORY / "scripts" / "check_sizes.py"
+    spec = importlib.util.spec_from_file_location("check_sizes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@in_repository
+def test_files_functions_classes_and_imports_are_within_their_limits(check_sizes: Any) -> None:
+    found = check_sizes.complaints(check_sizes.sizes_over_limits(), check_sizes.read_exceptions())
+    assert not found, "\n".join(found)
+
+
+@in_repository
+def test_the_list_of_size_exceptions_is_sorted() -> None:
+    lines = (REPOSITORY / "scripts" / "size_exceptions.txt").read_text().splitlines()
+    assert lines == sorted(set(lines))
+
+
+@in_repository
+def test_sizes_are_measured_and_exceptions_can_only_shrink(check_sizes: Any, tmp_path: Path) -> None:
+    package = tmp_path / "rooms"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    body = "\n".join("    x = 0" for _ in range(81))
+    (package / "long.py").write_text(f"from rooms import other\ndef f():\n{body}\n")
+    (package / "other.py").write_text("class C:\n" + "\n".join(f"    def f{i}(self): ..." for i in range(41)))
+    found = check_sizes.sizes_over_limits(package)
+    assert found == {("function", "rooms/long.py", "f"): 82, ("methods", "rooms/other.py", "C"): 41}
+    assert check_sizes.complaints(found, found) == []
+    grown = {**found, ("function", "rooms/long.py", "f"): 81}
+    assert "function f is 82; expected at most 81" in check_sizes.complaints(found, grown)[0]
+    unused = {**found, ("file", "rooms/other.py", "-"): 700}
+    assert "Remove its line" in check_sizes.complaints(found, unused)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- paths
+
+A_PATH = re.compile(r"(?<![\w./:-])(?!self\.)((?:[\w.-]+/)*[\w-]+\.(?:py|md|cpp|h|js))(?![\w/])")
+PROGRAMS_OF_USERS = {"train.py"}
+RECORDS = {"log.md"}  # what was measured, with the files of its time
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a page, or of the comments and strings of a Python file."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+@in_repository
+def test_every_file_that_prose_names_exists() -> None:
+    """A path begins at the repository, `tilerec`, `tests` or a folder around the text. Pages may use bare names."""
+    rooms = ("tilerec", "tests", "scripts", "benchmarks", "docs", "native", "examples")
+    names = {path.name for room in rooms for path in (REPOSITORY / room).rglob("*.*")}
+    missing = []
+    for path in [*PAGES, *MODULES]:
+        roots = [REPOSITORY, PACKAGE, REPOSITORY / "tests", *path.parents]
+        known = PROGRAMS_OF_USERS | (names if path.suffix == ".md" else set())
+        for line, text in () if path.name in RECORDS else _prose(path):
+            for found in A_PATH.findall(text):
+                if found not in known and not any((root / found).exists() for root in roots):
+                    missing.append(f"{path.relative_to(REPOSITORY)}:{line}: {found}")
+    assert not missing, "these files do not exist:\n" + "\n".join(missing)

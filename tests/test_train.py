@@ -34,7 +34,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing import Ranks, random_batch
-from tilerec.train import loop
+from tilerec.train import run as run_module
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
 from tilerec.train.launch import RankFailed, _local_store, cores, launch, under_torchrun
@@ -280,9 +280,9 @@ def test_seconds_of_a_run_are_those_of_its_steps_without_the_evaluations(
 ) -> None:
     """A clock that a step turns by 1 s and an evaluation by 100 s; 8 steps of 64 samples."""
     clock = Turned()
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(loop._Run, "_step", clock.turning(loop._Run._step, 1.0))
-    monkeypatch.setattr(loop.World, "predict", clock.turning(loop.World.predict, 100.0))
+    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(run_module.Run, "_step", clock.turning(run_module.Run._step, 1.0))
+    monkeypatch.setattr(run_module.World, "predict", clock.turning(run_module.World.predict, 100.0))
     ear = Ear()
     result = train(_run(eval_every=3, log_every=log_every), watchers=[ear])
     assert (result.seconds, result.samples_per_second) == (8.0, 64.0)
@@ -552,7 +552,10 @@ def _train_while_rank_1_writes_a_copy() -> tuple[list[int], str]:
     run = dataclasses.replace(
         _run(log_every=1, check_replicas_every=3), parallel=ParallelConfig(sharding="data_parallel")
     )
-    with mock.patch.object(loop, "check_replicas", compare_then_drift), pytest.raises(ConfigError) as raised:
+    with (
+        mock.patch.object(run_module, "check_replicas", compare_then_drift),
+        pytest.raises(ConfigError) as raised,
+    ):
         train(run, watchers=[ear], group=group)
     return compared, str(raised.value)
 

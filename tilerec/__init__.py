@@ -24,9 +24,9 @@ from tilerec.parallel.model_parallel import DistributedModelParallel as Distribu
 from tilerec.parallel.resharding.rebalance import rebalance as rebalance
 from tilerec.parallel.resharding.reshard import reshard as reshard
 from tilerec.parallel.shard import shard as shard
+from tilerec.parallel.two_d.collection_config import DMPCollectionConfig as DMPCollectionConfig
+from tilerec.parallel.two_d.collection_config import ShardingStrategy as ShardingStrategy
 from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
-from tilerec.parallel.two_d.dmp_collection import DMPCollectionConfig as DMPCollectionConfig
-from tilerec.parallel.two_d.dmp_collection import ShardingStrategy as ShardingStrategy
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.sparse.jagged_tensor import JaggedTensor as JaggedTensor

@@ -36,6 +36,18 @@ def print_error(text: str) -> None:
     _print_marked("error: ", "bold red", text)
 
 
+def print_rank_error(error: Exception, where: str = "") -> None:
+    """Print an error to stderr, after the traceback of the rank that failed, if it has one (`error.trace`).
+
+    Args:
+        where: prefix of the error's text.
+    """
+    trace = getattr(error, "trace", "")
+    if trace:
+        SafeConsole(stderr=True).print(trace, soft_wrap=True, markup=False, highlight=False)
+    print_error(f"{where}{error}")
+
+
 def print_warning(text: str) -> None:
     """Print `warning: ...` to stderr."""
     _print_marked("warning: ", "bold yellow", text)

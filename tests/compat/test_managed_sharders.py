@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.sharding.test_managed_collision import build
+from tests.sharding.managed_models import build
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.cuda.sizes import size
-from tests.storage.test_cached import batch, ebc, everything, output, step
+from tests.storage.cached_tables import batch, ebc, everything, output, step
 from tilerec import (
     CacheParams,
     ConfigError,

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.cuda.sizes import SIMULATED, size
-from tests.optim.test_capturable import SPECS
+from tests.optim.capturable_specs import SPECS
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim import apply_optimizer_in_backward

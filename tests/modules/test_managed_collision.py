@@ -141,9 +141,9 @@ def test_read_only_features_are_looked_up_and_not_inserted() -> None:
 
 def test_ids_of_32_bits_are_widened_and_others_refused() -> None:
     module = made()
-    assert module.hashed(torch.tensor([-1], dtype=torch.int32)).tolist() == [-1]
+    assert module.id_map.hashed(torch.tensor([-1], dtype=torch.int32)).tolist() == [-1]
     with pytest.raises(InputError, match="float32"):
-        module.hashed(torch.tensor([1.0]))
+        module.id_map.hashed(torch.tensor([1.0]))
 
 
 # ---------------------------------------------------------------------------------------------------- full buckets
@@ -325,7 +325,7 @@ def test_growing_keeps_every_id_and_counts_it(ids: list[int], factors: tuple[int
         assert (new.since, new.last, new.hits) == (old.since, old.last, old.hits)
     assert module.stats().total == counts
     # And it is a module like one that was made of this size.
-    assert module.mismatch_error(made(60 * rows * buckets, 4 * buckets).state_dict()) is None
+    assert module.id_map.mismatch_error(made(60 * rows * buckets, 4 * buckets).state_dict(), None) is None
 
 
 @pytest.mark.parametrize(("rows", "buckets"), [(16, 4), (32, 2), (16, 2), (4, 4)])

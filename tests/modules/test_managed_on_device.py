@@ -203,7 +203,7 @@ def test_who_asks_for_lost_rows_gets_those_alone() -> None:
         lost |= set(host.map(ids, [20], 0).evicted_M.tolist())
         with on_device():
             module.keep_evicted(module.map(ids, [20], 0).evicted_M)
-            assert sum(part.numel() for part in module._evicted) <= 2 * ROWS + 40
+            assert sum(part.numel() for part in module.evicted._parts) <= 2 * ROWS + 40
     with on_device():
         rows = module.evict()
         assert rows is not None

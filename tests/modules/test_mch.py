@@ -25,10 +25,10 @@ def test_ids_pass_the_users_function_first() -> None:
 
     module = MCHManagedCollisionModule(16, "cpu", LFU_EvictionPolicy(), 1, 10, folded)
     assert module.input_size() == 10
-    assert module.hashed(torch.tensor([13, -1])).tolist() == [3, 9]
+    assert module.id_map.hashed(torch.tensor([13, -1])).tolist() == [3, 9]
     wrong = MCHManagedCollisionModule(16, "cpu", LFU_EvictionPolicy(), 1, 10, lambda ids, size: ids.float())
     with pytest.raises(InputError, match=r"input_hash_func returned torch\.float32"):
-        wrong.hashed(torch.tensor([13]))
+        wrong.id_map.hashed(torch.tensor([13]))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ does not. (That the kernels do not wait either is for `tests/cuda/`.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.modules.no_waiting import DEVICE, NoWaiting
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient.definition import GradientSink, deliver
@@ -25,43 +24,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
-DEVICE = torch.device("meta")
-aten = torch.ops.aten
-# Ops whose result has as many elements as numbers on the device say.
-SIZED = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
-
-
-class NoWaiting(TorchDispatchMode):
-    """Raises where an op would have the host wait for `DEVICE`."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [a.device for a in _pytree.tree_leaves(args) if isinstance(a, Tensor)]
-        made = [a.device for a in _pytree.tree_leaves(out) if isinstance(a, Tensor)]
-        waits = func is aten._to_copy.default and given != made and not (kwargs or {}).get("non_blocking")
-        waits = waits or (func._opname in SIZED and DEVICE in given)
-        waits = waits or (func is aten.repeat_interleave.Tensor and not (kwargs or {}).get("output_size"))
-        assert not waits, f"{func} from {given} to {made}"
-        assert func.namespace == "tilerec" or func is aten._to_copy.default or len(set(given)) < 2, func
-        return out
-
-
-@pytest.fixture(autouse=True)
-def _no_lists_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.tensor(list, device="meta")` shows in no op."""
-    real = torch.tensor
-
-    def tensor(*args: Any, device: torch.device | str | None = None, **kwargs: Any) -> Tensor:
-        assert device is None or torch.device(device) != DEVICE, "a list is sent to the device"
-        return real(*args, device=device, **kwargs)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
+pytestmark = pytest.mark.usefixtures("no_lists_to_the_device")
 
 
 def batch(variable: bool, weighted: bool) -> KeyedJaggedTensor:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.modules.test_waiting import DEVICE, NoWaiting, _no_lists_to_the_device  # noqa: F401
+from tests.modules.no_waiting import DEVICE, NoWaiting
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.evict import HashZchEvictionConfig, LFU_EvictionPolicy
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
+from tilerec.modules.id_map import IdMap
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import (
@@ -23,11 +24,13 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 
+pytestmark = pytest.mark.usefixtures("no_lists_to_the_device")
+
 
 @pytest.fixture(autouse=True)
 def _ids_on_meta_are_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no numbers and so is refused otherwise."""
-    monkeypatch.setattr(ManagedCollisionModule, "_refuse_meta", lambda self: None)
+    monkeypatch.setattr(IdMap, "refuse_meta", lambda self: None)
 
 
 def batch(weighted: bool) -> KeyedJaggedTensor:

@@ -12,7 +12,7 @@ from tests.ops.op_cases import cases
 from tests.storage.cache_model import ModelCache
 from tilerec.errors import InputError
 from tilerec.ops.cache import definition as cache
-from tilerec.ops.cache.definition import BOOKS, TOTALS, HeaderColumn, Plan
+from tilerec.ops.cache.definition import BOOKS, COUNTS, LINE_OF, TOTALS, HeaderColumn, Plan
 from tilerec.spec.cache import CacheAlgorithm
 
 OPS = torch.ops.tilerec
@@ -98,3 +98,73 @@ def test_keys_ascend_by_set_then_by_row() -> None:
     places, last, dtype = cache.key_ranges(CachedTables([Shape(5, 2, 0)], 1).books, [2])
     assert [places[0][0] + row % 2 * places[0][1] + row // 2 for row in range(5)] == [0, 3, 1, 4, 2]
     assert (last, dtype) == (6, torch.int32)
+
+
+def _named(tables: CachedTables, rows: list[int], ahead: int = 0) -> list[int]:
+    """Request rows of a single table, while the `ahead` requests before are in flight; the header's numbers."""
+    header, _, _ = tables.request(BY_OP, [(0, len(rows), 0)], torch.tensor(rows, dtype=torch.int64), ahead)
+    tables.check()
+    return [
+        int(header[0, column]) for column in (HeaderColumn.MISSES, HeaderColumn.SPARE, HeaderColumn.EVICTIONS)
+    ]
+
+
+@pytest.mark.parametrize("lfu", [False, True])
+def test_a_cache_of_as_many_lines_as_rows_loads_each_row_once(lfu: bool) -> None:
+    tables, rng, loaded = CachedTables([Shape(64, 2, 0, lfu)], 32), random.Random(0), 0
+    for _ in range(40):
+        rows = [min(int(rng.paretovariate(0.6)) - 1, 63) for _ in range(30)]
+        misses, conflicts, evictions = _named(tables, rows, ahead=30)
+        loaded += misses
+        assert (conflicts, evictions) == (0, 0)
+    assert loaded == int((tables.books[LINE_OF] >= 0).sum())
+
+
+def test_a_frequent_row_keeps_its_line_and_the_rare_one_has_a_spare_line() -> None:
+    tables = CachedTables([Shape(10, 1, 1, lfu=True)], 1)
+    for _ in range(3):
+        _named(tables, [5])
+    for misses in (
+        1,
+        0,
+    ):  # row 7 was named less often than row 5; the second time, its spare line still has it
+        assert _named(tables, [7]) == [misses, misses, 0]
+        assert tables.books[LINE_OF][7] == 1
+    assert _named(tables, [7]) == [0, 0, 1]  # as often: it comes in
+    assert tables.books[LINE_OF][7] == 0
+
+
+def test_a_row_leaves_its_spare_line_for_one_of_its_set_as_soon_as_there_is_one() -> None:
+    tables = CachedTables([Shape(10, 1, 2)], 1)
+    _named(tables, [1, 2])
+    assert tables.books[LINE_OF][[1, 2]].tolist() == [0, 1]
+    assert _named(tables, [2]) == [0, 0, 1]
+    assert tables.books[LINE_OF][2] == 0
+    assert _named(tables, [3, 2], ahead=1) == [1, 1, 0]  # row 2 holds its line, row 3 gets a spare one
+    assert _named(tables, [3], ahead=1) == [0, 0, 0]  # row 2 was named by the batch before and is held
+    assert _named(tables, [3]) == [0, 0, 1]
+    assert tables.books[LINE_OF][[3, 2]].tolist()[0] == 0
+    assert tables.books[LINE_OF][2] < 0
+
+
+def test_no_rows_and_no_table() -> None:
+    for rows in (0, 5):
+        assert _named(CachedTables([Shape(rows, 1 if rows else 0, 0)], 2), []) == [0, 0, 0]
+
+
+def test_counts_of_requests_end_at_the_largest_number() -> None:
+    """They do not wrap around, which would make the most frequent row the first to be evicted."""
+    tables = CachedTables([Shape(6, 1, 1, lfu=True)], 1)
+    most = 2**31 - 1
+    _named(tables, [3])
+    counts = tables.books[COUNTS]
+    counts[[3, 4]] = torch.tensor([most - 1, most], dtype=torch.int32)
+    for _ in range(2):
+        _named(tables, [3])
+        assert counts[3] == most
+    assert tables.books[LINE_OF][3] == 0
+    _named(tables, [5])
+    assert tables.books[LINE_OF][3] == 0, "a row that was named once is not admitted"
+    _named(tables, [4])
+    assert tables.books[LINE_OF][4] == 0, "one that was named as often is admitted"
+    assert counts[[3, 4]].tolist() == [most, most]

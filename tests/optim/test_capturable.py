@@ -19,40 +19,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
+from tests.optim.capturable_specs import SPECS
 from tilerec.errors import ConfigError
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.optim.keyed import write_setting
+from tilerec.optim.loading_plan import write_setting
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import (
-    LAMB,
     SGD,
-    Adagrad,
     Adam,
-    AdamW,
-    LarsSGD,
     OptimizerSpec,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
 )
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.storage import shared_param_group as hyper_group
 from tilerec.storage import table_rows
-
-SPECS: dict[str, OptimizerSpec] = {
-    "sgd": SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": Adagrad(lr=0.1, lr_decay=0.1),
-    "rowwise_adagrad": RowWiseAdagrad(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_norm=0.5),
-    "adam": Adam(lr=0.1),
-    "adamw": AdamW(lr=0.1, row_step=True),
-    "partial_rowwise_adam": PartialRowWiseAdam(lr=0.1),
-    "lamb": LAMB(lr=0.1, weight_decay=0.1),
-    "partial_rowwise_lamb": PartialRowWiseLAMB(lr=0.1, row_step=True),
-    "lars_sgd": LarsSGD(lr=0.1, trust_coefficient=0.5),
-}
 
 
 def batch(step: int, keys: str = "xy") -> KeyedJaggedTensor:

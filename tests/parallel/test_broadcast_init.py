@@ -12,6 +12,7 @@ from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel import broadcast_init as values
+from tilerec.parallel import tensor_digest
 from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_tensor
 from tilerec.spec.optimizer import Adagrad
 from tilerec.spec.table import EmbeddingBagConfig
@@ -27,11 +28,13 @@ def tables() -> EmbeddingBagCollection:
 
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
-@pytest.mark.parametrize("what", ["a cell", "two rows exchanged", "state", "the update count"])
+@pytest.mark.parametrize(
+    "what", ["a cell", "two rows exchanged", "two columns exchanged", "state", "the update count"]
+)
 def test_any_difference_is_seen_and_only_its_tensors_travel(
     what: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "BLOCK", block)
+    monkeypatch.setattr(tensor_digest, "BLOCK_ROWS", block)
     base = tables()
 
     def run(group: Group) -> tuple[list[Tensor], int]:
@@ -43,6 +46,8 @@ def test_any_difference_is_seen_and_only_its_tensors_travel(
                     table.weight[8, 4] += 1.0
                 elif what == "two rows exchanged":
                     table.weight[[0, 7]] = table.weight[[7, 0]]
+                elif what == "two columns exchanged":
+                    table.weight[2, [0, 3]] = table.weight[2, [3, 0]]
                 elif what == "state":
                     table.rows.state["sum"][3, 3] = 1.0
                 else:

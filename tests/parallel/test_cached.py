@@ -32,11 +32,12 @@ from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding import embedding as sharding_embedding
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
-from tilerec.storage import cached
+from tilerec.storage import cache_request
 from tilerec.testing.batches import concat_batches, random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -311,15 +312,14 @@ def test_a_batch_that_is_only_looked_at_lets_go_of_its_lines() -> None:
         with torch.no_grad():
             assert torch.equal(plain.ebc(kjt).values(), other.ebc(other.ebc.prefetch(kjt)).values())
         for table in other.ebc._sharded_tables:
-            assert all(not rows.cache._flight for rows in table.tile_rows)
+            assert all(not rows.cache.in_flight for rows in table.tile_rows)
 
     run_virtual_ranks(WORLD, run)
 
 
 def test_a_prefetch_asks_once_for_all_tables_where_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; the lookup behind it asks for nothing, and knows by the batch where its ids lie."""
-    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
-    base, real = Model(), cached.request
+    base, real = Model(), cache_request.request
     seen: list[int] = []
 
     def run(group: Group) -> None:
@@ -328,15 +328,15 @@ def test_a_prefetch_asks_once_for_all_tables_where_that_is_served(monkeypatch: p
         mine = [rows.cache for table in other.ebc._sharded_tables for rows in table.tile_rows]
 
         def counted(asks: Any, *rest: Any) -> None:
-            if any(ask.made is cache._made for ask in asks for cache in mine):
+            if any(ask.cache is cache for ask in asks for cache in mine):
                 seen.append(len(asks))
             real(asks, *rest)
 
         if group.rank == 0:
-            monkeypatch.setattr(cached, "request", counted)
+            monkeypatch.setattr(cache_request, "request", counted)
         group.barrier()
         routed = other.ebc.prefetch(kjt)
-        (batch_,) = mine[0]._flight
+        (batch_,) = mine[0].in_flight
         assert batch_.bags is not None
         assert torch.equal(plain.ebc(kjt).values(), other.ebc(routed).values())
         group.barrier()
@@ -411,7 +411,7 @@ def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut()
     dmp = DistributedModelParallel(frozen, ShardingEnv.from_local(1, 0), plan=cached_plan("row_wise"))
     assert dmp.module.ebc(batch(0, 0)).values().shape == (6, 24)
     assert all(
-        not table.rows.cache._flight for table in dmp.module.ebc._tables.values()
+        not table.rows.cache.in_flight for table in dmp.module.ebc._tables.values()
     )  # no update is to come
 
 

@@ -17,7 +17,7 @@ from tests.parallel.test_cached import Model, batch, cached_plan, everything, pl
 from tests.parallel.test_model_parallel import Pool
 from tests.parallel.two_d.test_shard_2d import model as two_d_model
 from tests.parallel.two_d.test_shard_2d import train as train_two_d
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     POLICIES,
     STEPS,
     alone,
@@ -27,13 +27,14 @@ from tests.sharding.test_managed_collision import (
     sizes_of,
     upstream,
 )
-from tests.sharding.test_managed_collision import train as train_managed
+from tests.sharding.managed_models import train as train_managed
 from tilerec import apply_optimizer_in_backward, cache_tables, flush_caches, shard
 from tilerec.comms.group import Group
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.resize_ids import resize_ids
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.spec.optimizer import Adam
 from tilerec.testing.batches import random_batch

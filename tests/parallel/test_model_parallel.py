@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.compat.fused_params import EmbOptimType
 from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
@@ -34,6 +35,7 @@ from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import concat_batches, random_batch
 from tilerec.testing.ranks import Ranks
+from tilerec.testing.virtual import run_virtual_ranks
 
 Pool = Callable[[int], Ranks]
 
@@ -550,7 +552,26 @@ def test_without_a_process_group_the_way_out_is_told() -> None:
     with pytest.raises(ConfigError, match="from_local"):
         DistributedModelParallel(model())
     with pytest.raises(ConfigError, match="from_process_group"):
-        DistributedModelParallel(model(), ShardingEnv.from_local(2, 0))
+        ShardingEnv.from_local(2, 0)
+
+
+def test_ranks_may_be_threads_if_the_dense_part_is_not_trained_by_ddp() -> None:
+    def run(group: Group) -> dict[str, Tensor]:
+        torch.manual_seed(group.rank)
+        own = model()
+        with pytest.raises(ConfigError, match="env: got a str; expected a ShardingEnv"):
+            DistributedModelParallel(own, "cpu")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="got ranks that are threads, and DistributedDataParallel"):
+            DistributedModelParallel(model(), group, plan=plan(2))
+        for part in own.children():
+            part.requires_grad_(False)
+        dmp = DistributedModelParallel(own, ShardingEnv.from_group(group), plan=plan(2))
+        dmp(batch(group.rank))
+        return full_state_dict(dmp)
+
+    first, second = run_virtual_ranks(2, run)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 def test_a_tracker_is_warned_about() -> None:

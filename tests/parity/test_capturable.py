@@ -12,7 +12,8 @@ import torch
 from tests.parity import harness
 from tests.parity.harness import OPTIMIZERS, TILINGS, Case, Record, TableCase, run_virtual
 from tests.parity.test_two_d import WORLDS, case_of, run
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import DataType
 from tilerec.testing.virtual import run_virtual_ranks

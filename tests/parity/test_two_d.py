@@ -19,7 +19,8 @@ from tests.parity import harness
 from tests.parity.harness import FORMS, OPTIMIZERS, TILINGS, Case, Held, Hosts, Record
 from tilerec.comms.group import Group
 from tilerec.parallel.two_d.rank_grid import RankGrid
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.testing.virtual import run_virtual_ranks

@@ -17,9 +17,10 @@ from tilerec.parallel.read_plan import _produces
 from tilerec.planner import decision as decision_module
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
-from tilerec.planner.decision import _of_lowest_price, _without_empty_ranges, decide, topology_of_ranks
+from tilerec.planner.decision import _of_lowest_price, _without_empty_ranges, decide
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.plan_price import priced
-from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
+from tilerec.planner.planner import EmbeddingShardingPlanner, topology_of_ranks
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.report_builder import build_report
 from tilerec.planner.request import PlanRequest

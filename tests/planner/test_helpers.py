@@ -83,6 +83,8 @@ def test_row_sizes_and_placements_may_be_given() -> None:
         planned(row_wise(([3, 6], "cpu")))
     with pytest.raises(ConfigError, match="2 sizes and 1 placements"):
         row_wise(([3, 7], ["cpu"]))
+    with pytest.raises(ConfigError, match=r"names rank 2 more than once; expected each rank once"):
+        row_wise(([3, 3, 4], ["rank:2/cpu", "rank:0/cpu", "rank:2/cpu"]))
     with pytest.raises(ConfigError, match="got device 'cuda'; expected the world's 'cpu'"):
         planned(row_wise(([3, 7], "cuda")))
 

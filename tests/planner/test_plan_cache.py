@@ -10,8 +10,9 @@ import pytest
 
 from tests.planner.plan_requests import plan_request
 from tilerec.planner import planner as face
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.plan_cache import PlanCache
-from tilerec.planner.planner import EmbeddingShardingPlanner, make_plan
+from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig

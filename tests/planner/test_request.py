@@ -12,7 +12,10 @@ from tests.planner.plan_requests import ADAGRAD, plan_request, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.workload import Skew
-from tilerec.planner.request import PlanRequest, read_tables
+from tilerec.planner.pins import groups_of
+from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_limits import limits_of_tables
+from tilerec.planner.table_list import read_tables
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
@@ -136,24 +139,24 @@ def test_types_that_come_down_to_simpler_ones_are_searched_as_these(
     kind: str, topology: Topology, dim: int, searched: tuple[str, ...]
 ) -> None:
     request = plan_request([table("a", dim=dim)], topology, {"a": ParameterConstraints([kind])})
-    limits = request.limits({}).get("ebc.a")
+    limits = limits_of_tables(request, {}).get("ebc.a")
     assert (() if limits is None else limits.types) == tuple(ShardingType(word) for word in searched)
 
 
 def test_tables_that_lie_together_are_grouped_through_each_other() -> None:
     limits = {"a": ParameterConstraints(with_table="b"), "c": ParameterConstraints(with_table="ebc.b")}
     request = plan_request({"a": 10, "b": 10, "c": 10, "d": 10}, TWO_HOSTS, limits)
-    assert request.groups({}) == [["ebc.a", "ebc.b", "ebc.c"]]
+    assert groups_of(request, {}) == [["ebc.a", "ebc.b", "ebc.c"]]
     pin = {"ebc.b": ParameterSharding("table_wise", ranks=[2])}
-    assert request.groups(pin) == []
+    assert groups_of(request, pin) == []
     with pytest.raises(ConfigError, match=r"with_table='x' is no table of the model"):
-        plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
+        groups_of(plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}), {})
 
 
 def test_a_name_that_several_tables_have_is_asked_about() -> None:
     tables = [table("a"), replace(table("x"), names=(("u", "x"),)), replace(table("x"), names=(("v", "x"),))]
     with pytest.raises(ConfigError, match=r"with_table='x' may be any of \['u.x', 'v.x'\]"):
-        plan_request(tables, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}).groups({})
+        groups_of(plan_request(tables, TWO_HOSTS, {"a": ParameterConstraints(with_table="x")}), {})
 
 
 @pytest.mark.parametrize(
@@ -279,4 +282,4 @@ def test_tables_beyond_all_machines_are_refused_before_numbers_overflow() -> Non
 
 def test_a_table_does_not_lie_with_itself() -> None:
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='a' is the table itself"):
-        plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="a")}).groups({})
+        groups_of(plan_request({"a": 10}, TWO_HOSTS, {"a": ParameterConstraints(with_table="a")}), {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.test_route import batch_of, rows, sharded
+from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.optim.attach import apply_optimizer_in_backward

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.harness import TILINGS, WORLDS, Hosts
-from tests.sharding.test_route import batch_of, rows, sharded
+from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding import EmbeddingCollection

@@ -15,13 +15,14 @@ from tilerec.errors import InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.row_reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, Sync, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings, Sync
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding.embedding import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, PoolingType
 from tilerec.spec.topology import Topology
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tests.parity.harness import TILINGS, WORLDS
+from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
-from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.runtime import upload
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -29,57 +29,11 @@ from tilerec.sharding.route import Router
 from tilerec.sharding.route import _counting as counting
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
+from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.testing.batches import random_batch
 from tilerec.testing.virtual import run_virtual_ranks
-
-
-def sharded(
-    group: Group,
-    tiling: Tiling,
-    features: tuple[str, ...] = ("a",),
-    *,
-    hosts: Any = None,
-    weighted: bool = False,
-    sequence: bool = False,
-    data_type: DataType = DataType.FP32,
-    **kwargs: Any,
-) -> Any:
-    """One table under a tiling. Ranks share torch's generator, so values are written, not drawn."""
-    if sequence:
-        module: Any = EmbeddingCollection(
-            [EmbeddingConfig(tiling.rows, tiling.dim, "t", data_type, features)]
-        )
-        table = module.embeddings["t"]
-    else:
-        configs = [EmbeddingBagConfig(tiling.rows, tiling.dim, "t", data_type, features)]
-        module = EmbeddingBagCollection(configs, is_weighted=weighted)
-        table = module.embedding_bags["t"]
-    with torch.no_grad():
-        table.weight.copy_(torch.arange(tiling.cells).view(tiling.rows, tiling.dim) % 97)
-    topology = Topology(group.size, "cpu", hosts=hosts)
-    shard_collection(module, {"t": tiling}, group, group.split("route"), topology, **kwargs)
-    return module
-
-
-def batch_of(
-    ids: list[list[int]], keys: tuple[str, ...] = ("a",), dtype: torch.dtype = torch.int64
-) -> KeyedJaggedTensor:
-    """Bags, key after key."""
-    return KeyedJaggedTensor.from_lengths_sync(
-        list(keys),
-        torch.tensor([i for bag in ids for i in bag], dtype=dtype),
-        torch.tensor([len(bag) for bag in ids]),
-    )
-
-
-def rows(size: int, ranks: int, dim: int = 4) -> Tiling:
-    """Even row ranges."""
-    step = size // ranks
-    return Tiling.of("t", size, dim, [(r * step, (r + 1) * step, 0, dim, r) for r in range(ranks)])
-
 
 # ---------------------------------------------------------------------------------------------------- where ids go
 

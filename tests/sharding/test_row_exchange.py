@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.harness import OPTIMIZERS, TILINGS, WORLDS, Case, TableCase, check, run_virtual
-from tests.sharding.test_route import batch_of, rows, sharded
+from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection

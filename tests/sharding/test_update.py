@@ -23,7 +23,7 @@ from tests.parity.harness import (
     run_unsharded,
     run_virtual,
 )
-from tests.sharding.test_route import batch_of, rows, sharded
+from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward

@@ -1,9 +1,8 @@
-"""Requests of all cached tables at once: what they do on GPUs, here on the CPU by the references of their ops."""
+"""Requests of all cached tables of a batch at once."""
 
 from __future__ import annotations
 
 import copy
-import os
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -11,26 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.storage.cached_tables import batch, ebc, output, step
 from tests.storage.test_cached import (
-    BOTH,
     _goes_on_alike,
-    _interleaved,
     _RaisesAfter,
     _spare_only,
     assert_same,
-    batch,
-    ebc,
-    output,
-    step,
-    test_a_batch_prefetched_in_inference_mode_is_trained_on,  # noqa: F401
-    test_a_row_that_moves_from_a_spare_line_takes_its_last_update_along,  # noqa: F401
-    test_counts_are_those_of_a_cache_in_plain_python,  # noqa: F401
-    test_counts_of_requests_stop_at_the_largest_number_there_is,  # noqa: F401
-    test_rows_that_are_only_read_are_not_written_back,  # noqa: F401
-    test_some_tables_of_a_collection_may_be_cached,  # noqa: F401
 )
 from tilerec import (
-    CacheAlgorithm,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
@@ -41,16 +28,10 @@ from tilerec import (
 from tilerec.modules.cached_tables import iter_table_rows
 from tilerec.ops.cache.definition import MAX_COUNT
 from tilerec.spec.optimizer import SGD, Adam
-from tilerec.storage import cache_request, cached
-from tilerec.storage.cached import RowCache
+from tilerec.storage import batches_in_flight, cache_request, host_rows, row_cache
+from tilerec.storage.row_cache import RowCache
 
-NIGHTLY = os.environ.get("TILEREC_NIGHTLY") == "1"
 OPS = torch.ops.tilerec
-
-
-@pytest.fixture(autouse=True)
-def _together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
 
 
 @pytest.fixture
@@ -67,14 +48,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("depth", "algorithm"), [(d, a) for d in (1, 2, 3) for a in BOTH][:: 1 if NIGHTLY else 3], ids=str
-)
-def test_prefetches_interleaved_at_random_change_no_bit(depth: int, algorithm: CacheAlgorithm) -> None:
-    for seed in range(4 if NIGHTLY else 1):
-        _interleaved(random.Random(100 * depth + seed), depth, algorithm, ebc)
-
-
 def test_a_batch_is_one_request_that_nobody_waits_for(asked: list[int]) -> None:
     module, rng = cache_tables(ebc(SGD(0.1)), 0.2), random.Random(1)
     for _ in range(4):
@@ -87,7 +60,7 @@ def test_a_batch_is_one_request_that_nobody_waits_for(asked: list[int]) -> None:
 def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
+    monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
     rng = random.Random(2)
     for samples in (5, 9, 25):
@@ -95,7 +68,7 @@ def test_where_spare_lines_cost_much_the_host_hears_how_many_are_needed(
         assert torch.equal(step(plain, kjt), step(other, kjt))
     assert_same(plain, other)
     assert asked.count(-3) >= 4, "three requests, and plans that were made again"
-    spare = [rows.cache._made.sets.spare for _, rows in iter_table_rows(other)]
+    spare = [rows.cache.tensors.sets.spare for _, rows in iter_table_rows(other)]
     assert spare[2] <= 77, "no more than twice what was needed"
 
 
@@ -111,7 +84,7 @@ def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
 ) -> None:
     """40 ids may need 40 lines of 16 bytes, more than the sets' 32."""
     for limit in (640, 639):
-        monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", limit)
+        monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", limit)
         module, kjt = one_table(40)
         step(cache_tables(module, 0.16), kjt)
     assert asked[:2] == [1, -1]
@@ -120,7 +93,7 @@ def test_spare_lines_of_as_many_bytes_as_the_limit_are_made_without_asking(
 def test_as_many_spare_lines_as_the_sets_have_are_made_without_asking(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
+    monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", 0)
     for ids in (32, 33):
         module, kjt = one_table(ids)
         step(cache_tables(module, 0.16), kjt)  # 32 lines
@@ -139,7 +112,7 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
             )
         )
         (cache,) = (rows.cache for _, rows in iter_table_rows(module))
-        spare.append(cache._made.sets.spare)
+        spare.append(cache.tensors.sets.spare)
     assert asked == [1, 1, 1]
     assert spare == [32, 64, 64]
 
@@ -150,11 +123,11 @@ def test_batches_of_as_many_ids_as_there_are_spare_lines_get_no_more(asked: list
     for _ in range(3):
         step(module, kjt)
     (cache,) = (rows.cache for _, rows in iter_table_rows(module))
-    assert cache._made.sets.spare == 32
+    assert cache.tensors.sets.spare == 32
 
 
 def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached, "SPARE_BYTES_IN_ADVANCE", 0)
+    monkeypatch.setattr(row_cache, "SPARE_BYTES_IN_ADVANCE", 0)
     plain, other = ebc(Adam(0.1)), _spare_only(ebc(Adam(0.1)))
     rng = random.Random(3)
     first, second = batch(rng, samples=2), batch(rng, samples=30)
@@ -167,10 +140,9 @@ def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: 
             raise RuntimeError("out of memory")
         return real(tensors, *rest)
 
-    monkeypatch.setattr(cached.torch, "cat", full)
+    monkeypatch.setattr(row_cache.torch, "cat", full)
     out = output(other, second)
     monkeypatch.undo()
-    monkeypatch.setattr(cached, "_has_kernels", lambda device: True)
     assert failed
     assert torch.equal(output(plain, second), out)
     _goes_on_alike(plain, other, rng)
@@ -179,7 +151,7 @@ def test_without_memory_beside_the_lines_the_request_is_made_again(monkeypatch: 
 def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_request.HostRows, "here", None)
+    monkeypatch.setattr(host_rows.HostRows, "here", None)
     plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15, "lfu")
     rng = random.Random(4)
     for _ in range(6):
@@ -191,14 +163,14 @@ def test_where_the_device_cannot_read_host_rows_they_are_moved_by_the_host(
 def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before they run out: 31 bits, of which up to 16 fly, and serials, which the op takes up to 2^31 - 2."""
     serials = []
-    real = RowCache._ask
+    real = cache_request._request_of
 
-    def ask(cache: Any, want: Any, ids: Any) -> Any:
-        got = real(cache, want, ids)
+    def ask(own: Any, ids: Any) -> Any:
+        got = real(own, ids)
         serials.append(got.serial)
         return got
 
-    monkeypatch.setattr(RowCache, "_ask", ask)
+    monkeypatch.setattr(cache_request, "_request_of", ask)
     plain, other = ebc(SGD(0.1)), cache_tables(ebc(SGD(0.1)), 0.15)
     rng = random.Random(5)
     for i in range(40):
@@ -208,8 +180,8 @@ def test_bits_of_batches_and_serials_begin_anew(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(step(plain, kjt), step(other, kjt))
         if i == 35:
             for _, rows in iter_table_rows(other):
-                rows.cache._serial = MAX_COUNT - 3
-    assert all(rows.cache._serial < 10 for _, rows in iter_table_rows(other))
+                rows.cache.in_flight.last_serial = MAX_COUNT - 3
+    assert all(rows.cache.in_flight.last_serial < 10 for _, rows in iter_table_rows(other))
     assert (min(serials), max(serials)) == (1, 2**31 - 2)
     assert_same(plain, other)
 
@@ -219,18 +191,18 @@ def test_a_batch_in_flight_has_a_bit_of_its_own_that_no_line_had_before(
 ) -> None:
     """One of 31, given again once no batch in flight has it: two of 70 batches fly at once."""
     given = []
-    real = RowCache._ask
+    real = cache_request._request_of
 
-    def ask(cache: Any, want: Any, ids: Any) -> Any:
-        flying = [batch.bit for batch in cache._flight]
-        got = real(cache, want, ids)
+    def ask(own: Any, ids: Any) -> Any:
+        flying = [batch.bit for batch in own.cache.in_flight]
+        got = real(own, ids)
         assert got.bit in [1 << k for k in range(31)]
         assert got.bit not in flying
         assert not bool((got.made.sets.flights_L & got.bit).any())
         given.append(got.bit)
         return got
 
-    monkeypatch.setattr(RowCache, "_ask", ask)
+    monkeypatch.setattr(cache_request, "_request_of", ask)
     module, rng = cache_tables(ebc(SGD(0.1)), 0.15), random.Random(7)
     for _ in range(35):
         ahead, now = batch(rng, samples=2), batch(rng, samples=1)
@@ -330,20 +302,16 @@ def test_ids_whose_writes_nobody_counts_are_asked_for_again() -> None:
         other.prefetch(kjt)
         kjt.values().add_(40)
         assert torch.equal(output(plain, kjt), output(other, kjt))
-    assert all(not rows.cache._flight for _, rows in iter_table_rows(other))
+    assert all(not rows.cache.in_flight for _, rows in iter_table_rows(other))
 
 
 def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> None:
     cache = RowCache("t", None)
     rows = torch.arange(20.0).view(10, 2)
     ids = torch.tensor([1, 2, 2, 7])
-
-    def refuse(*numbers: int) -> None:
-        raise AssertionError
-
-    wants = [cached.RowRequest(cache, [rows], own, refuse) for own in (((0, 2),), ((2, 4),))]
-    lines = cached.lines_of_all(wants, ids, [(0, 2), (2, 4)], [0, 1], False)
-    assert torch.equal(cache.lines[0][lines.long()], rows[ids])
+    wants = [cache_request.WantedRows(cache, [rows], own) for own in (((0, 2),), ((2, 4),))]
+    lines = cache_request.lines_of_all(wants, ids, [(0, 2), (2, 4)], [0, 1], False)
+    assert torch.equal(cache.tensors.lines[0][lines.long()], rows[ids])
     assert asked == [1, 1]
     assert (cache.stats.hits, cache.stats.misses) == (1, 3)
 
@@ -362,14 +330,15 @@ def _tied() -> EmbeddingBagCollection:
 
 def test_a_request_of_one_tied_table_keeps_the_lines_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where as many batches fly as may, and the oldest is the very one that is looked up."""
-    monkeypatch.setattr(cached, "MAX_BATCHES_IN_FLIGHT", 2)
+    monkeypatch.setattr(batches_in_flight, "MAX_BATCHES_IN_FLIGHT", 2)
     plain, other = _tied(), cache_tables(_tied(), 0.05)
     ids = torch.cat((torch.arange(100, 110), torch.arange(200, 220)))
     kjt = KeyedJaggedTensor(["f", "g"], ids, lengths=torch.tensor([10] + [0] * 9 + [20] + [0] * 9))
     other.prefetch(kjt)
     rows = other.embedding_bags["a"].rows
-    rows.cache.prefetch(rows.host(), torch.arange(5), ((0, 5),), lambda *_: None)
-    assert [b.segments for b in rows.cache._flight] == [((10, 30),), ((0, 5),)]
+    other_rows = cache_request.WantedRows(rows.cache, rows.host(), ((0, 5),))
+    cache_request.prefetch_all([other_rows], torch.arange(5))
+    assert [b.segments for b in rows.cache.in_flight] == [((10, 30),), ((0, 5),)]
     assert torch.equal(step(plain, kjt), step(other, kjt))
     assert_same(plain, other)
 

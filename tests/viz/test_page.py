@@ -14,7 +14,7 @@ from tests.viz.browser import Browser, Page, browser_path
 from tests.viz.reports import entry, large, plan_of, report, small
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.report_text import percent_text

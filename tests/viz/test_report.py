@@ -17,7 +17,7 @@ import pytest
 from tests.planner.plan_requests import plan_request
 from tests.viz.reports import STAGES, entry, large, plan_of, report, small
 from tilerec.errors import ConfigError
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.what_if import WhatIf

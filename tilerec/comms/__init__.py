@@ -1,7 +1,7 @@
 """Communication between ranks: groups, traffic counters, wire codecs."""
 
 from tilerec.comms.agreement import agree
-from tilerec.comms.codec import CODECS, Codec, codec
+from tilerec.comms.codec import CODECS, Codec, codec, register_codec
 from tilerec.comms.group import Group, Handle, Pending
 from tilerec.comms.mesh import group_of, within_host
 from tilerec.comms.process import ProcessGroupComms
@@ -22,5 +22,6 @@ __all__ = [
     "agree",
     "codec",
     "group_of",
+    "register_codec",
     "within_host",
 ]

@@ -3,6 +3,7 @@
     agree(group, "the plan", plan)              all ranks have the same value, or all raise
     with agreeing(group, "the plan") as found   as `agree`, and an error in the block raises on all ranks
     with on_all_ranks(group, "new ids", "...")  an error in the block raises on all ranks, once all have finished it
+    errors_of_ranks(group, error)               the errors of all ranks, for a caller that raises its own kind of error
 
 Each rank sends a digest of 16 bytes. The values themselves are sent only if the digests differ, to name the difference.
 """
@@ -74,7 +75,7 @@ def agreeing(group: Group, what: str) -> Iterator[dict[str, object]]:
         yield found
     except BaseException as error:
         with suppress(ConfigError):  # the other ranks wait for this rank in their `agree`
-            agree(group, what, {"checks": error_text(error)})
+            agree(group, what, {"checks": _error_text(error)})
         raise
     agree(group, what, {"checks": "passed", **found})
 
@@ -95,26 +96,35 @@ def on_all_ranks(group: Group, what: str, step: str, ranks: Sequence[int] | None
         yield
     except BaseException as error:
         own = error
-    errors: list[object] = [None]
-    if group.size > 1:
-        try:
-            errors = group.all_gather_object(None if own is None else f"{type(own).__name__}: {own}")
-        except Exception:
-            if own is None:
-                raise
+    errors = errors_of_ranks(group, own)
     if own is not None:
         raise own
-    names = range(group.size) if ranks is None else ranks
-    failed = {names[rank]: text for rank, text in enumerate(errors) if text is not None}
-    if failed:
-        first = str(next(iter(failed.values())))
+    if errors:
+        names = range(group.size) if ranks is None else ranks
+        first = next(iter(errors.values()))
         raise ConfigError(
-            f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks(list(failed))} with {first:.1000}. All ranks "
-            "stop; fix the cause there."
+            f"{what[:1].upper()}{what[1:]}: {step} failed on {_ranks([names[rank] for rank in errors])} with "
+            f"{first:.1000}. All ranks stop; fix the cause there."
         )
 
 
-def error_text(error: BaseException) -> str:
+def errors_of_ranks(group: Group, own: BaseException | None) -> dict[int, str]:
+    """Return the texts of the ranks' errors, by rank; ranks without an error are left out. Collective.
+
+    Args:
+        own: this rank's error; raised if the exchange itself fails.
+    """
+    text = None if own is None else f"{type(own).__name__}: {str(own) or 'without a message'}"
+    try:
+        texts = group.all_gather_object(text) if group.size > 1 else [text]
+    except Exception:
+        if own is not None:
+            raise own from None
+        raise
+    return {rank: str(one) for rank, one in enumerate(texts) if one is not None}
+
+
+def _error_text(error: BaseException) -> str:
     """Return an error as a text for other ranks."""
     if isinstance(error, TilerecError):
         return str(error)

@@ -34,6 +34,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.quantize.definition import PACKED_TYPE, SCALE_BYTES, pack_segments, unpack_segments
+from tilerec.spec.parameter_sharding import CODECS as WIRE_FORMATS
 
 Segments = Sequence[tuple[int, int]]
 
@@ -134,15 +135,15 @@ class _PackedCodec(Codec):
         return counts, widths
 
 
-CODECS: Mapping[str, Codec] = MappingProxyType(
-    {
-        "fp32": _Fp32Codec(),
-        "fp16": _CastCodec("fp16", torch.float16),
-        "bf16": _CastCodec("bf16", torch.bfloat16),
-        "int8": _PackedCodec("int8"),
-        "fp8": _PackedCodec("fp8"),
-    }
-)
+_CODECS: dict[str, Codec] = {
+    "fp32": _Fp32Codec(),
+    "fp16": _CastCodec("fp16", torch.float16),
+    "bf16": _CastCodec("bf16", torch.bfloat16),
+    "int8": _PackedCodec("int8"),
+    "fp8": _PackedCodec("fp8"),
+}
+CODECS: Mapping[str, Codec] = MappingProxyType(_CODECS)
+"""Codecs by name, registered ones included."""
 
 
 def codec(name: str) -> Codec:
@@ -151,3 +152,42 @@ def codec(name: str) -> Codec:
     if found is None:
         raise ConfigError(f"Wire codec {name!r} does not exist; use one of {', '.join(CODECS)}.")
     return found
+
+
+def register_codec(made: Codec) -> None:
+    """Add a wire format under `made.name`: plans, `Wire` and `QCommsConfig` then accept the name.
+
+    Register it in every process that shards or reads a plan with it, before it does: messages carry no names.
+
+    Raises:
+        ConfigError: `made` is no codec, its name is taken or is no lower-case identifier, or rows that it encodes and
+            decodes have other sizes than `row_elements` and the segments give.
+    """
+    where = f"register_codec({type(made).__name__})"
+    if not isinstance(made, Codec):
+        raise ConfigError(
+            f"{where}: got {made!r:.80}; expected an object of a subclass of tilerec.comms.Codec."
+        )
+    name = getattr(made, "name", None)
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+        raise ConfigError(f"{where}: got name={name!r}; expected a lower-case identifier such as 'int4'.")
+    if name in _CODECS:
+        raise ConfigError(
+            f"{where}: got name={name!r}, which is taken; expected none of {', '.join(_CODECS)}."
+        )
+    segments = ((2, 3), (0, 4), (1, 5))
+    flat = torch.arange(11, dtype=torch.float32)
+    wire = made.encode(flat, segments)
+    size = sum(rows * made.row_elements(width) for rows, width in segments)
+    if (wire.dtype, tuple(wire.shape)) != (made.wire_dtype or torch.float32, (size,)):
+        raise ConfigError(
+            f"{where}: encode returned {wire.dtype} {list(wire.shape)} for the segments {segments}; expected "
+            f"{made.wire_dtype or torch.float32} [{size}], the sum of rows * row_elements(width)."
+        )
+    rows = made.decode(wire, segments)
+    if (rows.dtype, rows.shape) != (flat.dtype, flat.shape):
+        raise ConfigError(
+            f"{where}: decode returned {rows.dtype} {list(rows.shape)}; expected {flat.dtype} {list(flat.shape)}."
+        )
+    _CODECS[name] = made
+    WIRE_FORMATS.append(name)

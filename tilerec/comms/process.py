@@ -32,6 +32,7 @@ from tilerec.comms.deadlock import Call, DeadlockDetector
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.ops.runtime.gpu import is_gpu
 from tilerec.torch_private import timeout_of
 
 # Interval at which a waiting call checks whether a peer has aborted.
@@ -271,7 +272,7 @@ class ProcessGroupComms(Group):
                 if peer == self.rank or tensor.numel() == 0:
                     continue
                 wire, to = _bytes(tensor), self._carrier(tensor)
-                if tensor.is_cuda and self._backends.get("cuda") == "gloo":
+                if is_gpu(tensor.device) and self._backends.get("cuda") == "gloo":
                     to = torch.device("cpu")  # gloo stages GPU tensors for collectives, but not for messages
                 if to != tensor.device:
                     wire = wire.to(to) if verb is dist.isend else torch.empty_like(wire, device=to)

@@ -34,6 +34,7 @@ from tilerec.comms.deadlock import cycle_text, cycle_through
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
+from tilerec.ops.runtime.gpu import is_gpu
 
 
 @final
@@ -376,7 +377,7 @@ def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:
     """Record an event on the current stream of the tensor's GPU and return it; None for CPU tensors."""
     return (
         torch.cuda.current_stream(tensor.device).record_event()
-        if tensor is not None and tensor.is_cuda
+        if tensor is not None and is_gpu(tensor.device)
         else None
     )
 

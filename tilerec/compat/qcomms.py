@@ -78,7 +78,8 @@ class QCommsConfig:
     """Wire formats of rows (`forward_precision`) and of their gradients (`backward_precision`).
 
     Args:
-        forward_precision, backward_precision: a `CommType`, another library's member of the same value, or the value.
+        forward_precision, backward_precision: a `CommType`, another library's member of the same value, the value, or
+            the name of a registered wire format.
         forward_loss_scale, backward_loss_scale: ignored, because rows and gradients are sent unscaled. Values other
             than None and 1 cause a warning.
         fp8_…, mx4_…, output_dtype: ignored, with a warning.
@@ -115,6 +116,8 @@ class QCommsConfig:
     ) -> None:
         for name in ("forward_precision", "backward_precision"):
             given = getattr(self, name)
+            if isinstance(given, str) and given in CODECS and given not in [kind.value for kind in CommType]:
+                continue  # registered by the user
             try:
                 format = to_enum(CommType, given, name)
             except ConfigError:
@@ -137,9 +140,7 @@ class QCommsConfig:
     def wire(self) -> Wire:
         """Return the formats as a `Wire` for plans."""
         forward, backward = self.forward_precision, self.backward_precision
-        assert isinstance(forward, CommType)
-        assert isinstance(backward, CommType)
-        return Wire(forward.value, backward.value)
+        return Wire(*[each.value if isinstance(each, CommType) else each for each in (forward, backward)])
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:

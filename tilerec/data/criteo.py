@@ -119,9 +119,6 @@ class Criteo(Dataset):
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         yield from map(_batch, batched(self._rows(held_out=True), batch_size))
 
-    def best_predictions(self) -> torch.Tensor | None:
-        return None
-
     def row_count(self) -> RowCount:
         return self._count
 

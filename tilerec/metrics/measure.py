@@ -40,9 +40,9 @@ class Measure(ABC):
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         """Return the values, float64 [T]; NaN if the samples do not define the measure."""
 
-    @abstractmethod
     def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        """Return the measure of these samples of one task, a float64 scalar."""
+        """Return the measure of these samples of one task, a float64 scalar; by default from their sums."""
+        return self.from_sums(self.sums(predictions_N[None], labels_N[None], weights_N[None]))[0]
 
 
 class NE(Measure):

@@ -11,6 +11,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.inverse_indices import check_samples
 from tilerec.ops.lookup.definition import raise_bad_id
+from tilerec.ops.runtime.fetch import host_readable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
@@ -42,7 +43,7 @@ def check_batch(tables: TableCollection, managed: Collection[str], features: Key
     if features.variable_stride_per_key() and isinstance(tables, EmbeddingBagCollection):
         check_samples(who, [slot.feature for slot in tables._slots], features)
     own = {config.name: config.num_embeddings for config in tables._configs if config.name not in managed}
-    if own and tables._on_bad_id == "error" and features.values().device.type == "cpu":
+    if own and tables._on_bad_id == "error" and host_readable(features.values()):
         starts = dict(zip(keys, features.offset_per_key(), strict=False))
         sizes = dict(zip(keys, features.length_per_key(), strict=True))
         for slot in tables._slots:

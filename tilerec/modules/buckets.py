@@ -98,6 +98,14 @@ class Buckets:
             )
         return self.cut(first, last)
 
+    def cut_of_rows(self, who: str, rows: tuple[int, int]) -> Buckets:
+        """Return `cut` for the buckets of rows [rows[0], rows[1]); raise a `ConfigError` if they split a bucket."""
+        if any(row % self.size for row in rows):
+            raise ConfigError(
+                f"{who}: got output_id_range={list(rows)}; expected multiples of {self.size}, the rows of a bucket."
+            )
+        return self.checked_cut(who, rows[0] // self.size, rows[1] // self.size)
+
     def rows_of(self, places_N: Tensor) -> Tensor:
         """Return the rows of places; -1 stays -1."""
         if not self.shared:

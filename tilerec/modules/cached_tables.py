@@ -13,7 +13,7 @@ from torch import nn
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.spec.cache import CacheAlgorithm, CacheParams
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.table_rows import TableRows
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.cached_lookup import CachedBatch, key_segments
+from tilerec.modules.cached_lookup import check_trained, key_segments
 from tilerec.modules.data_parallel import check_not_in_ddp
 from tilerec.modules.initial_values import draw_seed
 from tilerec.modules.table import Table, Tables
@@ -34,6 +34,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.flat_storage import flat_memory, lay_flat
+from tilerec.storage.located_batch import FeatureBatch
 from tilerec.storage.prefetched_results import PrefetchedResults, Sources
 from tilerec.storage.table_rows import stats_of
 from tilerec.torch_private import functorch_is_active, is_functorch_wrapped, submodules
@@ -286,16 +287,27 @@ class TableCollection(nn.Module):
             self._routes[mark] = self._route(keys, attached, cached, split)
         return self._routes[mark]
 
-    def _cached_batch(
-        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
-    ) -> CachedBatch:
-        """Return the batch for a lookup of cached tables; pooled collections add offsets and weights."""
+    def _feature_batch(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> FeatureBatch:
+        """Return a lookup's batch without offsets. Pooled collections add offsets, bags and weights."""
         rows = [table.rows for table in self._tables.values()]
         segments = key_segments(features.length_per_key(), lookup.keys)
-        means = (0,) * len(lookup.keys)
-        return CachedBatch(
-            rows, ids, None, None, lookup.tables, lookup.keys, means, [], segments, dtype, lookup.names
-        )
+        return FeatureBatch(
+            rows, [own.leaf for own in rows], ids, None, None, lookup.tables, [begin for begin, _ in segments],
+            [end - begin for begin, end in segments], lookup.names, segments,
+        )  # fmt: skip
+
+    def _location(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> FeatureBatch | None:
+        """Return the location of a lookup's rows if they are not in their leaves.
+
+        Raises:
+            ConfigError: a trained cached table has no attached optimizer.
+        """
+        if not lookup.cached:
+            return None
+        batch = self._feature_batch(features, lookup, ids)
+        if torch.is_grad_enabled():
+            check_trained([table.rows for table in self._tables.values()], lookup.tables)
+        return batch
 
     @graph_break
     def prefetch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -316,16 +328,15 @@ class TableCollection(nn.Module):
             InputError: the forward would raise it for this batch.
         """
         self._check(features)
-        leaves, attached, cached, _, _ = self._operands()
+        _, attached, cached, _, _ = self._operands()
         ahead = features.device().type == "cuda" and any(attached) and not features.values().is_inference()
         if any(cached) or ahead:
             lookups = self._lookups(features.keys(), attached, cached, self._split())
             ids = self._ids_ahead(features, lookups)
-            dtype = self._dtype(leaves)
             readers = Counter(t for lookup in lookups for t in set(lookup.tables))
             for lookup, own_ids in zip(lookups, ids, strict=True):
                 if lookup.cached:
-                    self._cached_batch(features, lookup, own_ids, dtype).prefetch()
+                    self._feature_batch(features, lookup, own_ids).prefetch()
                 elif ahead and lookup.attached and all(readers[t] == 1 for t in lookup.tables):
                     self._order_ahead(features, lookup, own_ids)
         return features

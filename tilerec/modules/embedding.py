@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilerec.modules.cached_lookup import cached_lookup, eager_forward
+from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import sort_in_advance
@@ -72,8 +72,8 @@ class EmbeddingCollection(TableCollection):
             InputError: a feature is missing, an id is outside its table, or ids are not integers.
         """
         if torch.compiler.is_compiling() and self._has_caches():
-            rows: dict[str, JaggedTensor] = eager_forward(self, features)
-            return rows
+            found: dict[str, JaggedTensor] = eager_forward(self, features)
+            return found
         ids = self._checked(features)
         leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)
@@ -83,35 +83,24 @@ class EmbeddingCollection(TableCollection):
         for lookup in self._lookups(keys, attached, cached, self._split()):
             own_ids, own_sizes = ids[lookup.size], [sizes[k] for k in lookup.keys]
             own_sinks = sinks if lookup.attached else no_sinks
-            if lookup.cached:
-                batch = self._cached_batch(features, lookup, own_ids, dtype)
-                self._collect(results, features, lookup, cached_lookup(batch, own_sinks, leaves), own_sizes)
-                continue
-            if lookup.keys != tuple(range(len(keys))):
+            location = self._location(features, lookup, own_ids)
+            if location is None and lookup.keys != tuple(range(len(keys))):
                 own_ids = self._in_order(features, lookup, own_ids, own_sizes)
             # On the CPU, as the host has the sizes already (symbolic if traced). From a GPU tensor, the backward would
             # have to wait to read them.
             own_starts = torch.tensor(list(accumulate(own_sizes, initial=0)), device="cpu")
             out, _ = sequence_lookup(
-                leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names
+                leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names, location=location
             )
-            self._collect(results, features, lookup, out, own_sizes)
+            for s, k, rows in zip(lookup.slots, lookup.keys, out.split(own_sizes), strict=True):
+                feature = features[keys[k]]
+                results[self._slots[s].name] = JaggedTensor(
+                    rows,
+                    feature.values() if self._need_indices else None,
+                    feature.lengths(),
+                    feature.offsets_or_none(),  # if None, computed at first use
+                )
         return {slot.name: results[slot.name] for slot in self._slots}
-
-    def _collect(
-        self, results: dict[str, JaggedTensor], features: KeyedJaggedTensor, lookup: Lookup, out: Tensor,
-        sizes: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Add a lookup's rows to the results, slot by slot."""
-        keys = features.keys()
-        for s, k, rows in zip(lookup.slots, lookup.keys, out.split(sizes), strict=True):
-            feature = features[keys[k]]
-            results[self._slots[s].name] = JaggedTensor(
-                rows,
-                feature.values() if self._need_indices else None,
-                feature.lengths(),
-                feature.offsets_or_none(),  # if None, computed at first use
-            )
 
     def _in_order(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]

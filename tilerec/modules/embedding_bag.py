@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilerec.modules.cached_lookup import CachedBatch, cached_lookup, eager_forward
+from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, OnBadId, TableCollection
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Tables
@@ -24,6 +24,7 @@ from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import DataType, EmbeddingBagConfig
+from tilerec.storage.located_batch import FeatureBatch
 
 
 class EmbeddingBagCollection(TableCollection):
@@ -90,14 +91,11 @@ class EmbeddingBagCollection(TableCollection):
         blocks: list[Tensor | None] = [None] * len(self._slots)
         for lookup in lookups:
             own_sinks = sinks if lookup.attached else no_sinks
-            if lookup.cached:
-                batch = self._cached_batch(features, lookup, ids[lookup.size], dtype)
-                out = cached_lookup(batch, own_sinks, leaves)
-            else:
-                out, _ = pooled_lookup(
-                    leaves, own_sinks, ids[lookup.size], offsets, weights, lookup.tables, lookup.keys, lookup.means,
-                    batches, dtype, lookup.names,
-                )  # fmt: skip
+            own_ids = ids[lookup.size]
+            out, _ = pooled_lookup(
+                leaves, own_sinks, own_ids, offsets, weights, lookup.tables, lookup.keys, lookup.means, batches, dtype,
+                lookup.names, location=self._location(features, lookup, own_ids),
+            )  # fmt: skip
             if len(lookups) == 1 and not variable:
                 return KeyedTensor.from_columns(self._columns, out)
             dims = [self._dims[s] for s in lookup.slots]
@@ -113,16 +111,16 @@ class EmbeddingBagCollection(TableCollection):
         together = torch.cat([block for block in blocks if block is not None], dim=1)
         return KeyedTensor.from_columns(self._columns, together)
 
-    def _cached_batch(
-        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, dtype: torch.dtype
-    ) -> CachedBatch:
+    def _feature_batch(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> FeatureBatch:
         variable = features.variable_stride_per_key()
+        batches = features.stride_per_key() if variable else [features.stride()]
+        starts, bags = bag_starts(lookup.keys, batches)
         return replace(
-            super()._cached_batch(features, lookup, ids, dtype),
+            super()._feature_batch(features, lookup, ids),
             offsets=features.offsets(),
             sample_weights=features.weights() if self._is_weighted else None,
-            means=lookup.means,
-            batches=features.stride_per_key() if variable else [features.stride()],
+            starts=starts,
+            bags=bags,
         )
 
     def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.utils import check_size
 from tilerec.ops.jagged.definition import repeat_segments
+from tilerec.ops.runtime.fetch import host_readable
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -29,12 +30,12 @@ _NO_LIMIT = torch.iinfo(torch.int64).max
 
 def _precise_errors(lengths: Tensor) -> bool:
     """Return True if the host can read `lengths` without waiting for a device: in eager mode, on the CPU."""
-    return lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    return host_readable(lengths) and not torch.compiler.is_compiling()
 
 
 def _assert_on_device(fits: Tensor, message: str) -> None:
     """Assert `fits` on its device, without blocking the host; skip meta tensors."""
-    if fits.device.type != "meta":
+    if not fits.is_meta:
         assert_async(fits, message)
 
 

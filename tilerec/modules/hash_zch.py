@@ -12,7 +12,8 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets
 from tilerec.modules.evict import HashZchEvictionConfig, HashZchEvictionPolicyName, read_eviction
 from tilerec.modules.full_bucket import WhenFull, read_when_full
-from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
+from tilerec.modules.id_map_settings import ANY_ID, IdMapSettings
+from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
@@ -113,10 +114,10 @@ class HashZchManagedCollisionModule(ManagedCollisionModule):
                 "before the table is full. Use fewer buckets of at least 64 rows; one bucket per rank is enough.",
                 stacklevel=2,
             )
-        super().__init__(
-            who, buckets, device, evicting=evicting, shares=shares, max_probe=max_probe,
-            threshold=admission_threshold, read_only=is_inference, read_only_suffix=read_only_suffix, clock=clock,
-        )  # fmt: skip
+        settings = IdMapSettings(
+            evicting, shares, max_probe, threshold=admission_threshold, read_only_suffix=read_only_suffix
+        )
+        super().__init__(who, buckets, device, settings, read_only=is_inference, clock=clock)
 
 
 _WITHOUT_EFFECT = {

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.hash.definition import IdOutcome
+from tilerec.ops.runtime.fetch import host_readable
 
 KINDS = ("hits", "inserts", "evictions", "collisions", "rejections", "not_admitted", "probes")
 """Names of a feature's counters, in order."""
@@ -149,7 +150,7 @@ def add_counts(
 
 def sums_at(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
     """Return the sum of the values at each place, int64 `[places]`; the count if `value_N` is None."""
-    if place_N.device.type == "cpu":  # on a device, bincount would synchronise
+    if host_readable(place_N):  # on a device, bincount would synchronise
         if value_N is None:
             return torch.bincount(place_N, minlength=places)
         return torch.bincount(place_N, value_N, minlength=places).to(torch.int64)  # exact below 2^53

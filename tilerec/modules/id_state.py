@@ -71,3 +71,24 @@ def mismatch_error(
                 "belongs to other buckets, or to other features."
             )
     return None
+
+
+def read_state(
+    state_dict: Mapping[str, Any], prefix: str, names: Sequence[str], strict: bool, missing_keys: list[str],
+    unexpected_keys: list[str],
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return a module's entries of a state dict by name; None if one is missing.
+
+    Reports missing and unexpected keys as `Module._load_from_state_dict` does. Without `strict`, a state dict without
+    any of the names reports none.
+    """
+    found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+    if strict:
+        own = {prefix + name for name in names}
+        unexpected_keys.extend(
+            key for key in state_dict if key.startswith(prefix) and key not in own and prefix
+        )
+    missing = [prefix + name for name in names if name not in found]
+    if missing and (strict or found):
+        missing_keys.extend(missing)
+    return None if missing else found

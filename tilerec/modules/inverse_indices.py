@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
+from tilerec.ops.runtime.fetch import host_readable
 from tilerec.ops.runtime.readback import on_arrival, poll
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -49,7 +50,7 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
     bags_F1 = upload(bags, index_FB.device)[:, None]
     wrong_FB = (index_FB < 0) | (index_FB >= bags_F1)
     report = partial(_raise_wrong, keys, bags, index_FB.shape[1])
-    if index_FB.device.type == "cpu":
+    if host_readable(index_FB):
         if bool(wrong_FB.any()):
             at = wrong_FB.flatten().nonzero()[0, 0]
             report([1, int(at), int(index_FB.flatten()[at])])
@@ -62,7 +63,7 @@ def check_samples(who: str, wanted: Sequence[str], features: KeyedJaggedTensor) 
 def sample_bags(features: KeyedJaggedTensor) -> dict[str, Tensor]:
     """Return the bag of every sample by feature, int [B]. Outside the CPU, indices are clamped into the bags."""
     keys, index_FB = features.inverse_indices()
-    if index_FB.device.type not in ("cpu", "meta") and not torch.compiler.is_compiling():
+    if not (host_readable(index_FB) or index_FB.is_meta) and not torch.compiler.is_compiling():
         last_F1 = upload([max(count - 1, 0) for count in _bags(features, keys)], index_FB.device)[:, None]
         index_FB = torch.minimum(index_FB.clamp(min=0), last_F1.to(index_FB.dtype))
     return dict(zip(keys, index_FB.unbind(0), strict=True))

@@ -103,8 +103,8 @@ class ManagedCollisionCollection(nn.Module):
         key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids_N.shape[0])
         rows_N = ids_N.to(torch.int64)
         for table, module in self.modules_by_table.items():
-            mapped_N = module.exported_rows(
-                module.hashed(ids_N) if self._need_preprocess else ids_N.to(torch.int64)
+            mapped_N = module.id_map.exported_rows(
+                module.id_map.hashed(ids_N) if self._need_preprocess else ids_N.to(torch.int64), module.writes
             )
             own_K = torch.tensor([key in self._table_features[table] for key in keys], device=ids_N.device)
             rows_N = torch.where(own_K[key_N], mapped_N, rows_N)
@@ -122,7 +122,7 @@ class ManagedCollisionCollection(nn.Module):
         ids = TableIds(sizes)
         for table, names in self._table_features.items():
             module = self.modules_by_table[table]
-            module.check_lengths(mutate_miss_lengths)
+            module.id_map.check_lengths(mutate_miss_lengths)
             for name in names:
                 if name not in sizes:
                     raise InputError(
@@ -131,21 +131,21 @@ class ManagedCollisionCollection(nn.Module):
                     )
             parts = [features.values()[starts[name] : starts[name] + sizes[name]] for name in names]
             joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-            ids[table] = module.hashed(joined) if self._need_preprocess else joined.to(torch.int64)
+            ids[table] = module.id_map.hashed(joined) if self._need_preprocess else joined.to(torch.int64)
             ids.times[table] = module.now()
         return ids
 
     @property
     def _drops(self) -> bool:
-        return not all(module.shares for module in self.modules_by_table.values())
+        return not all(module.settings.shares for module in self.modules_by_table.values())
 
     def evict(self) -> dict[str, Tensor | None]:
         """Return, by table, the rows evicted since the last call; see `ManagedCollisionModule.evict`."""
         return {table: module.evict() for table, module in self.modules_by_table.items()}
 
     def lost_rows(self) -> dict[str, Tensor | None]:
-        """Return the rows of `evict` without waiting for a device; see `ManagedCollisionModule.lost_rows`."""
-        return {table: module.lost_rows() for table, module in self.modules_by_table.items()}
+        """Return the rows of `evict` without waiting for a device; see `EvictedRows`."""
+        return {table: module.evicted.take() for table, module in self.modules_by_table.items()}
 
     def tick(self) -> None:
         """Copy the current times to the devices before a CUDA graph replay; see `ManagedCollisionModule.tick`."""
@@ -231,12 +231,13 @@ def _check_before_load(
     for table, module in collection.modules_by_table.items():
         start = f"{prefix}_managed_collision_modules.{table}."
         own = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
-        missing = [name for name in (*module.state_tensors(), *module.numbers()) if name not in own]
-        if missing and (strict or len(missing) < len(module.state_tensors()) + len(module.numbers())):
+        names = [*module.id_map.state_tensors(), *module.numbers()]
+        missing = [name for name in names if name not in own]
+        if missing and (strict or len(missing) < len(names)):
             raise ConfigError(
                 f"Table '{table}': the state lacks {[start + name for name in missing]}; it is truncated, or from a "
                 "table with other settings (times to live, admission). Nothing is loaded."
             )
-        refused = None if missing else module.mismatch_error(own)
+        refused = None if missing else module.id_map.mismatch_error(own, module._view)
         if refused is not None:
             raise ConfigError(refused)

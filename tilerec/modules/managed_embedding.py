@@ -126,7 +126,7 @@ class ManagedCollisionEmbeddings(nn.Module):
                 f"{list(collection.modules_by_table)[:20]}."
             )
         module = collection.modules_by_table[table]
-        module.resized(zch_size, total_num_buckets)
+        module.id_map.resized(zch_size, total_num_buckets)
         check_resizable(self._embedding_module._tables[table])
         moved = module.resize(zch_size, total_num_buckets)
         with warnings.catch_warnings():

@@ -12,7 +12,8 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import DEFAULT_BUCKETS, Buckets, divisor_near
 from tilerec.modules.evict import MCHEvictionPolicy
 from tilerec.modules.full_bucket import WhenFull, read_when_full
-from tilerec.modules.managed_collision import ANY_ID, ManagedCollisionModule
+from tilerec.modules.id_map_settings import ANY_ID, IdMapSettings
+from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
@@ -78,8 +79,8 @@ class MCHManagedCollisionModule(ManagedCollisionModule):
         evicting, shares = read_when_full(who, when_full, eviction_policy.evicting, False, always=True)
         if buckets is None and isinstance(zch_size, int) and zch_size > 0:
             buckets = divisor_near(zch_size, DEFAULT_BUCKETS, 64)
-        super().__init__(
-            who, Buckets.of(who, zch_size, buckets or 1, shares=shares), device, evicting=evicting, shares=shares,
-            max_probe=max_probe, interval=eviction_interval, threshold=admission_threshold,
-            input_hash=input_hash_func, input_size=input_hash_size,
+        settings = IdMapSettings(
+            evicting, shares, max_probe, eviction_interval, admission_threshold, input_hash=input_hash_func,
+            input_size=input_hash_size,
         )  # fmt: skip
+        super().__init__(who, Buckets.of(who, zch_size, buckets or 1, shares=shares), device, settings)

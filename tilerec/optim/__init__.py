@@ -1,5 +1,7 @@
 """Optimizers: in-backward updates of tables, state by parameter name, warm-up, gradient clipping."""
 
+from tilerec.ops.update.rules import Rule as Rule
+from tilerec.ops.update.rules import UpdateCount as UpdateCount
 from tilerec.optim.attach import apply_optimizer_in_backward as apply_optimizer_in_backward
 from tilerec.optim.attach import set_sparse_grad as set_sparse_grad
 from tilerec.optim.clipping import GradientClipping as GradientClipping
@@ -10,6 +12,7 @@ from tilerec.optim.in_backward import in_backward_optimizer_filter as in_backwar
 from tilerec.optim.keyed import KeyedOptimizer as KeyedOptimizer
 from tilerec.optim.norm import clip_grad_norm_ as clip_grad_norm_
 from tilerec.optim.positional import PositionalOptimizer as PositionalOptimizer
+from tilerec.optim.registration import register_optimizer as register_optimizer
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as RowWiseAdagrad
 from tilerec.optim.warmup import WarmupOptimizer as WarmupOptimizer
 from tilerec.optim.warmup import WarmupPolicy as WarmupPolicy
@@ -25,3 +28,4 @@ from tilerec.spec.optimizer import LarsSGD as LarsSGD
 from tilerec.spec.optimizer import OptimizerSpec as OptimizerSpec
 from tilerec.spec.optimizer import PartialRowWiseAdam as PartialRowWiseAdam
 from tilerec.spec.optimizer import PartialRowWiseLAMB as PartialRowWiseLAMB
+from tilerec.spec.optimizer import Slot as Slot

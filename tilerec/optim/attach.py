@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.idle_step_check import check_optimizers_at_next_step
+from tilerec.optim.step_checks import check_optimizers_at_next_step
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
 from tilerec.storage.shared_param_group import SharedParamGroup

@@ -17,8 +17,6 @@ A sharded table (`sharded_state.py`) is one entry on all ranks, with the table's
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -27,6 +25,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
+from tilerec.optim.loading_plan import (
+    adopted,
+    copied,
+    plan_parts,
+    plan_value,
+    same_keys,
+    set_step,
+    setter,
+    settings_of,
+    shown_object,
+    write_setting,
+)
 from tilerec.optim.sharded_state import (
     TiledTable,
     combine_parts,
@@ -35,10 +45,8 @@ from tilerec.optim.sharded_state import (
     split_loaded_state,
     stepped_by_optimizer,
     tables_by_name,
-    write_parts,
 )
 from tilerec.optim.state_creation import create_lazy_state
-from tilerec.optim.stateful import is_stateful
 from tilerec.torch_private import optimizer_hooks
 
 _HOOKS = (
@@ -176,11 +184,11 @@ class KeyedOptimizer(Optimizer):
                 if parts[0]:
                     named[name] = combine_parts(tables[name], parts, self._where(name))
             elif p in state and (not tables or not is_secondary_leaf(p)):
-                named[name] = _copied(state[p], _shown_object)
+                named[name] = copied(state[p], shown_object)
         out: dict[str, Any] = {"state": named}
         if self._save_groups:
             out["param_groups"] = [
-                {"params": self._names_in(group), **_copied(_settings(group))} for group in self.param_groups
+                {"params": self._names_in(group), **copied(settings_of(group))} for group in self.param_groups
             ]
         return out
 
@@ -232,25 +240,25 @@ class KeyedOptimizer(Optimizer):
         fresh = self._make_tiles_state(tables)
         params = {name: p for name, p in self.params.items() if not tables or not is_secondary_leaf(p)}
         here = {name for name, p in params.items() if state.get(p) and name not in fresh}
-        _same_keys(f"{class_name}: state", here, loaded, optional=set(params) - here)
+        same_keys(f"{class_name}: state", here, loaded, optional=set(params) - here)
         # In the same order on every rank, since loading tiles is a collective.
         for name in sorted(set(tables) & set(loaded)):
             if name in here or not isinstance(loaded[name], Mapping) or loaded[name]:
                 leaves = tables[name].leaves()
                 parts = [state.get(leaf, {}) for leaf in leaves]
                 if any(parts) or not isinstance(loaded[name], Mapping):
-                    _plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
+                    plan_parts(tables[name], parts, loaded[name], self._where(name), plan)
                 else:  # a table that is frozen now: load its state for later, as for other parameters
-                    adopted = split_loaded_state(tables[name], loaded[name], self._where(name), plan)
-                    plan.extend(_setter(state, leaf, own) for leaf, own in zip(leaves, adopted, strict=True))
+                    parts = split_loaded_state(tables[name], loaded[name], self._where(name), plan)
+                    plan.extend(setter(state, leaf, own) for leaf, own in zip(leaves, parts, strict=True))
         for name, value in loaded.items():
             tensor = params[name]
             if name in tables:
                 continue
             if name in here:
-                _plan_value(state, tensor, value, self._where(name), plan)
+                plan_value(state, tensor, value, self._where(name), plan)
             elif value:
-                plan.append(_setter(state, tensor, _adopted(value, tensor)))
+                plan.append(setter(state, tensor, adopted(value, tensor)))
         if self._save_groups:
             if "param_groups" not in given:
                 raise ConfigError(
@@ -269,15 +277,15 @@ class KeyedOptimizer(Optimizer):
                 "the same groups, or call save_param_groups(False) before loading."
             )
         for key, group in given.items():
-            for setting, value in _settings(group).items():
+            for setting, value in settings_of(group).items():
                 if setting in self._of_this_run:
                     continue
                 if isinstance(groups[key].get(setting), Tensor):
-                    _plan_value(
+                    plan_value(
                         groups[key], setting, value, f"{class_name}: param group setting '{setting}'", plan
                     )
                 else:
-                    plan.append(_setter(groups[key], setting, _copied(value)))
+                    plan.append(setter(groups[key], setting, copied(value)))
 
     def _refuse_unnamed_state(self) -> None:
         known = set(self.params.values())
@@ -297,7 +305,7 @@ class KeyedOptimizer(Optimizer):
             ConfigError: parameters without names, or a name or a parameter that this optimizer already has.
         """
         named = self._new_params(param_group)
-        self.param_groups.append({**_settings(param_group), "params": list(named.values())})
+        self.param_groups.append({**settings_of(param_group), "params": list(named.values())})
         self.params = {**self.params, **named}
 
     def _new_params(self, param_group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -360,7 +368,7 @@ class KeyedOptimizer(Optimizer):
         """Set the step count in the state of every parameter that has one."""
         self.init_state()
         for tensor in self.params.values():
-            _set_step(self.state.get(tensor, {}), step)
+            set_step(self.state.get(tensor, {}), step)
 
     def update_hyper_parameters(self, params_dict: Mapping[str, Any]) -> None:
         """Write settings to every group that has them: `{"lr": 0.1}`.
@@ -373,7 +381,7 @@ class KeyedOptimizer(Optimizer):
             if not groups:
                 raise ConfigError(
                     f"{type(self).__name__}: got the setting '{setting}', which no param group has; expected some of "
-                    f"{sorted({key for group in self.param_groups for key in _settings(group)})}. Leave it out."
+                    f"{sorted({key for group in self.param_groups for key in settings_of(group)})}. Leave it out."
                 )
             for group in groups:
                 write_setting(group, setting, value)
@@ -384,161 +392,6 @@ class KeyedOptimizer(Optimizer):
         # Do not copy hooks and a `step` that a scheduler wrapped: they belong to this object.
         own = {key: value for key, value in self.__dict__.items() if key not in (*_HOOKS, "step")}
         return {**own, "_stateless": set()}  # ids are valid in this process only
-
-
-def write_setting(group: MutableMapping[str, Any], setting: str, value: Any) -> None:
-    """Write a setting of a param group; a tensor is written in place, since captured graphs refer to it."""
-    if isinstance(group.get(setting), Tensor) and not isinstance(value, Tensor):
-        group[setting].fill_(value)
-    else:
-        group[setting] = value
-
-
-def _set_step(state: Any, step: int) -> None:
-    if isinstance(state, MutableMapping) and "step" in state:
-        write_setting(state, "step", step)
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _copied(value: Any, shown: Callable[[Any], Any] = lambda item: item) -> Any:
-    """Copy the containers, not the tensors and numbers; `shown` is applied to each of these."""
-    if isinstance(value, Mapping):
-        ordered = isinstance(value, OrderedDict)
-        return (OrderedDict if ordered else dict)((key, _copied(item, shown)) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, shown) for item in value)
-    return shown(value)
-
-
-def _shown_object(value: Any) -> Any:
-    return value.state_dict() if is_stateful(value) else value
-
-
-def _adopted(value: Any, parameter: Tensor) -> Any:
-    """Clone loaded state for a parameter without state. A step count keeps its device (for torch the CPU)."""
-    if isinstance(value, Mapping):
-        return {
-            key: item.detach().clone()
-            if key == "step" and isinstance(item, Tensor)
-            else _adopted(item, parameter)
-            for key, item in value.items()
-        }
-    if type(value) in (list, tuple):
-        return type(value)(_adopted(item, parameter) for item in value)
-    return value.detach().to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-
-
-def _plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Callable[[], None]]) -> None:
-    """Plan to load `loaded` into `holder[key]`, tensors in place."""
-    current = holder[key]
-    if isinstance(current, Tensor):
-        if isinstance(loaded, (int, float)) and current.dim() == 0:
-            plan.append(lambda: _discard(current.fill_(loaded)))
-            return
-        if isinstance(loaded, Tensor) and current.dim() and loaded.shape == (*current.shape, 1):
-            loaded = loaded.squeeze(-1)  # TorchRec's row-wise Adagrad stores state per row as a column
-        if hasattr(loaded, "full_tensor"):
-            raise ConfigError(
-                f"{where}: got a {type(loaded).__name__}, whose parts are on several ranks; expected a whole tensor. "
-                "Gather it with .full_tensor() on all ranks, or shard this model first."
-            )
-        if not isinstance(loaded, Tensor) or loaded.shape != current.shape:
-            got = f"shape {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else f"{loaded!r}"
-            raise ConfigError(
-                f"{where}: got {got}; expected a tensor of shape {tuple(current.shape)}. Load state of the same model."
-            )
-        plan.append(lambda: _discard(current.detach().copy_(loaded)))
-    elif is_stateful(current):
-        if not isinstance(loaded, Mapping):
-            raise ConfigError(
-                f"{where}: got {type(loaded).__name__}; expected the state dict of a {type(current).__name__}. Save it "
-                "with state_dict() of this optimizer."
-            )
-        plan.append(lambda: _discard(current.load_state_dict(loaded)))
-    elif isinstance(current, Mapping):
-        if not isinstance(loaded, Mapping):
-            raise ConfigError(
-                f"{where}: got {type(loaded).__name__}; expected a dict with {sorted(map(str, current))}. Load state "
-                "of the same optimizer."
-            )
-        _same_keys(where, set(current), loaded)
-        for name, value in loaded.items():
-            _plan_value(current, name, value, f"{where} / '{name}'", plan)
-    elif isinstance(current, list):
-        if not isinstance(loaded, (list, tuple)) or len(loaded) != len(current):
-            raise ConfigError(
-                f"{where}: got {loaded!r:.80}; expected a list of {len(current)}. Load state of the same optimizer."
-            )
-        for index, value in enumerate(loaded):
-            _plan_value(current, index, value, f"{where} / {index}", plan)
-    else:
-        plan.append(
-            _setter(holder, key, loaded.detach().clone() if isinstance(loaded, Tensor) else _copied(loaded))
-        )
-
-
-def _plan_parts(
-    table: TiledTable, parts: list[Any], loaded: Any, where: str, plan: list[Callable[[], None]]
-) -> None:
-    """Plan to load `loaded`, state of a whole table, into the state of its tiles."""
-    if not isinstance(loaded, Mapping):
-        raise ConfigError(
-            f"{where}: got {type(loaded).__name__}; expected a dict with {sorted(map(str, parts[0]))}. Load state of "
-            "the same optimizer."
-        )
-    _same_keys(where, set(parts[0]), loaded)
-    for name in sorted(loaded, key=str):
-        value, beside, what = loaded[name], [part.get(name) for part in parts], f"{where} / '{name}'"
-        if isinstance(beside[0], Mapping):
-            _plan_parts(table, beside, value, what, plan)
-        elif isinstance(beside[0], Tensor):
-            shape = table.shape_of(beside, what)
-            if type(value) is Tensor and shape and tuple(value.shape) == (*shape, 1):
-                value = value.squeeze(-1)  # as in `_plan_value`
-            scalar = isinstance(value, (int, float)) and not shape
-            if not scalar and (not isinstance(value, Tensor) or tuple(value.shape) != shape):
-                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
-                raise ConfigError(
-                    f"{what}: got {got}; expected a tensor of shape {shape}. Load state of the same model."
-                )
-            plan.append(functools.partial(write_parts, table, beside, value))
-        elif isinstance(value, Tensor) and value.dim():
-            raise ConfigError(
-                f"{what}: got shape {tuple(value.shape)}; expected {beside[0]!r:.80}. Load state of the same optimizer."
-            )
-        else:
-            number = value.item() if isinstance(value, Tensor) else value
-            plan.extend(_setter(part, name, _copied(number)) for part in parts)
-
-
-def _setter(holder: Any, key: Any, value: Any) -> Callable[[], None]:
-    def write() -> None:
-        holder[key] = value
-
-    return write
-
-
-def _discard(_: object) -> None:
-    return None
-
-
-def _same_keys(
-    where: str, here: set[Any], loaded: Mapping[Any, Any], optional: set[Any] | None = None
-) -> None:
-    missing, extra = here - set(loaded), set(loaded) - here - (optional or set())
-    if missing or extra:
-        raise ConfigError(
-            f"{where}: the loaded one "
-            + " and ".join(
-                f"{verb} {sorted(map(str, names))}"
-                for verb, names in (("lacks", missing), ("also has", extra))
-                if names
-            )
-            + f"; expected {sorted(map(str, here))}. Load state of the same optimizer and model."
-        )
 
 
 def _listed(groups: Iterable[tuple[str, ...]]) -> str:

@@ -16,7 +16,8 @@ from typing import Any, final
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.optim.keyed import KeyedOptimizer, _copied, _settings, write_setting
+from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.loading_plan import copied, settings_of, write_setting
 from tilerec.optim.sharded_state import is_secondary_leaf
 from tilerec.optim.wrapper import OptimizerWrapper
 
@@ -66,7 +67,7 @@ class PositionalOptimizer(OptimizerWrapper):
         positions, named = self._positions(), super()._state_dict()["state"]
         own = {name: positions[p] for name, p in self.params.items() if p in positions}
         groups = [
-            {**_copied(_settings(group)), "params": [positions[p] for p in group["params"]]}
+            {**copied(settings_of(group)), "params": [positions[p] for p in group["params"]]}
             for group in self.param_groups
         ]
         return {
@@ -99,7 +100,7 @@ class PositionalOptimizer(OptimizerWrapper):
         named_groups: list[dict[str, Any]] = []
         for params, loaded in zip(members, given, strict=True):
             name_of.update(zip(loaded["params"], (names[p] for p in params), strict=True))
-            settings = _settings(loaded)
+            settings = settings_of(loaded)
             state.update(settings.pop(BESIDE, {}))
             named_groups.append({**settings, "params": sorted(names[p] for p in params)})
         unknown = [key for key in state_dict["state"] if key not in name_of]
@@ -111,7 +112,7 @@ class PositionalOptimizer(OptimizerWrapper):
         state.update((name_of[key], value) for key, value in state_dict["state"].items())
         self._optimizer.load_state_dict({"state": state, "param_groups": named_groups})
         for group, loaded in zip(here, named_groups, strict=True):
-            for setting, value in _settings(loaded).items():
+            for setting, value in settings_of(loaded).items():
                 if setting in group or not isinstance(value, Tensor):
                     write_setting(group, setting, value)
 

@@ -29,7 +29,8 @@ from typing import Any, final
 import torch
 
 from tilerec.errors import ConfigError
-from tilerec.optim.keyed import KeyedOptimizer, write_setting
+from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.loading_plan import write_setting
 from tilerec.optim.wrapper import OptimizerWrapper
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
-from tilerec.optim.keyed import KeyedOptimizer, _settings
+from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.loading_plan import settings_of
 from tilerec.optim.non_elementwise import needs_elements, warn_of_tiled_params
 from tilerec.optim.sharded_state import (
     TiledTable,
@@ -20,6 +21,7 @@ from tilerec.optim.sharded_state import (
     stepped_by_optimizer,
     together,
 )
+from tilerec.optim.tile_steppers import record_steppers
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -56,6 +58,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self._make(optim_factory, pass_params_dict)
         self.defaults = self._optimizer.defaults
         self._bystanders = empty_tile_leaves(self.params.values())
+        record_steppers(self, self._optimizer)  # now: state may be created or loaded before the first step
         warn_of_tiled_params(self._optimizer, self.params)
 
     def _make(self, optim_factory: Callable[[Any], Optimizer], pass_params_dict: bool) -> None:
@@ -133,9 +136,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         named = self._new_params(param_group)
         by_name = any("param_names" in group for group in self._optimizer.param_groups)
         tensors = list(named.items()) if by_name else list(named.values())
-        self._optimizer.add_param_group({**_settings(param_group), "params": tensors})
+        self._optimizer.add_param_group({**settings_of(param_group), "params": tensors})
         self.params = {**self.params, **named}
         self._bystanders = empty_tile_leaves(self.params.values())
+        record_steppers(self, self._optimizer)
         warn_of_tiled_params(self._optimizer, named)
 
     def set_optimizer_step(self, step: int) -> None:

@@ -16,14 +16,12 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
+from tilerec.parallel.tensor_digest import tensor_digest
 from tilerec.sharding.table import ShardedTable
 from tilerec.storage.table_rows import TilePosition
 
 CHUNK = 1 << 24
 """Bytes per message."""
-
-BLOCK = 1 << 20
-"""Rows per step of a digest."""
 
 
 @torch.no_grad()
@@ -33,7 +31,7 @@ def broadcast_from_rank_0(
     """Broadcast rank 0's seeds, weights and optimizer state. Collective; sends only digests if all ranks agree."""
     if group.size == 1:
         return
-    own = [(table.rows.place.key, [_digest(tensor) for tensor in _tensors(table)]) for table in tables]
+    own = [(table.rows.place.key, [tensor_digest(tensor) for tensor in _tensors(table)]) for table in tables]
     seeds = {path: part.seed for path, part in collections.items()}
     everyone = cast("list[tuple[dict[str, int], list[Any]]]", group.all_gather_object((seeds, own)))
     first_seeds, first = everyone[0]
@@ -55,19 +53,6 @@ def _tensors(table: Table) -> list[Tensor]:
     state = table.rows.state
     tensors = [table.weight.detach(), *(state[name] for name in sorted(state))]
     return [tensor for tensor in tensors if not tensor.is_meta]
-
-
-def _digest(tensor: Tensor) -> tuple[int, int]:
-    """Return two sums over the bits modulo 2^64, the second weighted by row; computed in blocks of `BLOCK` rows."""
-    flat = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    plain = weighted = 0
-    for start in range(0, flat.shape[0], BLOCK):
-        sums = flat[start : start + BLOCK].contiguous().view(words).sum(dim=1, dtype=torch.int64)
-        rows = torch.arange(start + 1, start + 1 + sums.numel(), device=sums.device)
-        plain += int(sums.sum())
-        weighted += int((sums * (rows * 2654435761 | 1)).sum())
-    return plain % 2**64, weighted % 2**64
 
 
 @torch.no_grad()
@@ -98,7 +83,7 @@ def broadcast_to_replicas(group: Group, tables: Sequence[Table]) -> None:
         for leaf, tile in zip(table.leaves(), table.tiles, strict=False):
             if len(tile.owners) > 1 and not leaf.is_meta:
                 own[t, tile.r0, tile.c0] = leaf.detach(), tile.owners
-    digests = {place: _digest(values) for place, (values, _) in own.items()}
+    digests = {place: tensor_digest(values) for place, (values, _) in own.items()}
     everyone = cast("list[dict[tuple[int, int, int], Any]]", group.all_gather_object(digests))
     for place, (values, (first, *others)) in sorted(own.items(), key=lambda item: item[0]):
         if len({everyone[rank][place] for rank in (first, *others)}) == 1:

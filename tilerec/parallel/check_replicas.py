@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
+from tilerec.parallel.tensor_digest import tensor_digest
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
-
-_CHUNK = 1 << 22
-"""Elements per step of a digest; the check needs 2 x 8 bytes of memory for each of them."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Tile = tuple[str, int, int, str]
 """Table name, first row, first column, tensor name."""
@@ -48,35 +45,24 @@ def check_replicas(model: nn.Module) -> None:
     for group, found in groups.values():
         group.begin("check_replicas")
         own = {key: digest for rows in found for key, digest in _digests(rows).items()}
-        _compare(cast("list[dict[_Tile, list[int]]]", group.all_gather_object(own)))
+        _compare(cast("list[dict[_Tile, tuple[int, int]]]", group.all_gather_object(own)))
 
 
-def _digests(rows: TileRows) -> dict[_Tile, list[int]]:
+def _digests(rows: TileRows) -> dict[_Tile, tuple[int, int]]:
     rows.settle()
     place = rows.place
     tensors = {"weight": rows.leaf.detach(), **rows.state}
     return {
-        (rows.name, place.row_offset, place.column_offset, name): _digest(tensor)
+        (rows.name, place.row_offset, place.column_offset, name): tensor_digest(tensor)
         for name, tensor in tensors.items()
     }
 
 
-def _digest(tensor: Tensor) -> list[int]:
-    """Return two sums over the tensor's words modulo 2^64: plain, and weighted by odd positions 1, 3, 5, ..."""
-    words = tensor.reshape(-1).view(_WORDS[tensor.element_size()])
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for begin in range(0, words.numel(), _CHUNK):
-        own = words[begin : begin + _CHUNK].to(torch.int64)
-        places = torch.arange(2 * begin + 1, 2 * (begin + own.numel()), 2, device=tensor.device)
-        sums += torch.stack((own.sum(), (own * places).sum()))
-    return sums.tolist()
-
-
-def _compare(digests_by_rank: list[dict[_Tile, list[int]]]) -> None:
-    by_tile: dict[_Tile, dict[tuple[int, ...], list[int]]] = {}
+def _compare(digests_by_rank: list[dict[_Tile, tuple[int, int]]]) -> None:
+    by_tile: dict[_Tile, dict[tuple[int, int], list[int]]] = {}
     for rank, own in enumerate(digests_by_rank):
         for tile, digest in own.items():
-            by_tile.setdefault(tile, {}).setdefault(tuple(digest), []).append(rank)
+            by_tile.setdefault(tile, {}).setdefault(digest, []).append(rank)
     for (table, row, column, tensor), ranks_by_digest in by_tile.items():
         if len(ranks_by_digest) > 1:
             holders = " and ".join(

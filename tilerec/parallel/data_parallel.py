@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
+from tilerec.ops.runtime.gpu import is_gpu
 from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.env import ShardingEnv
 from tilerec.torch_private import ignore_in_ddp
@@ -110,8 +111,8 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 f"names such as {sorted(names)[:8]}."
             )
         ignored = table_parameters(module) | self._ignored
-        if env.pg is None:
-            return  # one rank: no gradients to reduce
+        if env.pg is None and env.world_size == 1:
+            return  # no gradients to reduce
         if not any(p.requires_grad for name, p in names.items() if name not in ignored):
             # No gradients to reduce, but ranks compute with rank 0's values even if the model is not trained.
             group = env.group()
@@ -119,12 +120,18 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
                 if name not in ignored:
                     broadcast_tensor(group, parameter)
             return
+        if env.pg is None:
+            raise ConfigError(
+                "DefaultDataParallelWrapper: got ranks that are threads, and DistributedDataParallel needs a process "
+                "group; expected processes (run_ranks), or a dense part without training. Freeze it, pass "
+                "init_data_parallel=False, or pass a data_parallel_wrapper of your own."
+            )
         if self._ignore_buffers:
             ignored |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
         ignore_in_ddp(module, sorted(ignored))
         wrapped = DistributedDataParallel(
             module,
-            device_ids=[device] if device.type == "cuda" else None,
+            device_ids=[device] if is_gpu(device) else None,
             process_group=env.pg,
             **self._options,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilerec.errors import ConfigError
+from tilerec.ops.runtime.gpu import is_gpu
 
 
 def device_of(device: torch.device | str | int, who: str) -> torch.device:
@@ -27,7 +28,7 @@ def device_of(device: torch.device | str | int, who: str) -> torch.device:
         raise ConfigError(
             f"{who}: device: got {device!r}, which torch rejects ({error}); pass 'cpu' or 'cuda:0'."
         ) from error
-    if found.type == "cuda" and (found.index or 0) >= count:
+    if is_gpu(found) and (found.index or 0) >= count:
         raise ConfigError(f"{who}: device='{found}' is a GPU, and {_gpus_found(count)}")
     return found
 

@@ -11,21 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agreement import digest, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
-from tilerec.errors import ConfigError
-from tilerec.modules.collection import TableCollection
-from tilerec.modules.table import Table, Tables
-from tilerec.parallel.broadcast_init import broadcast_tensor
-from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from tilerec.parallel.data_parallel import DataParallelWrapper
+from tilerec.parallel.dense_part import DenseOptions, dense_tensors, move_dense, reset_dense
 from tilerec.parallel.device import device_of
-from tilerec.parallel.env import ShardingEnv
+from tilerec.parallel.env import Ranks, ShardingEnv, env_of
+from tilerec.parallel.model_tables import warn_of_no_tables
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
@@ -45,7 +41,8 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: the model, real or built on meta.
-        env: the ranks; None: the default process group.
+        env: the ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process group or a `Group`; None: the default
+            process group.
         device: the model's device; an integer is the index of a GPU. None: the CPU, or the current GPU if the process
             group does not support CPU tensors.
         plan: see `shard`; None: the planner makes one.
@@ -69,7 +66,7 @@ class DistributedModelParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        env: ShardingEnv | None = None,
+        env: Ranks | None = None,
         device: torch.device | str | int | None = None,
         plan: AnyPlan | None = None,
         sharders: Sequence[ModuleSharder] | None = None,
@@ -81,26 +78,20 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         if model_tracker_configs is not None:
             warnings.warn("DistributedModelParallel: model_tracker_configs has no effect.", stacklevel=2)
+        who = "DistributedModelParallel"
+        dense = DenseOptions.of(init_data_parallel, init_parameters, data_parallel_wrapper)
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
-            def also() -> dict[str, object]:
-                return dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+            shard_tables(module, plan, group, None, tables_device, False, sharders, who, dense.described)
 
-            who = "DistributedModelParallel"
-            shard_tables(module, plan, group, None, tables_device, False, sharders, who, also)
-
-        self._build(
-            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
-        )
+        self._build(module, env_of(who, "env", env), device, dense, shard_onto)
 
     def _build(
         self,
         module: nn.Module,
-        env: ShardingEnv | None,
+        env: ShardingEnv,
         device: torch.device | str | int | None,
-        init_data_parallel: bool,
-        init_parameters: bool,
-        wrapper: DataParallelWrapper | None,
+        dense: DenseOptions,
         shard_onto: Callable[[Group, torch.device | str | int], None],
     ) -> None:
         """Build the wrapper.
@@ -110,21 +101,16 @@ class DistributedModelParallel(nn.Module):
         """
         self.register_load_state_dict_pre_hook(_with_wrappers)
         who = type(self).__name__
-        self._env = env if env is not None else _default_env(who)
-        group = self._env.group()
+        self._env, self._wrapper, self._wrapped_once = env, dense.wrapper, False
+        group = env.group()
         device = group.device if device is None else device
-        self._wrapper = wrapper or DefaultDataParallelWrapper()
-        self._wrapped_once = False
-        _warn_of_no_tables(module, who)
+        warn_of_no_tables(module, who)
         shard_onto(group, device)
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
-        with on_all_ranks(group, "the sharded model", "its dense part"):
-            if init_parameters:
-                _make_dense(module, self.device)
-            module.to(self.device)
-        if init_data_parallel:
+        move_dense(module, self.device, group, dense.init_parameters)
+        if dense.init_data_parallel:
             self.init_data_parallel()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,23 +145,18 @@ class DistributedModelParallel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
         """Apply `fn`; wrap the dense part again if its dtype or device changes, which is a collective."""
-        before = [(t.dtype, t.device) for t in _dense(self.module)]
+        before = [(t.dtype, t.device) for t in dense_tensors(self.module)]
         super()._apply(fn, recurse)
-        if before != [(t.dtype, t.device) for t in _dense(self.module)]:
+        if before != [(t.dtype, t.device) for t in dense_tensors(self.module)]:
             wrapped, self._dmp_wrapped_module = self._dmp_wrapped_module, self.module
             if wrapped is not self.module:
                 del wrapped  # removes its hooks from the parameters before the new wrapper adds others
                 self._wrapper.wrap(self, self._env, self.device)
         return self
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Reset every dense module that has `reset_parameters`, to the same values on all ranks. Collective."""
-        for part in self.module.modules():
-            if not isinstance(part, (Table, Tables)) and callable(getattr(part, "reset_parameters", None)):
-                part.reset_parameters()  # type: ignore[operator]
-        for dense in _dense(self.module):
-            broadcast_tensor(self._group, dense)
+        reset_dense(self.module, self._group)
 
     def copy(self, device: torch.device | str) -> DistributedModelParallel:
         """Return a copy on a device, over the same ranks. Collective if the dense part is wrapped."""
@@ -254,77 +235,9 @@ class DistributedModelParallel(nn.Module):
         return self.module.load_state_dict(own, strict=strict, assign=assign)
 
 
-def dense_settings(
-    init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None
-) -> dict[str, object]:
-    """Return the settings of the dense part; ranks compare them, since different settings would deadlock.
-
-    Raises:
-        Exception: the error from the wrapper's `options()`.
-        ConfigError: an option has a value that ranks cannot compare.
-    """
-    wrapper = wrapper or DefaultDataParallelWrapper()
-    compared: dict[str, object] = {
-        "init_data_parallel": bool(init_data_parallel),
-        "init_parameters": bool(init_parameters),
-        "data_parallel_wrapper": type(wrapper).__qualname__,
-        "wrapper_options": wrapper.options(),
-    }
-    digest("the dense part", compared)
-    return compared
-
-
 def _with_wrappers(dmp: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the wrappers' prefixes to the keys: a parent module loads this module child by child."""
     assert isinstance(dmp, DistributedModelParallel)
     inner = "_dmp_wrapped_module." + ("" if dmp._dmp_wrapped_module is dmp.module else "module.")
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}{inner}{key[len(prefix) :]}"] = state_dict.pop(key)
-
-
-def _default_env(who: str) -> ShardingEnv:
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            f"{who}: torch.distributed has no process group; call "
-            "torch.distributed.init_process_group() first, or pass env=ShardingEnv.from_local(1, 0) for one rank."
-        )
-    world = dist.group.WORLD
-    assert world is not None
-    return ShardingEnv.from_process_group(world)
-
-
-def _warn_of_no_tables(module: nn.Module, who: str) -> None:
-    if any(isinstance(part, TableCollection) for part in module.modules()):
-        return
-    plain = [
-        path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))
-    ]
-    warnings.warn(
-        f"{who}: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
-        "nothing is sharded and every rank holds the whole model, as under DistributedDataParallel."
-        + (f" {plain[:8]} are torch's own embeddings: put their tables into a collection." if plain else ""),
-        stacklevel=4,
-    )
-
-
-def _dense(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers outside tables."""
-    tables = {id(p) for part in module.modules() if isinstance(part, Table) for p in part.parameters()}
-    return [t for t in [*module.parameters(), *module.buffers()] if id(t) not in tables]
-
-
-def _make_dense(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the dense modules on meta."""
-    for path, part in module.named_modules():
-        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if isinstance(part, Table) or not any(t.is_meta for t in own):
-            continue
-        reset = getattr(part, "reset_parameters", None)
-        if not callable(reset):
-            raise ConfigError(
-                f"DistributedModelParallel: module '{path}' ({type(part).__name__}) is on meta and has no "
-                "reset_parameters, so its initial values are unknown. Give it one, build it on a real device, or pass "
-                "init_parameters=False and fill it yourself."
-            )
-        part.to_empty(device=device, recurse=False)
-        reset()

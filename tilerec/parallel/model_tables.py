@@ -7,10 +7,11 @@ Nouns
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from tilerec.errors import ConfigError
@@ -19,9 +20,16 @@ from tilerec.modules.table import Table
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.update import TileRows
 from tilerec.spec.table import AnyTableConfig
+from tilerec.spec.tile import Tiling
 
 Name = tuple[str, str]
 """(path of a collection, name of a table)"""
+
+
+def table_word(name: Name) -> str:
+    """Return a table's name for messages: `'t' of module 'ebc'`."""
+    path, table = name
+    return f"'{table}' of module '{path}'" if path else f"'{table}'"
 
 
 def collections_of(module: nn.Module, only: Collection[str] | None = None) -> dict[str, TableCollection]:
@@ -76,14 +84,46 @@ def ties_of(collections: Mapping[str, TableCollection]) -> list[dict[Name, Table
                 "a module that holds both."
             )
         if any(id(holder) not in inside for holder in rows.holders):
-            gc.collect()  # drop models that are no longer referenced
-        if any(id(holder) not in inside for holder in rows.holders):
             path, name = next(iter(names))
             raise ConfigError(
                 f"shard: table '{name}' of module '{path}' is shared with a collection that is not below the module; "
-                "shard a module that holds both."
+                "shard a module that holds both. If that collection is no longer in use, delete it first "
+                "(gc.collect() deletes one with a reference cycle)."
             )
     return list(ties.values())
+
+
+def check_ties(ties: Sequence[Mapping[Name, Table]], tilings: Mapping[Name, Tiling]) -> None:
+    """Raise a `ConfigError` if the names of one table have different tilings."""
+    for names in ties:
+        first, *others = names
+        for other in others:
+            if tilings[first] != tilings[other]:
+                raise ConfigError(
+                    f"shard: table '{other[1]}' of module '{other[0]}' is the same table as '{first[1]}' of "
+                    f"'{first[0]}', but the plan gives them different tilings; give both the same tiling."
+                )
+
+
+def device_type_of(device: torch.device | None, collections: Mapping[str, TableCollection]) -> str:
+    """Return the type of the given device; without one, of the first table's that is not on meta, else "cpu"."""
+    types = [part.device.type for part in collections.values()]
+    return device.type if device is not None else next((kind for kind in types if kind != "meta"), "cpu")
+
+
+def warn_of_no_tables(module: nn.Module, who: str) -> None:
+    """Warn if the model has no collections; the warning names torch's own embeddings."""
+    if any(isinstance(part, TableCollection) for part in module.modules()):
+        return
+    plain = [
+        path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))
+    ]
+    warnings.warn(
+        f"{who}: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
+        "nothing is sharded and every rank holds the whole model, as under DistributedDataParallel."
+        + (f" {plain[:8]} are torch's own embeddings: put their tables into a collection." if plain else ""),
+        stacklevel=4,
+    )
 
 
 def properties_to_compare(collections: Mapping[str, TableCollection]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.parallel.plan_templates import resolve_cuts
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.planner.helpers import Cut
 from tilerec.sharding import strategies
@@ -37,7 +38,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
     """Return the plan as a `ShardingPlan`; tilings may still be missing.
 
     Args:
-        plan: a plan without `Cut`s (see `without_cuts`). If the model is a collection, `{table: …}` is accepted, too.
+        plan: a plan without `Cut`s (see `resolve_cuts`). If the model is a collection, `{table: …}` is accepted, too.
 
     Raises:
         ConfigError: the plan has none of these forms.
@@ -91,6 +92,40 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
         f"shard: plan['{path}']['{table}']: got a {type(item).__name__}; expected a ParameterSharding, a Tiling, "
         "or the result of row_wise() or another helper (called, not the helper itself)."
     )
+
+
+def plan_without(plan: Any, others: Collection[str]) -> Any:
+    """Return a plan in any form without the modules at these paths, which belong to other sharding groups."""
+    if others and isinstance(plan, (str, Path)):
+        plan = ShardingPlan.load(plan)
+    if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
+        kept = {path: part for path, part in plan.plan.items() if path not in others}
+        return ShardingPlan(kept, plan.world_size, plan.hosts)
+    if isinstance(plan, Mapping) and any(path in others for path in plan):
+        return {path: part for path, part in plan.items() if path not in others}
+    return plan
+
+
+def read_complete_plan(
+    plan: AnyPlan,
+    collections: Mapping[str, TableCollection],
+    size: int,
+    world: Callable[[Sequence[Sequence[int]] | None], Topology],
+) -> tuple[ShardingPlan, Topology]:
+    """Return the complete plan in any form that `shard` takes, and its topology.
+
+    Args:
+        size: number of ranks.
+        world: returns the topology of these ranks, given the hosts in the plan or None.
+
+    Raises:
+        ConfigError: as `resolve_cuts`, `read_plan` and `complete_plan_of`; the plan is for another number of ranks.
+    """
+    given = read_plan(resolve_cuts(plan, collections, world), collections)
+    if given.world_size not in (None, size):
+        given.check({}, size)  # first, because its hosts may belong to another world
+    topology = world(given.hosts)
+    return replace(complete_plan_of(given, collections, topology), report=given.report), topology
 
 
 def complete_plan_of(

@@ -24,7 +24,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel.model_tables import Name
+from tilerec.parallel.model_tables import Name, table_word
 from tilerec.planner.sharder import sharder_of
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.plan import (
@@ -35,7 +35,7 @@ from tilerec.spec.plan import (
     ShardingPlan,
     Wire,
 )
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.table_rows import TableRows
 
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
@@ -135,12 +135,23 @@ def check_not_dense(plan: ShardingPlan, ties: Sequence[Mapping[Name, Table]]) ->
         )
 
 
-def attach(gifts: SharderOptimizers) -> None:
-    """Attach the optimizers of the sharders. Tables of one sharder share their hyper-parameters."""
+def give_sharder_optimizers(
+    plan: ShardingPlan,
+    collections: Mapping[str, TableCollection],
+    ties: Sequence[Mapping[Name, Table]],
+    sharders: Sequence[ModuleSharder],
+) -> None:
+    """Detach the optimizers of `dense` tables, and attach those of the sharders; see `sharder_optimizers`.
+
+    Tables of one sharder share their hyper-parameters.
+    """
+    detach_dense(plan, ties)
+    gifts = sharder_optimizers(plan, collections, ties, sharders)
     for sharder, params in gifts:
         assert sharder.optimizer is not None
         if params:
             apply_optimizer_in_backward(sharder.optimizer, params)
+    warn_of_unused_sharders(gifts, plan, collections, sharders)
 
 
 def with_kernels(
@@ -196,7 +207,7 @@ def with_kernels(
             f"shard: the plan has compute_kernel '{kernel.value}' for table {_listed(unattached)}, but no optimizer is "
             "attached and no sharder has one: gradients go to .grad. Attach one with apply_optimizer_in_backward, "
             "give a sharder fused_params, or use 'dense'.",
-            stacklevel=6,
+            stacklevel=5,
         )
     return whole
 
@@ -367,6 +378,6 @@ def warn_of_unused_sharders(
 
 
 def _listed(names: Sequence[Name] | Mapping[Name, Table], most: int = 8) -> str:
-    texts = [f"'{table}' of module '{path}'" if path else f"'{table}'" for path, table in names]
+    texts = [table_word(name) for name in names]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more

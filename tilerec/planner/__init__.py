@@ -30,12 +30,12 @@ from tilerec.planner.helpers import row_wise as row_wise
 from tilerec.planner.helpers import table_column_wise as table_column_wise
 from tilerec.planner.helpers import table_row_wise as table_row_wise
 from tilerec.planner.helpers import table_wise as table_wise
+from tilerec.planner.make_plan import make_plan as make_plan
 from tilerec.planner.plan_price import PlanPrice as PlanPrice
 from tilerec.planner.plan_price import price_plan as price_plan
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
-from tilerec.planner.planner import make_plan as make_plan
 from tilerec.planner.planner_error import PlannerError as PlannerError
-from tilerec.planner.planner_error import Remedy as Remedy
+from tilerec.planner.remedies import Remedy as Remedy
 from tilerec.planner.report.plan_report import PlanReport as PlanReport
 from tilerec.planner.report.table_entry import TableEntry as TableEntry
 from tilerec.planner.request import PlanRequest as PlanRequest

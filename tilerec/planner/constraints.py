@@ -52,7 +52,8 @@ class ParameterConstraints:
         forbidden_types: sharding types that are not allowed.
         ranks, hosts: ranks or hosts that may hold pieces of the table: `"0-3"` or `[0, 1, 2, 3]`.
         max_ranks: largest number of ranks that may hold pieces of the table.
-        with_table: name of another table. Both tables get the same split and the same ranks.
+        with_table: name of another table. Both tables get the same split over the same ranks. In a split by rows, a
+            table with fewer rows than ranks lies on the first of them only.
         sharding: a pin: a `ParameterSharding` or `Tiling` made by hand, which the plan contains unchanged.
         skew: how unevenly the ids are distributed, as measured by `tilerec stats`.
 

@@ -12,39 +12,25 @@ Legend: T tables that are not pinned, in the problem's order; G tables of the in
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from tilerec.errors import ConfigError
-from tilerec.planner.colocation import merge_colocated
-from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.cuts import sizes_of_shares
-from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Way
-from tilerec.planner.cost.workload import TableWork
-from tilerec.planner.plan_price import PlanPrice, work_with_sharding
+from tilerec.planner.pins import groups_of, pins_of
+from tilerec.planner.plan_price import PlanPrice
 from tilerec.planner.plan_price import priced as price_of
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.request_problem import build_problem, searched_instance
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.solve import UNITS, lower_bound, solve
 from tilerec.planner.search.work import Work
-from tilerec.planner.tables import PlannedTable
-from tilerec.sharding.strategies import STRATEGIES, row_wise, table_row_wise
-from tilerec.spec.cache import CacheParams
-from tilerec.spec.plan import (
-    HOST_KERNELS,
-    KERNELS_IN_USE,
-    EmbeddingComputeKernel,
-    EmbeddingModuleShardingPlan,
-    ParameterSharding,
-    ShardingPlan,
-    ShardingType,
-)
-from tilerec.spec.topology import Topology, launcher_local_size
+from tilerec.planner.table_limits import may_offload
+from tilerec.planner.table_sharding import behind_cache, check_kernel, with_table_fields
+from tilerec.sharding.strategies import row_wise
+from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 
 MOST_PROPORTIONAL_TABLES = 8  # most tables whose rows are split in proportion to the ranks' memory
 PRICING_STEPS = 5_000  # options are priced to 1 / PRICING_STEPS, as ranges of whole rows differ in size
@@ -104,15 +90,15 @@ class Decision:
                 pin = replace(self.pins[table.key], data_type=table.data_type)
                 given = limits is not None and limits.sharding is not None
                 found[table.key] = (
-                    pin if given else _with_table_fields(pin, table, limits, self.request.topology)
+                    pin if given else with_table_fields(pin, table, limits, self.request.topology)
                 )
                 continue
             t = free[table.key]
             o = self.option(t)
             made = self.problem.sharding(t, o, self.places(t), self.shares(t))
-            finished = _with_table_fields(made, table, limits, self.request.topology)
+            finished = with_table_fields(made, table, limits, self.request.topology)
             if self.problem.options[o].cached:
-                finished = _behind_a_cache(finished, self.problem.tables[t], limits)
+                finished = behind_cache(finished, self.problem.tables[t], limits)
             found[table.key] = finished
         return found
 
@@ -137,9 +123,9 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
     Raises:
         ConfigError: constraints leave a table without options.
     """
-    pins = request.pins()
+    pins = pins_of(request)
     for key, sharding in pins.items():
-        _check_kernel(request.by_key[key], sharding, request.limits_of(key))
+        check_kernel(request.by_key[key], sharding, request.limits_of(key))
     found = _searched_or_quick(request, pins, False, quick)
     if (
         not found.found
@@ -147,7 +133,7 @@ def decide(request: PlanRequest, *, quick: Work | None = None) -> Decision:
         and len(set(request.topology.memory_caps)) > 1
     ):
         found = _with_proportional_rows(found, quick)
-    if found.found or not request.may_offload():
+    if found.found or not may_offload(request):
         return found
     # The tables do not fit into device memory: try host memory behind caches, unless constraints forbid it.
     return _searched_or_quick(request, pins, True, quick)
@@ -169,16 +155,12 @@ def _searched(
 ) -> Decision:
     """Build the problem, search for a solution, and price it."""
     problem = build_problem(request, pins, offload)
-    instance, row = merge_colocated(_with_restrictions(request, problem.instance), request.groups(pins))
+    instance, row = searched_instance(request, pins, problem.instance)
     if not instance.tables:
         nothing = evaluate(instance, np.zeros(0, np.int64), ())
         return _of_pins_only(Decision(request, pins, problem, instance, row, nothing, offload=offload))
     apart = problem.lower is not problem.instance
-    lower = (
-        merge_colocated(_with_restrictions(request, problem.lower), request.groups(pins))[0]
-        if apart
-        else instance
-    )
+    lower = searched_instance(request, pins, problem.lower)[0] if apart else instance
     first = _solved(request, instance, quick, prove=not apart)
     if first.status is Status.NONE_EXISTS and apart and Relaxed(lower).impossible() is None:
         first = replace(first, status=Status.NONE_FOUND, proof=None)
@@ -215,7 +197,7 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
     # Co-located tables, and tables with fewer max_ranks, cannot be split over all ranks on their own.
     ranks, grouped = (
         request.topology.world_size,
-        {key for group in request.groups(none.pins) for key in group},
+        {key for group in groups_of(request, none.pins) for key in group},
     )
     most = {key: limits.max_ranks or ranks for key, limits in request.constraints.items()}
     everyone = [
@@ -243,7 +225,7 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
         pins[work.name] = ParameterSharding(ShardingType.ROW_WISE, ranks=[r for r, _ in held], tiling=tiling)
         found = _searched(request, pins, False, quick)
         if found.priced is not None:
-            lower = merge_colocated(_with_restrictions(request, problem.lower), request.groups(none.pins))[0]
+            lower = searched_instance(request, none.pins, problem.lower)[0]
             bound = 0 if quick is not None else lower_bound(lower, found.priced.cost_ps)
             return replace(found, bound=bound, by_caps=frozenset(pins).difference(none.pins))
     return none
@@ -340,155 +322,3 @@ def _of_pins_only(decision: Decision) -> Decision:
     tier = int(over.argmax())
     none = replace(decision.solution, status=Status.NONE_EXISTS, proof=Proof(tier, int(over[tier])))
     return replace(decision, solution=none)
-
-
-def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool = False) -> Problem:
-    """Return the request's tables with their options, and the memory in use before the search.
-
-    `offload` as in `PlanRequest.limits`.
-    """
-    topology = request.topology
-    reserved = np.zeros((topology.world_size, 2), np.int64)
-    reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
-    tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    works = [
-        work_with_sharding(work, pins[work.name]) if work.name in pins else work for work in request.works()
-    ]
-    return build(
-        works,
-        topology,
-        request.limits(pins, offload),
-        tilings,
-        reserved=reserved,
-        together=request.groups(pins),
-    )
-
-
-def _with_restrictions(request: PlanRequest, instance: Instance) -> Instance:
-    """Apply restrictions that options do not contain: `max_ranks`, and the even rows of a grid."""
-    instance = _with_even_grids(request, instance)
-    most = {key: c.max_ranks for key, c in request.constraints.items() if c.max_ranks is not None}
-    if not most:
-        return instance
-    width = instance.width.copy()
-    held = np.minimum(instance.width * instance.pieces, instance.ranks)
-    for t, name in enumerate(instance.names):
-        if name in most:
-            width[t, held[t] > most[name]] = 0
-            if not width[t].any():
-                raise ConfigError(
-                    f"Table '{name}': max_ranks={most[name]} and its other constraints contradict each other: all "
-                    "splits that those allow use more ranks. Raise max_ranks, or allow table_wise."
-                )
-    return replace(instance, width=width)
-
-
-def _with_even_grids(request: PlanRequest, instance: Instance) -> Instance:
-    """Forbid uneven rows for tables that may be grid-sharded but not row-wise, as the rows of a grid are even."""
-    rows = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
-    grids = {
-        key
-        for key, limits in request.constraints.items()
-        if ShardingType.GRID_SHARD in limits.types_allowed() and rows.isdisjoint(limits.types_allowed())
-    }
-    if not grids:
-        return instance
-    divisible = instance.divisible.copy()
-    divisible[[name in grids for name in instance.names]] = False
-    return replace(instance, divisible=divisible)
-
-
-def _with_table_fields(
-    made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
-) -> ParameterSharding:
-    """Return the sharding with its kernel, its ids per bag, and a sharding type that the constraints allow."""
-    allowed = () if limits is None else limits.types_allowed()
-    kind = made.kind if not allowed or made.kind in allowed else _allowed_type(made, allowed, topology)
-    kernel = kernel_of(table, limits)
-    ids_per_bag = made.ids_per_bag
-    if ids_per_bag is None and limits is not None:
-        ids_per_bag = limits.ids_per_bag()
-    if (kind, kernel, ids_per_bag) == (made.kind, made.kernel, made.ids_per_bag):
-        return made
-    # All fields have been checked; constructing a new record would check up to a thousand ranks again.
-    finished = ParameterSharding.__new__(ParameterSharding)
-    vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=ids_per_bag)
-    if kernel is not None and kernel not in KERNELS_IN_USE:
-        return replace(finished)  # its constructor warns
-    return finished
-
-
-def _behind_a_cache(
-    made: ParameterSharding, work: TableWork, limits: ParameterConstraints | None
-) -> ParameterSharding:
-    """Return the sharding with its rows in host memory."""
-    params = None if limits is None else limits.cache_params
-    if not work.load_factor:
-        return replace(made, compute_kernel=EmbeddingComputeKernel.FUSED_UVM)
-    return replace(
-        made,
-        compute_kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
-        cache_params=params or CacheParams(load_factor=work.load_factor),
-    )
-
-
-def _allowed_type(
-    made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology
-) -> ShardingType:
-    """Return the first allowed type that yields this tiling; rows over all ranks of one host have several types."""
-    tiling = made.tiling
-    assert tiling is not None
-    for kind in allowed:
-        strategies = [STRATEGIES[kind]]
-        if kind in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE):
-            rows = row_wise if kind is ShardingType.ROW_WISE else table_row_wise
-            strategies.append(partial(rows, sizes=[r1 - r0 for r0, r1 in pairwise(tiling.blocks[0].cuts)]))
-        for strategy in strategies:
-            try:
-                if strategy("", tiling.rows, tiling.dim, made.ranks, topology) == tiling:
-                    return kind
-            except ConfigError:
-                continue  # the type allows other ranks or another number of pieces
-    return made.kind
-
-
-def kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> EmbeddingComputeKernel | None:
-    """Return the table's kernel; None if the optimizer attached at sharding will determine it.
-
-    Raises:
-        ConfigError: an optimizer is attached, but the constraints allow only "dense".
-    """
-    allowed = () if limits is None else limits.kernels_allowed()
-    dense = EmbeddingComputeKernel.DENSE
-    if not allowed:
-        return table.kernel
-    # Device memory first: if both are allowed, the chosen option moves rows to host memory.
-    updating = sorted(
-        (k for k in allowed if k is not dense), key=lambda k: (k in HOST_KERNELS, k not in KERNELS_IN_USE)
-    )
-    if table.kernel is None and dense in allowed:
-        return None if updating else dense
-    if not updating:
-        raise ConfigError(
-            f"{table}: an optimizer is attached, so its kernel is 'fused', which compute_kernels "
-            f"{[k.value for k in allowed]} does not allow; allow 'fused', or do not attach an optimizer."
-        )
-    return updating[0]
-
-
-def _check_kernel(
-    table: PlannedTable, sharding: ParameterSharding, limits: ParameterConstraints | None
-) -> None:
-    kernel_of(table, limits)
-    if table.optimizer is not None and sharding.kernel is EmbeddingComputeKernel.DENSE:
-        raise ConfigError(
-            f"{table}: an optimizer is attached, so its kernel is 'fused', but its pinned sharding has 'dense'. Leave "
-            "compute_kernel out."
-        )
-
-
-def topology_of_ranks(ranks: int, compute_device: str, **more: Any) -> Topology:
-    """Return a topology with LOCAL_WORLD_SIZE ranks per host if that divides `ranks`, else with one host."""
-    local = launcher_local_size()
-    even = local is not None and ranks % local == 0
-    return Topology(ranks, compute_device, local_world_size=local if even else None, **more)

@@ -49,7 +49,7 @@ class Cut:
         hosts: hosts whose ranks hold pieces.
         sizes: rows of each piece. widths: columns of each block. buckets: `num_buckets` of `row_wise`.
         devices: device types given by the caller; they must match the topology's.
-        tiles: the tiles of an explicit cut.
+        tiles: the tiles of an explicit cut, or a strategy that makes them (`sharding/strategies.py`).
     """
 
     kind: ShardingType
@@ -60,7 +60,7 @@ class Cut:
     widths: Sequence[int] | None = None
     buckets: int | None = None
     devices: Sequence[str] = ()
-    tiles: Iterable[Sequence[Any]] | Tiling = ()
+    tiles: Iterable[Sequence[Any]] | Tiling | strategies.Strategy = ()
 
     def __post_init__(self) -> None:
         if self.compute_kernel is not None:
@@ -76,7 +76,7 @@ class Cut:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, tuple(given))
-        if not isinstance(self.tiles, Tiling):
+        if not isinstance(self.tiles, Tiling) and not callable(self.tiles):
             object.__setattr__(self, "tiles", tuple(self.tiles))
 
     def sharding(self, name: str, rows: int, dim: int, topology: Topology) -> ParameterSharding:
@@ -92,6 +92,8 @@ class Cut:
         tiling: Tiling | None = None
         if self.kind is ShardingType.EXPLICIT:
             tiles = self.tiles
+            if callable(tiles):
+                tiles = tiles(name, rows, dim, ranks, topology)
             tiling = tiles if isinstance(tiles, Tiling) else Tiling.of(name, rows, dim, tiles)
         elif self.buckets is not None:
             sizes = _bucket_rows(name, rows, self.buckets, topology.world_size)
@@ -169,7 +171,7 @@ def row_wise(
 
     Args:
         sizes_placement: (rows of each piece, placement). The placement "cuda" (a device type) puts piece i on rank i. A
-            list contains the rank ("rank:3/cuda:1") or the device type of each piece.
+            list contains the rank ("rank:3/cuda:1") or the device type of each piece; each rank occurs once.
         num_buckets: number of equal buckets of rows that must not be split; it must divide the rows.
     """
     if sizes_placement is None:
@@ -186,6 +188,12 @@ def row_wise(
             f"row_wise: sizes_placement has {len(sizes)} sizes and {len(places)} placements; give one for each piece."
         )
     ranks = [placement_to_rank(p) if p.startswith("rank:") else i for i, p in enumerate(places)]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ConfigError(
+            f"row_wise: sizes_placement names rank{'s' * (len(twice) > 1)} {ranks_to_text(twice)} more than once; "
+            "expected each rank once. Give each rank the sum of its sizes."
+        )
     devices = [place.split("/")[-1].split(":")[0] for place in places]
     return Cut(ShardingType.ROW_WISE, compute_kernel, ranks, sizes=sizes, devices=devices)
 
@@ -236,8 +244,13 @@ def grid_shard(
     return Cut(ShardingType.GRID_SHARD, compute_kernel, hosts=host_indexes, widths=size_per_host)
 
 
-def explicit(tiles: Iterable[Sequence[Any]] | Tiling, compute_kernel: Kernel = None) -> Cut:
-    """Split the table into `Tile`s or tuples `(r0, r1, c0, c1, owners)`, as `Tiling.of`, or as a given tiling."""
+def explicit(
+    tiles: Iterable[Sequence[Any]] | Tiling | strategies.Strategy, compute_kernel: Kernel = None
+) -> Cut:
+    """Split the table into `Tile`s or tuples `(r0, r1, c0, c1, owners)`, as `Tiling.of`, or as a given tiling.
+
+    A strategy of your own also serves: a function `(name, rows, dim, ranks, topology) -> Tiling`, here with ranks None.
+    """
     return Cut(ShardingType.EXPLICIT, compute_kernel, tiles=tiles)
 
 

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import FIELDS_READ, ParameterConstraints
-from tilerec.planner.cost.reads import BATCH_SIZE
-from tilerec.planner.decision import decide, topology_of_ranks
-from tilerec.planner.gc_paused import gc_paused
+from tilerec.planner.fixed_tables import Fixed, read_fixed
+from tilerec.planner.make_plan import make_plan
+from tilerec.planner.model_request import model_request
 from tilerec.planner.plan_cache import PlanCache
 from tilerec.planner.plan_price import PlanPrice, price_plan
-from tilerec.planner.planner_error import planner_error_of
-from tilerec.planner.rank_result import Outcome
-from tilerec.planner.report.report_builder import build_report
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import HeuristicalStorageReservation, StorageReservation
-from tilerec.planner.sharder import Sharder, checked_sharders
-from tilerec.planner.tables import (
-    AnyTable,
-    PlannedTable,
-    device_type_at_home,
-    device_type_of,
-    tables_of,
-    tables_of_configs,
-)
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingPlan, ShardingType
-from tilerec.spec.tile import Tiling
-from tilerec.spec.topology import Topology
+from tilerec.planner.sharder import Sharder
+from tilerec.planner.tables import AnyTable, device_type_at_home, device_type_of
+from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.topology import Topology, launcher_local_size
 
 RESERVED = 0.15
 """Part of the memory that is reserved by default (`storage_reservation=None`)."""
-
-Fixed = ShardingPlan | str | Path | Mapping[str, Mapping[str, ParameterSharding | Tiling]]
 
 
 class EmbeddingShardingPlanner:
@@ -115,7 +101,7 @@ class EmbeddingShardingPlanner:
                 "of tilerec.planner, such as FixedPercentageStorageReservation(0.1)."
             )
         self.topology = topology
-        self.batch_size = BATCH_SIZE if batch_size is None else batch_size
+        self.batch_size = PlanRequest.batch_size if batch_size is None else batch_size
         self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
         if not isinstance(constraints, (Mapping, type(None))):
             raise ConfigError(
@@ -129,10 +115,7 @@ class EmbeddingShardingPlanner:
         self.constraints = dict(constraints or {})
         self.effort = effort
         self.cache = None if cache is None else PlanCache(cache)
-        if isinstance(fixed, (str, Path)):
-            fixed = _loaded(fixed)
-        self.fixed = {} if fixed is None else _read_fixed(fixed)
-        self._fixed_world = fixed.world_size if isinstance(fixed, ShardingPlan) else None
+        self.fixed, self._fixed_world = read_fixed(fixed)
         self._check_constraints()
 
     def _check_constraints(self) -> None:
@@ -214,9 +197,10 @@ class EmbeddingShardingPlanner:
     ) -> ShardingPlan:
         """Return the plan of `plan` on every rank of `pg` (None: the default process group). Collective.
 
-        All ranks use rank 0's topology. Every rank runs the search itself, and ranks then compare digests, so no rank
-        waits for rank 0's search. The topology may have fewer ranks than `pg` if their number divides the size of
-        `pg`: it then describes one sharding group (`DMPCollection`), and so does the plan.
+        All ranks use rank 0's topology. They compare digests of their inputs, run the search, and compare digests of
+        their plans. Every rank searches, so no rank waits for rank 0's search. The topology may have fewer ranks than
+        `pg` if their number divides the size of `pg`: it then describes one sharding group (`DMPCollection`), and so
+        does the plan.
 
         Raises:
             ConfigError: as in `plan`; or the topology's number of ranks does not divide the size of `pg`; or ranks
@@ -228,20 +212,30 @@ class EmbeddingShardingPlanner:
                 return whole  # a world of one rank: nothing to compare
         group = group_of(pg)
         topology = self._shared_topology(group, module)
-        outcome = Outcome()
-        try:
-            outcome.request = self._request(module, sharders, topology)
-            outcome.digest = outcome.request.digest()
-            outcome.plan = self.make(outcome.request)
-            outcome.fingerprint = outcome.plan.fingerprint()
-        except Exception as error:
-            # Take part in the comparison all the same: the other ranks wait there, and raise this error, too.
-            outcome.trouble = str(error) or type(error).__name__
-            outcome.compare(group, raises=False)
-            raise
-        outcome.compare(group)
-        assert outcome.plan is not None
-        return outcome.plan
+        with agreeing(group, "the plan") as found:
+            request = self._request(module, sharders, topology)
+            found["inputs"] = _inputs(request)
+        with agreeing(group, "the plan") as found:
+            plan = self.make(request)
+            found["plan"] = plan.to_json()
+        return plan
+
+    def _request(self, module: Any, sharders: Sequence[Sharder] | None, topology: Topology) -> PlanRequest:
+        if self._fixed_world not in (None, topology.world_size):
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: the plan in fixed= was made for {self._fixed_world} ranks, and the "
+                f"topology has {topology.world_size}; give one for these."
+            )
+        return model_request(
+            module,
+            sharders,
+            topology,
+            self.constraints,
+            self.fixed,
+            self.storage_reservation,
+            batch_size=self.batch_size,
+            effort=self.effort,
+        )
 
     def _shared_topology(self, group: Group, module: Any) -> Topology:
         own = self.topology
@@ -260,93 +254,6 @@ class EmbeddingShardingPlanner:
             )
         return own
 
-    # -------------------------------------------------------------------------------------------- building requests
-
-    @gc_paused()
-    def _request(
-        self,
-        module: Any,
-        sharders: Sequence[Sharder] | None,
-        topology: Topology,
-    ) -> PlanRequest:
-        given = checked_sharders(sharders, "EmbeddingShardingPlanner")
-        dense = {name for name, limits in self.constraints.items() if _only_dense(limits)}
-        if isinstance(module, nn.Module):
-            tables = tables_of(module, given, dense)
-            what = f"{type(module).__name__} has no embedding collection with tables; pass the model that holds them."
-        elif isinstance(module, (list, tuple)):
-            tables = tables_of_configs(module, given, dense)
-            what = "the list of tables is empty."
-        else:
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: module is a {type(module).__name__}; wanted a module, or a list of configs."
-            )
-        if not tables:
-            raise ConfigError(f"EmbeddingShardingPlanner: {what}")
-        if self._fixed_world not in (None, topology.world_size):
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: the plan in fixed= was made for {self._fixed_world} ranks, and the "
-                f"topology has {topology.world_size}; give one for these."
-            )
-        request = PlanRequest(
-            tuple(tables), topology, self.batch_size, self._by_key(tables), effort=self.effort
-        )
-        cap, part = topology.memory_cap, self.storage_reservation.percentage
-        model, one = module if isinstance(module, nn.Module) else None, request.input_bytes()
-        reserved = self.storage_reservation.reserved(cap, model, one) - math.ceil(cap * part)
-        # Reserved input is stored as a number of batches, so that it scales when a what-if changes the batch size.
-        batches = (
-            max(0, reserved + math.ceil(cap * part) - self.storage_reservation.reserved(cap, model, 0)) // one
-        )
-        return replace(
-            request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches
-        )
-
-    def _by_key(self, tables: Sequence[PlannedTable]) -> dict[str, ParameterConstraints]:
-        """Return constraints and pins by `PlannedTable.key`.
-
-        A table with several names gets the constraints of its first name that has any.
-        """
-        used: set[str] = set()
-        pinned: set[tuple[str, str]] = set()
-        found: dict[str, ParameterConstraints] = {}
-        for table in tables:
-            for path, name in table.names:
-                for given in (f"{path}.{name}" if path else name, name):
-                    if given in self.constraints:
-                        used.add(given)
-                        found.setdefault(table.key, self.constraints[given])
-                if (path, name) in self.fixed:
-                    pinned.add((path, name))
-                    limits = found.get(table.key, ParameterConstraints())
-                    if limits.sharding is not None:
-                        raise ConfigError(
-                            f"{table}: got both fixed= and the sharding= of its constraints; expected one of them, as "
-                            "each gives the placement. Leave one out."
-                        )
-                    try:
-                        found[table.key] = replace(limits, sharding=self.fixed[(path, name)])
-                    except ConfigError as error:
-                        raise ConfigError(f"{table}: it is in fixed=, and {error}") from error
-        strange = [name for name in self.constraints if name not in used]
-        if strange:
-            names = sorted({name for table in tables for _, name in table.names})
-            near = {name: get_close_matches(name, names, n=1) for name in strange[:8]}
-            meant = ", ".join(f"'{close[0]}' for '{name}'" for name, close in near.items() if close)
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: constraints name {strange[:8]}, which is no table of the model; it has "
-                f"{names[:8]}{' and more' if len(names) > 8 else ''}."
-                + (f" Close are {meant}." if meant else "")
-            )
-        lost = sorted(set(self.fixed) - pinned)
-        if lost:
-            path, name = lost[0]
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: fixed= has a table '{name}' of module '{path}', which the model lacks; "
-                "take it out, or correct its name."
-            )
-        return found
-
     def make(self, request: PlanRequest) -> ShardingPlan:
         """Return the plan of a request, from the cache if possible.
 
@@ -363,58 +270,20 @@ class EmbeddingShardingPlanner:
         return plan
 
 
-@gc_paused()
-def make_plan(request: PlanRequest) -> ShardingPlan:
-    """Return the plan of a request, with its report.
-
-    Raises:
-        PlannerError: no plan fits the memory of every rank, or none was found.
-        ConfigError: constraints leave a table without options.
-    """
-    decision = decide(request)
-    if not decision.found:
-        raise planner_error_of(decision)
-    plan = decision.plan()
-    return replace(plan, report=build_report(decision, plan))
-
-
 def _device_type(module: Any) -> str:
     return device_type_of(module) if isinstance(module, nn.Module) else device_type_at_home()
 
 
-def _only_dense(limits: ParameterConstraints) -> bool:
-    return limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
+def topology_of_ranks(ranks: int, compute_device: str) -> Topology:
+    """Return a topology with LOCAL_WORLD_SIZE ranks per host if that divides `ranks`, else with one host."""
+    local = launcher_local_size()
+    even = local is not None and ranks % local == 0
+    return Topology(ranks, compute_device, local_world_size=local if even else None)
 
 
-def _loaded(path: str | Path) -> ShardingPlan:
-    try:
-        return ShardingPlan.load(path)
-    except ConfigError as error:
-        raise ConfigError(f"EmbeddingShardingPlanner: the plan in fixed= cannot be read: {error}") from error
-
-
-def _read_fixed(fixed: Any) -> dict[tuple[str, str], ParameterSharding]:
-    """Return shardings by (module path, table name)."""
-    if isinstance(fixed, ShardingPlan):
-        return {(path, name): sharding for path, name, sharding in fixed.tables()}
-    found: dict[tuple[str, str], ParameterSharding] = {}
-    if not isinstance(fixed, Mapping):
-        raise ConfigError(
-            f"EmbeddingShardingPlanner: fixed is a {type(fixed).__name__}; wanted a ShardingPlan, the path of one, or "
-            "{module path: {table: ParameterSharding or Tiling}}."
-        )
-    for path, tables in fixed.items():
-        odd = tables if not isinstance(tables, Mapping) else None
-        for name, item in {} if odd is not None else tables.items():
-            if isinstance(item, Tiling):
-                item = ParameterSharding(ShardingType.EXPLICIT, tiling=item)
-            if not isinstance(item, ParameterSharding):
-                odd = item
-                break
-            found[(path, name)] = item
-        if odd is not None:
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: fixed['{path}'] is or has a {type(odd).__name__}; wanted "
-                "{table: ParameterSharding or Tiling}."
-            )
-    return found
+def _inputs(request: PlanRequest) -> dict[str, Any]:
+    """Return the request in a form that ranks compare, with tables by key."""
+    inputs = request.to_json()
+    inputs["tables"] = {t.key: item for t, item in zip(request.tables, inputs["tables"], strict=True)}
+    inputs["order of tables"] = [t.key for t in request.tables]
+    return inputs

@@ -24,7 +24,7 @@ from tilerec.spec.table import (
     EmbeddingConfig,
     dtype_to_data_type,
 )
-from tilerec.storage.cached import RowCache
+from tilerec.storage.row_cache import RowCache
 
 
 @dataclass(frozen=True)

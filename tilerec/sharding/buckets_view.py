@@ -66,7 +66,7 @@ class BucketsView(BucketStateView):
 def full_state_of(module: ManagedCollisionModule, destination: dict[str, Any], prefix: str) -> None:
     """Add the `state_dict` entries of a table's ids to `destination`, as whole plain tensors. Collective."""
     view = module._view
-    for name, (tensor, per_bucket) in module.state_tensors().items():
+    for name, (tensor, per_bucket) in module.id_map.state_tensors().items():
         whole = view.logical(tensor, per_bucket).full() if isinstance(view, BucketsView) else tensor
         destination[prefix + name] = whole
     destination.update({prefix + name: number for name, number in module.numbers().items()})

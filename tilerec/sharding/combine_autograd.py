@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from tilerec.ops.gradient.definition import submit
 from tilerec.ops.lookup.saved_rows import kept_for_retained_graph
 from tilerec.sharding.row_exchange import BagLocation, PooledRows, RowExchange
-from tilerec.storage.line_batch import RowSource
+from tilerec.storage.located_batch import RowSource
 from tilerec.torch_private import graph_task_id, will_execute
 
 
@@ -108,7 +108,7 @@ class Gradients:
     # Slots whose rows are split over owners by columns, where each owner skips non-finite rows; with the wire dtype.
     guarded: list[tuple[int, torch.dtype]]
     dense: Callable[[Any], dict[int, Tensor]]  # returns the dense gradients of a record, by leaf
-    holders: list[RowSource]  # of the leaves, if some of them are cached
+    sources: Sequence[RowSource]  # owners of the leaves' rows
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
         """Return the bare leaves, each with its table."""
@@ -165,7 +165,7 @@ class _Combine(torch.autograd.Function):
         if routed.weights_need_grad:  # true if any rank needs them: a collective
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(
-                routed, rows, gradients.leaves, count, as_read, gradients.holders
+                routed, rows, gradients.sources, gradients.leaves, count, as_read
             )
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
         sinks = [

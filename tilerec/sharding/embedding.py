@@ -47,11 +47,10 @@ from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.spec.topology import Topology
-from tilerec.storage.cached import RowCache
 from tilerec.storage.flat_storage import flat_memory
 from tilerec.storage.prefetched_results import StreamEvent
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.shared_param_group import SharedParamGroup
-from tilerec.storage.table_rows import TableRows
 
 OWN_STORAGE_FROM_BYTES = 1 << 20
 """Minimum bytes of a rank's tiles of one table for a storage of their own."""
@@ -314,8 +313,8 @@ class ShardedCollection(TableCollection):
         if self.exchange.teams is not None and self.exchange.teams.apart:
             for rows in self._rows():
                 rows.arrive()
-        combiner, holders = routed.stages.combiner, self._holders()
-        if torch.is_grad_enabled():
+        combiner, grad_enabled = routed.stages.combiner, torch.is_grad_enabled()
+        if grad_enabled:
             # Every rank checks all tables, so that either all ranks raise or none.
             cached = [table.rows for table in self._sharded_tables if table.rows.cache is not None]
             check_trained(cached, range(len(cached)))
@@ -323,10 +322,8 @@ class ShardedCollection(TableCollection):
         if routed.routed.weights_need_grad:
             bare = [table.tile_rows[0] for table in self._sharded_tables if not table.tiles]
             reader = combiner.reader(routed.routed.wait(), self._rows(), bare)
-        looked = replace(combiner.lookup(routed.routed, self._leaves(), holders), reader=reader)
-        if holders:
-            combiner.looked_up(routed.routed, holders, updates=torch.is_grad_enabled())
-        return LookedUpBatch(routed, looked)
+        looked = combiner.lookup(routed.routed, self._rows(), self._leaves(), updates=grad_enabled)
+        return LookedUpBatch(routed, replace(looked, reader=reader))
 
     @_eager
     def prefetch(  # type: ignore[override]
@@ -348,11 +345,9 @@ class ShardedCollection(TableCollection):
         if not self._is_current(routed):
             return routed
         routed.behind()
-        combiner, holders = routed.stages.combiner, self._holders()
-        if holders:
-            for rows in self._rows():
-                rows.arrive()
-            combiner.prefetch(routed.routed, holders)
+        rows = self._rows()
+        if any(own.cache is not None for own in rows):
+            routed.stages.combiner.prefetch(routed.routed, rows)
         if routed.made is not None:
             routed.routed.wait()
             routed = replace(routed, made=StreamEvent(routed.made.stream.device))
@@ -372,11 +367,6 @@ class ShardedCollection(TableCollection):
             rows.handle if rows.takes_gradients and leaf.requires_grad and rows.leaf is leaf else -1
             for rows, leaf in zip(self._rows(), self._leaves(), strict=True)
         ]
-
-    def _holders(self) -> list[TableRows]:
-        """Return the rows of all leaves if some of them are cached; else an empty list."""
-        rows: list[TableRows] = self._rows()
-        return rows if any(own.cache is not None for own in rows) else []
 
     def _leaves(self) -> list[nn.Parameter]:
         """Return the leaves, in the order in which the layout lists the rectangles that this rank holds."""
@@ -444,7 +434,7 @@ class ShardedCollection(TableCollection):
             attached,
             guarded,
             functools.partial(self._dense_grads, combiner, leaves, sinks),
-            list(self._holders()),
+            self._rows(),
         )
 
     def _dense_grads(

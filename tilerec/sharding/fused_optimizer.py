@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.optim.fused import RUN_SETTINGS, ParamGroupView, attached_rows
-from tilerec.optim.keyed import KeyedOptimizer, _same_keys
+from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.loading_plan import same_keys
 from tilerec.optim.sharded_state import TiledTable
 from tilerec.sharding.state import load, shown
 from tilerec.sharding.table import ShardedTable
@@ -112,7 +113,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             raise ConfigError(
                 f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict()."
             )
-        _same_keys(f"{who}: state", set(self.params), loaded)
+        same_keys(f"{who}: state", set(self.params), loaded)
         unsharded: dict[str, Any] = {}
         for name in self.params:
             state = self.state[self.params[name]]
@@ -124,7 +125,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
                 raise ConfigError(
                     f"{where}: got {type(loaded[name]).__name__}; expected a dict with {sorted(state)}."
                 )
-            _same_keys(where, set(state), loaded[name])
+            same_keys(where, set(state), loaded[name])
             for slot in sorted(state):
                 logical = state.table.state_of(slot)
                 value = _tensor_of(

@@ -54,11 +54,11 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         return remapped_batch(features, rows, self._drops)
 
     def stats(self) -> dict[str, IdStats]:
-        own = {table: module.summary() for table, module in self.modules_by_table.items()}
+        own = {table: module.id_map.summary() for table, module in self.modules_by_table.items()}
         self.exchange.group.begin("stats")
         gathered = cast("list[dict[str, Summary]]", self.exchange.group.all_gather_object(own))
         return {
-            table: module.stats_of([parts[table] for parts in gathered])
+            table: module.id_map.stats_of([parts[table] for parts in gathered])
             for table, module in self.modules_by_table.items()
         }
 
@@ -67,7 +67,7 @@ class ShardedManagedCollisionCollection(ManagedCollisionCollection):
         group.begin("inspect")
         try:
             module = self.modules_by_table[self.table_of(feature)]
-            if module.holds(id_):
+            if module.id_map.holds(id_):
                 place = replace(module.inspect(feature, id_), rank=group.rank)
         except Exception as error:
             failure = error

@@ -76,7 +76,7 @@ def build_ids(
     old, cuts = module._buckets, exchange.cuts[list(exchange.modules).index(table)]
     merged, split = max(1, old.count // whole.count), max(1, whole.count // old.count)
     even = bucket_cuts(whole.count, group.size)
-    parts: _Parts = module.parts()
+    parts: _Parts = module.id_map.parts()
     if merged > 1:
         together = tuple(cut * merged for cut in even)
         parts = _spread(group, parts, old, cuts, together)
@@ -85,7 +85,13 @@ def build_ids(
     state = HashState(*(parts[name][0] for name in HASH_NAMES))
     with on_all_ranks(group, f"table '{table}'", "building its new ids"):
         made = resize_id_map(
-            state, parts["counts"][0], here, whole, module._max_probe, module.step, module._evicting
+            state,
+            parts["counts"][0],
+            here,
+            whole,
+            module.settings.max_probe,
+            module.step,
+            module.settings.evicting,
         )
     named = {**dict(zip(HASH_NAMES, made.state, strict=True)), "counts": made.counts_BC}
     parts = {name: (tensor, tensor.shape[0] // made.buckets.held) for name, tensor in named.items()}

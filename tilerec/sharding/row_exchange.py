@@ -12,8 +12,9 @@ Legend: W ranks, B samples, C columns of the output, P present bags of a part.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,17 +25,13 @@ from tilerec.comms.group import Group, Handle
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient.definition import next_serial, register_saved_rows, sort_in_advance
 from tilerec.ops.gradient.record import GradientRecord
-from tilerec.ops.lookup.definition import raise_bad_id
-from tilerec.ops.lookup.saved_rows import SavedRows, copy_rows, id_segments, positions_in_copies
+from tilerec.ops.lookup.row_location import LookupLayout
+from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.sharding.layout import ExchangeLayout, HomeSegment, OwnerSegment
 from tilerec.sharding.route import LocalHandle, Routed
 from tilerec.sharding.wire import RowWire
-from tilerec.storage.cached import Segments as CacheSegments
-from tilerec.storage.cached import bags_of, lock_caches, prefetch_all
-from tilerec.storage.line_batch import LineBatch, RowSource, per_table, place, segments_of, wanted
+from tilerec.storage.located_batch import FeatureBatch, RowSource
 from tilerec.storage.table_rows import TableRows
-
-_NO_SINKS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class BagLocation(NamedTuple):
@@ -183,28 +180,19 @@ class RowExchange:
 
     @torch.no_grad()
     def lookup(
-        self, routed: Routed, leaves: Sequence[Tensor], holders: Sequence[RowSource] = ()
+        self, routed: Routed, sources: Sequence[RowSource], leaves: Sequence[Tensor], *, updates: bool
     ) -> PooledRows:
         """Read the rows of every rank's bags that this rank holds, and send them to their homes.
 
         Args:
-            holders: of the leaves, if some of them are cached; else empty.
+            sources, leaves: owner of the rows and parameter of each leaf.
+            updates: the batch's update will follow.
         """
         routed.wait().check()
         layout = self.layout
-        if self._read_segments and holders:
-            with lock_caches([holder.cache for holder in holders]):
-                placed = self._placed(routed, holders)
-                features = list(range(len(self._read_segments)))
-                rows, _ = torch.ops.tilerec.pooled_lookup(
-                    placed.weights, _NO_SINKS, placed.ids, placed.offsets, placed.sample_weights, self._tables,
-                    features, [0] * len(features), [*self._bags(routed), 0], self.wide, self._names,
-                )  # fmt: skip
-        elif self._read_segments:
-            rows, _ = torch.ops.tilerec.pooled_lookup(
-                list(leaves), _NO_SINKS, routed.ids, routed.offsets, routed.sample_weights,
-                self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0], self.wide, self._names,
-            )  # fmt: skip
+        if self._read_segments:
+            batch = self._batch(routed, sources, leaves)
+            rows, _ = batch.pooled_lookup(self._lookup_layout(routed), self.wide, updates=updates)
         else:
             rows = torch.empty(0, dtype=self.wide, device=routed.offsets.device)
         here = sum(routed.present[s.count] * s.width for s in self._local)
@@ -218,81 +206,21 @@ class RowExchange:
         )
         return PooledRows(routed, handle, local)
 
-    def _bags(self, routed: Routed) -> list[int]:
-        """Return the number of bags of each part that this rank looks up."""
-        return [routed.present[key] for key in self._keys]
-
-    def _starts(self, routed: Routed) -> list[int]:
-        """Return the first bag of each part that this rank looks up."""
+    def _batch(self, routed: Routed, sources: Sequence[RowSource], leaves: Sequence[Tensor]) -> FeatureBatch:
+        """Return the batch that this rank looks up; its features are the parts of `_read_segments`."""
         first = list(itertools.accumulate(routed.present, initial=0))
-        return [first[key] for key in self._keys]
-
-    def _placed(
-        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
-    ) -> LineBatch:
-        """Return the batch's ids with cache line numbers in place of cached rows.
-
-        Args:
-            features: positions among the parts that this rank looks up; None: all of them.
-        """
-        every, starts, bags = self._names.split(","), self._starts(routed), self._bags(routed)
-        own = range(len(self._tables)) if features is None else features
-        return place(
-            holders, [self._tables[f] for f in own], routed.ids, routed.offsets, routed.sample_weights,
-            [starts[f] for f in own], [bags[f] for f in own], self._refuse(holders, own),
-            names=self._names if features is None else ",".join([every[f] for f in own]),
+        return FeatureBatch(
+            sources, leaves, routed.ids, routed.offsets, routed.sample_weights, self._tables,
+            [first[key] for key in self._keys], [routed.present[key] for key in self._keys], self._names,
         )  # fmt: skip
 
-    def _refuse(
-        self, holders: Sequence[RowSource], features: Sequence[int] | None = None
-    ) -> Callable[[int, int, int], None]:
-        def refuse(feature: int, position: int, id_: int) -> None:
-            f = feature if features is None else features[feature]
-            rows = holders[self._tables[f]].host()[0].shape[0]
-            raise_bad_id(self._names, f, position, id_, rows)
+    def _lookup_layout(self, routed: Routed) -> LookupLayout:
+        # One more key, without bags, keeps the op from the uniform layout.
+        return self._tables, self._keys, [0] * len(self._keys), [*routed.present, 0]
 
-        return refuse
-
-    def _cached(
-        self, routed: Routed, holders: Sequence[RowSource], features: Sequence[int] | None = None
-    ) -> list[tuple[int, list[int], CacheSegments]]:
-        starts, bags = self._starts(routed), self._bags(routed)
-        own = range(len(self._tables)) if features is None else features
-        tables = [self._tables[f] for f in own]
-        segments = segments_of(
-            holders, tables, routed.ids, routed.offsets, [starts[f] for f in own], [bags[f] for f in own]
-        )
-        return per_table(holders, tables, segments)
-
-    def prefetch(self, routed: Routed, holders: Sequence[RowSource]) -> None:
+    def prefetch(self, routed: Routed, sources: Sequence[TableRows]) -> None:
         """Load the rows that a batch reads into the caches of these tables."""
-        routed.wait()
-        starts, bags = self._starts(routed), self._bags(routed)
-        segments = segments_of(holders, self._tables, routed.ids, routed.offsets, starts, bags)
-        wants = wanted(holders, self._tables, segments, self._refuse(holders), self._names)
-        prefetch_all([want for _, _, want in wants], routed.ids)
-        for _, features, want in wants:  # the lookup of this batch then needs no readback from the device
-            ranges = [(starts[f], bags[f], *segments[f]) for f in features]
-            want.cache.knows(routed.ids, want.segments, bags_of(routed.offsets, ranges))
-
-    def looked_up(
-        self,
-        routed: Routed,
-        holders: Sequence[RowSource],
-        *,
-        updates: bool,
-        features: Sequence[int] | None = None,
-    ) -> None:
-        """Notify the caches that a batch was looked up.
-
-        Args:
-            updates: the batch's update will follow.
-            features: as in `_placed`.
-        """
-        for t, _, own in self._cached(routed, holders, features):
-            cache = holders[t].cache
-            assert cache is not None
-            cache.looked_up(routed.ids, own, updates=updates and holders[t].trained)
+        self._batch(routed.wait(), sources, [source.leaf for source in sources]).prefetch()
 
     def _wire_round_trip(self, wire: RowWire, rows: Tensor, routed: Routed) -> Tensor:
         """Return local rows after a round trip through the wire format.
@@ -532,67 +460,34 @@ class RowExchange:
         fewer = self._without_frozen(routed.wait(), live)
         sort_in_advance(self.record(fewer, routed.ids, sinks, routed.present))
 
-    def reader(self, routed: Routed, holders: Sequence[TableRows], bare: Sequence[TableRows]) -> SavedRows:
+    def reader(self, routed: Routed, sources: Sequence[TableRows], bare: Sequence[TableRows]) -> SavedRows:
         """Return the reader of the rows that the gradients of sample weights need.
 
         Args:
-            holders: of the leaves, cached or not.
+            sources: of the leaves, cached or not.
             bare: of tables of which this rank holds no rows: a write that all ranks make is detected in them, too.
         """
-        cached = any(holder.cache is not None for holder in holders)
-        every = [*holders, *bare]
-
-        def copy(features: Sequence[int]) -> list[Tensor]:
-            if cached:
-                # Only these tables: the cache of another one may be settled already, for a later write.
-                tables = [self._tables[f] for f in features]
-                with lock_caches([holder.cache for holder in holders]):
-                    copies = self._placed(routed, holders, features).copies(tables, range(len(features)))
-                    self.looked_up(routed, holders, updates=True, features=features)
-                return copies
-            segments = self._segments_of_ids(routed, features)
-            return [
-                copy_rows(holders[self._tables[f]].leaf, routed.ids[begin:end])
-                for f, (begin, end) in zip(features, segments, strict=True)
-            ]
-
+        batch = self._batch(routed, sources, [source.leaf for source in sources])
+        every = [*sources, *bare]
         watched = {t: rows.leaf for t, rows in enumerate(every) if rows.cache is None}
+        copy = functools.partial(batch.copies, updates=True)
         reader = SavedRows(self._tables, watched, lambda t: every[t].name, copy)
         register_saved_rows({t: rows.handle for t, rows in enumerate(every)}, reader)
         return reader
 
-    def _segments_of_ids(self, routed: Routed, features: Sequence[int]) -> list[tuple[int, int]]:
-        starts, bags = self._starts(routed), self._bags(routed)
-        return id_segments(routed.offsets, [starts[f] for f in features], [bags[f] for f in features])
-
     def sample_weight_grads(
-        self, routed: Routed, grads: Tensor, leaves: Sequence[Tensor], count: int, rows: Sequence[Tensor] | None,
-        holders: Sequence[RowSource] = (),
+        self, routed: Routed, grads: Tensor, sources: Sequence[RowSource], leaves: Sequence[Tensor], count: int,
+        saved_rows: Sequence[Tensor] | None,
     ) -> Tensor:  # fmt: skip
         """Return the gradients of the sample weights of this rank's batch, `[count]`. A separate collective.
 
         Args:
-            rows: copies that the reader kept; None: the leaves still hold the rows unchanged.
+            sources, leaves: as of `lookup`.
+            saved_rows: copies that the reader kept; None: the tables still hold the rows unchanged.
         """
-        features = list(range(len(self._read_segments)))
-        if self._read_segments and holders:
-            placed, tables = self._placed(routed, holders), self._tables
-            if rows is not None:
-                placed, tables = placed.of_copies(rows), features
-            values = torch.ops.tilerec.sample_weight_grad(
-                placed.weights, placed.ids, placed.offsets, grads, tables, features, [0] * len(features),
-                [*self._bags(routed), 0],
-            )  # fmt: skip
-            own = placed.back(values, routed.ids.numel())
-            self.looked_up(routed, holders, updates=True)
-        elif self._read_segments:
-            weights, ids, tables = list(leaves), routed.ids, self._tables
-            if rows is not None:
-                ids = positions_in_copies(ids, self._segments_of_ids(routed, features))
-                weights, tables = list(rows), features
-            own = torch.ops.tilerec.sample_weight_grad(
-                weights, ids, routed.offsets, grads, tables, self._keys, [0] * len(self._keys), [*routed.present, 0],
-            )  # fmt: skip
+        if self._read_segments:
+            batch = self._batch(routed, sources, leaves)
+            own = batch.sample_weight_grad(grads, self._lookup_layout(routed), saved_rows, updates=True)
         else:
             own = torch.empty(0, dtype=torch.float32, device=grads.device)
         own = own.to(self.wide)

@@ -142,7 +142,10 @@ def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> N
         tensor
         for module in collection.modules_by_table.values()
         if not module.ids.is_meta
-        for tensor in (*(found for found, _ in module.state_tensors().values()), module.numbers()["step"])
+        for tensor in (
+            *(found for found, _ in module.id_map.state_tensors().values()),
+            module.numbers()["step"],
+        )
     ]
     weights = [_digest(tensor) for tensor in tensors]
     digests = group.all_gather_object(weights)

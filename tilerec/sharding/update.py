@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -33,6 +34,8 @@ from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
+from tilerec.storage.located_batch import FeatureBatch, LocatedRows, located
+from tilerec.storage.row_cache import lock_caches
 from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.table_rows import (
     NonFiniteGradientError,
@@ -331,7 +334,7 @@ class _SplitRows:
 
     def __init__(self, tiles: Sequence[tuple[TileRows, RowSums]]) -> None:
         self.tiles = [tile for tile, _ in tiles]  # left to right
-        self.rows_U = self.named_U = tiles[0][1][0]
+        self.rows_U = tiles[0][1][0]
         self.grads = [grads_UD for _, (_, grads_UD) in tiles]
         assert all(len(grads_UD) == len(self.rows_U) for grads_UD in self.grads), (
             "column blocks of a row get the same ids"
@@ -346,6 +349,7 @@ class _SplitRows:
         self.counts = tuple([width // unit if unit else 1 for _, _, width in first.peers.columns])
         # Gradients are sent and summed in float64 beside a float64 table; rules run in the precision of their table.
         self.accum_dtype = torch.float64 if first.leaf.dtype == torch.float64 else torch.float32
+        self.positions_U: list[Tensor] = []  # per tile, of the rows in the tensors that hold them
         self.skipped, self.first_skipped = 0, -1
 
     def keep(self, whole_U: Tensor) -> None:
@@ -354,24 +358,33 @@ class _SplitRows:
             return
         self.skipped, self.first_skipped = int((~whole_U).sum()), int(self.rows_U[~whole_U][0])
         self.rows_U, self.grads = self.rows_U[whole_U], [grads_UD[whole_U] for grads_UD in self.grads]
+        self.positions_U = [own_U[whole_U] for own_U in self.positions_U]
 
 
 class _PhasedUpdate:
-    """One update of the split rows of many tables, which share a rule and the structure of their partial sums."""
+    """One update of the split rows of many tables, which share a rule and the structure of their partial sums.
 
-    def __init__(self, rows: Sequence[_SplitRows]) -> None:
+    Args:
+        contexts: end with the update; until then no row changes its place.
+    """
+
+    def __init__(self, rows: Sequence[_SplitRows], contexts: ExitStack) -> None:
         self.rows = rows
         first = rows[0].tiles[0]
         self.spec, self.unit, self.counts = rows[0].spec, rows[0].unit, rows[0].counts
         hyper = self.spec.hyper()
         hyper[1] *= first.divisor
         self.tiles = [tile for own in rows for tile in own.tiles]
-        held = [tile.held(own.rows_U) for own in rows for tile in own.tiles]
+        self.held = [contexts.enter_context(_located(tile, own.rows_U)) for own in rows for tile in own.tiles]
+        held = iter(self.held)
+        for own in rows:
+            own.positions_U = [next(held).ids.long() for _ in own.tiles]
         places = [tile.place for tile in self.tiles]
-        steps, counts, lr = counting(self.tiles, self.spec, held[0][0].device)
+        leaves = [held.weights[0] for held in self.held]
+        steps, counts, lr = counting(self.tiles, self.spec, leaves[0].device)
         self.tables = RuleTables(
-            [tensors[0] for tensors in held], [slot for tensors in held for slot in tensors[1:]], self.spec.rule,
-            hyper, steps, [word for place in places for word in place.key], [place.row_offset for place in places],
+            leaves, [slot for held in self.held for slot in held.slots], self.spec.rule, hyper, steps,
+            [word for place in places for word in place.key], [place.row_offset for place in places],
             [place.column_offset for place in places], None, counts, lr,
         )  # fmt: skip
         distinct = sum([own.rows_U.numel() for own in rows])
@@ -382,7 +395,7 @@ class _PhasedUpdate:
         """Return the rows, gradients and scalars of each tile."""
         scalars = self.scalars_PU.split([own.rows_U.numel() for own in self.rows], dim=1)
         return PartRows(
-            [tile.places(own.rows_U) for own in self.rows for tile in own.tiles],
+            [own_U for own in self.rows for own_U in own.positions_U],
             [grads_UD for own in self.rows for grads_UD in own.grads],
             [part_PU for own, part_PU in zip(self.rows, scalars, strict=True) for _ in own.tiles],
             [tile.dim for tile in self.tiles],
@@ -460,16 +473,23 @@ class _PhasedUpdate:
         call = ApplyCall(self.tables._replace(row_names=self._names()), self._per_tile())
         torch.ops.tilerec.rule_apply_to_tables_.default(*call.packed())
         count_updates(self.tiles, self.spec)
-        for own in self.rows:
-            for tile in own.tiles:
-                tile.wrote(own.named_U)
+        for held in self.held:
+            held.updated()
 
     def _names(self) -> list[Tensor] | None:
         """Return the row number held by each cache line, empty for tiles without a cache; None if no tile has one."""
-        if all(tile.cache is None for tile in self.tiles):
+        names = [held.row_names for held in self.held]
+        if all(own is None for own in names):
             return None
         nothing = self.tables.weights[0].new_empty(0, dtype=torch.int64)
-        return [nothing if tile.cache is None else tile.cache.names for tile in self.tiles]
+        return [nothing if own is None else own[0] for own in names]
+
+
+def _located(tile: TileRows, rows_U: Tensor) -> LocatedRows:
+    """Return the place of distinct rows of a tile, for an update."""
+    return located(
+        FeatureBatch([tile], [tile.leaf], rows_U, None, None, [0], [0], [rows_U.numel()]), writes=True
+    )
 
 
 def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) -> list[NonFiniteGradientError]:
@@ -501,18 +521,21 @@ def _update_of_precision(group: Group, rows: Sequence[_SplitRows]) -> None:
         numbers = own.tiles[0].group
         assert numbers is not None
         alike.setdefault((repr(own.spec), numbers.mark(), own.unit, own.counts), []).append(own)
-    updates = [_PhasedUpdate(several) for several in alike.values()]
-    for phase in range(max([own.spec.phases for own in rows], default=0)):
-        shares: dict[_SplitRows, list[Tensor]] = {}
-        active = [update for update in updates if phase < update.spec.phases]
-        for update in active:
-            mine = iter(update.shares(phase))
-            shares.update({own: [next(mine) for _ in own.tiles] for own in update.rows})
-        blocks = _exchange_sums(group, {own: shares[own] for own in rows if own in shares})
-        for update in active:
-            update.add(phase, [blocks[own] for own in update.rows])
-    for update in updates:
-        update.apply()
+    with ExitStack() as contexts:
+        # All locks at once, in their fixed order: another thread may prefetch for several of these tables.
+        contexts.enter_context(lock_caches([tile.cache for own in rows for tile in own.tiles]))
+        updates = [_PhasedUpdate(several, contexts) for several in alike.values()]
+        for phase in range(max([own.spec.phases for own in rows], default=0)):
+            shares: dict[_SplitRows, list[Tensor]] = {}
+            active = [update for update in updates if phase < update.spec.phases]
+            for update in active:
+                mine = iter(update.shares(phase))
+                shares.update({own: [next(mine) for _ in own.tiles] for own in update.rows})
+            blocks = _exchange_sums(group, {own: shares[own] for own in rows if own in shares})
+            for update in active:
+                update.add(phase, [blocks[own] for own in update.rows])
+        for update in updates:
+            update.apply()
 
 
 def _exchange_sums(group: Group, shares: dict[_SplitRows, list[Tensor]]) -> dict[_SplitRows, list[Tensor]]:

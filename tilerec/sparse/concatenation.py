@@ -1,14 +1,16 @@
-"""Concatenation of the features of several keyed jagged tensors of one batch."""
+"""Concatenation of features: of several keyed jagged tensors of one batch, or of one jagged tensor per key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 
 from tilerec.errors import InputError
+from tilerec.sparse.argument_checks import checked_parts
 from tilerec.sparse.inverse_indices import join_inverse
+from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keys import Keys
 from tilerec.sparse.kjt_fields import Parts
 from tilerec.sparse.segments import Segments
@@ -32,6 +34,36 @@ def join(tensors: Sequence[Parts]) -> Parts:
         strides=strides,
         inverse_indices=join_inverse(inverse_pairs) if first.inverse_indices is not None else None,
         key_offsets=_join_key_offsets(tensors),
+    )
+
+
+def join_features(features: Mapping[str, JaggedTensor], variable: bool) -> Parts:
+    """Concatenate jagged tensors in the order of the dict; see `KeyedJaggedTensor.from_jt_dict`."""
+    parts = list(features.values())
+    for key, part in features.items():
+        if not isinstance(part, JaggedTensor):
+            raise InputError(
+                f"KeyedJaggedTensor.from_jt_dict: got a {type(part).__name__} for {key!r}; expected a "
+                f"JaggedTensor. JaggedTensor.from_dense makes one from a list of tensors."
+            )
+    weighted = [part.weights_or_none() is not None for part in parts]
+    if any(weighted) and not all(weighted):
+        lacking = [key for key, has in zip(features, weighted, strict=True) if not has]
+        raise InputError(
+            f"KeyedJaggedTensor.from_jt_dict: got no weights for {lacking[:8]}, but for others; expected all or "
+            "none. Add or remove weights."
+        )
+    strides = [part._segments.count() for part in parts]
+    variable = variable or any(stride != strides[0] for stride in strides)
+    return checked_parts(
+        tuple(features),
+        torch.cat([part.values() for part in parts]),
+        torch.cat([part.weights() for part in parts]) if all(weighted) else None,
+        torch.cat([part.lengths() for part in parts]),
+        None,
+        None,
+        [[stride] for stride in strides] if variable else None,
+        None,
     )
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged.definition import jagged_to_padded, padded_to_jagged
+from tilerec.sparse.memory import allocate_like, record_stream, size_in_bytes
 from tilerec.sparse.segments import Segments, checked_segments
-from tilerec.sparse.value_checks import SHOWN, allocate_like, check_items, is_printable_in_full
+from tilerec.sparse.value_checks import SHOWN, check_items, is_printable_in_full
 from tilerec.torch_private import pytree
 
 
@@ -285,13 +286,11 @@ class JaggedTensor:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
-        for tensor in self._tensors():
-            if tensor.device.type != "cpu":
-                tensor.record_stream(stream)
+        record_stream(self._tensors(), stream)
 
     def size_in_bytes(self) -> int:
         """Return the bytes of all tensors of this object."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return size_in_bytes(self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         payload = [self._values] if self._weights is None else [self._values, self._weights]

@@ -36,22 +36,18 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.sparse.argument_checks import check_derived, check_key_offsets, checked_parts
-from tilerec.sparse.concatenation import join
+from tilerec.sparse.concatenation import join, join_features
 from tilerec.sparse.inverse_indices import InverseIndices
-from tilerec.sparse.jagged_tensor import (
-    JaggedTensor,
-    describe_bags,
-    describe_parts,
-    jt_is_equal,
-    readable,
-)
-from tilerec.sparse.keys import Keys, shorten
+from tilerec.sparse.jagged_tensor import JaggedTensor, jt_is_equal
+from tilerec.sparse.keys import Keys
+from tilerec.sparse.kjt_copy import copy_parts_
 from tilerec.sparse.kjt_fields import Parts
+from tilerec.sparse.kjt_text import features_text, is_readable, shapes_text
+from tilerec.sparse.memory import allocate_like, clear_storage, record_stream, size_in_bytes
 from tilerec.sparse.pytree_registration import Context, dump_context, flatten, load_context, unflatten
 from tilerec.sparse.segments import Segments
 from tilerec.sparse.selection import permute, permute_needs_key_offsets, split
 from tilerec.sparse.slices import key_lengths, slice_all, slice_one
-from tilerec.sparse.value_checks import allocate_like
 from tilerec.torch_private import pytree
 
 
@@ -138,9 +134,10 @@ class KeyedJaggedTensor:
             keys,
             values,
             weights,
-            offsets=offsets,
-            stride=stride,
-            stride_per_key_per_rank=stride_per_key_per_rank,
+            None,
+            offsets,
+            stride,
+            stride_per_key_per_rank,
             inverse_indices=inverse_indices,
         ).sync()
 
@@ -159,9 +156,10 @@ class KeyedJaggedTensor:
             keys,
             values,
             weights,
-            lengths=lengths,
-            stride=stride,
-            stride_per_key_per_rank=stride_per_key_per_rank,
+            lengths,
+            None,
+            stride,
+            stride_per_key_per_rank,
             inverse_indices=inverse_indices,
         ).sync()
 
@@ -175,29 +173,7 @@ class KeyedJaggedTensor:
         """
         if not jt_dict:
             return KeyedJaggedTensor.empty()
-        parts = list(jt_dict.values())
-        for key, part in jt_dict.items():
-            if not isinstance(part, JaggedTensor):
-                raise InputError(
-                    f"KeyedJaggedTensor.from_jt_dict: got a {type(part).__name__} for {key!r}; expected a "
-                    f"JaggedTensor. JaggedTensor.from_dense makes one from a list of tensors."
-                )
-        weighted = [part.weights_or_none() is not None for part in parts]
-        if any(weighted) and not all(weighted):
-            lacking = [key for key, has in zip(jt_dict, weighted, strict=True) if not has]
-            raise InputError(
-                f"KeyedJaggedTensor.from_jt_dict: got no weights for {lacking[:8]}, but for others; expected all or "
-                "none. Add or remove weights."
-            )
-        strides = [part._segments.count() for part in parts]
-        variable = force_variable_stride or any(stride != strides[0] for stride in strides)
-        return KeyedJaggedTensor(
-            tuple(jt_dict),
-            torch.cat([part.values() for part in parts]),
-            torch.cat([part.weights() for part in parts]) if all(weighted) else None,
-            torch.cat([part.lengths() for part in parts]),
-            stride_per_key_per_rank=[[stride] for stride in strides] if variable else None,
-        )
+        return _made(join_features(jt_dict, force_variable_stride))
 
     @staticmethod
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -245,17 +221,9 @@ class KeyedJaggedTensor:
         parts = kjt._parts
         if device is not None:
             return _made(parts.map(functools.partial(allocate_like, device=device)))
-        like = JaggedTensor.empty_like(kjt._as_jagged())
-        return _made(
-            Parts(
-                Keys.of(()),
-                like.values(),
-                like.weights_or_none(),
-                like._segments,
-                kjt.stride(),
-                parts.strides,
-            )
-        )
+        like = JaggedTensor.empty_like(parts.as_jagged())
+        weights, stride = like.weights_or_none(), kjt.stride()
+        return _made(Parts(Keys.of(()), like.values(), weights, like._segments, stride, parts.strides))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -368,11 +336,7 @@ class KeyedJaggedTensor:
         parts = self._parts
         if parts.key_offsets is not None:
             return parts
-        key_offsets: list[int]
-        if parts.values.is_meta or (len(parts.keys) < 2 and parts.values.device.type != "cpu"):
-            key_offsets = parts.even_key_offsets()
-        else:
-            key_offsets = parts.key_offsets_F1().tolist()
+        key_offsets = parts.fetch_key_offsets()
         synced = parts._replace(key_offsets=key_offsets)
         if not torch.compiler.is_compiling():
             check_key_offsets(parts, key_offsets)
@@ -398,7 +362,7 @@ class KeyedJaggedTensor:
 
     def size_in_bytes(self) -> int:
         """Return the bytes of all tensors of this object."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._parts.tensors())
+        return size_in_bytes(self._parts.tensors())
 
     # -- slicing by key ----------------------------------------------------------------------------------------
 
@@ -421,14 +385,12 @@ class KeyedJaggedTensor:
 
         With `compute_offsets` the offsets of all features are computed together.
         """
-        if torch.compiler.is_compiling():
-            return self._make_dict(compute_offsets)
-        if self._jt_dict is None:
-            self._jt_dict = self._make_dict(compute_offsets)
-        return self._jt_dict
-
-    def _make_dict(self, compute_offsets: bool) -> dict[str, JaggedTensor]:
-        return slice_all(self._synced(), compute_offsets) if len(self._parts.keys) else {}
+        known = None if torch.compiler.is_compiling() else self._jt_dict
+        if known is None:
+            known = slice_all(self._synced(), compute_offsets) if len(self._parts.keys) else {}
+            if not torch.compiler.is_compiling():
+                self._jt_dict = known
+        return known
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Split into parts of `segments[i]` neighbouring features, as views; the sizes must sum to the number of keys.
@@ -459,91 +421,33 @@ class KeyedJaggedTensor:
         self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> KeyedJaggedTensor:
         """Return a copy on `device`; tensors already there are shared. `dtype` converts the weights, never the ids."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
-        def move_weights(weights: Tensor) -> Tensor:
-            return weights.to(device=device, dtype=dtype, non_blocking=non_blocking)
-
-        return _made(self._parts.map(move, move_weights))
+        move = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
+        return _made(self._parts.map(move, functools.partial(move, dtype=dtype)))
 
     def pin_memory(self) -> KeyedJaggedTensor:
         """Return a copy in pinned memory, for asynchronous transfers."""
-
         return _made(self._parts.map(lambda tensor: tensor.pin_memory()))
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Overwrite this tensor's memory with `kjt`, which must have the same keys and shapes."""
-        ours, theirs = self._parts, kjt._parts
-        if ours.keys != theirs.keys:
-            raise InputError(
-                f"KeyedJaggedTensor.copy_: got a source with keys {kjt.keys()[:8]}; expected {self.keys()[:8]}. Make a "
-                "new tensor with to(device)."
-            )
-        if ours.strides != theirs.strides:
-            raise InputError(
-                "KeyedJaggedTensor.copy_: got a source with other batch sizes by key and rank; expected the same. Make "
-                "a new tensor with to(device)."
-            )
-        if (ours.inverse_indices is None) != (theirs.inverse_indices is None):
-            raise InputError(
-                "KeyedJaggedTensor.copy_: got inverse indices in only one of the tensors; expected both or none. Make "
-                "a new tensor with to(device)."
-            )
-        self._as_jagged().copy_(kjt._as_jagged(), non_blocking)
-        inverse_indices = ours.inverse_indices
-        if inverse_indices is not None and theirs.inverse_indices is not None:
-            names, index_FB = theirs.inverse_indices
-            inverse_indices = (list(names), inverse_indices[1].copy_(index_FB, non_blocking=non_blocking))
-        self._parts = ours._replace(inverse_indices=inverse_indices, key_offsets=theirs.key_offsets)
+        self._parts = copy_parts_(self._parts, kjt._parts, non_blocking)
         self._jt_dict = None
         return self
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
-        for tensor in self._parts.tensors():
-            if tensor.device.type != "cpu":
-                tensor.record_stream(stream)
+        record_stream(self._parts.tensors(), stream)
 
     def clear_storage(self) -> int:
         """Free the storage of all tensors and return its bytes. The contents cannot be read afterwards."""
-        freed = 0
-        for tensor in self._parts.tensors():
-            storage = tensor.untyped_storage()
-            freed += storage.nbytes()
-            storage.resize_(0)
-        return freed
+        return clear_storage(self._parts.tensors())
 
     def __str__(self) -> str:
-        if len(self._parts.keys) == 0:
-            return "KeyedJaggedTensor()\n"
-        if self._parts.values.is_meta:
-            return f"{self._describe()}\n"
-        rows = []
-        for key in self._parts.keys:
-            bags = describe_bags(self[key], indent=8)
-            if self._parts.weights is not None:
-                bags = f"{{\n        {bags}\n    }}"
-            rows.append(f'    "{key}": {bags}')
-        return "KeyedJaggedTensor({\n" + ",\n".join(rows) + "\n})\n"
+        return features_text(self._parts, self.__getitem__)
 
     def __repr__(self) -> str:
         """Return the bags if the tensor is small and readable, else its shapes: debuggers call it at any time."""
-        flat = self._as_jagged()
-        sound = readable(flat) and (
-            int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == self._parts.values.shape[0]
-        )
-        return str(self) if sound else self._describe()
-
-    def _describe(self) -> str:
-        return (
-            f"KeyedJaggedTensor(keys {shorten(self._parts.keys.names)}, {describe_parts(self._as_jagged())})"
-        )
-
-    def _as_jagged(self) -> JaggedTensor:
-        """Return the bags of all keys as one jagged tensor."""
-        return JaggedTensor.from_segments(self._parts.values, self._parts.weights, self._parts.segments)
+        return str(self) if is_readable(self._parts) else shapes_text(self._parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, context = flatten(self._parts)
@@ -578,7 +482,7 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
         or not torch.equal(inverse_1[1], inverse_2[1])
     ):
         return False
-    return jt_is_equal(kjt_1._as_jagged(), kjt_2._as_jagged())
+    return jt_is_equal(one.as_jagged(), other.as_jagged())
 
 
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Any], Context]:

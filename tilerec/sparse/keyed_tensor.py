@@ -16,6 +16,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keys import shorten
+from tilerec.sparse.memory import record_stream
 from tilerec.sparse.regroup import RegroupPlan
 from tilerec.sparse.value_checks import check_tensor, is_printable_in_full
 from tilerec.torch_private import pytree
@@ -177,8 +178,7 @@ class KeyedTensor:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until the work queued on `stream` is done. No effect for tensors on the host."""
-        if self._values.device.type != "cpu":
-            self._values.record_stream(stream)
+        record_stream([self._values], stream)
 
     def size_in_bytes(self) -> int:
         """Return the bytes of the values."""

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilerec.ops.runtime.fetch import host_readable
 from tilerec.ops.runtime.upload import upload
 from tilerec.sparse.inverse_indices import InverseIndices
+from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keys import Keys
 from tilerec.sparse.segments import Segments
 from tilerec.sparse.strides import Strides
@@ -82,6 +84,15 @@ class Parts(NamedTuple):
             return torch.zeros(keys + 1, dtype=offsets_S1.dtype, device=offsets_S1.device)
         return offsets_S1[::stride]
 
+    def fetch_key_offsets(self) -> list[int]:
+        """Return the start of each key's ids; waits for the device unless the parts are on the host.
+
+        For a single key on a device they are 0 and N, without a wait.
+        """
+        if self.values.is_meta or (len(self.keys) < 2 and not host_readable(self.values)):
+            return self.even_key_offsets()
+        return self.key_offsets_F1().tolist()
+
     def even_key_offsets(self) -> list[int]:
         """Return placeholder key offsets for the meta device, where lengths have no values.
 
@@ -92,6 +103,10 @@ class Parts(NamedTuple):
             return [0]
         each = items // keys
         return [0, *(items - each * left for left in range(keys - 1, -1, -1))]
+
+    def as_jagged(self) -> JaggedTensor:
+        """Return the bags of all keys as one jagged tensor."""
+        return JaggedTensor.from_segments(self.values, self.weights, self.segments)
 
     def map(
         self, move: Callable[[Tensor], Tensor], move_weights: Callable[[Tensor], Tensor] | None = None

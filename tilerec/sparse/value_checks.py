@@ -24,11 +24,6 @@ def is_printable_in_full(tensor: Tensor) -> bool:
     return plain and not tensor.is_meta and tensor.numel() <= SHOWN and not torch.compiler.is_compiling()
 
 
-def allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return uninitialised memory of the same shape and dtype on `device`."""
-    return torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-
-
 def check_tensor(owner: str, name: str, given: Any) -> None:
     """Raise `InputError` unless `given` is a tensor; `owner` and `name` are for the message."""
     if not isinstance(given, Tensor):

@@ -21,7 +21,9 @@ from tilerec.spec.sharding_type import KERNELS_IN_USE, EmbeddingComputeKernel, S
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Tiling
 
-CODECS = ("fp32", "fp16", "bf16", "int8", "fp8")
+CODECS = ["fp32", "fp16", "bf16", "int8", "fp8"]
+"""Names of the wire formats. `tilerec.comms.register_codec` appends a user's."""
+
 _WITHOUT_EFFECT = {
     "stochastic_rounding": "set it on the optimizer: fused_params['stochastic_rounding'], or the attached optimizer",
     "bounds_check_mode": "the collection's on_bad_id= decides how ids are checked",
@@ -45,7 +47,7 @@ class Wire:
         for name in ("forward", "backward"):
             if getattr(self, name) not in CODECS:
                 raise ConfigError(
-                    f"Wire: got {name}={getattr(self, name)!r}; expected one of {list(CODECS)}. Use one of these."
+                    f"Wire: got {name}={getattr(self, name)!r}; expected one of {CODECS}. Use one of these."
                 )
 
 
@@ -271,7 +273,7 @@ def read_wire(value: JsonValue) -> Wire:
     """Read a `Wire` from `{"forward": "bf16", "backward": "bf16"}`; a missing direction is fp32."""
     for each in value.record(("forward", "backward")).values():
         if each.value not in CODECS:
-            raise each.error(f"one of {list(CODECS)}")
+            raise each.error(f"one of {CODECS}")
     return Wire(**value.value)
 
 

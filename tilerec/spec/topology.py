@@ -152,6 +152,11 @@ class Topology:
             raise ConfigError(
                 f"Topology: got nic={self.nic!r:.80}; expected 'device' or 'host'. Pass one of them."
             )
+        self._read_numbers(fill)
+        self._read_hosts(fill)
+
+    def _read_numbers(self, fill: Any) -> None:
+        """Check capacities and bandwidths, and store defaults for those that are None."""
         for name, default in (
             ("hbm_cap", 0 if self.compute_device == "cpu" else HBM_CAP),
             ("ddr_cap", DDR_CAP),
@@ -181,7 +186,10 @@ class Topology:
             ("pod_size", "the fast links are those within a host"),
         ):
             if getattr(self, name) is not None:
-                warnings.warn(f"Topology: {name} is stored but has no effect: {why}.", stacklevel=3)
+                warnings.warn(f"Topology: {name} is stored but has no effect: {why}.", stacklevel=4)
+
+    def _read_hosts(self, fill: Any) -> None:
+        """Check the hosts, and store them as tuples of ranks; store their size if all have the same."""
         if self.local_world_size is not None and not _whole(self.local_world_size, 1):
             raise ConfigError(
                 f"Topology: got local_world_size={self.local_world_size!r:.80}; expected a whole number from 1. Pass "

@@ -1,10 +1,14 @@
-"""One request for all cached tables of a batch, on a GPU; `CacheSets.request` and `seat` do the same table by table.
+"""Requests: load the rows of a batch into the lines of all cached tables that it reads, at once.
 
 Nouns as in `ops/cache/definition.py`, and
-  ask    one cache's part of a request: its books and lines, and its entries of the clock
-  sure   the spare lines suffice in any case, so the host need not read how many the request needs
+  request  one cache's part: its books and lines, and its entries of the clock
+  sure     the spare lines suffice in any case, so the host need not read how many the request needs
 
-The host does not wait if all requests are sure. Otherwise it waits once, for the header, and adds the missing spares.
+    prefetch_all   rows of a batch get lines. A batch in flight is not requested again
+    lines_of_all   line numbers of a batch's ids; requests the batch first
+
+The host does not wait for a device if all requests are sure. Otherwise it waits once, for the header, and adds the
+missing spare lines.
 
 Exceptions midway: until rows are loaded, only marks without meaning have changed, and dirty rows to be evicted are in
 the table as well. After that the row of a line is no longer certain, and every cache is rescued: dirty rows that stay
@@ -13,58 +17,186 @@ in their lines are written to the table, and the cache is emptied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.cache.definition import HeaderColumn, Plan
-from tilerec.ops.runtime.upload import upload
-from tilerec.storage.cache_sets import CacheSets
-from tilerec.storage.host_rows import HostRows
+from tilerec.errors import ConfigError
+from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan
+from tilerec.ops.runtime.upload import capturing, upload
+from tilerec.storage.batches_in_flight import Segments
+from tilerec.storage.cache_tensors import CacheTensors
+from tilerec.storage.row_cache import WAYS, RowCache, lock_caches
 
 OPS = torch.ops.tilerec
 
 _MAX_SORT_KEYS = 1 << 61
 
 
-class CacheTensors(NamedTuple):
-    """The tensors of a cache over its current host tensors."""
+@dataclass(frozen=True)
+class WantedRows:
+    """Rows of one cached table that a batch reads."""
 
-    host: list[HostRows]
-    marks: tuple[Any, ...]
-    lines: list[Tensor]
-    dirty_L: Tensor
-    sets: CacheSets
-    counters: Tensor  # int64 [8]; see ops/cache/definition.py
+    cache: RowCache
+    host: Sequence[Tensor]  # the table, then its optimizer's slots
+    segments: Segments
+    names: str = ""  # "feature@table" per segment, joined by ",", for messages; or empty
 
-    def books(self) -> list[Tensor]:
-        sets = self.sets
-        return [
-            sets.line_of_E, sets.row_in_L, sets.named_L, sets.flights_L, sets.count_E, self.dirty_L, self.counters,
-        ]  # fmt: skip
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of the cache."""
-        return [*self.lines, *self.books()]
+def prefetch_all(wanted: Sequence[WantedRows], ids: Tensor) -> None:
+    """Load the rows of a batch into lines. They stay until its update; without an update, until its lookup.
+
+    Raises:
+        InputError: an id is no row. Nothing has changed. (On a GPU, a later op raises it.)
+        ConfigError: a CUDA graph is being captured, or there is no memory for lines.
+    """
+    if wanted and capturing():
+        raise ConfigError(
+            f"Table '{wanted[0].cache.name}': a batch of this cached table is captured in a CUDA graph. The host "
+            "assigns cache lines batch by batch, and every replay would repeat the lines of this batch. Capture "
+            "uncached tables (uncache_tables), or run this step without a capture."
+        )
+    with lock_caches([own.cache for own in wanted]), _outside_of_inference(), _on_device_of(ids):
+        rest = list(wanted)
+        while rest:
+            now: dict[RowCache, WantedRows] = {}
+            later = []
+            for own in rest:
+                cache = own.cache
+                cache.over(own.host)
+                known = cache.in_flight.find(ids, own.segments)
+                if known is not None:
+                    if not ids.is_inference():
+                        continue
+                    cache.in_flight.remove(
+                        known
+                    )  # inference tensors have no version: the ids may have changed
+                if cache in now:  # two tables share these rows
+                    later.append(own)
+                else:
+                    now[cache] = own
+            _request_all(list(now.values()), ids)
+            rest = later
+
+
+def lines_of_all(
+    wanted: Sequence[WantedRows],
+    ids: Tensor,
+    segments: Sequence[tuple[int, int]],
+    tables: Sequence[int],
+    writes: bool,
+) -> Tensor:
+    """Return the current line numbers of a batch's ids, segment after segment.
+
+    Args:
+        wanted: one element per cached table.
+        segments: segments of the batch.
+        tables: per segment, the index of its table in `wanted`; -1: an uncached table, whose ids stay as they are.
+        writes: the caller will change these lines. If False, ids that are no rows get the line of zeros on a GPU: the
+            request has already reported them.
+    """
+    prefetch_all(wanted, ids)
+    lines = _lines(wanted, ids, segments, tables, writes)
+    # Versions do not count writes that bypass torch (to a NumPy array that shares the ids' memory). On a GPU this check
+    # would wait, and no NumPy array shares memory there.
+    if ids.device.type == "cpu" and _any_missing(lines, segments, tables):
+        for own in wanted:
+            batch = own.cache.in_flight.find(ids, own.segments)
+            if batch is not None:
+                own.cache.in_flight.remove(batch)
+        prefetch_all(wanted, ids)
+        lines = _lines(wanted, ids, segments, tables, writes)
+    return lines
+
+
+def _lines(
+    wanted: Sequence[WantedRows],
+    ids: Tensor,
+    segments: Sequence[tuple[int, int]],
+    tables: Sequence[int],
+    writes: bool,
+) -> Tensor:
+    held = [own.cache.tensors for own in wanted]
+    for own in wanted if writes else ():
+        own.cache.may_be_dirty = True
+    none = writes or ids.device.type == "cpu"
+    lines: Tensor = OPS.cache_lines_(
+        ids, [begin for begin, _ in segments], [end for _, end in segments], tables,
+        [own.sets.line_of_E for own in held], [own.dirty_L for own in held] if writes else [],
+        [-1 if none else own.sets.row_in_L.shape[0] for own in held],
+    )  # fmt: skip
+    return lines
+
+
+def _any_missing(lines: Tensor, segments: Sequence[tuple[int, int]], tables: Sequence[int]) -> bool:
+    """Return True if an id of a cached table has no line."""
+    if not lines.numel() or int(lines.min()) >= 0:
+        return False
+    parts = lines.split([end - begin for begin, end in segments])
+    return any(t >= 0 and bool((own < 0).any()) for own, t in zip(parts, tables, strict=True))
+
+
+def _request_all(wanted: Sequence[WantedRows], ids: Tensor) -> None:
+    while wanted:
+        requests = [_request_of(own, ids) for own in wanted]
+        try:
+            for chunk in in_chunks(requests):
+                request(chunk, ids, WAYS)
+                for part in chunk:
+                    batch = part.cache.in_flight.add(ids, part.segments, part.serial, part.bit)
+                    part.cache.count_request(batch.count)
+            return
+        except CacheEmptied:  # caches that hold their rows by now need no second request
+            wanted = [own for own in wanted if own.cache.in_flight.find(ids, own.segments) is None]
+            for own in wanted:
+                own.cache.over(own.host)
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
+    """Leave torch's inference mode: training updates lines that an evaluation has loaded."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _on_device_of(ids: Tensor) -> AbstractContextManager[object]:
+    """Make the GPU of the ids the current one.
+
+    A cache on "cuda" is on the GPU of its batches. A data loader's thread may have another GPU as its current one.
+    """
+    return torch.cuda.device(ids.device) if ids.is_cuda else nullcontext()
 
 
 @dataclass
 class CacheRequest:
     """One cache's part of a request."""
 
+    cache: RowCache
     made: CacheTensors
-    segments: Sequence[tuple[int, int]]
+    segments: Segments
     serial: int
     bit: int
-    alive: int
+    alive: int  # bits of all batches in flight and of this one
     names: str
     sure: bool
-    grow: Callable[[int], CacheTensors]  # takes the number of spare lines that the cache must have
-    rescue: Callable[[Tensor], None]  # takes this cache's entries of the plan
+
+
+def _request_of(own: WantedRows, ids: Tensor) -> CacheRequest:
+    """Return a cache's part of a request, with room for its rows where that is cheap."""
+    cache = own.cache
+    if cache.in_flight.last_serial >= MAX_COUNT - 1:
+        cache.settle()
+        cache.in_flight.last_serial = 0
+    cache.in_flight.release_oldest(ids)
+    held, sure = cache.with_room(sum([end - begin for begin, end in own.segments]))
+    bit, alive = cache.in_flight.next_bit(held.sets.flights_L)
+    return CacheRequest(cache, held, own.segments, cache.in_flight.next_serial(), bit, alive, own.names, sure)
 
 
 class CacheEmptied(Exception):
@@ -76,7 +208,7 @@ def request(requests: Sequence[CacheRequest], ids: Tensor, ways: int) -> None:
 
     Raises:
         InputError: an id is no row; raised by a later op.
-        Emptied: a cache was emptied; the caller repeats the request.
+        CacheEmptied: a cache was emptied; the caller repeats the request.
     """
     begins = [begin for ask in requests for begin, _ in ask.segments]
     ends = [end for ask in requests for _, end in ask.segments]
@@ -107,7 +239,7 @@ def _more(requests: Sequence[CacheRequest], header: Tensor) -> bool:
         missing = counters[HeaderColumn.SPARE] - counters[HeaderColumn.FREE]
         if missing > 0:
             before = ask.made.sets
-            ask.made, made = ask.grow(before.spare + missing), True
+            ask.made, made = ask.cache.with_spare(before.spare + missing), True
             if ask.made.sets is not before:
                 raise CacheEmptied
     return made
@@ -149,7 +281,7 @@ def _move(
 
 
 def _rescue(ask: CacheRequest, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
-    ask.rescue(_entries(plan, header, ids, t))
+    ask.cache.rescue(_entries(plan, header, ids, t))
 
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:

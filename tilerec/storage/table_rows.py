@@ -4,7 +4,7 @@ Nouns
   leaf      the `nn.Parameter` that holds the rows (or a tile's part of them)
   place     first row and column of the leaf in the whole table, and the table's random key; with these, random bits
             do not depend on the plan
-  cache     lines of device memory that hold rows and their slots while batches use them (`cached.py`)
+  cache     lines of device memory that hold rows and their slots while batches use them (`row_cache.py`)
   group     the optimizer numbers shared by the tables that were attached together (`shared_param_group.py`)
   count     number of updates of a table: a tensor in its state. It is on the host; if the optimizer is `capturable`, it
             is on the device of the update, which increments it, as replays of a captured update do
@@ -17,7 +17,6 @@ its sink's number: it pickles like any parameter, there is no back reference, an
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
@@ -33,14 +32,13 @@ from tilerec.ops.gradient.definition import _SINKS, GradientSink, sum_rows
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.readback import on_arrival, poll, wait_all
 from tilerec.ops.runtime.upload import capturing
-from tilerec.ops.update.checks import raise_bad_row
 from tilerec.ops.update.counts import advance, read_counts
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.cached import RowCache, lock_caches
-from tilerec.storage.line_batch import Refuse, per_table, place
+from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
+from tilerec.storage.row_cache import RowCache
 from tilerec.storage.shared_param_group import SharedParamGroup
 
 _HOST = torch.device("cpu")
@@ -202,24 +200,26 @@ class TableRows(GradientSink):
         for table in tables:
             table.about_to_write()
         position = {table.handle: t for t, table in enumerate(tables)}
-        if any([table.cache is not None for table in tables]):  # noqa: C419 - a list takes a third of a generator's time
-            self._take_cached(tables, record)
-            return
-        names = [slot.name for slot in spec.slots]
+        of_feature = [position[handle] for handle in record.sinks]
+        batch = FeatureBatch(
+            tables, [table.leaf for table in tables], record.ids, record.offsets, record.sample_weights, of_feature,
+            record.starts, record.bags,
+        )  # fmt: skip
         hyper = spec.hyper()
         hyper[1] *= self.divisor
-        steps, counts, lr = counting(tables, spec, record.ids.device)
         places = [table.place for table in tables]
-        result = torch.ops.tilerec.update_rows_.default(
-            [table.leaf for table in tables], [table.state[name] for table in tables for name in names], record.grad,
-            record.ids, record.offsets, record.sample_weights, [position[handle] for handle in record.sinks],
-            record.starts, record.bags, record.grad_starts, record.grad_strides, record.means, spec.rule, hyper, steps,
-            [word for own in places for word in own.key], [own.row_offset for own in places],
-            [own.column_offset for own in places], None, counts, lr,
-            self.orders.take([table.handle for table in tables], record),
-        )  # fmt: skip
-        # An op that raises has updated nothing.
-        count_updates(tables, spec)
+        with located(batch, writes=True) as rows:
+            steps, counts, lr = counting(tables, spec, record.ids.device)
+            result = torch.ops.tilerec.update_rows_.default(
+                rows.weights, rows.slots, record.grad, rows.ids, rows.offsets, rows.sample_weights, of_feature,
+                rows.starts, record.bags, record.grad_starts, record.grad_strides, record.means, spec.rule, hyper,
+                steps, [word for own in places for word in own.key], [own.row_offset for own in places],
+                [own.column_offset for own in places], rows.row_names, counts, lr,
+                self.orders.take([table.handle for table in tables], record),
+            )  # fmt: skip
+            # An op that raises has updated nothing.
+            count_updates(tables, spec)
+            rows.updated()
         # On a GPU the result arrives later. An error of an earlier update does not undo this one.
         on_arrival(result, _SkippedRowsReport(spec, tuple([weakref.ref(table) for table in tables])))
         poll(result.device)
@@ -236,75 +236,6 @@ class TableRows(GradientSink):
             # One column each: keys of sums are in the order of the tables, whatever the widths.
             narrow = [t.leaf.detach().as_strided((t.leaf.shape[0], 1), (0, 1)) for t in tables]
             self.orders.make(narrow, [table.handle for table in tables], record)
-
-    def _take_cached(self, tables: Sequence[TableRows], record: GradientRecord) -> None:
-        """Run `take` if some of the tables are cached."""
-        spec, position = self.rule(), {table.handle: t for t, table in enumerate(tables)}
-        of_feature = [position[handle] for handle in record.sinks]
-        hyper = spec.hyper()
-        hyper[1] *= self.divisor
-
-        def refuse(f: int, at: int, id_: int) -> None:
-            raise_bad_row("update_rows_", id_, f, at, tables[of_feature[f]].leaf.shape[0], of_feature[f])
-
-        for table in tables:
-            table.arrive()
-        with lock_caches([table.cache for table in tables]):
-            result = self._update_cached(tables, record, of_feature, spec, hyper, refuse)
-        # On a GPU the result arrives later. An error of an earlier update does not undo this one.
-        on_arrival(result, _SkippedRowsReport(spec, tuple([weakref.ref(table) for table in tables])))
-        poll(result.device)
-
-    def _update_cached(
-        self, tables: Sequence[TableRows], record: GradientRecord, of_feature: list[int], spec: OptimizerSpec,
-        hyper: list[float], refuse: Refuse,
-    ) -> Tensor:  # fmt: skip
-        placed = place(
-            tables, of_feature, record.ids, record.offsets, record.sample_weights, record.starts, record.bags, refuse,
-            writes=True,
-        )  # fmt: skip
-        read = [(tables[t].cache, own) for t, _, own in per_table(tables, of_feature, placed.segments)]
-        places = [table.place for table in tables]
-        steps, counts, lr = counting(tables, spec, placed.ids.device)
-        starts = placed.starts
-        if placed.offsets is not None:
-            starts = list(itertools.accumulate(record.bags, initial=0))[:-1]
-        result: Tensor = torch.ops.tilerec.update_rows_(
-            placed.weights, [slot for own in placed.tensors for slot in own[1:]], record.grad, placed.ids,
-            placed.offsets, placed.sample_weights, of_feature, starts, record.bags, record.grad_starts,
-            record.grad_strides, record.means, spec.rule, hyper, steps, [word for own in places for word in own.key],
-            [own.row_offset for own in places], [own.column_offset for own in places], placed.names, counts, lr,
-        )  # fmt: skip
-        count_updates(tables, spec)
-        for cache, segments in read:
-            assert cache is not None
-            cache.updated(record.ids, segments)
-        return result
-
-    def held(self, rows_U: Tensor) -> list[Tensor]:
-        """Return the tensors that hold these distinct rows and their slots, for writing.
-
-        Rows of a cached table are loaded into lines first.
-        """
-        if self.cache is None:
-            return self.host()
-
-        def refuse(f: int, at: int, id_: int) -> None:
-            raise_bad_row("update_rows_", id_, f, at, self.leaf.shape[0], 0)
-
-        segments = ((0, rows_U.numel()),)
-        self.cache.prefetch(self.host(), rows_U, segments, refuse)
-        self.cache.updates(rows_U, segments)
-        return self.cache.lines
-
-    def places(self, rows_U: Tensor) -> Tensor:
-        """Return the positions of rows in the tensors that `held` returned: row or line numbers."""
-        return rows_U if self.cache is None else self.cache.lines_of_rows(rows_U)
-
-    def wrote(self, rows_U: Tensor) -> None:
-        """Record that the rows of the last `held` were written."""
-        if self.cache is not None:
-            self.cache.updated(rows_U, ((0, rows_U.numel()),))
 
     @property
     def skipped_rows(self) -> int:

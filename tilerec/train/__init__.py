@@ -2,11 +2,12 @@
 
 from tilerec.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
-from tilerec.train.loop import RunResult, train
+from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import override, override_all, settings
 from tilerec.train.report import report
+from tilerec.train.result import RunResult
 from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
 
 __all__ = [

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tilerec.data.batch import Batch
+from tilerec.ops.runtime.gpu import is_gpu
 from tilerec.storage.prefetched_results import StreamEvent
 
 AHEAD = 3
@@ -36,14 +37,13 @@ class DevicePrefetcher:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._prefetch = getattr(model, "prefetch", None)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if is_gpu(device) else None
         self._steps: deque[torch.cuda.Event] = deque()  # recorded at the ends of the latest steps
 
     def __call__(self, batch: Batch) -> Batch:
         """Return the batch on the device, ready for a step on the current stream."""
-        if (
-            self._stream is None or batch.labels.is_cuda
-        ):  # an unknown stream wrote a batch that is on the GPU already
+        # An unknown stream wrote a batch that is on the GPU already.
+        if self._stream is None or is_gpu(batch.labels.device):
             return batch.to(self._device, non_blocking=True)
         self._keep_pace()
         with torch.cuda.stream(self._stream):

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tilerec.train.loop import RunResult
+from tilerec.train.result import RunResult
 
 
 def report(result: RunResult) -> RenderableType:

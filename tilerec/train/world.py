@@ -27,15 +27,13 @@ from tilerec.data.dataset import Dataset
 from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
-from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.spec.plan import ShardingPlan
 from tilerec.torch_private import ignore_in_ddp
-from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import predict
-from tilerec.train.optimizers import attach, tables_of
+from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
 from tilerec.train.rank_batches import Share, shares
+from tilerec.train.run_plan import run_plan
 
 
 @final
@@ -70,7 +68,7 @@ class World:
         model = config.model.build(dataset, device, torch.device("meta"))
         # Attach before planning, because the planner counts the optimizer's state.
         attach(model, config.train.embedding_optimizer)
-        plan = _plan(model, config.parallel, self._group)
+        plan = run_plan(model, config.parallel, self._group)
         return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
@@ -140,16 +138,3 @@ class World:
         """Report this rank's failure to the other ranks, so that they do not wait for it."""
         if self._group is not None and not isinstance(error, CommsError):
             self._group.abort(error)
-
-
-def _plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> ShardingPlan | None:
-    """Return the plan for `shard`; None leaves every choice to the planner."""
-    if config.plan:
-        return ShardingPlan.load(config.plan)
-    if config.sharding == "planned":
-        return None
-    limits = ParameterConstraints(sharding_types=[config.sharding])
-    constraints = {table.config.name: limits for table in tables_of(model)}
-    if not constraints:
-        return None
-    return EmbeddingShardingPlanner(constraints=constraints).collective_plan(model, pg=group)

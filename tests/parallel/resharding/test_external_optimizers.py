@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from tilerec.optim.rowwise_adagrad import RowWiseAdagrad as SteppedRowWiseAdagra
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.sharding.retile import RowState
@@ -139,7 +139,7 @@ def goes_on(kind: str, dense: bool = True) -> None:
         },
         "param_groups": before["param_groups"],
     }  # fmt: skip
-    reshard(dmp, {"ebc": tilings(size, 1, NAMES)})
+    reshard(dmp, {"ebc": tilings(size, 1, NAMES)}, optimizers=[own])
     assert dmp._dmp_wrapped_module is wrapped
     assert dmp.plan.plan["ebc"]["rows"].tiling == tilings(size, 1, NAMES)["rows"]
     assert list(dmp.state_dict()) == keys
@@ -157,7 +157,7 @@ def goes_on(kind: str, dense: bool = True) -> None:
     same(full_state_dict(dmp), full_state_dict(twin))
     same(own.state_dict(), theirs.state_dict())
     # And back again, from what the moved model has become.
-    reshard(dmp, {"ebc": tilings(size, 3, NAMES)})
+    reshard(dmp, {"ebc": tilings(size, 3, NAMES)}, optimizers=[own])
     same(own.state_dict(), theirs.state_dict())
     train(dmp, own, range(4, 5), NAMES, rank, size)
 
@@ -191,13 +191,13 @@ def steps(module: Any, own: Optimizer, group: Group, names: list[str], turns: ra
     train(module, own, turns, names, group.rank, group.size)
 
 
-def test_a_bare_torch_optimizer_is_found_and_has_the_new_leaves_in_its_group() -> None:
+def test_a_bare_torch_optimizer_has_the_new_leaves_in_its_group() -> None:
     def live(group: Group, module: Any) -> None:
         own = torch.optim.Adam([{"params": tables(module), "lr": 0.1}, {"params": module.over.parameters()}])
         listed = own.param_groups[0]["params"]
         steps(module, own, group, NAMES, range(1))
         for turn in (1, 2, 3):
-            reshard(module, {"ebc": tilings(2, 2 * turn, NAMES)})
+            reshard(module, {"ebc": tilings(2, 2 * turn, NAMES)}, optimizers=[own])
             assert own.param_groups[0]["params"] is listed
             assert [id(p) for p in listed] == [id(p) for p in tables(module)]
             assert {id(p) for p in own.state} == {id(p) for g in own.param_groups for p in g["params"]}
@@ -213,7 +213,7 @@ def test_named_parameters_of_torch_keep_their_names_in_order() -> None:
     def live(group: Group, module: Any) -> None:
         own = torch.optim.SGD(list(module.named_parameters()), lr=0.1)
         for turn in (1, 3, 0):
-            reshard(module, {"ebc": tilings(2, turn, NAMES)})
+            reshard(module, {"ebc": tilings(2, turn, NAMES)}, optimizers=[own])
             assert own.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
             assert all(
                 a is b for a, b in zip(own.param_groups[0]["params"], module.parameters(), strict=True)
@@ -231,7 +231,7 @@ def test_state_per_row_moves_between_cuts_by_rows_and_is_refused_by_name_for_col
         steps(module, own, group, BY_ROWS, range(2))
         table = module.ebc.embedding_bags["rows"]
         want = table._logical([own.state[leaf]["sum"] for leaf in table.leaves()]).full()
-        reshard(module, {"ebc": tilings(2, 1, BY_ROWS)})
+        reshard(module, {"ebc": tilings(2, 1, BY_ROWS)}, optimizers=[own])
         assert [id(p) for p in own._bystanders] == [id(p) for p in tables(module) if not p.numel()]
         assert torch.equal(table._logical([own.state[leaf]["sum"] for leaf in table.leaves()]).full(), want)
         steps(module, own, group, BY_ROWS, range(2, 3))
@@ -239,7 +239,7 @@ def test_state_per_row_moves_between_cuts_by_rows_and_is_refused_by_name_for_col
         with pytest.raises(
             ConfigError, match=r"'sum' that RowWiseAdagrad keeps of table 'rows' of module 'ebc'.*cut by"
         ):
-            reshard(module, {"ebc": {"rows": tilings(2, 0, NAMES)["columns"]}})
+            reshard(module, {"ebc": {"rows": tilings(2, 0, NAMES)["columns"]}}, optimizers=[own])
         same(full_state_dict(module), before)
         steps(module, own, group, BY_ROWS, range(3, 4))
 
@@ -254,20 +254,18 @@ def test_state_of_other_shapes_is_refused_by_name_before_anything_moves() -> Non
         with pytest.raises(
             ConfigError, match=r"Adafactor keeps of table 'everywhere' of module 'ebc': got shape"
         ):
-            reshard(module, {"ebc": {"everywhere": tilings(2, 0, NAMES)["one"]}})
+            reshard(module, {"ebc": {"everywhere": tilings(2, 0, NAMES)["one"]}}, optimizers=[own])
         assert module.ebc.exchange is exchange
         steps(module, own, group, ["everywhere", "rows"], range(1, 2))
 
     on_threads(["everywhere", "rows"], live)
 
 
-def test_two_optimizers_of_one_kind_over_a_table_are_told_apart_by_their_order_only() -> None:
+def test_two_optimizers_of_one_kind_over_a_table_are_told_apart_by_their_order() -> None:
     def live(group: Group, module: Any) -> None:
         pair = [torch.optim.SGD(tables(module), lr=lr, momentum=0.9) for lr in (0.1, 0.2)]
         for own in pair:
             steps(module, own, group, NAMES, range(1))
-        with pytest.raises(ConfigError, match=r"ranks cannot match them.*pass optimizers="):
-            reshard(module, {"ebc": tilings(2, 1, NAMES)})
         reshard(module, {"ebc": tilings(2, 1, NAMES)}, optimizers=pair)
         for own in pair:
             assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in tables(module)]
@@ -276,19 +274,84 @@ def test_two_optimizers_of_one_kind_over_a_table_are_told_apart_by_their_order_o
     on_threads(NAMES, live)
 
 
-def forgets_one() -> list[str]:
-    dmp = DistributedModelParallel(model(NAMES), plan={"ebc": tilings(2, 0, NAMES)})
-    given, other = (torch.optim.SGD(tables(dmp), lr=0.1, momentum=0.9) for _ in range(2))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        reshard(dmp, {"ebc": tilings(2, 1, NAMES)}, optimizers=[given])
-    assert other.param_groups
-    return [str(warning.message) for warning in seen]
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_table_that_an_optimizer_steps_does_not_move_without_a_list_of_optimizers(wrapped: bool) -> None:
+    def live(group: Group, module: Any) -> None:
+        named = {n: p for n, p in module.named_parameters() if n.startswith("ebc")}
+        own = (
+            KeyedOptimizerWrapper(named, OPTIMIZERS["Adam"])
+            if wrapped
+            else OPTIMIZERS["Adam"](named.values())
+        )
+        if not wrapped:  # a wrapper is known from the start
+            steps(module, own, group, NAMES, range(1))
+        exchange = module.ebc.exchange
+        with pytest.raises(
+            ConfigError, match=r"reshard: optimizers: got None, but Adam.* steps table 'columns'"
+        ):
+            reshard(module, {"ebc": tilings(2, 1, NAMES)})
+        with pytest.raises(ConfigError, match="rebalance: optimizers: got None, but Adam"):
+            rebalance(module)
+        assert rebalance(module, apply=False).moved is None
+        assert module.ebc.exchange is exchange
+        reshard(module, {"ebc": tilings(2, 1, NAMES)}, optimizers=[own])
+        steps(module, own, group, NAMES, range(1, 2))
+
+    on_threads(NAMES, live)
 
 
-def test_an_optimizer_that_is_not_given_beside_one_that_is_is_named(pool: Pool) -> None:
-    for texts in pool(2).run(forgets_one):
-        assert any("SGD of this process holds tiles" in text for text in texts)
+def test_an_optimizer_that_did_not_move_along_cannot_step_any_more() -> None:
+    def live(group: Group, module: Any) -> None:
+        stale, own, fresh, loaded, partial = (
+            torch.optim.SGD(tables(module), lr=0.1, momentum=0.9) for _ in range(5)
+        )
+        for one in (stale, own):
+            steps(module, one, group, NAMES, range(1))
+        loaded.load_state_dict(copy.deepcopy(stale.state_dict()))
+        reshard(module, {"ebc": {"rows": tilings(2, 1, NAMES)["rows"]}}, optimizers=[own, fresh])
+        for late in (stale, loaded):
+            with pytest.raises(ConfigError, match="SGD: got table 'rows', which was resharded without this"):
+                late.step()
+        steps(module, own, group, NAMES, range(1, 2))
+        new = torch.optim.SGD(tables(module), lr=0.1, momentum=0.9)
+        for one in (new, fresh):
+            steps(module, one, group, NAMES, range(2, 3))
+        assert len(tables(module)) == len(partial.param_groups[0]["params"])
+        one_leaf, two_leaves = tilings(2, 0, NAMES)["one"], tilings(2, 0, NAMES)["two"]
+        reshard(module, {"ebc": {"one": two_leaves, "two": one_leaf}}, optimizers=[own, fresh, new])
+        if group.rank == 0:  # its part of `one` has a second leaf now
+            with pytest.raises(
+                ConfigError, match=r"'one', which was resharded .* it lacks some of its tiles"
+            ):
+                partial.step()
+        reshard(module, {"ebc": tilings(2, 0, NAMES)}, optimizers=[])
+
+    with pytest.warns(
+        UserWarning, match="SGD has stepped tiles of tables that move and is not in optimizers="
+    ):
+        on_threads(NAMES, live)
+
+
+def test_an_optimizer_made_after_a_move_may_have_its_state_before_its_first_step() -> None:
+    def live(group: Group, module: Any) -> None:
+        reshard(module, {"ebc": tilings(2, 1, NAMES)})
+        named = {n: p for n, p in module.named_parameters() if n.startswith("ebc")}
+        own = KeyedOptimizerWrapper(named, OPTIMIZERS["Adam"])
+        own.init_state()
+        steps(module, own, group, NAMES, range(1))
+
+    on_threads(NAMES, live)
+
+
+def test_a_copied_model_has_no_steppers() -> None:
+    def live(group: Group, module: Any) -> None:
+        own = OPTIMIZERS["Adam"](tables(module))
+        steps(module, own, group, NAMES, range(1))
+        twin = copy.deepcopy(module)
+        reshard(twin, {"ebc": tilings(2, 1, NAMES)})
+        steps(module, own, group, NAMES, range(1, 2))
+
+    on_threads(NAMES, live)
 
 
 def test_optimizers_that_share_their_groups_have_each_tile_once() -> None:
@@ -303,7 +366,7 @@ def test_optimizers_that_share_their_groups_have_each_tile_once() -> None:
         own = torch.optim.SGD(tables(module), lr=0.1, momentum=0.9)
         around = Around(own)
         for turn in (1, 3, 4):
-            reshard(module, {"ebc": tilings(2, turn, NAMES)})
+            reshard(module, {"ebc": tilings(2, turn, NAMES)}, optimizers=[own, around])
             assert [id(p) for p in own.param_groups[0]["params"]] == [id(p) for p in tables(module)]
         assert around.param_groups is own.param_groups
 
@@ -314,8 +377,7 @@ def test_an_optimizer_with_some_tiles_of_a_table_is_refused() -> None:
     def live(group: Group, module: Any) -> None:
         own = torch.optim.SGD([module.ebc.embedding_bags["two"].weight], lr=0.1)
         with pytest.raises(ConfigError, match="got some of the 2 tiles"):
-            reshard(module, {"ebc": tilings(2, 1, NAMES)})
-        assert own.param_groups
+            reshard(module, {"ebc": tilings(2, 1, NAMES)}, optimizers=[own])
 
     on_threads(NAMES, live)
 
@@ -328,7 +390,7 @@ def test_gradients_that_wait_for_a_step_move_with_their_cells() -> None:
             own = torch.optim.SGD(tables(m), lr=0.1)
             (m(random_batch(NAMES, ROWS, 3, seed=group.rank))).backward()
             pairs.append((m, own))
-        reshard(module, {"ebc": tilings(2, 1, NAMES)})
+        reshard(module, {"ebc": tilings(2, 1, NAMES)}, optimizers=[pairs[0][1]])
         for m, own in pairs:
             m(random_batch(NAMES, ROWS, 3, seed=7 + group.rank)).backward()
             own.step()
@@ -412,7 +474,7 @@ def test_attached_and_stepped_tables_move_together() -> None:
         stepped = [p for n, p in module.named_parameters() if "two" not in n]
         own = torch.optim.Adam(stepped, lr=0.1)
         steps(module, own, group, NAMES, range(1))
-        reshard(module, {"ebc": tilings(2, 2, NAMES)})
+        reshard(module, {"ebc": tilings(2, 2, NAMES)}, optimizers=[own])
         assert len(own.param_groups[0]["params"]) == len(
             [n for n, _ in module.named_parameters() if "two" not in n]
         )

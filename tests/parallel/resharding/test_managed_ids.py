@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     STEPS,
     alone,
     assert_same,
@@ -32,7 +32,8 @@ from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sharding.tiled_tensor import TiledTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

@@ -17,9 +17,11 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
 from tilerec.parallel.resharding.move_reduction import moved_bytes, permute_ranks
-from tilerec.parallel.resharding.rebalance import Rebalanced, rebalance
+from tilerec.parallel.resharding.rebalance import rebalance
+from tilerec.parallel.resharding.rebalance_decision import Rebalanced
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.planner.planner import EmbeddingShardingPlanner

@@ -18,12 +18,15 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.mover import MoveOptions
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.parallel.two_d.rank_grid import RankGrid
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan
@@ -56,7 +59,9 @@ def group_plan(kinds: tuple[str, ...], case: Case, across: bool) -> dict[str, Ti
 
 def move(module: Any, two_d: TwoD, plan: Any, **options: Any) -> Any:
     budget, progress = options.pop("budget", None), options.pop("progress", False)
-    return reshard_2d(module, two_d, plan, budget, progress, None, time.monotonic(), Interrupts())
+    return reshard_2d(
+        module, two_d, plan, MoveOptions(budget, progress, None, time.monotonic(), Interrupts())
+    )
 
 
 def train(case: Case, module: Any, own: list[Any]) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sharding.test_managed_collision import (
+from tests.sharding.managed_models import (
     STEPS,
     assert_same,
     build,
@@ -27,7 +27,8 @@ from tilerec.parallel.resharding import table_resize as resized_table
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.resize_ids import resize_ids
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, shard_2d
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sharding import resize_ids as sharding_resize_ids
 from tilerec.testing.virtual import run_virtual_ranks

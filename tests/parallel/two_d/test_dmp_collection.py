@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -23,13 +24,15 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.data_parallel import DataParallelWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
-from tilerec.parallel.two_d.dmp_collection import DMPCollection, DMPCollectionConfig
+from tilerec.parallel.two_d.collection_config import DMPCollectionConfig
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.testing.batches import concat_batches, random_batch
 from tilerec.testing.ranks import Ranks
+from tilerec.testing.virtual import run_virtual_ranks
 
 Pool = Callable[[int], Ranks]
 ROWS = {"a": 60, "b": 30, "c": 20}
@@ -99,6 +102,24 @@ def mean_over_ranks(losses: list[float]) -> list[float]:
 
 def whole(dmp: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in full_state_dict(dmp).items()}
+
+
+def test_ranks_may_be_threads() -> None:
+    whole_model = model()
+    whole_model.over.requires_grad_(False)
+
+    def run(group: Group) -> list[dict[str, Tensor]]:
+        two_d = DMPCollection(copy.deepcopy(whole_model), "cpu", PLAN, 4, 2, global_pg=group)
+        one_d = DistributedModelParallel(
+            copy.deepcopy(whole_model), group, plan={"ebc": dict.fromkeys("ab", row_wise()), "ec": row_wise()}
+        )
+        for dmp in (two_d, one_d):
+            dmp(*batch(group.rank, 0)).backward()
+        return [full_state_dict(dmp) for dmp in (two_d, one_d)]
+
+    for got, want in run_virtual_ranks(4, run):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value)
 
 
 # ---------------------------------------------------------------------------------------------------- the face

@@ -24,7 +24,9 @@ from tilerec.modules.row_reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward, set_sparse_grad
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.two_d.rank_grid import RankGrid
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding.update import TileRows, with_moment_scale
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

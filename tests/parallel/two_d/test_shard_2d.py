@@ -24,9 +24,12 @@ from tilerec.optim.wrapper import KeyedOptimizerWrapper
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.interrupts import Interrupts
+from tilerec.parallel.resharding.mover import MoveOptions
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, TwoD, shard_2d
+from tilerec.parallel.two_d.running_groups import TwoD
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.helpers import grid_shard, row_wise, table_row_wise, table_wise
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -183,7 +186,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
 
     plan = run_virtual_ranks(4, planned)[0]
     for text in refused(base, GroupConfig(plan, 2)):
-        assert "made for 4 ranks" in text
+        assert "got a plan for 4 ranks" in text
         assert (
             "a plan is for one sharding group: 2 ranks, numbered from 0, of the 4 ranks of the world" in text
         )
@@ -321,7 +324,7 @@ def test_the_plan_of_averaged_parts_stays_that_of_all_when_one_moves() -> None:
         )
         train(module, group, two, steps=1)
         plan = {"ebc": {"a": table_wise(rank=1), "b": row_wise()}, "deep.ec": table_wise(rank=3)}
-        reshard_2d(module, two, plan, None, False, None, 0.0, Interrupts())
+        reshard_2d(module, two, plan, MoveOptions(None, False, None, 0.0, Interrupts()))
         now = plan_of(module)
         assert now.world_size is None
         assert now.plan["ebc"]["a"].tiling == module.ebc._tables["a"].tiling

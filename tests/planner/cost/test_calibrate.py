@@ -29,7 +29,7 @@ from tilerec.testing.virtual import run_virtual_ranks
 SMALL = {
     "_FAR_BYTES": 2**20,
     "_NEAR_BYTES": 2**16,
-    "_FLUSH": 2**12,
+    "_FLUSH_BYTES": 2**12,
     "_IDS": 480,
     "_REPEATS": 2,
     "_ROUNDS": 1,
@@ -38,7 +38,10 @@ SMALL = {
     "WIDTHS": (16, 64),
 }
 
-FULL = {name: getattr(module, name) for name in SMALL} | {"_LONG": module._LONG, "_FRESH": module._FRESH}
+FULL = {name: getattr(module, name) for name in SMALL} | {
+    "_LONG": module._LONG,
+    "_FRESH_BYTES": module._FRESH_BYTES,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +195,8 @@ def test_the_sizes_are_those_that_the_page_names() -> None:
     mib = 2**20
     assert 64 * mib <= FULL["_FAR_BYTES"] <= 128 * mib  # much larger than caches
     assert mib // 2 <= FULL["_NEAR_BYTES"] <= 2 * mib  # fits the fastest
-    assert 32 * mib <= FULL["_FLUSH"] < 64 * mib
-    assert 32 * mib < FULL["_FRESH"] < 128 * mib
+    assert 32 * mib <= FULL["_FLUSH_BYTES"] < 64 * mib
+    assert 32 * mib < FULL["_FRESH_BYTES"] < 128 * mib
     assert 5 <= FULL["_REPEATS"] <= 20
     assert FULL["_IDS"] % (8 * 2 * 10) == 0  # whole bags of ten, and eight features of bags of two
 
@@ -330,7 +333,7 @@ def test_links_are_the_difference_of_a_large_and_a_small_exchange(
 
 
 def test_new_memory_is_the_median_of_three_and_none_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FRESH", 2**20)
+    monkeypatch.setattr(module, "_FRESH_BYTES", 2**20)
     clock(monkeypatch, [5.0, 2.0, 3.0])
     places = []
     real = module.flat_memory
@@ -388,7 +391,7 @@ def test_a_time_is_taken_as_often_as_is_said_and_without_other_data(monkeypatch:
 
 
 def test_other_data_fill_as_many_bytes_as_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FLUSH", 4096)
+    monkeypatch.setattr(module, "_FLUSH_BYTES", 4096)
     assert bench().others.nbytes == 4096
 
 

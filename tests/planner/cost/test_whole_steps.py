@@ -161,7 +161,7 @@ def test_a_steps_batches_are_of_the_shape_and_take_turns() -> None:
     shape = replace(MIXED, tables=4, rows=1000, bags=5)
     works = shape.works(1)
     works[2] = replace(works[2], dim=24)
-    step, other = (module._Steps(shape, works, Recorder(), rank, torch.device("cpu")) for rank in (0, 1))
+    step, other = (module._ShapeStep(shape, works, Recorder(), rank, torch.device("cpu")) for rank in (0, 1))
     for _ in range(7):
         step()
     assert [batch.keys() for batch in seen] == [["t0", "t1", "t2", "t3"]] * 7

@@ -13,10 +13,11 @@ from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION
 from tilerec.planner.decision import decide
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.explanation import Explainer, explain
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_limits import limits_of_tables
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -112,7 +113,7 @@ def test_a_type_that_no_column_split_is_wide_enough_for_comes_down_to_a_simpler_
         f"{kind} reduces to {simpler} here: no split of its 16 columns into 2 to {most} even tiles leaves "
         f"{MIN_PARTITION} columns by default in each"
     )
-    assert request.limits({})["ebc.a"].types == (ShardingType(simpler),)
+    assert limits_of_tables(request, {})["ebc.a"].types == (ShardingType(simpler),)
     assert reasons(request, "a")["copies over " + str(topology.world_size) + " ranks"] == (
         f"its sharding_types are {kind}"
     )

@@ -13,7 +13,7 @@ import pytest
 from tests.planner.plan_requests import plan_request
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.plan_report import PlanReport, TableEntry
 from tilerec.planner.report.report_text import gap_text, time_text
 from tilerec.planner.report.variation import with_changes

@@ -6,7 +6,7 @@ import pytest
 
 from tests.planner.plan_requests import plan_request, table
 from tilerec.planner.decision import decide
-from tilerec.planner.planner import make_plan
+from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.report.what_if import LEFT_OUT, WhatIf, what_ifs
 from tilerec.spec.plan import Wire

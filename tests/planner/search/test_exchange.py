@@ -9,7 +9,7 @@ import numpy as np
 
 from tilerec.planner.search.exchange import exchange, exchange_hosts, repair
 from tilerec.planner.search.instance import Instance, evaluate, fits
-from tilerec.planner.search.pack import Packing, Rule, pack
+from tilerec.planner.search.pack import Packing, PackingOrder, pack
 from tilerec.planner.search.relaxed import Relaxed, least
 from tilerec.planner.search.work import Work
 
@@ -19,7 +19,7 @@ def test_an_exchange_never_makes_a_plan_worse(small_instance: Callable[..., Inst
     for seed in range(60):
         instance = small_instance(seed)
         relaxed = Relaxed(instance)
-        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.MEMORY, Work(10**10))
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, PackingOrder.MEMORY, Work(10**10))
         if found is None:
             continue
         before = int(evaluate(instance, found.option, found.places).stage.sum())

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tilerec.planner.search import pack as packing
+from tilerec.planner.search.bins import Bins
 from tilerec.planner.search.instance import Instance, evaluate, fits
-from tilerec.planner.search.layers import lay, split
-from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.layers import place_layers, split_for_layers
+from tilerec.planner.search.pack import PackingOrder, pack
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import Work
 
@@ -30,15 +31,15 @@ def crumbs(ranks: int, tables: int, cap: int) -> Instance:
     )
 
 
-@pytest.mark.parametrize("rule", [Rule.TIME, Rule.BOTH])
+@pytest.mark.parametrize("rule", [PackingOrder.TIME, PackingOrder.BOTH])
 def test_layers_come_out_almost_as_level_as_pieces_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, rule: Rule
+    monkeypatch: pytest.MonkeyPatch, rule: PackingOrder
 ) -> None:
     instance = crumbs(32, 900, 450)
     relaxed, option = Relaxed(instance), np.zeros(900, np.int64)
     slow = pack(relaxed, option, rule, Work(10**10))
-    monkeypatch.setattr(packing, "MANY", 8)
-    assert len(split(np.arange(900), instance.pieces[:, 0], 32)[1]) > 300
+    monkeypatch.setattr(packing, "LAYERS_FROM_BINS", 8)
+    assert len(split_for_layers(np.arange(900), instance.pieces[:, 0], 32)[1]) > 300
     quick = pack(relaxed, option, rule, Work(10**10))
     assert slow is not None
     assert quick is not None
@@ -53,21 +54,31 @@ def test_layers_come_out_almost_as_level_as_pieces_one_by_one(
 
 def test_a_table_of_several_pieces_is_never_laid_and_no_table_is_lost() -> None:
     pieces = np.array([1, 2] * 60, np.int64)
-    first, laid, last = split(np.arange(120)[::-1].copy(), pieces, 4)
+    first, laid, last = split_for_layers(np.arange(120)[::-1].copy(), pieces, 4)
     assert np.concatenate([first, laid, last]).tolist() != []
     assert sorted(np.concatenate([first, laid, last]).tolist()) == list(range(120))
     assert (pieces[laid] == 1).all()
     assert len(laid) > 0
-    assert split(np.arange(5), np.ones(5, np.int64), 4)[1].tolist() == []
+    assert split_for_layers(np.arange(5), np.ones(5, np.int64), 4)[1].tolist() == []
 
 
 def test_a_layer_that_finds_too_few_ranks_with_room_says_so() -> None:
     def laid(room: list[int]) -> list[int] | None:
         time, free = np.zeros((2, 1)), np.array(room)[:, None]
-        found = lay(
-            time, np.zeros((1, 0)), free, np.zeros(2, np.int64), np.array([2]), np.zeros(1, np.bool_),
-            np.ones(1), None, np.full((4, 1), 5), np.full((4, 1), 10), np.ones((4, 1)),
+        bins = Bins(
+            time, np.ones((2, 1)), free, free.copy(), np.zeros_like(free), np.zeros(2, np.int64), None, np.array([2]),
+            np.zeros(1, np.bool_), None,
         )  # fmt: skip
+        found = place_layers(
+            bins,
+            time,
+            np.zeros((1, 0)),
+            np.ones(1),
+            None,
+            np.full((4, 1), 5),
+            np.full((4, 1), 10),
+            np.ones((4, 1)),
+        )
         return None if found is None else [*found.tolist(), *time[:, 0].tolist(), *free[:, 0].tolist()]
 
     assert laid([20, 20]) == [0, 1, 0, 1, 10.0, 10.0, 0, 0]

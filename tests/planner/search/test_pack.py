@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tilerec.planner.search.instance import Instance, evaluate, fits
-from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.pack import PackingOrder, pack
 from tilerec.planner.search.relaxed import Relaxed, least
 from tilerec.planner.search.work import Work
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", PackingOrder)
 def test_what_is_packed_is_within_caps_on_allowed_ranks_and_apart(
-    rule: Rule, small_instance: Callable[..., Instance]
+    rule: PackingOrder, small_instance: Callable[..., Instance]
 ) -> None:
     packed = 0
     for seed in range(80):
@@ -57,7 +57,7 @@ def singles(time: list[int], size: list[int], ranks: int, cap: int) -> Instance:
 
 def test_the_largest_piece_comes_first_and_loads_come_out_even() -> None:
     instance = singles([3, 5, 2, 7, 4], [0] * 5, 3, 1)
-    found = pack(Relaxed(instance), np.zeros(5, np.int64), Rule.TIME, Work(10**10))
+    found = pack(Relaxed(instance), np.zeros(5, np.int64), PackingOrder.TIME, Work(10**10))
     assert found is not None
     assert evaluate(instance, found.option, found.places).cost == 7
 
@@ -66,11 +66,11 @@ def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond()
     # 6 + 4 and 5 + 5 fill two ranks of 10; by time a 5 comes first, and the 4 joins the other 5.
     instance = singles([1, 8, 9, 7], [6, 4, 5, 5], 2, 10)
     relaxed, option = Relaxed(instance), np.zeros(4, np.int64)
-    assert pack(relaxed, option, Rule.TIME, Work(10**10)) is None
-    found = pack(relaxed, option, Rule.MEMORY, Work(10**10))
+    assert pack(relaxed, option, PackingOrder.TIME, Work(10**10)) is None
+    found = pack(relaxed, option, PackingOrder.MEMORY, Work(10**10))
     assert found is not None
     assert found.memory[:, 0].tolist() == [10, 10]
-    forced = pack(relaxed, option, Rule.TIME, Work(10**10), force=True)
+    forced = pack(relaxed, option, PackingOrder.TIME, Work(10**10), force=True)
     assert forced is not None
     assert int(forced.memory.sum()) == 20
 
@@ -78,7 +78,7 @@ def test_by_memory_a_tight_fit_is_found_that_time_misses_and_force_goes_beyond()
 def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
     instance = singles([5], [1], 3, 10)
     five = replace(instance, pieces=instance.pieces * 5)
-    found = pack(Relaxed(five), np.zeros(1, np.int64), Rule.TIME, Work(10**10))
+    found = pack(Relaxed(five), np.zeros(1, np.int64), PackingOrder.TIME, Work(10**10))
     assert found is not None
     assert sorted(np.bincount(found.places[0]).tolist()) == [1, 2, 2]
 
@@ -86,7 +86,7 @@ def test_more_pieces_than_ranks_are_repeated_evenly() -> None:
 def test_a_slower_rank_gets_fewer_pieces() -> None:
     """Twelve pieces of 100 ps; on rank 1 each takes three times as long: 9 and 3 take 900 ps on both."""
     instance = replace(singles([100] * 12, [0] * 12, 2, 1), slow=np.array([[1000], [3000]]))
-    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME, Work(10**10))
+    found = pack(Relaxed(instance), np.zeros(12, np.int64), PackingOrder.TIME, Work(10**10))
     assert found is not None
     assert np.bincount([b for (b,) in found.places]).tolist() == [9, 3]
     assert evaluate(instance, found.option, found.places).cost == 900
@@ -96,7 +96,7 @@ def test_a_rank_that_homes_reach_less_gets_more_pieces() -> None:
     # Home takes 12 x 50 on one rank and a third of that on the other.
     instance = singles([100] * 12, [0] * 12, 2, 1)
     instance = replace(instance, home=np.full((12, 1, 1), 50), reach=np.array([[1000], [333]]))
-    found = pack(Relaxed(instance), np.zeros(12, np.int64), Rule.TIME, Work(10**9))
+    found = pack(Relaxed(instance), np.zeros(12, np.int64), PackingOrder.TIME, Work(10**9))
     assert found is not None
     ranks = [where[0] for where in found.places]
     assert (ranks.count(0), ranks.count(1)) == (4, 8)
@@ -116,6 +116,6 @@ def test_pieces_of_a_table_lie_on_as_many_hosts_as_there_are() -> None:
         np.arange(8) // 2,
         shared=np.array([True]),
     )
-    found = pack(Relaxed(instance), np.zeros(1, np.int64), Rule.TIME, Work(10**10))
+    found = pack(Relaxed(instance), np.zeros(1, np.int64), PackingOrder.TIME, Work(10**10))
     assert found is not None
     assert sorted(instance.host_of[list(found.places[0])].tolist()) == [0, 1, 2, 3]

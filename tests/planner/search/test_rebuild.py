@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tilerec.planner.search.instance import Instance, evaluate, fits
-from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.pack import PackingOrder, pack
 from tilerec.planner.search.rebuild import Dice, _Rebuild, rebuild
 from tilerec.planner.search.relaxed import Relaxed, least
 from tilerec.planner.search.uneven_rows import flow
@@ -20,7 +20,7 @@ def test_a_rebuilt_plan_is_never_worse_and_within_caps(small_instance: Callable[
     for seed in range(40):
         instance = small_instance(seed)
         relaxed = Relaxed(instance)
-        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, Rule.BOTH, Work(10**10))
+        found = pack(relaxed, least(relaxed.totals, relaxed.memory).option, PackingOrder.BOTH, Work(10**10))
         if found is None:
             continue
         before = int(evaluate(instance, found.option, found.places).stage.sum())
@@ -47,17 +47,17 @@ def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Calla
         # The option with the most pieces: some share a rank or a host.
         on_host = (instance.width > 1) & (instance.width < instance.ranks)
         pieces = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0)
-        found = pack(relaxed, pieces.argmax(1), Rule.BOTH, Work(10**10))
+        found = pack(relaxed, pieces.argmax(1), PackingOrder.BOTH, Work(10**10))
         if found is None:
             continue
         repeated += any(len(set(where)) < len(where) for where in found.places)
-        state = _Rebuild(relaxed, relaxed.usable, found, 1, False)
+        search = _Rebuild(relaxed, relaxed.usable, found, 1, False)
+        state = search.state
         link = state.mean[instance.host_of][:, state.shared]
         assert np.allclose(state.load[:, state.shared], link, rtol=1e-12, atol=1.0), seed
         for t in range(instance.tables):
-            state._shift(t, -1.0)
-            state._hold(t, -1)
-            if not state._put(t):
+            state.take_out([t])
+            if not search._put_back(t):
                 break
         else:
             now = evaluate(instance, state.option, state.places)
@@ -90,7 +90,7 @@ def lumps_and_water() -> Instance:
 def test_tables_that_pour_over_a_host_count_where_it_has_room() -> None:
     instance = lumps_and_water()
     relaxed = Relaxed(instance)
-    start = pack(relaxed, np.zeros(6, np.int64), Rule.TIME, Work(10**10))
+    start = pack(relaxed, np.zeros(6, np.int64), PackingOrder.TIME, Work(10**10))
     assert start is not None
     found = rebuild(relaxed, relaxed.usable, start, 300, 1, True)
     assert found.memory.tolist() == evaluate(instance, found.option, found.places).memory.tolist()
@@ -111,11 +111,12 @@ def test_what_pours_is_never_taken_for_more_than_it_is_evenly_split(
         instance = replace(instance, divisible=on_host)
         relaxed = Relaxed(instance)
         option = np.where(relaxed.usable, instance.pieces + 100 * on_host, 0).argmax(1)
-        found = pack(relaxed, option, Rule.BOTH, Work(10**10))
+        found = pack(relaxed, option, PackingOrder.BOTH, Work(10**10))
         if found is None:
             continue
         poured, even = (
-            _Rebuild(relaxed, relaxed.usable, found, 1, pour)._objective() for pour in (True, False)
+            _Rebuild(relaxed, relaxed.usable, found, 1, fractional).state.objective()
+            for fractional in (True, False)
         )
         assert poured <= even * (1 + 1e-12) + 1
         less += poured < even - 1
@@ -136,7 +137,7 @@ def test_a_large_piece_is_cut_where_that_is_cheaper() -> None:
         np.zeros(2, np.int64),
     )
     relaxed = Relaxed(instance)
-    start = pack(relaxed, np.zeros(4, np.int64), Rule.TIME, Work(10**10))
+    start = pack(relaxed, np.zeros(4, np.int64), PackingOrder.TIME, Work(10**10))
     assert start is not None
     found = rebuild(relaxed, relaxed.usable, start, 200)
     assert found.option[0] == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tilerec.planner.search.instance import SHARE, Instance, Solution, evaluate, fits
-from tilerec.planner.search.pack import Rule, pack
+from tilerec.planner.search.pack import PackingOrder, pack
 from tilerec.planner.search.relaxed import Relaxed, least
 from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
@@ -118,7 +118,7 @@ def test_of_random_plans_none_gets_dearer_or_leaves_a_cap(small_instance: Callab
         instance = replace(instance, divisible=divisible)
         relaxed = Relaxed(instance)
         option = np.where(divisible.any(1), divisible.argmax(1), least(relaxed.totals, relaxed.memory).option)
-        packed = pack(relaxed, option, Rule.BOTH, Work(10**10))
+        packed = pack(relaxed, option, PackingOrder.BOTH, Work(10**10))
         if packed is None:
             continue
         before = evaluate(instance, packed.option, packed.places)

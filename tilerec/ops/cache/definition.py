@@ -1,6 +1,6 @@
 """Software cache of host tables in device memory. One request assigns lines to the rows of a batch, for all its tables.
 
-Terms (more in `storage/cached.py`)
+Terms (more in `storage/row_cache.py`)
   line      space for one row and its optimizer state on the device. `ways` lines form a set. Row r may be in a line of
             set `r % sets` or in a spare line. Spare lines follow the sets
   books     state of a table's cache: `BOOKS` tensors per table, in this order:
@@ -183,7 +183,7 @@ def raise_bad_row_id(names: str, segment: int, position: int, id_: int, rows: in
     """Raise the `InputError` for an id that is not a row of its table."""
     if names:
         raise_bad_id(names, segment, position, id_, rows)
-    raise_bad_row("cache_ask_", id_, segment, position, rows, table)
+    raise_bad_row("update_rows_", id_, segment, position, rows, table)
 
 
 def cache_ask_reference(
@@ -204,7 +204,8 @@ def cache_ask_reference(
         order int64 `[N]`: position, over all segments, of one occurrence of each key's row.
 
     Raises:
-        InputError: an id that is not a row of its table (on a GPU, a later op raises it). All other ids are processed.
+        InputError: an id that is not a row of its table; nothing has changed. (On a GPU, all other ids are processed,
+            and a later op raises it.)
 
     Example: 2 sets of 2 ways, rows 4, 6, 1 in lines 0, 1, 2; ids (6, 8, 6, 8): row 6 is marked and held, row 8 is
     wanting: distinct rows 2, misses 1, wanting 1. With 9 rows, keys are (4, 10, 10, 10); order begins with 1 or 3.
@@ -214,15 +215,15 @@ def cache_ask_reference(
     header = torch.zeros(len(sets), 8, dtype=torch.int64, device=ids.device)
     total = sum(end - begin for begin, end in zip(begins, ends, strict=True))
     keys_N = torch.full((total,), last, dtype=dtype, device=ids.device)
-    at, stranger = 0, None
+    at = 0
     found: list[tuple[int, Tensor, Tensor]] = []  # table, rows, occurrences
     for s, (begin, end, t) in enumerate(zip(begins, ends, tables, strict=True)):
-        rows_n = ids[begin:end].long()
-        good = (rows_n >= 0) & (rows_n < books[BOOKS * t + LINE_OF].shape[0])
-        if not good.all() and stranger is None:
-            where = int((~good).nonzero()[0])
-            stranger = (s, begin + where, int(rows_n[where]), books[BOOKS * t + LINE_OF].shape[0], t)
-        found.append((t, rows_n[good], torch.arange(at, at + end - begin, device=ids.device)[good]))
+        rows_n, rows = ids[begin:end].long(), books[BOOKS * t + LINE_OF].shape[0]
+        bad_n = (rows_n < 0) | (rows_n >= rows)
+        if bad_n.any():
+            where = int(bad_n.nonzero()[0])
+            raise_bad_row_id(names, s, begin + where, int(rows_n[where]), rows, t)
+        found.append((t, rows_n, torch.arange(at, at + end - begin, device=ids.device)))
         at += end - begin
     for t, count in enumerate(sets):
         line_of, _, named, flights, counts, _, _ = books[BOOKS * t : BOOKS * (t + 1)]
@@ -252,8 +253,6 @@ def cache_ask_reference(
             (HeaderColumn.WANTING, rows_M),
         ):
             header[t, column] = number.numel()
-    if stranger is not None:
-        raise_bad_row_id(names, *stranger)
     sorted_N, order_N = torch.sort(keys_N, stable=True)
     return header, sorted_N, order_N
 
@@ -330,8 +329,11 @@ def cache_plan_reference(
 
 def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     """Return a table's entries of the plan: wanting rows, then spare lines."""
-    own = torch.cat((plan[:, : int(header[:, HeaderColumn.WANTING].sum())], plan[:, ids:]), 1)
-    return own[:, own[Plan.TABLE] == t]
+    counts = header[:, HeaderColumn.WANTING].tolist()
+    first = sum(counts[:t])
+    spare = (plan[Plan.TABLE, ids:] == t).nonzero()[:, 0]
+    wanting = plan[:, first : first + counts[t]]
+    return torch.cat((wanting, plan[:, ids + spare]), 1) if spare.numel() else wanting
 
 
 def _indexable(tensor: Tensor) -> Tensor:
@@ -352,17 +354,19 @@ def cache_move_reference_(
         comes: True loads rows into their lines, from the table or from spare lines. False writes evicted dirty rows to
             the table.
     """
-    for line, home, t in zip(lines, host, tables, strict=True):
+    for t in dict.fromkeys(tables):
         _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
-        line, home = _indexable(line), _indexable(home)
-        if not comes:
-            out = (dirty_M % 2 == 1) & (leaves_M >= 0)
-            home[leaves_M[out]] = line[line_M[out]]
-            continue
-        takes = (row_M >= 0) & (line_M >= 0)
-        moved, loaded = takes & (from_M >= 0), takes & (from_M < 0)
-        line[line_M[moved]] = line[from_M[moved]]
-        line[line_M[loaded]] = home[row_M[loaded]]
+        out_M = (dirty_M % 2 == 1) & (leaves_M >= 0)
+        takes_M = (row_M >= 0) & (line_M >= 0)
+        moved_M, loaded_M = takes_M & (from_M >= 0), takes_M & (from_M < 0)
+        for own, line, home in zip(tables, map(_indexable, lines), map(_indexable, host), strict=True):
+            if own != t:
+                continue
+            if not comes:
+                home[leaves_M[out_M]] = line[line_M[out_M]]
+                continue
+            line[line_M[moved_M]] = line[from_M[moved_M]]
+            line[line_M[loaded_M]] = home[row_M[loaded_M]]
 
 
 def cache_seat_reference_(

@@ -34,7 +34,7 @@ from tilerec.ops.gradient.concatenate import joined
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import SavedRows
 from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.update.calls import Features, Gradients, SumCall
+from tilerec.ops.update.calls import SumCall
 from tilerec.torch_private import after_backward, disable_dynamo, graph_task_id
 
 
@@ -391,25 +391,23 @@ def _pooled_layout(
 
 
 def submit_sequence(
-    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int]
-) -> None:
-    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag."""
-    bounds, dim, zeros = starts.tolist(), grad.shape[1], [0] * len(tables)
-    bags = [end - begin for begin, end in itertools.pairwise(bounds)]
-    places = [begin * dim for begin in bounds[:-1]]
-    features = Features(tables, bounds[:-1], bags, places, [dim] * len(tables), zeros)
-    submit_record(sinks, ticket, [dim] * sinks.numel(), Gradients(grad, ids, None, None, features))
+    sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int],
+    first_ids: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """Submit a sequence lookup's output gradient [N, D]: every id is its own bag.
 
-
-def submit_record(sinks: Tensor, ticket: Tensor, dims: Sequence[int], record: Gradients) -> None:
-    """Submit a lookup's gradient record. `sinks`, `dims`: per table."""
-    handles, (tables, *lists) = sinks.tolist(), record.features
-    grad, ids, offsets, sample_weights, _ = record
-    starts, bags, places, strides, means = map(tuple, lists)
+    Args:
+        starts: per feature, the first row of its gradients, and last their number.
+        first_ids: per feature, the position of its first id; None: `starts`.
+    """
+    bounds, handles = starts.tolist(), sinks.tolist()
+    bags = tuple([end - begin for begin, end in itertools.pairwise(bounds)])
+    places = tuple([begin * grad.shape[1] for begin in bounds[:-1]])
+    dims = (grad.shape[1],) * len(bags)
     submit(
         GradientRecord(
-            _use_ticket(ticket), grad, ids, offsets, sample_weights, tuple(handles[t] for t in tables),
-            tuple(dims[t] for t in tables), starts, bags, places, strides, means,
+            _use_ticket(ticket), grad, ids, None, None, tuple([handles[t] for t in tables]), dims,
+            tuple(bounds[:-1] if first_ids is None else first_ids), bags, places, dims, (0,) * len(bags),
         )
     )  # fmt: skip
 

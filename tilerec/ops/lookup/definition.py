@@ -39,6 +39,7 @@ from tilerec.ops.gradient.definition import (
 )
 from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
 from tilerec.ops.lookup.checks import check_covered
+from tilerec.ops.lookup.row_location import RowLocation
 from tilerec.ops.lookup.saved_rows import (
     SavedRows,
     copy_rows,
@@ -249,8 +250,9 @@ def _dense_grads(
 
 
 def _reader(
-    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: PooledLayout, names: str
-) -> SavedRows | None:
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, offsets: Tensor, layout: PooledLayout, names: str,
+    location: RowLocation | None,
+) -> SavedRows | None:  # fmt: skip
     """Return a reader of the rows that the gradient of sample weights needs; None while torch traces.
 
     Compiled programs save the tables as torch's own ops do, and raise an error if they were written in between.
@@ -264,13 +266,15 @@ def _reader(
         return names.split(",")[tables.index(t)].rpartition("@")[2] or str(t)
 
     def copy(features: Sequence[int]) -> list[Tensor]:
+        if location is not None:
+            return location.copies(features, updates=sinks.shape[0] > 0)
         segments = id_segments(offsets, *bag_starts([keys[f] for f in features], batches))
         return [
             copy_rows(weights[tables[f]], ids[begin:end])
             for f, (begin, end) in zip(features, segments, strict=True)
         ]
 
-    reader = SavedRows(tables, {t: weights[t] for t in used}, name, copy)
+    reader = SavedRows(tables, {} if location is not None else {t: weights[t] for t in used}, name, copy)
     # Rows without an attached optimizer may be reset, loaded and moved as well; their leaf stores its sink.
     handles = sinks.tolist() if sinks.shape[0] else [getattr(w, "_tilerec_sink", -1) for w in weights]
     register_saved_rows({t: handles[t] for t in used}, reader)
@@ -290,6 +294,16 @@ def _sample_weight_grad(
     return out
 
 
+def _refuse_captured(captured: Sequence[bool], names: str, tables: Sequence[int]) -> None:
+    """Raise the error of `torch.autograd.grad` for a table whose rows are not in its leaf."""
+    if any(captured):
+        table = names.split(",")[tables.index(captured.index(True))].rpartition("@")[2]
+        raise RuntimeError(
+            f"Table '{table}': torch.autograd.grad cannot return the gradient of a cached table, which is applied at "
+            "the end of the backward pass. Call loss.backward()."
+        )
+
+
 class _PooledLookup(torch.autograd.Function):
     """Inputs: non-tensors in one tuple, the batch's tensors, the tables (every input costs autograd time)."""
 
@@ -297,17 +311,20 @@ class _PooledLookup(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Any, ...], ids: Tensor, offsets: Tensor, sample_weights: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        sinks, layout, dtype, names = call
+        sinks, layout, dtype, names, location = call
         with BelowAutograd():
-            out, ticket = _OPS.pooled_lookup.default(
-                weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
-            )
+            if location is None:
+                out, ticket = _OPS.pooled_lookup.default(
+                    weights, sinks, ids, offsets, sample_weights, *layout, dtype, names
+                )
+            else:
+                out, ticket = location.pooled_lookup(layout, dtype, updates=sinks.shape[0] > 0)
         ctx.save_for_backward(ids, offsets, sample_weights)
         ctx.leaves = (weights, sinks, ticket)
-        ctx.layout = layout
+        ctx.layout, ctx.names, ctx.location = layout, names, location
         ctx.reader = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
-            ctx.reader = _reader(weights, sinks, ids, offsets, layout, names)
+            ctx.reader = _reader(weights, sinks, ids, offsets, layout, names, location)
         ctx.mark_non_differentiable(ticket)
         return out, ticket
 
@@ -319,7 +336,13 @@ class _PooledLookup(torch.autograd.Function):
         grad = grads[0].contiguous()
         sample_grad = None
         if sample_weights is not None and ctx.needs_input_grad[3]:
-            sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, ctx.layout)
+            if ctx.location is None:
+                sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, ctx.layout)
+            else:
+                updates = sinks.shape[0] > 0
+                sample_grad = ctx.location.sample_weight_grad(
+                    grad, ctx.layout, ctx.reader.rows(), updates=updates
+                )
             sample_grad = sample_grad.to(sample_weights.dtype)
         weight_grads: list[Tensor | None] = [None] * len(weights)
         used = set(ctx.layout.tables)
@@ -329,6 +352,8 @@ class _PooledLookup(torch.autograd.Function):
             if sinks.shape[0]:
                 reach = _reach(ctx, grad, sinks, wanted)
                 wanted = reach.captured
+                if ctx.location is not None:
+                    _refuse_captured(wanted, ctx.names, ctx.layout.tables)
                 if reach.submits:
                     dims = [w.shape[1] for w in weights]
                     submits = (
@@ -346,12 +371,15 @@ class _SequenceLookup(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Any, ...], ids: Tensor, starts: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sinks, tables, dtype, names = call
+        sinks, tables, dtype, names, location = call
         with BelowAutograd():
-            out, ticket = _OPS.sequence_lookup.default(weights, sinks, ids, starts, tables, dtype, names)
+            if location is None:
+                out, ticket = _OPS.sequence_lookup.default(weights, sinks, ids, starts, tables, dtype, names)
+            else:
+                out, ticket = location.sequence_lookup(dtype, updates=sinks.shape[0] > 0)
         ctx.save_for_backward(ids, starts)
         ctx.leaves = (weights, sinks, ticket)
-        ctx.tables = tables
+        ctx.tables, ctx.names, ctx.location = tables, names, location
         ctx.mark_non_differentiable(ticket)
         return out, ticket
 
@@ -368,7 +396,11 @@ class _SequenceLookup(torch.autograd.Function):
             if sinks.shape[0]:
                 reach = _reach(ctx, grad, sinks, wanted)
                 wanted = reach.captured
-                if reach.submits:
+                if ctx.location is not None:
+                    _refuse_captured(wanted, ctx.names, ctx.tables)
+                if reach.submits and ctx.location is not None:
+                    submit_sequence(reach.sinks, ticket, grad, ids, starts, ctx.tables, ctx.location.starts)
+                elif reach.submits:
                     submits = (
                         submit_sequence
                         if can_bypass_dispatcher((grad, ids))
@@ -394,42 +426,54 @@ def _differentiates(weights: Sequence[Tensor], sample_weights: Tensor | None) ->
     )
 
 
-def _pooled_lookup_autograd(*args: Any) -> Any:
+def _pooled_lookup_autograd(*args: Any, location: RowLocation | None = None) -> Any:
     """Take the op's arguments, and pass them on without a record."""
-    if not _differentiates(args[0], args[4]):
-        with BelowAutograd():
-            return _OPS.pooled_lookup.default(*args)
-    (weights, sinks, *batch), (dtype, names) = args[:5], args[9:]
-    return _PooledLookup.apply((sinks, PooledLayout(*args[5:9]), dtype, names), *batch, *weights)
+    layout = PooledLayout(*args[5:9])
+    if _differentiates(args[0], args[4]):
+        (weights, sinks, *batch), (dtype, names) = args[:5], args[9:]
+        return _PooledLookup.apply((sinks, layout, dtype, names, location), *batch, *weights)
+    with BelowAutograd():
+        if location is not None:
+            return location.pooled_lookup(layout, args[9], updates=False)
+        return _OPS.pooled_lookup.default(*args)
 
 
-def _sequence_lookup_autograd(*args: Any) -> Any:
-    if not _differentiates(args[0], None):
-        with BelowAutograd():
-            return _OPS.sequence_lookup.default(*args)
+def _sequence_lookup_autograd(*args: Any, location: RowLocation | None = None) -> Any:
     weights, sinks, ids, starts, tables, dtype, names = args
-    return _SequenceLookup.apply((sinks, tables, dtype, names), ids, starts, *weights)
+    if _differentiates(weights, None):
+        return _SequenceLookup.apply((sinks, tables, dtype, names, location), ids, starts, *weights)
+    with BelowAutograd():
+        if location is not None:
+            return location.sequence_lookup(dtype, updates=False)
+        return _OPS.sequence_lookup.default(*args)
 
 
 LIBRARY.impl("pooled_lookup", _pooled_lookup_autograd, "Autograd")
 LIBRARY.impl("sequence_lookup", _sequence_lookup_autograd, "Autograd")
 
 
-def pooled_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
+def pooled_lookup(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any, location: RowLocation | None = None
+) -> Any:
     """Run the op `tilerec::pooled_lookup`.
 
     Call its autograd formula directly if no mode or tracer is active: the dispatcher would call the same function, but
     box and unbox all arguments first.
+
+    Args:
+        location: where the rows are, if not in `weights`; not for compiled programs.
     """
-    if can_bypass_dispatcher((ids, *weights)):
-        return _pooled_lookup_autograd(weights, sinks, ids, *rest)
+    if location is not None or can_bypass_dispatcher((ids, *weights)):
+        return _pooled_lookup_autograd(weights, sinks, ids, *rest, location=location)
     return _OPS.pooled_lookup(weights, sinks, ids, *rest)
 
 
-def sequence_lookup(weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any) -> Any:
-    """Run the op `tilerec::sequence_lookup`; bypasses the dispatcher as `pooled_lookup` does."""
-    if can_bypass_dispatcher((ids, *weights)):
-        return _sequence_lookup_autograd(weights, sinks, ids, *rest)
+def sequence_lookup(
+    weights: Sequence[Tensor], sinks: Tensor, ids: Tensor, *rest: Any, location: RowLocation | None = None
+) -> Any:
+    """Run the op `tilerec::sequence_lookup`; arguments and dispatch as of `pooled_lookup`."""
+    if location is not None or can_bypass_dispatcher((ids, *weights)):
+        return _sequence_lookup_autograd(weights, sinks, ids, *rest, location=location)
     return _OPS.sequence_lookup(weights, sinks, ids, *rest)
 
 

@@ -1,4 +1,4 @@
-"""Read many device scalars with one synchronization per device.
+"""Reads of tensors by the host: many device scalars with one synchronization per device.
 
 int(count) for each of 26 tables' counts on a GPU     26 synchronizations
 fetch(counts)                                         1 synchronization
@@ -28,3 +28,8 @@ def fetch(numbers: Sequence[Tensor]) -> list[int]:
         for at, value in zip(own, together, strict=True):
             found[at] = value
     return found
+
+
+def host_readable(tensor: Tensor) -> bool:
+    """Return True if the host can read the tensor's values at once: no device has to finish its work first."""
+    return tensor.device.type == "cpu"

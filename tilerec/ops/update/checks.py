@@ -20,6 +20,11 @@ UNKNOWN_ROWS = (1 << 63) - 1
 """Number of rows of a table if it is unknown: it allows every 64-bit id but the last."""
 
 
+def slot_kinds(rule: Rule) -> str:
+    """Return one letter per slot of the rule: "e" (one number per element) or "r" (one per row)."""
+    return "".join(kind[0] for kind in rule.slot_kinds)
+
+
 def check_record(op: str, record: Gradients) -> None:
     """Raise an `InputError` for tensors of a record that are not flat lists, or for lists of different lengths."""
     _, ids, offsets, sample_weights, features = record
@@ -92,7 +97,7 @@ def check_reach(op: str, sizes: RecordSizes, dims: Sequence[int], features: Feat
 def check_tables(op: str, tables: RuleTables, kinds: str, dims: Sequence[int] | None = None) -> None:
     """Raise an `InputError` for tables, slots or per-table lists that do not match.
 
-    `kinds`: of the rule's slots (`Rule.kinds`); `dims`: of parts, the columns of whole rows.
+    `kinds`: of the rule's slots (`slot_kinds`); `dims`: of parts, the columns of whole rows.
     """
     weights, slots, rule, count = tables.weights, tables.slots, tables.rule, len(tables.weights)
     lists: list[tuple[Sequence[object], int]] = [

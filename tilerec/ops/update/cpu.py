@@ -8,6 +8,7 @@ Legend: T tables, F features, N ids, U distinct rows, D columns of a table, W co
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
@@ -41,12 +42,13 @@ from tilerec.ops.update.checks import (
     check_tables,
     raise_bad_offset,
     raise_bad_row,
+    slot_kinds,
 )
 from tilerec.ops.update.counts import advance, resolve_counts
 from tilerec.ops.update.definition import update_rows_reference_
 from tilerec.ops.update.parts import rule_apply_reference_, rule_partials_reference, sums_per_row
 from tilerec.ops.update.row_sums import sum_row_gradients_reference
-from tilerec.ops.update.rules import RULES, make_rule
+from tilerec.ops.update.rules import RULES, is_registered, make_rule
 
 # Empty tensors have a null address, which for the library would mean that every id is its own bag.
 _EMPTY = ctypes.c_int64()
@@ -84,6 +86,12 @@ def _describe(op: str, record: Gradients) -> tuple[GradientArguments, object]:
     return arguments, (numbers, grad, ids, offsets, sample_weights)
 
 
+@functools.lru_cache(maxsize=64)
+def _slot_kinds(rule: str, hyper: tuple[float, ...]) -> str:
+    """Return `slot_kinds` of a rule; raise the errors of `make_rule`."""
+    return slot_kinds(make_rule(rule, hyper))
+
+
 class _Rules:
     """Numbers of the rules in the library, and tables of a call as the library reads them."""
 
@@ -91,13 +99,12 @@ class _Rules:
         self._numbers = {name: int(library.tr_rule_number(name.encode())) for name in RULES}
 
     def describe(self, op: str, tables: RuleTables) -> tuple[RowsRecord, object] | None:
-        """Return the tables, and the memory of their lists; None: the library cannot read the slots."""
+        """Return the tables, and the memory of their lists; None: the library does not know the slots or the rule."""
         weights, slots, rule, hyper, steps, seeds, row_offsets, column_offsets, *_ = tables
-        known = RULES.get(rule)
-        if known is None or (rule != "store" and len(hyper) != len(known.names) + 4):
-            make_rule(rule, hyper)  # raises
-            raise AssertionError(f"{op}: rule {rule!r} with {len(hyper)} numbers is unknown here")
-        kinds = known.kinds_of(hyper)
+        if is_registered(rule):
+            return None
+        # A schedule changes the learning rate, on which the slots do not depend.
+        kinds = _slot_kinds(rule, (0.0, *hyper[1:]) if hyper else ())
         count = len(weights)
         # Lists and sets, not generators: with 26 tables every tenth of a microsecond counts 26 times.
         shapes = [w.shape for w in weights]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, SumCall, UpdateCall, taking_arguments
-from tilerec.ops.update.checks import check_ids, check_reach, check_record, check_tables
+from tilerec.ops.update.checks import check_ids, check_reach, check_record, check_tables, slot_kinds
 from tilerec.ops.update.counts import advance, resolve_counts
 from tilerec.ops.update.parts import (
     Part,
@@ -76,7 +76,7 @@ def update_rows_reference_(call: UpdateCall) -> Tensor:
     op, record = "update_rows_", call.gradients
     tables = resolve_counts(op, call.tables)
     made = make_rule(tables.rule, tables.hyper)
-    check_tables(op, tables, made.kinds)
+    check_tables(op, tables, slot_kinds(made))
     check_record(op, record)
     check_reach(op, record.sizes, tables.columns, record.features)
     check_ids(op, record, tables.rows)

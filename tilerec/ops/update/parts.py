@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tilerec.ops.random.definition import ROUNDED, random_words, stochastic_round
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
-from tilerec.ops.update.checks import check_names, check_parts, check_rows, check_tables
+from tilerec.ops.update.checks import check_names, check_parts, check_rows, check_tables, slot_kinds
 from tilerec.ops.update.counts import advance, resolve_counts
 from tilerec.ops.update.row_sums import accum_dtype
-from tilerec.ops.update.rules import BLOCK, Rule, RuleInputs, add_blocks, block_sums, make_rule
+from tilerec.ops.update.rules import BLOCK, Rule, UpdateCount, add_blocks, block_sums, make_rule
 
 
 class Part(NamedTuple):
@@ -63,7 +63,7 @@ def rule_partials_reference(call: PartialsCall) -> Tensor:
     op = "rule_partials"
     tables = resolve_counts(op, call.tables)
     made = make_rule(tables.rule, tables.hyper)
-    check_tables(op, tables, made.kinds, call.parts.dims)
+    check_tables(op, tables, slot_kinds(made), call.parts.dims)
     check_parts(op, made, tables, call.parts, call.phase)
     check_rows(op, call.parts.rows, tables.weights)
     return torch.cat(
@@ -76,13 +76,13 @@ def rule_partials_reference(call: PartialsCall) -> Tensor:
     )
 
 
-def _gathered(made: Rule, tables: RuleTables, part: Part) -> RuleInputs:
+def _gathered(made: Rule, tables: RuleTables, part: Part) -> UpdateCount:
     dtype, grad_scale = accum_dtype(part.weight.dtype), made.h["grad_scale"]
     g = part.grads_UW.to(dtype)
     if grad_scale != 1.0:
         g = g / grad_scale
     w, slots = part.weight[part.rows_U].to(dtype), [slot[part.rows_U].to(dtype) for slot in part.slots]
-    return RuleInputs(g, w, slots, part.scalars_PU, part.dim, tables.steps[part.t])
+    return UpdateCount(g, w, slots, part.scalars_PU, part.dim, tables.steps[part.t])
 
 
 def partials(
@@ -111,7 +111,7 @@ def rule_apply_reference_(call: ApplyCall) -> None:
     op = "rule_apply_"
     tables = resolve_counts(op, call.tables)
     made = make_rule(tables.rule, tables.hyper)
-    check_tables(op, tables, made.kinds, call.parts.dims)
+    check_tables(op, tables, slot_kinds(made), call.parts.dims)
     check_parts(op, made, tables, call.parts, None)
     check_rows(op, call.parts.rows, tables.weights)
     names = names_of(op, tables)

@@ -32,7 +32,7 @@ from tilerec.errors import ConfigError
 BLOCK = 8
 
 
-class RuleInputs(NamedTuple):
+class UpdateCount(NamedTuple):
     """Inputs of a rule in one step: gathered rows, in fp32 (fp64 for fp64 tables)."""
 
     g_UW: Tensor
@@ -47,7 +47,7 @@ class Rule:
     """One optimizer's arithmetic. `hyper` always begins with lr, grad_scale, weight_decay, stochastic_rounding."""
 
     phases: int = 0
-    kinds: str = ""  # one letter per slot: "e" (one number per element) or "r" (one per row)
+    slot_kinds: tuple[str, ...] = ()
     keeps: ClassVar[bool] = True  # rows whose gradient is not finite stay unchanged
     names: ClassVar[tuple[str, ...]] = ()
 
@@ -60,22 +60,16 @@ class Rule:
             )
         self.h = dict(zip(wanted, hyper, strict=True))
         self.lr, self.wd = self.h["lr"], self.h["weight_decay"]
-        self.kinds = self.kinds_of(hyper)
-
-    @classmethod
-    def kinds_of(cls, hyper: Sequence[float]) -> str:
-        """Return the kinds of the slots that a rule with these numbers has."""
-        return cls.kinds
 
     def sums(self, phase: int) -> int:
         """Return the number of row sums of the phase, equal to its number of `terms`."""
         return 1
 
-    def terms(self, phase: int, x: RuleInputs) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         """Return the elementwise terms `[U, W]` whose row sums this phase needs."""
         raise AssertionError(f"{type(self).__name__} has no phase {phase}")
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         """Return new row values `[U, W]` and new slots."""
         raise AssertionError
 
@@ -88,8 +82,8 @@ class StoreRule(Rule):
     def __init__(self, hyper: Sequence[float]) -> None:
         super().__init__(tuple(hyper) or (0.0, 1.0, 0.0, 0.0))
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        return x.g_UW, []
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        return step.g_UW, []
 
 
 class SgdRule(Rule):
@@ -97,30 +91,30 @@ class SgdRule(Rule):
 
     names = ("momentum", "nesterov")
 
-    @classmethod
-    def kinds_of(cls, hyper: Sequence[float]) -> str:
-        return "e" if hyper[4] else ""
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(hyper)
+        self.slot_kinds = ("element",) if self.h["momentum"] else ()
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        g = x.g_UW + self.wd * x.w_UW if self.wd else x.g_UW
-        if not x.slots:
-            return x.w_UW - self.lr * g, []
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
+        if not step.slots:
+            return step.w_UW - self.lr * g, []
         mu = self.h["momentum"]
-        m = mu * x.slots[0] + g
-        return x.w_UW - self.lr * (g + mu * m if self.h["nesterov"] else m), [m]
+        m = mu * step.slots[0] + g
+        return step.w_UW - self.lr * (g + mu * m if self.h["nesterov"] else m), [m]
 
 
 class AdagradRule(Rule):
     """g += wd w;  s += g^2;  w -= lr / (1 + (t-1) lr_decay) g / (sqrt(s) + eps)."""
 
     names = ("eps", "lr_decay")
-    kinds = "e"
+    slot_kinds = ("element",)
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        g = x.g_UW + self.wd * x.w_UW if self.wd else x.g_UW
-        s = x.slots[0] + g * g
-        lr = self.lr / (1 + (x.t - 1) * self.h["lr_decay"])
-        return x.w_UW - lr * (g / (torch.sqrt(s) + self.h["eps"])), [s]
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
+        s = step.slots[0] + g * g
+        lr = self.lr / (1 + (step.t - 1) * self.h["lr_decay"])
+        return step.w_UW - lr * (g / (torch.sqrt(s) + self.h["eps"])), [s]
 
 
 class RowWiseAdagradRule(Rule):
@@ -132,76 +126,77 @@ class RowWiseAdagradRule(Rule):
     """
 
     names = ("eps", "decay_mode", "max_norm")
-    kinds = "r"
+    slot_kinds = ("row",)
 
     def __init__(self, hyper: Sequence[float]) -> None:
         super().__init__(hyper)
         self.phases = 2 if self.h["max_norm"] > 0 else 1
 
-    def _moved(self, x: RuleInputs) -> tuple[Tensor, Tensor]:
-        s = x.slots[0] + x.scalars_PU[0] / x.dim
+    def _moved(self, step: UpdateCount) -> tuple[Tensor, Tensor]:
+        s = step.slots[0] + step.scalars_PU[0] / step.dim
         k = self.lr / (torch.sqrt(s) + self.h["eps"])
         mode = int(self.h["decay_mode"])
-        w = x.w_UW
+        w = step.w_UW
         if mode == 1:
             w = (1 - k * self.wd)[:, None] * w
         elif mode == 2:
             w = (1 - self.lr * self.wd) * w
-        return w - k[:, None] * x.g_UW, s
+        return w - k[:, None] * step.g_UW, s
 
-    def terms(self, phase: int, x: RuleInputs) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         if phase == 0:
-            g = x.g_UW + self.wd * x.w_UW if int(self.h["decay_mode"]) == 1 else x.g_UW
+            g = step.g_UW + self.wd * step.w_UW if int(self.h["decay_mode"]) == 1 else step.g_UW
             return [g * g]
-        moved, _ = self._moved(x)
+        moved, _ = self._moved(step)
         return [moved * moved]
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        w, s = self._moved(x)
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        w, s = self._moved(step)
         if self.phases == 2:
-            norm = torch.sqrt(x.scalars_PU[1])
+            norm = torch.sqrt(step.scalars_PU[1])
             limit = self.h["max_norm"]
             w = torch.where((norm > limit)[:, None], w * (limit / norm)[:, None], w)
         return w, [s]
 
 
 class _Moments(Rule):
-    """First and second moments with bias correction; `row_step`, the last number, adds a slot with a row's count."""
+    """First and second moments with bias correction; `row_step` counts a row's own updates in a last slot."""
 
     row_wise_second: ClassVar[bool] = False
 
-    @classmethod
-    def kinds_of(cls, hyper: Sequence[float]) -> str:
-        row_step = hyper[-1]
-        return ("er" if cls.row_wise_second else "ee") + ("r" if row_step else "")
+    def __init__(self, hyper: Sequence[float]) -> None:
+        super().__init__(hyper)
+        self.slot_kinds = ("element", "row" if self.row_wise_second else "element")
+        if self.h["row_step"]:
+            self.slot_kinds += ("row",)
 
-    def _moments(self, x: RuleInputs, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _moments(self, step: UpdateCount, g: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return m [U, W], v broadcastable to [U, W], and the new slots."""
         b1, b2 = self.h["beta1"], self.h["beta2"]
-        m = b1 * x.slots[0] + (1 - b1) * g
+        m = b1 * step.slots[0] + (1 - b1) * g
         if self.row_wise_second:
-            v_U = b2 * x.slots[1] + (1 - b2) * (x.scalars_PU[0] / x.dim)
+            v_U = b2 * step.slots[1] + (1 - b2) * (step.scalars_PU[0] / step.dim)
             slots, v = [m, v_U], v_U[:, None]
         else:
-            v = b2 * x.slots[1] + (1 - b2) * (g * g)
+            v = b2 * step.slots[1] + (1 - b2) * (g * g)
             slots = [m, v]
         if self.h["row_step"]:
-            slots.append(x.slots[2] + 1)
+            slots.append(step.slots[2] + 1)
         return m, v, slots
 
-    def _corrections(self, x: RuleInputs, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
+    def _corrections(self, step: UpdateCount, slots: list[Tensor]) -> tuple[Tensor | float, Tensor | float]:
         """Return 1 - beta1^t and 1 - beta2^t, computed in double."""
         if self.h["row_step"]:
             t = slots[2].double()[:, None]
             c1, c2 = 1 - torch.pow(self.h["beta1"], t), 1 - torch.pow(self.h["beta2"], t)
-            return c1.to(x.w_UW.dtype), c2.to(x.w_UW.dtype)
-        return 1 - self.h["beta1"] ** x.t, 1 - self.h["beta2"] ** x.t
+            return c1.to(step.w_UW.dtype), c2.to(step.w_UW.dtype)
+        return 1 - self.h["beta1"] ** step.t, 1 - self.h["beta2"] ** step.t
 
-    def _update(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
+    def _update(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         """Return u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate, and the new slots."""
-        m, v, slots = self._moments(x, x.g_UW)
-        c1, c2 = self._corrections(x, slots)
-        return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * x.w_UW, slots
+        m, v, slots = self._moments(step, step.g_UW)
+        c1, c2 = self._corrections(step, slots)
+        return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
 
 
 class AdamRule(_Moments):
@@ -212,12 +207,12 @@ class AdamRule(_Moments):
 
     names = ("eps", "beta1", "beta2", "decoupled", "row_step")
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        w, g = x.w_UW, x.g_UW
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        w, g = step.w_UW, step.g_UW
         if self.wd and not self.h["decoupled"]:
             g = g + self.wd * w
-        m, v, slots = self._moments(x, g)
-        c1, c2 = self._corrections(x, slots)
+        m, v, slots = self._moments(step, g)
+        c1, c2 = self._corrections(step, slots)
         root = torch.sqrt(c2) if isinstance(c2, Tensor) else math.sqrt(c2)
         if self.wd and self.h["decoupled"]:
             w = w * (1 - self.lr * self.wd)
@@ -231,12 +226,12 @@ class PartialRowWiseAdamRule(_Moments):
     phases = 1
     row_wise_second = True
 
-    def terms(self, phase: int, x: RuleInputs) -> list[Tensor]:
-        return [x.g_UW * x.g_UW]
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
+        return [step.g_UW * step.g_UW]
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        u, slots = self._update(x)
-        return x.w_UW - self.lr * u, slots
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        u, slots = self._update(step)
+        return step.w_UW - self.lr * u, slots
 
 
 class LambRule(_Moments):
@@ -248,17 +243,17 @@ class LambRule(_Moments):
     def sums(self, phase: int) -> int:
         return 1 if phase == 0 and self.row_wise_second else 2
 
-    def terms(self, phase: int, x: RuleInputs) -> list[Tensor]:
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
         if phase == 0 and self.row_wise_second:
-            return [x.g_UW * x.g_UW]
-        u, _ = self._update(x)
-        return [x.w_UW * x.w_UW, u * u]
+            return [step.g_UW * step.g_UW]
+        u, _ = self._update(step)
+        return [step.w_UW * step.w_UW, u * u]
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        u, slots = self._update(x)
-        w_norm, u_norm = torch.sqrt(x.scalars_PU[-2]), torch.sqrt(x.scalars_PU[-1])
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        u, slots = self._update(step)
+        w_norm, u_norm = torch.sqrt(step.scalars_PU[-2]), torch.sqrt(step.scalars_PU[-1])
         ratio = torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, torch.ones_like(w_norm))
-        return x.w_UW - (self.lr * ratio)[:, None] * u, slots
+        return step.w_UW - (self.lr * ratio)[:, None] * u, slots
 
 
 class PartialRowWiseLambRule(LambRule):
@@ -273,20 +268,20 @@ class LarsSgdRule(Rule):
 
     names = ("momentum", "trust")
     phases = 1
-    kinds = "e"
+    slot_kinds = ("element",)
 
     def sums(self, phase: int) -> int:
         return 2
 
-    def terms(self, phase: int, x: RuleInputs) -> list[Tensor]:
-        return [x.w_UW * x.w_UW, x.g_UW * x.g_UW]
+    def terms(self, phase: int, step: UpdateCount) -> list[Tensor]:
+        return [step.w_UW * step.w_UW, step.g_UW * step.g_UW]
 
-    def apply(self, x: RuleInputs) -> tuple[Tensor, list[Tensor]]:
-        w_norm, g_norm = torch.sqrt(x.scalars_PU[0]), torch.sqrt(x.scalars_PU[1])
+    def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
+        w_norm, g_norm = torch.sqrt(step.scalars_PU[0]), torch.sqrt(step.scalars_PU[1])
         local = self.lr * self.h["trust"] * w_norm / (g_norm + self.wd * w_norm)
         a = torch.where((w_norm > 0) & (g_norm > 0), local, torch.full_like(local, self.lr))
-        m = self.h["momentum"] * x.slots[0] + a[:, None] * (x.g_UW + self.wd * x.w_UW)
-        return x.w_UW - m, [m]
+        m = self.h["momentum"] * step.slots[0] + a[:, None] * (step.g_UW + self.wd * step.w_UW)
+        return step.w_UW - m, [m]
 
 
 RULES: dict[str, type[Rule]] = {
@@ -301,6 +296,24 @@ RULES: dict[str, type[Rule]] = {
     "lars_sgd": LarsSgdRule,
 }
 """Rules by name. The native library has the same names (`native/rules.h`), and so has `triton/rules.py`."""
+
+
+_REGISTERED: set[str] = set()
+
+
+def register_rule(name: str, rule: type[Rule]) -> None:
+    """Add a user's row rule under a new name. `tilerec.optim.register_optimizer` calls this function."""
+    if name in RULES:
+        raise ConfigError(
+            f"row rule {name!r} exists already; expected none of {sorted(RULES)}. Rename the rule."
+        )
+    RULES[name] = rule
+    _REGISTERED.add(name)
+
+
+def is_registered(name: str) -> bool:
+    """Return True if a user registered the rule: backends have no kernel for it and run the reference."""
+    return name in _REGISTERED
 
 
 def make_rule(name: str, hyper: Sequence[float]) -> Rule:

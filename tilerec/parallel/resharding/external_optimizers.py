@@ -13,10 +13,8 @@ equal on every tile.
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +26,11 @@ from tilerec.optim.combined import CombinedOptimizer
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.optim.sharded_state import empty_tile_leaves
+from tilerec.optim.step_checks import check_optimizers_at_next_step
+from tilerec.optim.tile_steppers import own_parameters, steppers_of
 from tilerec.optim.wrapper import KeyedOptimizerWrapper, OptimizerWrapper
+from tilerec.parallel.model_tables import table_word
+from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.table import ShardedTable, leaf_name
 
@@ -45,38 +47,6 @@ class StepperState(NamedTuple):
     cells: dict[str, list[Tensor]]
     rows: dict[str, list[Tensor]]
     numbers: dict[str, Any]
-
-
-def optimizers_with(leaves: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """Return every optimizer of this process that holds one of these parameters, or its name."""
-    wanted = {id(leaf) for leaf in leaves}
-    if wanted and _live_optimizers(wanted):
-        gc.collect()  # drops optimizers without references
-        return _live_optimizers(wanted)
-    return []
-
-
-def _live_optimizers(wanted: set[int]) -> list[Optimizer]:
-    """Return the optimizers with one of these parameters, those that the collector has yet to free included."""
-    classes: list[type] = [Optimizer]
-    for kind in classes:
-        classes += kind.__subclasses__()
-    return [
-        thing
-        for thing in gc.get_referrers(*classes)  # instances refer to their class
-        if issubclass(type(thing), Optimizer)
-        and not isinstance(
-            thing, (FusedOptimizer, ShardedFusedOptimizer, CombinedOptimizer, OptimizerWrapper)
-        )
-        and any(id(p) in wanted for p in _parameters(thing))
-    ]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    if isinstance(optimizer, KeyedOptimizer):
-        return list(optimizer.params.values())
-    # An optimizer that another thread is constructing has no param groups yet.
-    return [p for group in vars(optimizer).get("param_groups", ()) for p in group["params"]]
 
 
 def unwrap_optimizers(given: Iterable[Optimizer]) -> list[Optimizer]:
@@ -107,42 +77,74 @@ def unwrap_optimizers(given: Iterable[Optimizer]) -> list[Optimizer]:
     return list(unique.values())
 
 
+def unattached_tables(collections: Mapping[str, ShardedCollection]) -> dict[str, ShardedTable]:
+    """Return the tables without an attached optimizer, by their names in messages."""
+    return {
+        table_word((path, name)): cast(ShardedTable, table)
+        for path, part in collections.items()
+        for name, table in part._tables.items()
+        if table.rows.spec is None
+    }
+
+
+def check_given(
+    tables: Mapping[str, ShardedTable], given: Sequence[Optimizer] | None, caller: str = "reshard"
+) -> list[Optimizer]:
+    """Return the given optimizers without combinations and wrappers, in the given order.
+
+    Warns if the list lacks a known stepper of a table: its next step will raise.
+
+    Args:
+        tables: name in messages -> table.
+        caller: name of the public function, for errors.
+
+    Raises:
+        ConfigError: an object is not an optimizer; or `given` is None, and optimizers are known to step the tables.
+    """
+    found = unwrap_optimizers(given or ())
+    known = {id(optimizer) for optimizer in found}
+    missing = {
+        (type(optimizer).__name__, name)
+        for name, table in tables.items()
+        for optimizer in steppers_of(table).known()
+        if id(optimizer) not in known
+    }
+    if not missing:
+        return found
+    kinds = ", ".join(sorted({kind for kind, _ in missing}))
+    if given is None:
+        raise ConfigError(
+            f"{caller}: optimizers: got None, but {kinds} steps table {min(name for _, name in missing)}; expected the "
+            "optimizers whose parameters and state move along. Pass optimizers=[...], in the same order on every rank."
+        )
+    warnings.warn(
+        f"{caller}: {kinds} has stepped tiles of tables that move and is not in optimizers=. It will keep parameters "
+        "and state of tiles that no longer exist, so its next step raises. Pass it too, or delete it.",
+        stacklevel=5,
+    )
+    return found
+
+
 class ExternalOptimizers:
     """The optimizers that step the moving tables, in the same order on every rank.
 
     Args:
         tables: name in messages -> table.
-        given: the optimizers in the user's order. None: those of this process that hold the tables' leaves.
+        given: the optimizers in the user's order. None: none steps the tables.
 
     Raises:
-        ConfigError: two optimizers have the same type and tables, so ranks cannot match them, or one lacks leaves of a
-            table.
+        ConfigError: as `check_given`; or an optimizer lacks leaves of a table.
     """
 
     def __init__(self, tables: Mapping[str, ShardedTable], given: Sequence[Optimizer] | None) -> None:
         self._tables = dict(tables)
-        leaves = [leaf for table in tables.values() for leaf in table.leaves()]
-        found = optimizers_with(leaves)
-        if given is not None:
-            wanted = unwrap_optimizers(given)
-            _warn_of_missing(found, wanted)
-            found = wanted
         own = {id(leaf): name for name, table in tables.items() for leaf in table.leaves()}
         named = [
-            (type(opt).__name__, tuple(sorted({own[id(p)] for p in _parameters(opt) if id(p) in own})), opt)
-            for opt in found
+            (tuple(sorted({own[id(p)] for p in own_parameters(optimizer) if id(p) in own})), optimizer)
+            for optimizer in check_given(tables, given)
         ]
-        named = [entry for entry in named if entry[1]]
-        if given is None:
-            named.sort(key=lambda entry: entry[:2])
-            for (kind, members, _), (other, same, _) in pairwise(named):
-                if (kind, members) == (other, same):
-                    raise ConfigError(
-                        f"reshard: two optimizers of type {kind} hold table {members[0]}, and ranks cannot match them "
-                        "with those of other ranks; pass optimizers=[...], in the same order on every rank."
-                    )
-        self._members = [entry[1] for entry in named]
-        self._optimizers = [entry[2] for entry in named]
+        self._members = [members for members, _ in named if members]
+        self._optimizers = [optimizer for members, optimizer in named if members]
         for number, optimizer in enumerate(self._optimizers):
             self._check_leaves(number, optimizer)
 
@@ -164,7 +166,7 @@ class ExternalOptimizers:
     def _check_leaves(self, number: int, optimizer: Optimizer) -> None:
         for name in self._members[number]:
             leaves = self._tables[name].leaves()
-            here = {id(p) for p in _parameters(optimizer)}
+            here = {id(p) for p in own_parameters(optimizer)}
             if not all(id(leaf) in here for leaf in leaves):
                 raise ConfigError(
                     f"reshard: {self.word(number)}: got some of the {len(leaves)} tiles of table {name}; expected all. "
@@ -257,6 +259,10 @@ class ExternalOptimizers:
         Args:
             states: new state by optimizer number, one dict per leaf.
         """
+        table = self._tables.get(name)
+        if table is not None:
+            steppers_of(table).follow(self._optimizers[number] for number in self.of(name))
+            check_optimizers_at_next_step()
         for number in self.of(name):
             optimizer = self._optimizers[number]
             if isinstance(optimizer, KeyedOptimizer):
@@ -276,17 +282,6 @@ class ExternalOptimizers:
         for optimizer in self._optimizers:
             if isinstance(optimizer, KeyedOptimizerWrapper):
                 optimizer._bystanders = empty_tile_leaves(optimizer.params.values())
-
-
-def _warn_of_missing(found: Sequence[Optimizer], given: Sequence[Optimizer]) -> None:
-    known = {id(optimizer) for optimizer in given}
-    missing = sorted({type(optimizer).__name__ for optimizer in found if id(optimizer) not in known})
-    if missing:
-        warnings.warn(
-            f"reshard: {', '.join(missing)} of this process holds tiles of tables that move and is not in "
-            "optimizers=. It will keep parameters and state of tiles that no longer exist. Pass it too, or delete it.",
-            stacklevel=5,
-        )
 
 
 def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]) -> None:

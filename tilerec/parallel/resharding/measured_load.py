@@ -18,7 +18,8 @@ from typing import Any, cast
 from torch import nn
 
 from tilerec.parallel.model_tables import Name
-from tilerec.parallel.resharding.reshard_checks import sharded_collections
+from tilerec.parallel.resharding.running_plan import sharded_collections
+from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.layout import reader
 
@@ -85,7 +86,7 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     Raises:
         ConfigError: the model is not sharded.
     """
-    model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
+    model, _ = unwrapped(model)
     collections = sharded_collections(model, "load_of", two_d=True)
     features: dict[Name, tuple[FeatureLoad, ...]] = {}
     reads: dict[Name, tuple[float, ...]] = {}

@@ -1,6 +1,6 @@
 """`reshard`: change the tilings of a running model's tables in place, between two steps.
 
-read the plan (checks.py) ──► all ranks agree ──► move (mover.py)
+read the plan (running_plan.py, reshard_checks.py) ──► all ranks agree ──► move (mover.py)
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.resharding.interrupts import Interrupts
 from tilerec.parallel.resharding.move_progress import ProgressOption
-from tilerec.parallel.resharding.mover import Mover, Resharded
+from tilerec.parallel.resharding.move_report import Resharded
+from tilerec.parallel.resharding.mover import MoveOptions, Mover
 from tilerec.parallel.resharding.reshard_2d import reshard_2d
 from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
     check_options,
     check_outside_backward,
-    complete_plan,
     move_description,
     prepare_move,
-    present_plan,
-    sharded_collections,
 )
-from tilerec.parallel.two_d.shard_2d import TwoD
+from tilerec.parallel.resharding.running_plan import complete_plan, present_plan, sharded_collections
+from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.managed_collision import settle_ids
 
 
@@ -59,14 +58,14 @@ def reshard(
             tile of each rank if tables are alike), plus messages of at most 64 MiB in total.
         progress: None: a bar on rank 0 if stderr is a terminal and the move takes more than a second. True: always a
             bar. False: no bar. A function is called with a `Moving` on every rank.
-        optimizers: the optimizers that step tables without an attached optimizer, in the same order on every rank.
-            None: those of this process that hold tiles of these tables.
+        optimizers: the optimizers that step tables without an attached optimizer, in the same order on every rank;
+            their parameters and state move along. None: no optimizer steps these tables.
 
     Raises:
-        ConfigError: raised on every rank before anything moves. The model is not sharded, the budget is too small, or
-            an optimizer keeps state that cannot move. Or the plan is for another world, names tables that the model
-            lacks, has other sizes, differs between ranks, cuts tied tables in two ways, or conflicts with an attached
-            optimizer.
+        ConfigError: raised on every rank before anything moves. The model is not sharded, the budget is too small, an
+            optimizer keeps state that cannot move, or `optimizers` is None and an optimizer steps a moving table. Or
+            the plan is for another world, names tables that the model lacks, has other sizes, differs between ranks,
+            cuts tied tables in two ways, or conflicts with an attached optimizer.
         ReshardError: raised on every rank if one fails midway. Tables that have moved keep their new tiles, all others
             their old ones, and the model works under this mixed plan (`plan_of(model)`).
         CommsError: a rank is gone.
@@ -79,23 +78,23 @@ def reshard(
         )
     # New tiles are trained later, so they must not be inference tensors even if the caller is in inference mode.
     with torch.inference_mode(False), Interrupts() as interrupts:
+        options = MoveOptions(budget_bytes, progress, optimizers, begun, interrupts)
         settle_ids(model)
-        two_d = vars(model).get("_two_d")
-        model = getattr(model, "module") if hasattr(model, "_dmp_wrapped_module") else model  # noqa: B009
-        if isinstance(two_d, TwoD):
-            return reshard_2d(model, two_d, plan, budget_bytes, progress, optimizers, begun, interrupts)
+        model, two_d = unwrapped(model)
+        if two_d is not None:
+            return reshard_2d(model, two_d, plan, options)
         collections = sharded_collections(model, "reshard")
         group = next(iter(collections.values())).exchange.group
         now = next(iter(collections.values())).exchange.topology
         group.begin("reshard")
         with agreeing(group, PLAN) as found:
             check_outside_backward()
-            check_options(budget_bytes, progress)
+            check_options(options)
             present = present_plan(model, collections, "reshard")
             whole, topology = complete_plan(present, collections, with_table_paths(plan, model), now)
             ready = prepare_move(collections, present, whole, topology, optimizers)
             found.update(move_description(ready, budget_bytes))
-            mover = Mover(model, collections, group, group, ready, budget_bytes, progress, begun, interrupts)
+            mover = Mover(model, collections, group, group, ready, options)
             interrupts.check()
         mover.prepare()
         return mover.run()

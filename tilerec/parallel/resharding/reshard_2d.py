@@ -8,47 +8,33 @@ In both modes replicas hold the same tiles before and after. The marks of rows t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from tilerec.comms.agreement import agreeing
-from tilerec.errors import ConfigError
 from tilerec.parallel.managed_collision_paths import with_table_paths
-from tilerec.parallel.read_plan import AnyPlan
-from tilerec.parallel.resharding.interrupts import Interrupts
-from tilerec.parallel.resharding.move_progress import ProgressOption
-from tilerec.parallel.resharding.mover import Mover, Resharded
+from tilerec.parallel.read_plan import AnyPlan, plan_without
+from tilerec.parallel.resharding.move_report import Resharded, merged_report
+from tilerec.parallel.resharding.mover import MoveOptions, Mover
 from tilerec.parallel.resharding.reshard_checks import (
     PLAN,
     check_options,
     check_outside_backward,
-    complete_plan,
     move_description,
     prepare_move,
-    present_plan,
 )
+from tilerec.parallel.resharding.running_plan import complete_plan, present_plan
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.parallel.two_d.shard_2d import RunningGroup, TwoD
+from tilerec.parallel.two_d.running_groups import RunningGroup, TwoD
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan
 from tilerec.spec.topology import Topology
 
 
-def reshard_2d(
-    model: nn.Module,
-    two_d: TwoD,
-    plan: AnyPlan,
-    budget: int | None,
-    progress: ProgressOption,
-    optimizers: Sequence[Optimizer] | None,
-    begun: float,
-    interrupts: Interrupts,
-) -> Resharded:
+def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOptions) -> Resharded:
     """Reshard all sharding groups; see `reshard`.
 
     Args:
@@ -64,11 +50,11 @@ def reshard_2d(
     world.begin("reshard")
     with agreeing(world, PLAN) as found:
         check_outside_backward()
-        check_options(budget, progress)
+        check_options(options)
         plan = with_table_paths(plan, model)
         for part in two_d.parts:
             own = {path: collections[path] for path in part.paths}
-            part_plan = _plan_of_part(plan, part, collections)
+            part_plan = plan_without(plan, collections.keys() - own)
             wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
@@ -82,13 +68,11 @@ def reshard_2d(
                 )
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
-            ready = prepare_move(own, present, whole, first.topology, optimizers)
-            found[f"part {len(movers)}"] = move_description(ready, budget)
-            mover = Mover(
-                model, own, first.group, world, ready, budget, progress, begun, interrupts, done
-            )  # fmt: skip
+            ready = prepare_move(own, present, whole, first.topology, options.optimizers)
+            found[f"part {len(movers)}"] = move_description(ready, options.budget)
+            mover = Mover(model, own, first.group, world, ready, options, done)
             movers.append((turn, mover))
-        interrupts.check()
+        options.interrupts.check()
     for _, mover in movers:
         mover.prepare()
     reports = []
@@ -101,27 +85,12 @@ def reshard_2d(
                 _with_current_plan(part, wanted[k], mover) if k in turn else part
                 for k, part in enumerate(two_d.parts)
             )
-    return _merged_report(reports)
+    return merged_report(reports)
 
 
 def group_topology(part: RunningGroup) -> Topology:
     """Return the topology of one sharding group, with the hosts of its plan."""
     return part.plan.grid.topology_of(0, part.plan.topology, part.plan.group_plan.hosts)
-
-
-def _plan_of_part(plan: AnyPlan, part: RunningGroup, collections: Mapping[str, Any]) -> AnyPlan:
-    """Return a plan's entries for a part's collections, and for paths that the model lacks (`complete_plan` raises)."""
-    if isinstance(plan, (str, Path)):
-        plan = ShardingPlan.load(plan)
-
-    def own_paths(paths: Collection[str]) -> list[str]:
-        return [path for path in paths if path in part.paths or path not in collections]
-
-    if isinstance(plan, ShardingPlan):
-        return replace(plan, plan={path: plan.plan[path] for path in own_paths(plan.plan)}, report=None)
-    if isinstance(plan, Mapping) and list(collections) != [""]:
-        return {path: plan[path] for path in own_paths(plan)}
-    return plan
 
 
 def _world_plan(plans: Sequence[Any], present: ShardingPlan) -> ShardingPlan:
@@ -150,17 +119,3 @@ def _with_current_plan(part: RunningGroup, wanted: ShardingPlan, mover: Mover) -
         for path, tables in now.plan.items()
     }
     return replace(part, plan=replace(part.plan, group_plan=replace(now, plan=parts, report=None)))
-
-
-def _merged_report(reports: Sequence[Resharded]) -> Resharded:
-    """Return one report for consecutive moves."""
-    if not reports:
-        raise ConfigError("reshard: model: got one without sharded tables; shard it first.")
-    return Resharded(
-        tuple(name for report in reports for name in report.tables),
-        sum(report.bytes_sent for report in reports),
-        sum(report.bytes_copied for report in reports),
-        sum(report.busiest_bytes for report in reports),
-        max(report.extra_bytes for report in reports),
-        reports[-1].seconds,
-    )

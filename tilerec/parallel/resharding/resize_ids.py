@@ -6,8 +6,7 @@ checks ──► all ranks agree ──► build new ids and tiles beside the cu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,13 +14,12 @@ from torch.optim import Optimizer
 
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.errors import ConfigError
-from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import plan_of, store_plan
-from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
+from tilerec.parallel.resharding.capacity_change import check_capacity
 from tilerec.parallel.resharding.table_resize import ResizedTable
-from tilerec.parallel.two_d.shard_2d import TwoD
+from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.id_exchange import row_ranges
 from tilerec.sharding.managed_collision import (
@@ -29,9 +27,6 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddings,
 )
 from tilerec.sharding.resize_ids import build_ids, replace_ids, scaled_tiling
-from tilerec.sharding.table import ShardedTable
-from tilerec.spec.plan import ShardingPlan
-from tilerec.spec.tile import Tiling
 
 
 def resize_ids(
@@ -53,7 +48,7 @@ def resize_ids(
             at all.
         zch_size, total_num_buckets: see `ManagedCollisionEmbeddings.resize`.
         optimizers: the optimizers that step the table if none is attached, in the same order on every rank. None:
-            those of this process that hold tiles of it.
+            no optimizer steps it.
 
     Returns:
         The moves of rows in this rank's buckets. `kept` and `dropped_ids` are over all ranks.
@@ -63,20 +58,17 @@ def resize_ids(
             table is tied, or an optimizer has state that cannot follow. Also if another rank lacks memory or its
             `init_fn` fails (that rank raises its own error). Nothing has changed then, on any rank.
     """
-    two_d = vars(model).get("_two_d")
+    plan_holder, two_d = unwrapped(model)
     path, embeddings = _embeddings_of(model, table)
     if not isinstance(embeddings, ShardedManagedCollisionEmbeddings):
         return embeddings.resize(table, zch_size, total_num_buckets)
-    plan_holder = (
-        cast(nn.Module, getattr(model, "module", model)) if hasattr(model, "_dmp_wrapped_module") else model
-    )
     path = next(path for path, part in plan_holder.named_modules() if part is embeddings.embedding_module)
     collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     group = collection.exchange.group
     group.begin("resize_ids")
     with agreeing(group, "the new capacity") as found:
         found.update(table=table, rows=zch_size, buckets=total_num_buckets)
-        change = _check(
+        change = check_capacity(
             embeddings, table, zch_size, total_num_buckets, plan_of(plan_holder), path, optimizers
         )
         found["optimizers"] = change.steppers.described()
@@ -98,8 +90,8 @@ def resize_ids(
     replace_ids(collection, table, ids)
     tiles.switch()
     store_plan(plan_holder, change.plan)
-    if isinstance(two_d, TwoD):
-        _keep_in_2d(two_d, path, table, old, change.new)
+    if two_d is not None:
+        two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, change.new))
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 
@@ -120,52 +112,3 @@ def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionE
             )
         )
     return next(iter(found.items()))
-
-
-class _CapacityChange(NamedTuple):
-    """A change of capacity that has passed the checks of this rank."""
-
-    held: ShardedTable
-    old: Buckets
-    new: Buckets
-    tiling: Tiling
-    plan: ShardingPlan
-    steppers: ExternalOptimizers
-
-
-def _check(
-    embeddings: ShardedManagedCollisionEmbeddings, table: str, zch_size: int | None, total_num_buckets: int | None,
-    plan: ShardingPlan, path: str, optimizers: Sequence[Optimizer] | None,
-) -> _CapacityChange:  # fmt: skip
-    collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
-    held = cast(ShardedTable, embeddings.embedding_module._tables[table])
-    if len(held.rows.holders) > 1:
-        raise ConfigError(
-            f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "
-            "tying."
-        )
-    module, size = collection.modules_by_table[table], collection.exchange.group.size
-    old, new = module._buckets, module.resized(zch_size, total_num_buckets)
-    if new.count < size:
-        raise ConfigError(
-            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "
-            f"least {size} buckets."
-        )
-    tiling = scaled_tiling(table, held.tiling, old, new)
-    steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
-    sharding = replace(plan.plan[path][table], tiling=tiling)
-    return _CapacityChange(held, old, new, tiling, plan.replaced(path, table, sharding), steppers)
-
-
-def _keep_in_2d(two_d: TwoD, path: str, table: str, old: Buckets, new: Buckets) -> None:
-    """Update the group plan of the part that holds the table."""
-    parts = []
-    for part in two_d.parts:
-        if path in part.paths:
-            plan = part.plan.group_plan
-            sharding = plan.plan[path][table]
-            tiling = scaled_tiling(table, cast(Tiling, sharding.tiling), old, new)
-            plan = plan.replaced(path, table, replace(sharding, tiling=tiling))
-            part = replace(part, plan=replace(part.plan, group_plan=plan))
-        parts.append(part)
-    two_d.parts = tuple(parts)

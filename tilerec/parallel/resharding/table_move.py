@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.parallel.model_tables import Name
+from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
@@ -335,9 +335,3 @@ class TableMove:
 
 def _kind_word(kind: SourceKind) -> str:
     return f"{kind.dtype} {list(kind.trailing)} a row" if kind.trailing else str(kind.dtype)
-
-
-def table_word(name: Name) -> str:
-    """Return a table's name for messages."""
-    path, table = name
-    return f"'{table}' of module '{path}'" if path else f"'{table}'"

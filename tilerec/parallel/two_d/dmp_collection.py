@@ -6,69 +6,34 @@ DMPCollection(model)  =  shard_2d(model)  +  dense parameters on the device, in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
-from tilerec.errors import ConfigError
-from tilerec.modules.collection import TableCollection
 from tilerec.parallel.data_parallel import DataParallelWrapper
-from tilerec.parallel.env import ShardingEnv
-from tilerec.parallel.model_parallel import DistributedModelParallel, _default_env, dense_settings
+from tilerec.parallel.dense_part import DenseOptions
+from tilerec.parallel.env import Ranks, env_of
+from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.read_plan import AnyPlan
-from tilerec.parallel.two_d.replica_sync import AverageHook
+from tilerec.parallel.two_d.collection_config import (
+    DMPCollectionConfig,
+    ShardingStrategy,
+    check_configs,
+    check_world,
+    configs_of_submodules,
+    warn_without_effect,
+)
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
-from tilerec.parallel.two_d.shard_2d import GroupConfig, ReplicaSettings, Sync, TwoD, shard_2d
+from tilerec.parallel.two_d.settings import AverageHook, GroupConfig, ReplicaSettings, Sync
+from tilerec.parallel.two_d.shard_2d import shard_2d
+from tilerec.parallel.two_d.sync_before_state import sync_before_state_dict
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
-from tilerec.spec.ignored_settings import warn_ignored_settings
-from tilerec.spec.plan import to_enum
 from tilerec.spec.topology import Topology
-from tilerec.torch_private import state_dict_pre_hooks
-
-
-class ShardingStrategy(Enum):
-    """TorchRec's ways to store replicas; tilerec treats all of them alike."""
-
-    DEFAULT = "default"
-    PER_MODULE = "per_module"
-    FULLY_SHARDED = "fully_sharded"
-
-
-@dataclass(frozen=True)
-class DMPCollectionConfig:
-    """Sharding settings of some modules that differ from the rest of the model.
-
-    Args:
-        module: a class or a path; the settings apply to every collection that is such a module or is inside one.
-        plan: the plan of one sharding group, with the paths of the whole model; None: the planner makes one.
-        sharding_group_size, node_group_size, use_inter_host_allreduce, sharding_strategy: see `DMPCollection`.
-    """
-
-    module: type[nn.Module] | str
-    plan: AnyPlan | ReplicatedPlan | None
-    sharding_group_size: int
-    node_group_size: int | None = None
-    use_inter_host_allreduce: bool = False
-    sharding_strategy: ShardingStrategy | str = ShardingStrategy.DEFAULT
-
-
-_WITHOUT_EFFECT = {
-    "sharding_strategy": "every replica keeps its rows in memory; larger sharding groups need less memory per rank",
-    "rs_awaitable_hook_module": "no weights are scattered after the forward pass, so there is nothing to wait for",
-    "use_sharded_relay": "replicas have their own process group and use one all-reduce",
-    "custom_all_reduce": "sync='exact' exchanges gradients and does not average",
-    "sync_interval": "sync='exact' keeps replicas equal at every step; there is nothing to average",
-    "refuse_together": "sync='exact' routes over all ranks, which always refuse a batch together",
-    "moment_scale": "sync='exact' updates with the gradients of all ranks, so the moment is the unsharded model's",
-}
 
 
 @final
@@ -86,7 +51,8 @@ class DMPCollection(DistributedModelParallel):
             group.
         world_size: the number of ranks of `global_pg`.
         sharding_group_size: number of ranks that together hold every table once; divides `world_size`.
-        global_pg: all ranks; None: the default process group.
+        global_pg: all ranks: a process group, or another form of `DistributedModelParallel`'s `env`; None: the default
+            process group.
         node_group_size: number of consecutive members of the sharding group that table_row_wise and grid_shard treat
             as one host. None: the hosts of the group's ranks.
         sharders, init_data_parallel, init_parameters, data_parallel_wrapper: see `DistributedModelParallel`.
@@ -122,7 +88,7 @@ class DMPCollection(DistributedModelParallel):
         plan: AnyPlan | ReplicatedPlan | None,
         world_size: int,
         sharding_group_size: int,
-        global_pg: dist.ProcessGroup | None = None,
+        global_pg: Ranks | None = None,
         sharding_strategy: ShardingStrategy | str = ShardingStrategy.DEFAULT,
         node_group_size: int | None = None,
         sharders: Sequence[ModuleSharder] | None = None,
@@ -143,52 +109,25 @@ class DMPCollection(DistributedModelParallel):
         topology: Topology | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        env = (
-            _default_env("DMPCollection") if global_pg is None else ShardingEnv.from_process_group(global_pg)
+        who = "DMPCollection"
+        dense = DenseOptions.of(init_data_parallel, init_parameters, data_parallel_wrapper)
+        settings = ReplicaSettings(
+            sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
         )
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             def checked() -> tuple[list[GroupConfig], dict[str, object]]:
-                if world_size != group.size:
-                    raise ConfigError(
-                        f"DMPCollection: world_size: got {world_size!r}; expected {group.size}, the number of ranks of "
-                        "global_pg."
-                    )
-                if topology is not None and not isinstance(topology, Topology):
-                    raise ConfigError(f"DMPCollection: topology: got {topology!r:.80}; expected a Topology.")
-                _check_configs(submodule_configs)
-                averages = sync != "exact"
-                warn_ignored_settings(
-                    "DMPCollection",
-                    {
-                        "sharding_strategy": _fully_sharded(sharding_strategy, submodule_configs),
-                        "rs_awaitable_hook_module": rs_awaitable_hook_module,
-                        "use_sharded_relay": use_sharded_relay,
-                        "custom_all_reduce": None if averages else custom_all_reduce,
-                        "sync_interval": None if averages else sync_interval,
-                        "moment_scale": None if averages else moment_scale,
-                        "refuse_together": None if averages else refuse_together,
-                    },
-                    _WITHOUT_EFFECT,
-                    4,
-                )
-                configs = [
-                    GroupConfig(plan, sharding_group_size, node_group_size, use_inter_host_allreduce),
-                    *_of_submodules(module, submodule_configs or ()),
-                ]
-                return configs, dense_settings(init_data_parallel, init_parameters, data_parallel_wrapper)
+                check_world(world_size, group.size, topology)
+                own = check_configs(submodule_configs)
+                strategies = [sharding_strategy, *(config.sharding_strategy for config in own)]
+                warn_without_effect(settings, strategies, rs_awaitable_hook_module, use_sharded_relay)
+                whole = GroupConfig(plan, sharding_group_size, node_group_size, use_inter_host_allreduce)
+                return [whole, *configs_of_submodules(module, own)], dense.described()
 
-            settings = ReplicaSettings(
-                sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
-            )
-            self._two_d = shard_2d(
-                module, checked, group, settings, topology, tables_device, sharders, "DMPCollection"
-            )
+            self._two_d = shard_2d(module, checked, group, settings, topology, tables_device, sharders, who)
 
-        self._build(
-            module, env, device, init_data_parallel, init_parameters, data_parallel_wrapper, shard_onto
-        )
-        _sync_before_state_dict(self.module, self._two_d)
+        self._build(module, env_of(who, "global_pg", global_pg), device, dense, shard_onto)
+        sync_before_state_dict(self.module, self._two_d)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model; with gradients and after `sync_interval` updates, begin with a `sync()`.
@@ -268,89 +207,5 @@ class DMPCollection(DistributedModelParallel):
         twin = super().copy(device)
         assert isinstance(twin, DMPCollection)
         twin._two_d = self._two_d.of_copy(twin.module)
-        _sync_before_state_dict(twin.module, twin._two_d)
+        sync_before_state_dict(twin.module, twin._two_d)
         return twin
-
-
-class _SyncBeforeStateDict:
-    """Hook that averages replicas before every `state_dict` of a module."""
-
-    def __init__(self, two_d: TwoD) -> None:
-        self.two_d = two_d
-
-    def __call__(self, *_: object) -> None:
-        self.two_d.sync_all()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBeforeStateDict:
-        return self  # `_sync_before_state_dict` replaces it on a copied model
-
-
-def _sync_before_state_dict(module: nn.Module, two_d: TwoD) -> None:
-    hooks = state_dict_pre_hooks(module)
-    for key in [key for key, hook in hooks.items() if isinstance(hook, _SyncBeforeStateDict)]:
-        del hooks[key]
-    module.register_state_dict_pre_hook(_SyncBeforeStateDict(two_d))
-
-
-def _check_configs(configs: Sequence[DMPCollectionConfig] | None) -> None:
-    if configs is None:
-        return
-    if not isinstance(configs, Sequence):
-        raise ConfigError(
-            f"DMPCollection: submodule_configs: got a {type(configs).__name__}; expected a list of "
-            "DMPCollectionConfigs."
-        )
-    for config in configs:
-        if not isinstance(config, DMPCollectionConfig):
-            raise ConfigError(
-                f"DMPCollection: submodule_configs: got a {type(config).__name__} in it; expected DMPCollectionConfigs."
-            )
-
-
-def _fully_sharded(
-    strategy: ShardingStrategy | str, configs: Sequence[DMPCollectionConfig] | None
-) -> str | None:
-    """Return "fully_sharded" if a config requests it, else None; only this strategy would change memory use."""
-    strategies = [strategy, *(config.sharding_strategy for config in configs or ())]
-    parsed = [to_enum(ShardingStrategy, one, "DMPCollection: sharding_strategy") for one in strategies]
-    return "fully_sharded" if ShardingStrategy.FULLY_SHARDED in parsed else None
-
-
-def _of_submodules(module: nn.Module, configs: Sequence[DMPCollectionConfig]) -> list[GroupConfig]:
-    """Return the configs with the paths of their collections.
-
-    Raises:
-        ConfigError: the model lacks the module of a config, or earlier configs have all of its collections.
-    """
-    collections = [path for path, part in module.named_modules() if isinstance(part, TableCollection)]
-    taken: set[str] = set()
-    made = []
-    for config in configs:
-        if isinstance(config.module, str):
-            roots = [path for path, _ in module.named_modules() if path == config.module]
-            name = f"module '{config.module}'"
-        else:
-            roots = [path for path, part in module.named_modules() if isinstance(part, config.module)]
-            name = f"module of class {config.module.__name__}"
-        mine = [
-            path
-            for path in collections
-            if path not in taken and any(root in ("", path) or path.startswith(f"{root}.") for root in roots)
-        ]
-        if not mine:
-            raise ConfigError(
-                f"DMPCollection: submodule_configs: got {name}, "
-                + ("whose collections other configs have already" if roots else "which the model lacks")
-                + f"; the model's collections are {collections[:8]}."
-            )
-        taken.update(mine)
-        made.append(
-            GroupConfig(
-                config.plan,
-                config.sharding_group_size,
-                config.node_group_size,
-                config.use_inter_host_allreduce,
-                tuple(mine),
-            )
-        )
-    return made

@@ -14,7 +14,7 @@ Legend: R replicas, U rows that any of them touched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,15 +24,13 @@ from torch import Tensor, nn
 from tilerec.comms.agreement import agree, digest
 from tilerec.comms.group import Group, Handle
 from tilerec.ops.runtime.upload import upload
+from tilerec.parallel.two_d.settings import AverageHook
 from tilerec.sharding.changed_rows import SLOTS, WEIGHTS, changed_rows_of
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 
 CHUNK = 1 << 26
 """Bytes per message of a blocking sync; two messages are in memory at a time."""
-
-AverageHook = Callable[[list[Tensor]], None]
-"""Averages tensors over the replica group, in place."""
 
 
 @dataclass(frozen=True)

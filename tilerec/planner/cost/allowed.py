@@ -1,4 +1,4 @@
-"""Ways and ranks that tables may use: what their limits say, and what can be made of their rows and columns.
+"""`Allowed`: the options and the ranks of each table, under its limits and for its numbers of rows and columns.
 
 Legend: T tables, O options, R ranks.
 """
@@ -18,15 +18,15 @@ from tilerec.spec.plan import ShardingType
 
 
 class Allowed:
-    """What tables may use.
+    """The options and ranks that tables may use.
 
-    options: those that some table can use. there: [T, O] those of each table. on: [T, R] the ranks for its pieces, None
-    for all. one_host: tables whose pieces must share a host.
+    options: those that some table can use. there: [T, O] options of each table. on: [T, R] ranks that may hold its
+    pieces; None for all. one_host: tables whose pieces must share a host.
 
     Args:
-        least: of tables without limits of their own, columns of the narrowest piece.
-        lower: tables that must be on one host may be on any.
-        together: names of tables that lie on the same ranks, in groups.
+        least: fewest columns of a piece, for tables without limits of their own.
+        lower: for a bound: tables whose pieces must share a host may be on any ranks.
+        together: groups of names of tables that are placed on the same ranks.
 
     Raises:
         ConfigError: limits leave a table no option.
@@ -44,12 +44,12 @@ class Allowed:
         limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
         self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
         there = self._options()
-        # Columns that no table can use only cost memory.
+        # Options that no table can use are dropped.
         kept = np.flatnonzero(there.any(0)).tolist()
         self.options = tuple(self.options[o] for o in kept)
         self.there = there[:, kept]
-        # The pieces of an instance are not tied to one host: for the search, tables that must be on one are given it
-        # beforehand. A bound lets them lie on any.
+        # An instance cannot keep pieces on one host. For the search, each table that must be on one host gets a host
+        # here; for a bound, its pieces may be on any ranks.
         self.one_host = [
             t
             for t, limit in self._limited()
@@ -59,7 +59,7 @@ class Allowed:
         self._spread()
 
     def _options(self) -> Bools:
-        """[T, O] the ways that limits, sizes and memory leave."""
+        """Return [T, O] the options that limits, sizes and storages allow."""
         work, options = self.work, self.options
         tables = len(work.names)
         least = np.full(tables, self.least, np.int64)
@@ -79,10 +79,12 @@ class Allowed:
             if way in (Way.ROWS, Way.GRID):
                 parts = width if width > 1 else k
                 enough = even_pieces(work.rows, parts) == parts
-                # Rows over all ranks that a constraint names are allowed, however few rows there are.
+                # If a constraint names the type, rows over all ranks are allowed even for fewer rows than ranks.
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
-            if cached:  # a dense gradient is as large as its table
+            if (
+                cached
+            ):  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():
             if limit.types:
@@ -104,15 +106,17 @@ class Allowed:
         return there
 
     def _limited(self) -> list[tuple[int, Limits]]:
+        """Return the tables with limits: index and limits."""
         if not self.limits:
             return []
         place = {name: t for t, name in enumerate(self.work.names)}
         return [(place[name], limit) for name, limit in self.limits.items() if name in place]
 
     def _ranks_allowed(self) -> Bools | None:
+        """Return [T, R] the ranks that may hold pieces; None if no table is limited."""
         found: Bools | None = None
         limited = self._limited()
-        host = {} if self.lower else self._shared_out(self.one_host)
+        host = {} if self.lower else self._hosts_for(self.one_host)
         for t, limit in limited:
             ranks = self.topology.ranks_of(host[t]) if t in host else limit.ranks
             if ranks is not None:
@@ -123,24 +127,24 @@ class Allowed:
         return found
 
     def _spread(self) -> None:
-        """Leave out ways with more pieces than the table has ranks for, where there are others: pieces would meet."""
+        """Drop options with more pieces than allowed ranks, if the table has others: two pieces would share a rank."""
         if self.on is None:
             return
         pieces = np.array([option.pieces if option.width == 1 else 1 for option in self.options])
         apart = self.there & (pieces[None, :] <= self.on.sum(1)[:, None])
         self.there = np.where(apart.any(1)[:, None], apart, self.there)
 
-    def _shared_out(self, tables: Sequence[int]) -> dict[int, int]:
-        """A host for each of some tables: the largest first, each to the host that then bears least per rank.
+    def _hosts_for(self, tables: Sequence[int]) -> dict[int, int]:
+        """Return a host for each table: the largest table first, each on the host with the least load per rank.
 
-        Tables that lie together get one host. Traffic counts, and bytes as far as they fill the memory that there is.
+        Co-located tables get one host. The size of a table is its traffic, plus its bytes as far as memory is full.
         """
         work = self.work
         each = np.arange(len(work.names))
         bags = work.present(np.ones(len(work.names)))[0]
         held = self.model.weights(each, work.rows.astype(np.float64), work.dim).astype(np.int64).tolist()
         read = {t: int((work.ids[t] + bags[t]) * work.dim[t]) for t in tables}
-        # Whole numbers, so every machine decides alike.
+        # Whole numbers, so that every machine decides alike.
         all_held, all_read = max(sum(held[t] for t in tables), 1), max(sum(read.values()), 1)
         full = min(1024 * all_held // max(sum(self.topology.memory_caps), 1), 1024)
         size = {t: (held[t] * all_read * full >> 10) + read[t] * all_held for t in tables}
@@ -160,7 +164,7 @@ class Allowed:
 
 
 def _on_one_host(limit: Limits) -> bool:
-    """Column blocks are allowed, if they share a host."""
+    """Return True if column blocks are allowed, but only on one host."""
     inside = {
         ShardingType.TABLE_COLUMN_WISE, ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE,
         ShardingType.DATA_PARALLEL,

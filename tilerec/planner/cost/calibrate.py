@@ -1,11 +1,13 @@
-"""`calibrate`: measure a machine's `Speeds`, on all ranks at once, in well under a minute.
+"""`calibrate`: measures the `Speeds` of a machine, on all ranks at once, in less than a minute.
 
-    far    random rows of a table much larger than the caches;  near: of one that fits the fastest
-    rates per row come from differences: rows of memory and of a cache, bags of one id and of ten, many ids of few rows
+    far    random rows of a table much larger than the caches
+    near   random rows of a table that fits into the fastest cache
 
-Every measurement begins together on all ranks, so they share memory and links as they do in a step. A time is the
-second least of some, a speed the median of three passes and the mean over ranks. Then whole steps of small models say
-how much dearer all that is in a step, and what is beside it (`whole_steps.py`).
+Rates per row are differences of two measurements: rows in memory and in a cache, bags of one id and of ten, many ids of
+few rows. All ranks start each measurement together, so they share memory and links as they do in a step. A time is the
+second least of several. A speed is the median of three passes, then the mean over ranks.
+
+Afterwards, whole steps of small models are timed, which gives the cost of a step beside its rows (whole_steps.py).
 
 Legend: N ids, P bags, D columns.
 """
@@ -33,31 +35,31 @@ from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.topology import DDR_CAP, Topology
 from tilerec.storage.flat_storage import flat_memory
 
-_FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20
-_FLUSH = 48 * 2**20
-_FRESH = 64 * 2**20
-_IDS = 20_480
-_LONG = 10  # ids per bag
-_REPEATS, _PASSES = 9, 3
-_ROUNDS, _STEPS = 4, 9
+_FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20  # of the tables with far and near rows
+_FLUSH_BYTES = 48 * 2**20  # written before a measurement with cold caches
+_FRESH_BYTES = 64 * 2**20  # of new memory that is timed
+_IDS = 20_480  # per measurement
+_LONG = 10  # ids of a long bag
+_REPEATS, _PASSES = 9, 3  # calls per measurement; passes over all measurements
+_ROUNDS, _STEPS = 4, 9  # rounds over the models of whole steps; steps of each model per round
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
 
 
 def calibrate(group: Group, topology: Topology, device: torch.device | str = "cpu") -> Topology:
-    """`topology` with measured speeds; every rank of the group calls it, and gets the same.
+    """Return the topology with measured speeds, the same on every rank. Collective.
 
     Args:
-        group: as many ranks as shall be measured at once, on one host: links between hosts keep their default.
+        group: the ranks that are measured, on one host. Links between hosts keep their default speeds.
         device: of the tables.
     """
     return replace(topology, speeds=_Bench(group, torch.device(device), topology).speeds())
 
 
 def machine(ranks: int, device: str = "cpu") -> Topology:
-    """So many ranks on this machine, with its memory shared out among them."""
+    """Return a topology of so many ranks on this machine, with equal parts of its memory."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # a system that does not say
+    except (ValueError, OSError, AttributeError):  # not known on this system
         whole = DDR_CAP * ranks
     kind = torch.device(device).type
     if kind == "cpu":
@@ -66,7 +68,7 @@ def machine(ranks: int, device: str = "cpu") -> Topology:
 
 
 def calibrate_to(group: Group, path: str, device: str = "cpu") -> Topology:
-    """`calibrate` this machine; rank 0 writes the topology as a JSON file, every rank returns it."""
+    """Calibrate this machine, write the topology to a JSON file on rank 0, and return it on every rank. Collective."""
     measured = calibrate(group, machine(group.size, device), _own_device(group, device))
     if group.rank == 0:
         write_file(path, json.dumps(measured.to_json(), indent=1) + "\n", "Topology")
@@ -80,16 +82,18 @@ def _own_device(group: Group, device: str) -> torch.device:
 
 
 class _Bench:
+    """The measurements on one rank."""
+
     def __init__(self, group: Group, device: torch.device, topology: Topology) -> None:
         self.group, self.device, self.topology = group, device, topology
         self.generator = torch.Generator().manual_seed(group.rank)
         self.sinks = torch.empty(0, dtype=torch.int64)
-        self.others = torch.ones(_FLUSH // 4, device=self.device)
+        self.others = torch.ones(_FLUSH_BYTES // 4, device=self.device)
 
     def speeds(self) -> Speeds:
         default = default_speeds(self.topology)
         passes = [self._pass(default) for _ in range(_PASSES)]
-        # The median of passes: what disturbs one of them is left out. Then the mean over ranks.
+        # The median leaves out a pass that was disturbed.
         mine = {name: statistics.median(found[name] for found in passes) for name in passes[0]}
         mine["fresh"] = self._fresh()
         everyone: Any = self.group.all_gather_object(mine)
@@ -103,7 +107,7 @@ class _Bench:
         return fitted(self.group, self.topology, alone, self.device, _ROUNDS, _STEPS)
 
     def _pass(self, default: Speeds) -> dict[str, float]:
-        """Every number once, rates under "name width"."""
+        """Measure every number once; the key of a rate is "name width"."""
         found = {name: getattr(default, name) for name in SINGLE}
         for dim in WIDTHS:
             for measured in (self._lookup(dim), self._update(dim), self._place(dim)):
@@ -116,7 +120,11 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------- timing
 
     def _seconds(self, work: Callable[[], object], repeats: int = _REPEATS, *, cold: bool = False) -> float:
-        """Of one call, all ranks beginning together. cold: with other data in the caches."""
+        """Return the seconds of one call, which all ranks start together.
+
+        Args:
+            cold: fill the caches with other data first.
+        """
         work()
         taken = []
         for _ in range(repeats):
@@ -142,8 +150,8 @@ class _Bench:
         return torch.arange(0, count + 1, length, device=self.device)
 
     def _tables(self, dim: int) -> tuple[Tensor, Tensor]:
-        """A large and a small one."""
-        # Ones: memory that was never written is one page of zeros, and cached.
+        """Return a table with far rows and one with near rows."""
+        # Ones, because memory that was never written is a single page of zeros, which is cached.
         large, small = (
             torch.ones(size // (4 * dim), dim, device=self.device) for size in (_FAR_BYTES, _NEAR_BYTES)
         )
@@ -171,7 +179,7 @@ class _Bench:
         )
         bag = max((near - pooled) / (1 - 1 / _LONG), 0.0)
         near_id = max(pooled - bag / _LONG, 1e-10)
-        # Long bags overlap their misses better than short ones: the mean of both.
+        # Cache misses overlap more in long bags than in short ones: take the mean of both.
         far_id = 0.5 * ((far - bag) + (far_pooled - bag / _LONG))
         return {"lookup_bag": bag, "lookup_near": near_id, "lookup_far": max(far_id, near_id)}
 
@@ -197,7 +205,7 @@ class _Bench:
             return ids[: min(_IDS, table.shape[0])].to(self.device)
 
         call = run(small, self._ids(8, 1), 1)
-        # Ids of few rows, in bags of one and of ten: n (id + bag), n (id + bag / 10). Then each row once.
+        # Ids of few rows in bags of one and of ten take n (id + bag) and n (id + bag / 10). Then each row occurs once.
         few = self._ids(16)
         short, long = (max(run(small, few, length) - call, 1e-9) / _IDS for length in (1, _LONG))
         bag = max((short - long) / (1 - 1 / _LONG), 0.0)
@@ -210,7 +218,7 @@ class _Bench:
         return {"update_id": per_id, "update_bag": bag, "update_near": near, "update_far": max(far, near)}
 
     def _place(self, dim: int) -> dict[str, float]:
-        # An odd number: rows of the output a power of two apart would share cache lines' places.
+        # An odd number, since rows of the output at distances of a power of two would share cache sets.
         slots = (13 * 2**18 // (2048 * dim)) | 1
         out = torch.zeros(2048, slots * dim, device=self.device)
         rows = torch.zeros(2048 * slots * dim, device=self.device)
@@ -219,7 +227,7 @@ class _Bench:
             [2048] * slots, [dim] * slots, [-1] * slots, [s * dim for s in range(slots)], [slots * dim] * slots,
         )  # fmt: skip
         count = 2048 * slots
-        # Rows that are written, and rows that are added to others: row splits do both.
+        # Rows are written, or added to others if a table is split by rows: take the mean of both.
         put = torch.ops.tilerec.place_rows_
         written = self._seconds(lambda: put(out, rows, none, *segments, [0] * slots), 5)
         added = self._seconds(lambda: put(out, rows, none, *segments, [1] * slots), 5)
@@ -230,7 +238,7 @@ class _Bench:
     # ---------------------------------------------------------------------------------------------- ids, copies, links
 
     def _route(self) -> float:
-        """Tables that stay whole and tables in two ranges of rows, in turns."""
+        """Measure routing: every second table is whole, the others have two ranges of rows."""
         features, length = 8, 2
         bags = _IDS // (features * length)
         offsets, ids = self._offsets(length), self._ids(10_000).long()
@@ -247,16 +255,16 @@ class _Bench:
         return self._seconds(lambda: target.copy_(source)) / (4 * source.numel())
 
     def _fresh(self) -> float:
-        """Of memory beyond what the process has had: taken while all that it had is in use, and kept till the end."""
+        """Measure seconds per byte of memory that is new to the process; it stays in use until the end."""
         taken, kept = [], []
         for _ in range(3):
             self._wait()
             self.group.barrier()
             before = time.perf_counter()
-            kept.append(flat_memory([(_FRESH // 256, 64)], torch.float32, self.device)[0].fill_(1.0))
+            kept.append(flat_memory([(_FRESH_BYTES // 256, 64)], torch.float32, self.device)[0].fill_(1.0))
             self._wait()
             taken.append(time.perf_counter() - before)
-        return statistics.median(taken) / _FRESH
+        return statistics.median(taken) / _FRESH_BYTES
 
     def _links(self, default: Speeds) -> dict[str, float]:
         size = self.group.size
@@ -279,7 +287,7 @@ class _Bench:
 
 
 def _cache(ranks: int, default: int) -> int:
-    """Bytes of cache for a rank's rows: its core's own, and its part of what cores share."""
+    """Return the bytes of cache per rank: that of its core, and its part of the cache that cores share."""
     sizes = []
     for level in (2, 3):
         try:

@@ -1,4 +1,4 @@
-"""Where rows are cut: how many ranges there are, how uneven traffic is shared out, and shares as whole rows.
+"""Row ranges of a split: their number, their cuts if traffic is uneven, and shares in whole rows.
 
 Legend: T tables, k pieces.
 """
@@ -14,15 +14,15 @@ from tilerec.planner.search.instance import SHARE
 
 
 def even_pieces(rows: Any, parts: int) -> Ints:
-    """How many ranges `ceil_chunks` makes of rows: 5 rows in 4 parts are 2, 2, 1: three."""
+    """Return the number of ranges that `ceil_chunks` makes: of 5 rows in 4 parts, three (2, 2 and 1 rows)."""
     rows = np.asarray(rows, np.int64)
     return -(-rows // -(-rows // parts))
 
 
 def row_cuts(workload: Workload, tables: Ints, pieces: int) -> Ints:
-    """[T, k + 1] cuts of tables whose traffic is uneven: each piece has (share of traffic + share of rows) = 2 / k.
+    """Return [T, k + 1] cuts such that each piece has a share of the traffic plus a share of the rows of 2 / k.
 
-    So no piece has more than twice its part of either.
+    So no piece has more than twice the mean of either. For tables with ordered ids, whose traffic is uneven.
     """
     rows = workload.rows[tables][:, None]
     wanted = np.arange(1, pieces)[None, :] * (2.0 / pieces)
@@ -38,6 +38,6 @@ def row_cuts(workload: Workload, tables: Ints, pieces: int) -> Ints:
 
 
 def sizes_of_shares(rows: int, shares: Ints) -> list[int]:
-    """Whole rows of each piece, in proportion to shares of 1 / SHARE that add up to SHARE."""
+    """Return the whole rows of each piece, in proportion to `shares`, which add up to SHARE."""
     ends = [int(end) * rows // SHARE for end in np.cumsum(shares).tolist()]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

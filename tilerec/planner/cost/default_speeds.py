@@ -2,11 +2,11 @@
 
     seconds per row = bytes / (memory bandwidth x efficiency at that width)
 
-Random rows reach a part of the bandwidth that large copies reach, less for narrow rows; the efficiencies below are
-round figures. On a CPU, memory bandwidth is that of a rank, and links are copies between processes. `tilerec calibrate`
-replaces all of it.
+Random rows reach a part of the bandwidth of large copies, and narrow rows a smaller part; the efficiencies below are
+round numbers. On a CPU, the memory bandwidth is that of one rank, and links are copies between processes.
+`tilerec calibrate` replaces all these numbers.
 
-On a GPU, parts of tables are segments of one kernel's work, and replicas and column blocks cost launches. A step has no
+On a GPU, parts of tables are segments of one kernel, and replicas and column blocks cost kernel launches. A step has no
 constant of its own there.
 """
 
@@ -15,19 +15,19 @@ from __future__ import annotations
 from tilerec.spec.speeds import WIDTHS, Speeds
 from tilerec.spec.topology import Topology
 
-_EFFICIENCY = (0.25, 0.4, 0.6, 0.75, 0.85)  # of random rows of WIDTHS columns
+_EFFICIENCY = (0.25, 0.4, 0.6, 0.75, 0.85)  # part of the bandwidth that random rows of WIDTHS columns reach
 _MIB = 2**20
-_LAUNCH = 5e-6  # of a kernel, from Python; the host of an H100 took 3 to 10 µs each
+_LAUNCH = 5e-6  # seconds to launch a kernel from Python; 3 to 10 µs were measured on the host of an H100
 
 
 def default_speeds(topology: Topology) -> Speeds:
-    """Speeds for `topology.compute_device` from its bandwidths (bytes per millisecond)."""
+    """Return the speeds of `topology.compute_device`, from its bandwidths in bytes per millisecond."""
     cpu = topology.compute_device == "cpu"
     memory = 1000.0 * (topology.ddr_mem_bw if cpu else topology.hbm_mem_bw)
     if cpu:
-        memory = memory / 8.0  # one core of a memory that all share
+        memory = memory / 8.0  # for one core; all cores share the memory
     cached = memory * (4.0 if cpu else 3.0)
-    # A row of fewer than some bytes takes as long as one of those.
+    # Seconds per row, by width.
     far = tuple(4.0 * w / (memory * e) for w, e in zip(WIDTHS, _EFFICIENCY, strict=True))
     near = tuple(4.0 * w / (cached * e) for w, e in zip(WIDTHS, _EFFICIENCY, strict=True))
     stream = tuple(4.0 * w / memory for w in WIDTHS)
@@ -35,7 +35,7 @@ def default_speeds(topology: Topology) -> Speeds:
     network = 1.0 / (1000.0 * topology.inter_host_bw)
     per_id = 2e-8 if cpu else 2e-10
     if cpu:
-        # Both ends of a link are cores that copy.
+        # Cores copy at both ends of a link.
         link = max(link, 1.0 / memory)
         network = max(network, 1.0 / memory)
     return Speeds(

@@ -1,6 +1,13 @@
-"""Rows that are added up inside hosts before they cross to another: how many there are, for each option.
+"""Sums inside hosts: counts of the rows that a proxy adds before they cross to another host, for each option.
 
-Legend: T tables.
+Nouns
+  sum      for one home on another host: the sum of the rows that several ranks of a host (its members) hold of a bag
+  proxy    the member that adds the rows; the members take turns, by home
+  turns    number of homes for which a member is the proxy
+
+If hosts have several sizes, numbers are those of the size with the highest cost; in a bound, with the lowest.
+
+Legend: n tables of an option.
 """
 
 from __future__ import annotations
@@ -15,13 +22,17 @@ from tilerec.planner.search.instance import Ints
 
 
 class Sums(NamedTuple):
-    """Rows that are added up inside hosts before they cross to another. On hosts of several sizes: the most, or least.
+    """Counts of the sums of an option.
 
-    merge: [T] 1 where they are. most: members of a sum. apart: members whose rows come as they are on their own host.
-    proxies: ranks of the host whose proxies take most. far: homes for which they add
-    rows up, if all proxies had as many turns.
-    turn: what a member sends on as a proxy, divided by the members' mean. sent: [T] bags of that, for each home.
-    home: [T] bags of all sums of a home. union: [T] bags of a sum of `apart`.
+    Args:
+        merge: [n] 1 for tables whose rows are added inside hosts, else 0.
+        most: members of a sum.
+        apart: members on a home's own host, whose rows arrive one by one.
+        proxies: members of the host whose proxies work longest. far: homes of such a host, if turns were equal.
+        turn: bags that a member sends as a proxy, relative to the mean of the members.
+        sent: [n] bags that a member sends, per home.
+        home: [n] bags of all sums that a home receives.
+        union: [n] bags of a sum of `apart` members.
     """
 
     merge: Floats
@@ -36,9 +47,11 @@ class Sums(NamedTuple):
 
 
 def sums_inside_hosts(model: Model, on: int, parts: float, even: Floats, t: Ints, *, lower: bool) -> Sums:
-    """The sums of an option of tables t, whose pieces lie on `on` ranks each.
+    """Return the sums of an option. The rows of single pieces are never added inside hosts (realise.py).
 
-    Single pieces are not added up where they share a host (`realise.py`).
+    Args:
+        on: ranks of a piece. parts: parts of a home. even: [T] share of an even part. t: [n] tables.
+        lower: for a bound.
     """
     work, topology, ranks = model.workload, model.topology, model.ranks
     none = np.zeros(len(t))
@@ -48,13 +61,13 @@ def sums_inside_hosts(model: Model, on: int, parts: float, even: Floats, t: Ints
     sizes = sorted(set(hosts))
     union = {n: work.present(np.minimum(even * float(n), 1.0))[0][t] for n in sizes}
     merge = np.where((sizes[-1] > 1) & (work.fan_in[t] > 1.0), 1.0, 0.0)
-    # Homes elsewhere that a host's ranks add up for in turn: each of them for as many, or for one more.
+    # Homes on other hosts, by size of the host: its ranks take turns, each with equally many homes, or one more.
     turns = {n: (ranks - n + (0 if lower else n - 1)) // n * n if n > 1 else 0 for n in sizes}
-    # A sum of many members has less of each.
+    # A larger sum has fewer bags per member.
     sender, apart = sizes[-1 if lower else 0], sizes[0 if lower else -1]
     proxies = apart if lower else max(sizes, key=lambda n: turns[n] * (n - 1) / n)
     turn = 1.0
-    if lower and topology.nic == "device":  # else a host's card sends it all
+    if lower and topology.nic == "device":  # otherwise the card of the host sends all sums
         turn = min(turns[n] / (ranks - n) if n > 1 else 1.0 for n in sizes)
     return Sums(
         merge,

@@ -1,11 +1,11 @@
-"""`Model`: the formulas that a price and a planner's options have in common (docs/planner-cost.md).
+"""`Model`: the formulas that `price` and the planner's options share (docs/planner-cost.md).
 
 Nouns
-  stage     what a rank does between two collectives; a step takes the sum over stages of the slowest rank
+  stage     the work of a rank between two collectives; a step takes the sum over stages of the slowest rank's time
   piece     one rectangle of a table on one rank
-  far       a row that comes from memory; the others are still in a cache
-  resident  the part of what a step touches that is still in the processor's cache in the next step
-  missed    a row in host memory that the cache of its table, on the device, does not hold
+  far       a row that is read from memory; other rows are in the processor's cache
+  resident  the part of the bytes touched by one step that is still in the processor's cache in the next step
+  missed    a row in host memory that is not in the device cache of its table
 
 Legend: T tables, W ranks, N ids, U distinct rows, D columns.
 """
@@ -30,25 +30,29 @@ NETWORK_STAGES = (
     "gradients between hosts",
     "update between hosts",
 )
-"""Stages where the ranks of a host share its network card; where each has its own, they are part of STAGE_OF_NETWORK.
-The last: replicas' gradients, and sums over rows of column blocks."""
+"""Stages of their own if the ranks of a host share a network card; else they belong to STAGE_OF_NETWORK.
+
+The last one has the gradients of replicas and the row sums of column blocks.
+"""
 STAGE_OF_NETWORK = dict(zip(NETWORK_STAGES, ("ids", "rows", "gradients", "update"), strict=True))
+NETWORK_OF_STAGE = {stage: network for network, stage in STAGE_OF_NETWORK.items()}
 DEVICE, HOST = 0, 1
 """Memory tiers."""
 
-KEY_BYTES = 16  # of one id while gradients are sorted: key and occurrence, twice
-LINE_BYTES = (
-    17  # of a cache line beside row and state: which row it is, when it was used, whether it was written
-)
-ROW_BYTES = 4  # on the device, of a row in host memory: its line
-WAYS = 32  # lines of a set
+KEY_BYTES = 16  # bytes per id while gradients are sorted: key and occurrence, twice
+LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, last use, and a flag
+ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
+LINES_PER_SET = 32  # cache lines per set
 
 
 class Model:
-    """A workload on a topology: what both `price` and the planner's options are computed from.
+    """A workload on a topology.
+
+    depth: batches whose ids are routed ahead. own_distinct, all_distinct: [T] distinct rows of one rank's batch, and of
+    all batches. resident: see above. again: [T] part of a step's distinct rows that the step before has read as well.
 
     Args:
-        beside: tables that share the ranks' caches with the workload's, and are not its own.
+        beside: tables of the model outside the workload, which use the same processor caches.
     """
 
     def __init__(
@@ -71,66 +75,64 @@ class Model:
         per_rank = _touched(workload, self.all_distinct) / self.ranks
         if beside is not None:
             per_rank += _touched(beside, beside.distinct(self.ranks)) / self.ranks
-        # How much of what a step touches is still in the cache in the next.
         self.resident = min(1.0, self.speeds.cache / per_rank) if per_rank > 0 else 1.0
         twice = workload.distinct(2 * self.ranks)
-        # Of the rows that a step touches, how many did the one before.
         self.again = (2.0 * self.all_distinct - twice) / np.maximum(self.all_distinct, 1e-9)
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of a step's stages on this topology."""
+        """Names of the stages of a step on this topology."""
         topology = self.topology
         return STAGES + (NETWORK_STAGES if topology.host_count > 1 and topology.nic == "host" else ())
 
     def lookup_far(self, table: Ints, distinct: Any) -> Floats:
-        """Of the rows that a lookup reads, those that come from memory."""
+        """Return the number of distinct rows that a lookup reads from memory."""
         return distinct * (1.0 - self.resident * np.clip(self.again[table], 0.0, 1.0))
 
     def update_far(self, distinct: Any) -> Floats:
-        """Of the rows that an update changes: the step's own lookup has read them a moment ago."""
+        """Return the number of distinct rows that an update reads from memory, after the lookup of the same step."""
         return distinct * (1.0 - self.resident)
 
     @cached_property
     def missed(self) -> Floats:
-        """[T] rows of a step that have to come from host memory, and others to go back there, if cached."""
+        """[T] rows of a cached table that move from host memory to the device in a step; as many others move back."""
         return self.workload.missed(self.ranks)
 
     def fetched(self, table: Ints, share: Any, width: Any) -> Floats:
-        """Seconds to bring missed rows and their state to the device, and as many back to the host."""
+        """Return seconds to move missed rows and their state to the device, and as many rows back to the host."""
         work = self.workload
         cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
         return self.missed[table] * share * 2.0 * (width * cell + work.row_state[table]) * self.to_host
 
     def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
-        """Bytes of a piece's cache on the device: sets of lines, and as many spare ones as a step needs beside."""
-        held = WAYS * np.ceil(self.workload.load_factor[table] * rows / WAYS)
+        """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows."""
+        held = LINES_PER_SET * np.ceil(self.workload.load_factor[table] * rows / LINES_PER_SET)
         spare = np.maximum(self.all_distinct[table] * rows / self.workload.rows[table] - held, 0.0)
         return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 
     def replicas(self, table: Ints) -> Replicas:
-        """Tables of which every rank holds a whole copy: how their gradients meet."""
+        """Return the exchange of gradients of tables with a copy on every rank."""
         return Replicas(self, table)
 
     def wire(self, table: Ints, width: Any, *, backward: bool) -> Floats:
-        """Bytes of a row on the wire."""
+        """Return the bytes of a row on the wire."""
         formats = self.workload.backward if backward else self.workload.forward
         cell = np.where(formats[0, table] == 4, self.workload.wide, formats[0, table])
         return cell * np.asarray(width, np.float64) + formats[1, table]
 
     def weights(self, table: Ints, rows: Any, width: Any) -> Floats:
-        """Bytes of a piece with its optimizer state, or its dense gradient."""
+        """Return the bytes of a piece with its optimizer state, or with its dense gradient."""
         work = self.workload
         cell = work.element[table] + work.cell_state[table]
         return rows * (width * cell.astype(np.float64) + work.row_state[table])
 
 
 class Replicas:
-    """The agreement on gradients of whole copies, [n] for the tables given (`sharding/replicas.py`).
+    """Exchange of gradients between copies of whole tables, [n] for the given tables (sharding/replicas.py).
 
-    form: 0 bags, 1 rows, 2 dense, 3 a dense gradient of a table without attached optimizer
-    sent: bytes to each other rank;  reduced: bytes of the all-reduce (all ranks' sum)
-    ids, bags: what the update then sorts and reads;  seconds: local work beside links and update
+    form: 0 gradients of bags, 1 gradients of rows, 2 a dense gradient, 3 the dense gradient of a table without an
+    attached optimizer. sent: bytes to each other rank. reduced: bytes of the all-reduce. ids, bags: numbers that the
+    update then sorts and reads. seconds: local work besides links and update.
     """
 
     def __init__(self, model: Model, table: Ints) -> None:
@@ -180,10 +182,10 @@ class Replicas:
 
 
 def _touched(workload: Workload, distinct: Floats) -> float:
-    """Bytes that a step of all ranks touches."""
+    """Return the bytes that a step of all ranks touches."""
     return float(sum((distinct * (workload.dim * (workload.element + workload.cell_state))).tolist()))
 
 
 def filled(ids_per_bag: Floats) -> Floats:
-    """Share of the bags that have an id."""
+    """Return the share of bags with at least one id."""
     return np.minimum(ids_per_bag, 1.0)

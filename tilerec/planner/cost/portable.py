@@ -1,10 +1,10 @@
-"""Powers and expectations made of +, -, * and / alone: the same bits on every machine.
+"""Powers and expectations computed with +, -, * and / alone, so that they have the same bits on every machine.
 
-Mathematics libraries differ in the last digit of exp, log and pow, and a planner that rounds such a digit to a whole
-picosecond would now and then plan otherwise on one machine than on another. Elementwise +, -, * and / are exact to
-rounding by IEEE 754 everywhere. Sums over an axis are not used: their order differs too.
+Mathematics libraries differ in the last digit of exp, log and pow. Rounded to whole picoseconds, such a digit would
+sometimes change a plan. Elementwise +, -, * and / are rounded alike everywhere (IEEE 754). Sums over an axis are not
+used either, as their order differs between machines.
 
-Legend: arrays of float64 that broadcast.
+All arguments are numbers or arrays of float64 that broadcast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LN2 = 0.6931471805599453
 
 
 def power(base: Any, exponent: Any) -> Floats:
-    """base ** exponent for whole exponents from 0, by squaring. `power(0.5, 3) == 0.125`."""
+    """Return base ** exponent for whole exponents from 0, by squaring. `power(0.5, 3) == 0.125`."""
     base, left = np.broadcast_arrays(np.asarray(base, np.float64), np.asarray(exponent, np.int64))
     result, square = np.ones(base.shape), base.copy()
     left = left.copy()
@@ -32,7 +32,7 @@ def power(base: Any, exponent: Any) -> Floats:
 
 
 def exponential(x: Any) -> Floats:
-    """e ** x for -700 <= x <= 700, to about 1e-12 of it: x = n ln 2 + r, and a series of r."""
+    """Return e ** x for -700 <= x <= 700, with a relative error of about 1e-12: x = n ln 2 + r, and a series in r."""
     x = np.clip(np.asarray(x, np.float64), -700.0, 700.0)
     n = np.floor(x / LN2 + 0.5)
     r = (x - n * LN2) / (1 << 3)
@@ -45,13 +45,12 @@ def exponential(x: Any) -> Floats:
 
 
 def missed(share: Any, draws: Any) -> Floats:
-    """Chance that none of `draws` independent ids falls where a `share` of them falls.
+    """Return the probability that none of `draws` independent ids is in a set that holds a `share` of all ids.
 
-        (1 - share) ** draws;  2.5 draws are two or three, each half of the time
-
-    `missed(0.5, 1.5) == 0.375`: half of (0.5 + 0.25).
+    It is (1 - share) ** draws. 2.5 draws are two or three with equal probability: `missed(0.5, 1.5) == 0.375`, the mean
+    of 0.5 and 0.25.
     """
-    draws = np.minimum(np.asarray(draws, np.float64), 2.0**62)  # a whole number of 64 bits below
+    draws = np.minimum(np.asarray(draws, np.float64), 2.0**62)  # the next line needs a 64-bit integer
     whole = np.floor(draws)
     rest = draws - whole
     share = np.asarray(share, np.float64)
@@ -59,11 +58,11 @@ def missed(share: Any, draws: Any) -> Floats:
 
 
 def distinct_uniform(rows: Any, draws: Any) -> Floats:
-    """Expected distinct ids among `draws` even ones of `rows`: rows (1 - (1 - 1/rows) ** draws).
+    """Return the expected number of distinct ids among `draws` uniform ones: rows (1 - (1 - 1/rows) ** draws).
 
     `distinct_uniform(2, 2) == 1.5`.
     """
     rows = np.asarray(rows, np.float64)
     found = rows * (1.0 - missed(1.0 / rows, draws))
-    # Where rows are many, 1 - (1 - tiny) has lost its digits: nearly every draw is new.
+    # For many rows, 1 - (1 - tiny) has no digits left, and nearly every draw is new.
     return np.where(rows > 1e12, np.asarray(draws, np.float64), np.minimum(found, draws))

@@ -1,11 +1,11 @@
-"""`price`: seconds of every part of a step on every rank, and bytes in every memory tier, for any tilings.
+"""`price`: seconds of each part of a step on each rank, and bytes in each memory tier, for any tilings.
 
 Nouns
-  part     what a step is made of ("lookup"); PARTS lists them in the order of a step
-  piece    one rectangle of a table on one rank;  owner: that rank;  home: a rank whose batch it reads for
+  part     a kind of work in a step, such as "lookup"; PARTS lists them in the order of a step
+  piece    one rectangle of a table on one rank, its owner;  home: a rank whose batch the owner serves
 
-Amounts come from `Travel` (what the runtime sends) and `Workload` (distinct rows), seconds from `Rates`, formulas with
-units from docs/planner-cost.md.
+Amounts come from `Travel` (bytes that the runtime sends) and `Workload` (distinct rows), seconds from `Rates`. Formulas
+with units: docs/planner-cost.md.
 
 Legend: T tables, R = W ranks, P present bags, N ids, U distinct rows, q share of a table's traffic.
 """
@@ -47,17 +47,17 @@ NETWORK_OF = {
 
 @dataclass(frozen=True)
 class Price:
-    """What a plan costs.
+    """The price of a plan.
 
     Args:
-        parts: seconds of each of PARTS on each rank, [R].
-        network: seconds on the network card, by name of NETWORK_STAGES, [R] (alike on the ranks of a host that share
-            one, where each is a stage of its own).
-        calls: seconds of collectives as such, once.
-        memory: bytes, [R, 2] (device, host).
-        sent: bytes that a rank sends to others, by the traffic's names, [R].
-        between_hosts: those of them that leave the host.
-        names: of the stages. tier: of `memory`, that in which tables lie.
+        parts: [R] seconds, for each of PARTS.
+        network: [R] seconds on the network card, for each of NETWORK_STAGES. If the ranks of a host share a card, each
+            is a stage of its own, equal on these ranks.
+        calls: seconds of fixed costs of collectives.
+        memory: [R, 2] bytes of device and host memory.
+        sent: [R] bytes that a rank sends to others, by name of the traffic.
+        between_hosts: the part of `sent` that leaves the host.
+        names: of the stages. tier: index of the memory that holds tables.
     """
 
     parts: Mapping[str, Floats]
@@ -71,7 +71,7 @@ class Price:
 
     @property
     def stages(self) -> dict[str, Floats]:
-        """Seconds of each stage on each rank."""
+        """[R] seconds of each stage."""
         found: dict[str, Floats] = {name: np.zeros(len(self.memory)) for name in self.names}
         for name, stage in self.stage_of.items():
             found[stage] = found[stage] + (self.parts[name] if name in self.parts else self.network[name])
@@ -79,7 +79,7 @@ class Price:
 
     @property
     def stage_of(self) -> dict[str, str]:
-        """By part, and by stage between hosts, the stage that its seconds count in."""
+        """The stage of each of PARTS and NETWORK_STAGES."""
         found = {name: STAGES[stage] for name, stage in STAGE_OF_PART.items()}
         return found | {
             name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()
@@ -87,16 +87,18 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """The step: the sum over stages of the slowest rank, and the collectives as such."""
+        """Seconds of a step: the sum over stages of the slowest rank's seconds, and the fixed costs of collectives."""
         return sum(float(s.max()) for s in self.stages.values()) + self.calls
 
 
 def price(tilings: Sequence[Tiling], model: Model) -> Price:
-    """What tilings of a workload's tables cost, each in the order of `model.workload.names`."""
+    """Return the price of tilings, in the order of `model.workload.names`."""
     return _Pricing(tilings, model).result()
 
 
 class _Pricing:
+    """Adds up seconds and bytes. parts, network: as in `Price`. memory, in_host: [R] bytes."""
+
     def __init__(self, tilings: Sequence[Tiling], model: Model) -> None:
         self.model, self.work, self.rates = model, model.workload, model.rates
         self.ranks = model.ranks
@@ -135,7 +137,7 @@ class _Pricing:
                 self.network[NETWORK_OF[name]] += self._between_hosts(far, far_received)
 
     def _between_hosts(self, sent: Floats, received: Floats) -> Floats:
-        """[R] seconds of an exchange between hosts. Ranks that share their host's card take their mean's time."""
+        """Return [R] seconds of an exchange between hosts. Ranks that share a card take the time of their mean."""
         if self.model.topology.nic == "host":
             sent, received = self._mean_of_host(sent), self._mean_of_host(received)
         return self.rates.exchanged(sent, received, network=True)
@@ -148,7 +150,7 @@ class _Pricing:
     # ---------------------------------------------------------------------------------------------- owners
 
     def _lookups(self) -> None:
-        """Ids and bags that owners read for homes, as if all rows were near; what they keep meanwhile."""
+        """Add the lookups of owners, as if all rows were in the processor's cache, and their buffers."""
         travel, model = self.travel, self.model
         p, layout = travel.e_part, travel.layout
         homes = travel.e_near + travel.e_far + travel.e_own
@@ -165,19 +167,19 @@ class _Pricing:
         np.add.at(self.memory, travel.e_owner, received * (1 + model.depth) + buffers)
 
     def _pieces(self) -> None:
-        """Rows that come from memory, updates and weights, of every piece; features of a table share its rows."""
+        """Add rows read from memory, updates and weights of each piece; the features of a table share its rows."""
         travel, work, model, rates = self.travel, self.work, self.model, self.rates
         parts = travel.layout.parts
         bags: defaultdict[tuple[int, int, int, tuple[int, ...]], float] = defaultdict(float)
         marks = [(int(t), p.r0, p.r1, p.owners) for t, p in zip(travel.table, parts, strict=True)]
         for mark, count in zip(marks, travel.P.tolist(), strict=True):
             bags[mark] += count
-        # Each piece once: where its table's first feature reads it.
+        # Parts exist for each feature; a piece counts once, with the first feature of its table.
         first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
         own = np.array(
             [first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_
         )
-        # One line for each rank that holds a part, and each rectangle of the part.
+        # One line for each owner of a part and each rectangle of the part.
         lines = np.flatnonzero(own[travel.e_part])
         units = travel.units[travel.e_part[lines]]
         nth = np.arange(int(units.sum())) - np.repeat(np.cumsum(units) - units, units)
@@ -201,13 +203,13 @@ class _Pricing:
         cached = work.cached[table]
         if cached.any():
             np.add.at(self.parts["lookup"], owner, np.where(cached, model.fetched(table, share, width), 0.0))
-        # Copies update with what all of them tell each other: see `_replicas`.
+        # Copies are updated with the gradients of all ranks: see `_replicas`.
         distinct = model.all_distinct[table] * share
         update = rates.update(
             work.ids[table] * q * reads, present * reads, distinct, model.update_far(distinct), width, element,
             work.cell_state[table] * work.attached[table], work.row_state[table],
         )  # fmt: skip
-        rows = np.rint(share * work.rows[table])  # whole: cache lines come in sets
+        rows = np.rint(share * work.rows[table])  # whole rows, since cache lines come in sets
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
         weights = model.weights(table, rows, width)
@@ -217,7 +219,7 @@ class _Pricing:
     # ---------------------------------------------------------------------------------------------- homes
 
     def _homes(self) -> None:
-        """Routing one's ids, and rows put into the output; the same on every rank."""
+        """Add the work of every home: routing its ids, and placing rows into its output."""
         travel, work, rates, model = self.travel, self.work, self.rates, self.model
         routes = np.bincount([route.slot for route in travel.layout.routes], minlength=len(work.bags))
         ids = float(sum((work.bags * work.ids_per_bag * routes).tolist()))
@@ -230,13 +232,13 @@ class _Pricing:
             self.parts[name] += float(sum((rows * rates.at(rate, travel.width)).tolist()))
         output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
         if np.any(travel.row_share < 1.0) or np.any(work.ids_per_bag < 1.0):
-            # A bag may have no row: the output begins as zeros.
+            # Some bags may have no row, so the output is set to zeros first.
             self.parts["combine"] += rates.copied(0.5 * output)
         self.memory += 2.0 * output + float(sum((travel.P * travel.width).tolist())) * work.wide
         self.memory += payload * (1 + model.depth)
 
     def _proxies(self) -> None:
-        """Sums inside hosts, and where they end."""
+        """Add the sums inside hosts, at the proxies and at the homes."""
         travel, rates = self.travel, self.rates
         if not travel.proxied:
             return
@@ -255,7 +257,7 @@ class _Pricing:
     # ---------------------------------------------------------------------------------------------- peers
 
     def _replicas(self, tilings: Sequence[Tiling]) -> None:
-        """Copies of a tile agree on its gradients; all of them apply those of all."""
+        """Add the exchange of gradients between the copies of a tile, and their updates."""
         which = [t for t, tiling in enumerate(tilings) if tiling.replicated]
         if not which:
             return
@@ -269,7 +271,7 @@ class _Pricing:
         self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
 
     def _copies(self, t: int, tiling: Tiling, tile: Tile, form: Replicas, i: int) -> None:
-        """Copies of a tile of table t, the i-th of `form`."""
+        """Add the exchange and the updates of the copies of one tile of table t, the i-th table of `form`."""
         work, model, travel = self.work, self.model, self.travel
         row_share = (tile.r1 - tile.r0) / tiling.rows
         width = float(tile.c1 - tile.c0)
@@ -287,7 +289,7 @@ class _Pricing:
         away = np.zeros(self.ranks)
         away[owners] = sent * (1.0 - close)
         self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
-        # `form` counts all ranks as replicas; fewer have each a larger part of the batches.
+        # `form` assumes a replica on every rank; fewer replicas serve a larger part of the batches each.
         part = row_share if form.form[i] != 2 else row_share * others / (self.ranks - 1.0)
         distinct = float(model.all_distinct[t]) * row_share
         update = self.rates.update(
@@ -312,7 +314,7 @@ class _Pricing:
             travel.line(travel.far, name)[owners] += value * (1.0 - close)
 
     def _row_sums(self, tilings: Sequence[Tiling]) -> None:
-        """Column blocks of rules that need sums over whole rows send each other theirs."""
+        """Add the row sums that column blocks exchange, for row rules with sums over whole rows."""
         work, model, speeds, travel = self.work, self.model, self.model.speeds, self.travel
         talks, near, far = 0, np.zeros((2, self.ranks)), np.zeros((2, self.ranks))  # bytes sent, received
         for t in np.flatnonzero(work.talks).tolist():
@@ -320,7 +322,7 @@ class _Pricing:
             if len({block.owners for block in tiling.blocks}) < 2:
                 continue
             talks = max(talks, int(work.talks[t]))
-            row_bytes = 4.0 * (float(work.sums[t]) + 1.0)  # the one: whether a row is finite
+            row_bytes = 4.0 * (float(work.sums[t]) + 1.0)  # + 1: a flag that the row is finite
             tiles = tiling.tiles()
             holders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
             for tile in tiles:

@@ -1,4 +1,7 @@
-"""`Rates`: formulas of seconds. Amounts (ids, rows, bytes) times a machine's speeds, on arrays that broadcast."""
+"""`Rates`: seconds of the parts of a step: amounts (ids, rows, bytes) times the speeds of a machine.
+
+All arguments are numbers or arrays that broadcast.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,17 @@ from tilerec.spec.speeds import Speeds
 
 
 class Rates:
-    """What things take on one machine, in seconds."""
+    """Seconds of operations on one machine."""
 
     def __init__(self, speeds: Speeds) -> None:
         self.speeds = speeds
 
     def at(self, name: str, width: Any) -> Floats:
-        """A rate per row at a width: linear between the measured ones, flat below the first, in proportion above."""
+        """Return seconds per row at a width in columns.
+
+        The rate is linear between measured widths, constant below the first, and proportional to the width above the
+        last.
+        """
         widths, rates = np.array(self.speeds.widths, np.float64), np.array(getattr(self.speeds, name))
         width = np.asarray(width, np.float64)
         slopes = np.diff(rates, append=0.0) / np.diff(widths, append=1.0)
@@ -29,7 +36,11 @@ class Rates:
         return found
 
     def lookup(self, ids: Any, far: Any, bags: Any, width: Any, element: Any) -> Floats:
-        """Read `ids` rows, `far` of them from memory, and write `bags` sums."""
+        """Return seconds to read `ids` rows, `far` of them from memory, and to write `bags` sums.
+
+        Args:
+            width: columns. element: bytes of a cell.
+        """
         row = width * element / 4.0
         near = np.maximum(np.asarray(ids) - far, 0.0)
         return (
@@ -41,7 +52,11 @@ class Rates:
     def update(
         self, ids: Any, bags: Any, distinct: Any, far: Any, width: Any, element: Any, cell_state: Any, row_state: Any
     ) -> Floats:  # fmt: skip
-        """Sort ids, add the gradients of their bags, and change each distinct row and its optimizer state once."""
+        """Return seconds to sort ids, to add gradients of bags, and to update each distinct row and its state once.
+
+        Args:
+            far: distinct rows that come from memory. cell_state, row_state: bytes of state per cell and per row.
+        """
         row = width * (np.asarray(element) + cell_state) / 4.0
         near = np.maximum(np.asarray(distinct) - far, 0.0)
         line = np.where(np.asarray(row_state) > 0, 0.5 * self.at("update_far", 0.0), 0.0)
@@ -53,7 +68,7 @@ class Rates:
         )
 
     def exchanged(self, sent: Any, received: Any, *, network: bool = False) -> Floats:
-        """Seconds of an exchange on each rank, of the bytes that it sends and receives over one kind of link."""
+        """Return seconds of an exchange, for the bytes that a rank sends and receives over one kind of link."""
         speeds = self.speeds
         out, inward = (
             (speeds.network_out, speeds.network_in) if network else (speeds.link_out, speeds.link_in)
@@ -62,4 +77,5 @@ class Rates:
         return np.maximum(sent, received) if speeds.duplex else sent + received
 
     def copied(self, count: Any) -> Floats:
+        """Return seconds to copy `count` bytes."""
         return np.asarray(count, np.float64) * self.speeds.copy

@@ -1,4 +1,4 @@
-"""Reads of a table's features in a step, from the constraints that the user gives."""
+"""The reads of a table's features in a step, computed from the user's constraints."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tilerec.planner.cost.ways import Limits
 from tilerec.planner.cost.workload import Reads
 
 BATCH_SIZE = 512
-"""Samples of a rank if the user does not give a number."""
+"""Default number of samples per rank and step."""
 
 
 def reads_of(
     table: str, features: Sequence[str], batch_size: int | None, limits: ParameterConstraints | None
 ) -> tuple[Reads, ...]:
-    """One `Reads` for each feature: bags = samples x lookups per sample, ids per bag = pooling factor.
+    """Return one `Reads` per feature: bags = samples x lookups per sample, ids per bag = pooling factor.
 
-    A list of one number in the constraints holds for all features.
+    A list of one number in the constraints applies to all features.
 
     Raises:
-        ConfigError: as many numbers as there are features were wanted, or a number is negative or none.
+        ConfigError: a list has neither one number nor one for each feature, or an item is not a number from 0.
     """
     count = len(features)
     given = limits or ParameterConstraints()
@@ -35,13 +35,14 @@ def reads_of(
 
 
 def limits_of(limits: ParameterConstraints | None) -> Limits:
-    """What constraints allow."""
+    """Return the restrictions that constraints put on the options."""
     if limits is None:
         return Limits()
     return Limits(limits.types_allowed(), limits.min_partition)
 
 
 def _each(table: str, name: str, given: Sequence[float] | None, count: int, default: float) -> list[float]:
+    """Return one number for each feature."""
     if given is None:
         return [float(default)] * count
     values = list(given) * (count if len(given) == 1 else 1)

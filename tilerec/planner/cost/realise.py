@@ -1,4 +1,4 @@
-"""From an option and where its pieces lie to a sharding: type, ranks and tiling."""
+"""From an option and the places of its pieces to a sharding: type, ranks and tiling."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PLAIN = Wire()
 def sharding_of(
     workload: Workload, table: int, option: Option, places: Sequence[int], shares: Ints | None, topology: Topology,
 ) -> ParameterSharding:  # fmt: skip
-    """What a table's part of a solution is in the plan.
+    """Return the sharding of a table with an option and places.
 
     Args:
-        table: its number in the workload.
+        table: its index in the workload.
         places: ranks, or hosts, of the pieces; () for all ranks.
         shares: of an uneven split by rows, in units of 1 / SHARE.
     """
@@ -46,7 +46,7 @@ def sharding_of(
         ranks = _everyone(topology.world_size)
     one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     if option.way is Way.COLUMNS:
-        # Blocks that share a rank lie side by side, and are one tile.
+        # Blocks on one rank become neighbours, and `column_wise` merges them into one tile.
         ranks = tuple(sorted(ranks))
         found = kind.TABLE_COLUMN_WISE if one_host and len(set(ranks)) > 1 else kind.COLUMN_WISE
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
@@ -59,24 +59,24 @@ def sharding_of(
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
     if sizes is not None and 0 in sizes:
-        # A rank that gets no row takes no part.
+        # Ranks without rows are left out.
         kept = [(rank, size) for rank, size in zip(ranks, sizes, strict=True) if size]
         ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
         one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
-    # Ranges that happen to share a host are priced as if they did not, so their rows are not added up there.
+    # Single ranges are priced as if no two of them shared a host, so hosts do not add their rows.
     apart = 1.0 if option.width == 1 and topology.host_count > 1 else None
     return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)
 
 
 @lru_cache(maxsize=8)
 def _everyone(world_size: int) -> tuple[int, ...]:
-    """All ranks: one tuple, for as many tables as there are."""
+    """Return all ranks, as one tuple that all tables share."""
     return tuple(range(world_size))
 
 
 def _one_tile(rows: int, dim: int, ranks: tuple[int, ...]) -> Tiling:
-    """A whole table on one rank or with a copy on each; what `table_wise` and `data_parallel` make."""
+    """Return a tiling of one tile with these owners, as `table_wise` and `data_parallel` do."""
     return Tiling(rows, dim, (ColumnBlock(0, dim, (0, rows), (ranks,)),))
 
 
@@ -87,6 +87,6 @@ def _made(
     work: TableWork,
     ids_per_bag: float | None = None,
 ) -> ParameterSharding:
-    # Kernel and number formats that are not given stay open: sharding fills them in.
+    # The kernel, and default wire formats, are left to the sharder.
     wire = None if work.wire == _PLAIN else work.wire
     return ParameterSharding.of_strategy(kind, ranks, tiling, wire, work.data_type, ids_per_bag)

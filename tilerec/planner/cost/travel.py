@@ -1,13 +1,13 @@
-"""What travels in a step of given tilings: present bags and ids of every part, bytes between every rank and the others.
+"""`Travel`: bags, ids and bytes that move between ranks in a step of given tilings.
 
 Nouns
-  home     the rank whose batch it is;  owner: a rank that reads a part for homes
-  near     home and owner are on one host;  far: on two
-  entry    (part of the layout, owner) with the homes that it reads for
-  proxied  row parts of one host, whose rows are added there before they travel to homes on others
+  home     the rank whose batch contains an id or a bag;  owner: a rank that reads a part for homes
+  near     home and owner are on one host;  far: on two hosts
+  entry    a pair (part of the layout, owner), with the number of homes that the owner reads for
+  proxied  row parts on one host, whose rows a proxy adds there before they cross to homes on other hosts
 
-Everything is read off the layout that the runtime compiles (`sharding/layout.py`), so predicted bytes bear the names
-that `comms/traffic.py` counts. Formulas: docs/planner-cost.md.
+All counts follow from the layout that the runtime compiles (sharding/layout.py). The names of predicted bytes are those
+that comms/traffic.py counts. Formulas: docs/planner-cost.md.
 
 Legend: R ranks, K parts, P present bags, N ids, q share of a table's traffic.
 """
@@ -28,9 +28,12 @@ from tilerec.spec.tile import Tiling
 
 
 class Proxied(NamedTuple):
-    """Rows of one group of parts: `members` bags of all of them, `union` of their sums, for `homes` [R] elsewhere.
+    """Rows of one group of proxied parts.
 
-    turns: [R] for how many homes each rank adds them up.
+    Args:
+        homes: [R] True for homes on other hosts.
+        turns: [R] number of homes for which each rank is the proxy.
+        width: columns. members: bags of all members. union: bags of their sum.
     """
 
     homes: Bools
@@ -41,7 +44,13 @@ class Proxied(NamedTuple):
 
 
 class Travel:
-    """Counts and bytes. sent, far, received, far_received: by name, [R]; far ones leave (come from another) host."""
+    """Counts and bytes of a step.
+
+    sent, received: by name of the traffic, [R] bytes. far, far_received: those of them that leave the host, or come
+    from another host. calls: number of collectives. By part, [K]: q, row_share, P, N, payload, width, units; merged:
+    its rows are proxied; single: it has one owner. By entry: e_part, e_owner, and e_near, e_far, e_own: homes read for
+    on the same host, on other hosts, and itself.
+    """
 
     def __init__(self, tilings: Sequence[Tiling], model: Model) -> None:
         self.model, self.work = model, model.workload
@@ -71,7 +80,7 @@ class Travel:
     # ---------------------------------------------------------------------------------------------- who reads what
 
     def _count_parts(self, layout: SharedLayout) -> None:
-        """Arrays over parts, and over (part, owner) entries with the homes that it reads for."""
+        """Compute the arrays over parts and over entries."""
         work = self.work
         parts = layout.parts
         self.slot = np.array([p.slot for p in parts], np.int64)
@@ -95,7 +104,7 @@ class Travel:
         self.units = np.array([len(p.units) for p in parts], np.int64)
 
     def _entries(self, layout: SharedLayout) -> tuple[Ints, ...]:
-        """Part, owner, and for how many homes near, far and its own the owner reads: one of each entry."""
+        """Return, by entry: part, owner, and the number of near, far and own homes that the owner reads for."""
         topology, ranks = self.model.topology, self.ranks
         everyone = tuple(range(ranks))
         count = np.array([len(part.owners) for part in layout.parts], np.int64)
@@ -106,7 +115,7 @@ class Travel:
         far = np.where(alone, ranks - 1 - near, 0)
         own = np.ones(len(part), np.int64)
         before = np.cumsum(count) - count
-        # Copies on every rank read for themselves; those on some ranks share out the homes.
+        # A copy on every rank serves its own home only; copies on some ranks divide the homes among them.
         for p in np.flatnonzero((count > 1) & (count < ranks)).tolist():
             owners = layout.parts[p].owners
             homes = np.array([reader(owners, home, topology) for home in everyone])
@@ -117,7 +126,7 @@ class Travel:
         return part, owner, near, far, own
 
     def _count_merges(self, layout: SharedLayout) -> None:
-        """(members' parts, host) of the sums inside hosts."""
+        """Collect the sums inside hosts: the host, and the parts of its members."""
         self.merges: list[tuple[int, tuple[int, ...]]] = []
         if layout.hierarchical:
             seen = set()
@@ -134,24 +143,24 @@ class Travel:
     # ---------------------------------------------------------------------------------------------- what travels
 
     def line(self, lines: dict[str, Floats], name: str) -> Floats:
-        """A name's bytes, to be added to."""
+        """Return the [R] bytes of a name, to add to; zeros at first."""
         return lines.setdefault(name, np.zeros(self.ranks))
 
     def _from_homes(self, name: str, owner: Ints, near: Floats, far: Floats, count: Floats) -> None:
-        """`count` bytes from each of an owner's homes to it."""
+        """Add `count` bytes from each home of an owner to the owner."""
         received, far_received = self.line(self.received, name), self.line(self.far_received, name)
         np.add.at(received, owner, (near + far) * count)
         np.add.at(far_received, owner, far * count)
 
     def _by_homes(self, name: str, mask: Any, count: Floats) -> None:
-        """What homes send (or get): every home has `count` of each part, but where it reads the part itself."""
+        """Add the bytes that homes send: `count` of each part in `mask`, except to themselves."""
         sent, far = self.line(self.sent, name), self.line(self.far, name)
         own, away = self._home_side(mask, count)
         sent += own
         far += away
 
     def _home_side(self, mask: Any, count: Floats) -> tuple[Floats, Floats]:
-        """Per home: of all parts in `mask`, what goes between it and other ranks, and other hosts."""
+        """Return [R] bytes between a home and other ranks, and other hosts: `count` for each part in `mask`."""
         single = mask & self.single
         owner = self.first_owner
         weights = np.where(single, count, 0.0)
@@ -170,7 +179,7 @@ class Travel:
         return others, away
 
     def _exchange(self) -> None:
-        """Bytes of header, ids, rows and gradients."""
+        """Compute the bytes of header, ids, rows and gradients."""
         every = np.ones(len(self.single), np.bool_)
         words = np.full(len(self.single), 8.0)
         self._by_homes("header", every, words)
@@ -201,13 +210,13 @@ class Travel:
         self._merge_bytes()
 
     def _row_bytes(self, *, backward: bool) -> Floats:
-        """[K] bytes of one bag's rows of a part, all its units together."""
+        """Return [K] bytes on the wire of one bag of a part, over all its units."""
         formats = self.work.backward if backward else self.work.forward
         cell = np.where(formats[0] == 4, self.work.wide, formats[0])[self.table]
         return cell * self.width + formats[1][self.table] * self.units
 
     def _merge_bytes(self) -> None:
-        """Sums inside hosts: members to the proxy, the union's rows to the home, and back."""
+        """Add the bytes of sums inside hosts: from members to the proxy, from the proxy to the home, and back."""
         if not self.merges:
             return
         self.calls += 2
@@ -227,12 +236,12 @@ class Travel:
             homes = self.host != host
             width = self.width[members[0]]
             if host not in turns:
-                # `Topology.turn` of all ranks at once.
+                # `Topology.turn` for all ranks at once.
                 turns[host] = every - np.searchsorted(np.sort(topology.ranks_of(host)), every)
             proxies = np.array(owners)[turns[host] % len(owners)]
             count = np.bincount(proxies[homes], minlength=self.ranks).astype(np.float64)
             inner = self.P[members] * width * wide
-            # Positions of members' bags in the union, where they are not all of it.
+            # Positions of a member's bags in the sum, if the sum has more bags.
             positions = 4.0 * float(sum(p for p in self.P[members].tolist() if union - p > 0.5))
             head = 4.0 * (1 + len(members))
             for name, value in (("ids", positions), ("header", head)):

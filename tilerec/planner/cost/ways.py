@@ -1,12 +1,12 @@
-"""The ways to cut a table that a planner considers, and what a user allows of them.
+"""The options of the planner: the ways to cut a table, and the restrictions of the user on them.
 
 Nouns
-  option  a way to cut: COPIES on every rank, WHOLE on one, blocks of COLUMNS, ranges of ROWS, or a GRID (blocks of
-          columns on hosts, each one's rows over the host's ranks)
-  pieces  column blocks, ranges of rows over single ranks, or hosts of a grid
-  width   ranks that hold each piece: 1, a host's, or all
-  cached  rows and their state lie in host memory, behind a cache on the device
-  limits  what a user allows for one table
+  option  a way to cut: COPIES on every rank, WHOLE on one rank, blocks of COLUMNS, ranges of ROWS, or a GRID (blocks of
+          columns on hosts, with the rows of each block over the ranks of its host)
+  pieces  column blocks, ranges of rows on single ranks, or hosts of a grid
+  width   number of ranks that hold each piece: 1, those of a host, or all
+  cached  rows and their state are in host memory, behind a cache on the device
+  limits  the restrictions for one table
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from tilerec.spec.plan import ShardingType
 from tilerec.spec.topology import Topology
 
 COLUMN_SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
-FEW_RANKS = 16
-"""Ranks up to which every number of ranges of rows is tried; on more of them 2, 3, 4, 6, 8 and powers of two."""
+"""Numbers of column blocks that are tried."""
+ALL_ROW_SPLITS_RANKS = 16
+"""Largest number of ranks for which every number of row ranges is tried; above it 2, 3, 4, 6, and powers of two."""
 GRIDS = (2, 3, 4, 6, 8, 16)
+"""Numbers of hosts of a grid that are tried."""
 MIN_PARTITION = 32
-"""Columns of the narrowest column tile, unless limits say else."""
+"""Default of the fewest columns of a column tile."""
 
 
 class Way(Enum):
-    """How an option cuts."""
+    """The kinds of cuts."""
 
     COPIES = "copies"
     WHOLE = "whole"
@@ -38,7 +40,7 @@ class Way(Enum):
 
 
 class Option(NamedTuple):
-    """pieces: column tiles, ranges of rows over single ranks, or hosts of a grid."""
+    """A way to cut a table. way: its kind. pieces, width, cached: as above."""
 
     way: Way
     pieces: int
@@ -53,10 +55,14 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed for a table.
+    """The restrictions on the options of one table.
 
-    types: sharding types; () for all. min_partition: least columns of a column tile. ranks: where its pieces may lie.
-    on_device, cached: where its rows may lie: in device memory, or in host memory behind a cache.
+    Args:
+        types: allowed sharding types; () for all.
+        min_partition: fewest columns of a column tile; None: the default.
+        ranks: ranks that may hold pieces; None for all.
+        on_device: device memory may hold the rows.
+        cached: host memory behind a cache may hold the rows.
     """
 
     types: Sequence[ShardingType] = ()
@@ -69,11 +75,11 @@ class Limits:
 def enumerate_options(
     topology: Topology, dims: Sequence[int], cached: bool = False, row_splits: Sequence[int] = ()
 ) -> tuple[Option, ...]:
-    """The columns of an instance on a topology, for tables of these dims.
+    """Return the options on a topology for tables of these dims; an instance has one column for each.
 
     Args:
-        cached: with each but copies in both storages.
-        row_splits: further numbers of ranges of rows: of ranks that tables are limited to.
+        cached: add each option, except copies, a second time with rows behind a cache.
+        row_splits: further numbers of row ranges, for tables that are limited to so many ranks.
     """
     plain = _ways_to_cut(topology, dims, row_splits)
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
@@ -81,8 +87,8 @@ def enumerate_options(
 
 
 def row_splits_below(ranks: int) -> list[int]:
-    """Numbers of ranges of rows that are tried on so many ranks, besides all of them."""
-    if ranks <= FEW_RANKS:
+    """Return the numbers of row ranges that are tried on so many ranks, besides one range for each rank."""
+    if ranks <= ALL_ROW_SPLITS_RANKS:
         return list(range(2, ranks))
     return [2, 3, 4, 6, *(1 << k for k in range(3, (ranks - 1).bit_length()))]
 
@@ -115,10 +121,14 @@ def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[i
 
 
 def is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int) -> bool:
-    """Whether an option is one of these sharding types."""
+    """Return True if an option has one of these sharding types.
+
+    Args:
+        ranks, hosts: their numbers in the topology.
+    """
     kind = ShardingType
     if option.way is Way.ROWS and option.width == ranks and hosts == 1:
-        # On one host, rows over all its ranks go by three names.
+        # With one host, rows over all ranks have three sharding types.
         own = {kind.ROW_WISE, kind.TABLE_ROW_WISE, kind.GRID_SHARD}
     elif option.way is Way.ROWS:
         own = {kind.TABLE_ROW_WISE} if 1 < option.width < ranks else {kind.ROW_WISE}

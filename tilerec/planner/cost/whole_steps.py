@@ -1,16 +1,16 @@
-"""Whole steps: what a step costs beside the work that its ids and rows cause.
+"""Whole steps: the cost of a step beside the work of its ids and rows, fitted to timed steps of small models.
 
-Loops over one kernel say what a row costs; a step has more to it. Its kernels find caches full of other things, ranks
-wait for one another at every collective, and Python runs between. So some steps of small models are timed as they are,
-and
+A loop over one kernel measures the cost of a row. In a step, kernels find their caches full of other data, ranks wait
+for each other at every collective, and Python runs in between. So steps of some small models are timed, and
 
-    seconds = load x (ids and rows as priced)  +  step, part, call, replica, row_sum x (how often)
+    seconds = load x (predicted seconds of ids and rows) + sum over (step, part, call, replica, row_sum) of cost x count
 
-is solved for those six, least squares of the relative error, none below zero, with the size of cache that leaves least.
+is solved for the load and the five costs: least squares of the relative error, no number below 0. This is repeated for
+several sizes of the processor's cache, and the best fit is the result.
 
 Nouns
-  shape  a model to time: tables of one size, and how they lie on the ranks
-  load   how much dearer work is in a step than in a loop of its own
+  shape  a model to time: tables of one size, and their placement on the ranks
+  load   the time of work inside a step, relative to a loop of the same work
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tilerec.spec.topology import Topology
 
 FITTED = ("step", "part", "call", "replica", "row_sum")
 _WORK = tuple(name for name in SINGLE if name not in (*FITTED, "call_peer"))
-_LEAST, _MOST = 0.5, 4.0  # of a load that is believed
-_BATCHES = 3
-_HALVED = 7  # sizes of the cache that are tried: all of it, half of it, ...
+_LEAST_LOAD, _MOST_LOAD = 0.5, 4.0
+_BATCHES = 3  # distinct batches of a shape
+_CACHE_SIZES = 7  # sizes of the cache that are tried: all of it, a half, a quarter …
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class StepShape:
     """A model whose steps are timed.
 
     Args:
-        kinds: how its tables lie, in turns: "whole", "rows", "columns", "copies".
-        tables: for each rank.
-        columns: of a table; tables in column blocks have as many for each rank.
-        ids_per_bag, bags: of each table's feature, on each rank.
+        kinds: placements of its tables, in turn: "whole", "rows", "columns", "copies".
+        tables: number per rank. rows: of a table.
+        columns: of a table; with "columns", of each block.
+        ids_per_bag, bags: of the feature of each table, on each rank.
+        rule: optimizer of all tables.
     """
 
     kinds: tuple[str, ...]
@@ -66,6 +67,7 @@ class StepShape:
     rule: OptimizerSpec
 
     def works(self, ranks: int) -> list[TableWork]:
+        """Return the tables."""
         return [
             TableWork(
                 f"t{t}",
@@ -81,6 +83,7 @@ class StepShape:
         return self.kinds[t % len(self.kinds)]
 
     def tilings(self, topology: Topology) -> list[Tiling]:
+        """Return the tiling of each table."""
         size, whole = topology.world_size, 0
         made = []
         for t, work in enumerate(self.works(size)):
@@ -97,11 +100,11 @@ class StepShape:
         return made
 
     def work(self, topology: Topology, speeds: Speeds) -> float:
-        """Seconds of a step's ids and rows."""
+        """Return the predicted seconds of the ids and rows of a step."""
         return self._priced(topology, replace(speeds, **dict.fromkeys((*FITTED, "call_peer"), 0.0)))  # type: ignore[arg-type]
 
     def counts(self, topology: Topology, speeds: Speeds) -> list[float]:
-        """How often each of FITTED counts in a step."""
+        """Return the number of times that each of FITTED occurs in a step."""
         zeros = dict.fromkeys(SINGLE, 0.0) | dict.fromkeys(PER_WIDTH, (0.0,) * len(speeds.widths))
         none: Speeds = replace(speeds, **zeros)  # type: ignore[arg-type]
         return [self._priced(topology, replace(none, **{name: 1.0})) for name in FITTED]  # type: ignore[arg-type]
@@ -111,7 +114,7 @@ class StepShape:
         return price(self.tilings(topology), Model(work, replace(topology, speeds=speeds))).seconds
 
     def ready(self, topology: Topology, device: torch.device, channels: list[Group]) -> Callable[[], None]:
-        """One step, to be called again and again; `channels` (batches, ids) are to be closed afterwards."""
+        """Return a function that runs one step. The caller closes `channels` (batches, ids) afterwards."""
         group, routes = channels
         works = self.works(topology.world_size)
         module: Any = EmbeddingBagCollection(
@@ -125,10 +128,12 @@ class StepShape:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
-        return _Steps(self, works, module, group.rank, device)
+        return _ShapeStep(self, works, module, group.rank, device)
 
 
-class _Steps:
+class _ShapeStep:
+    """One step of a shape, with the next of its batches in each call."""
+
     def __init__(
         self, shape: StepShape, works: list[TableWork], module: Any, rank: int, device: torch.device
     ) -> None:
@@ -170,14 +175,15 @@ SHAPES = (
 def fitted(
     group: Group, topology: Topology, speeds: Speeds, device: torch.device, rounds: int, steps: int
 ) -> Speeds:
-    """`speeds` with ids and rows as dear as they are in steps, the numbers of FITTED, and a cache that explains steps.
+    """Return `speeds` with loads applied, the costs of FITTED, and the cache size that fits best. Collective.
 
-    Every rank of the group calls it and gets the same. The shapes take turns, `rounds` times `steps` steps each.
+    Args:
+        rounds, steps: each round runs so many steps of every shape.
     """
     shapes = [s for s in SHAPES if group.size > 1 or s.kinds == ("whole",)]
     taken = _timed(group, topology, device, shapes, rounds, steps)
-    # Not all of the cache that a processor has keeps rows from one step to the next: other data go through it.
-    caches = [replace(speeds, cache=speeds.cache >> halved) for halved in range(_HALVED)]
+    # Only a part of the processor's cache keeps rows until the next step, since other data pass through it.
+    caches = [replace(speeds, cache=speeds.cache >> halved) for halved in range(_CACHE_SIZES)]
     counts = [shape.counts(topology, speeds) for shape in shapes]
     fits = [
         _fit(own, np.array([[s.work(topology, own), *n] for s, n in zip(shapes, counts, strict=True)]), taken)
@@ -187,11 +193,15 @@ def fitted(
 
 
 def _fit(speeds: Speeds, amounts: Floats, taken: Floats) -> tuple[float, Speeds]:
-    """The sum of squares of relative errors, and the speeds."""
+    """Fit one size of the cache; return the sum of squared relative errors, and the speeds.
+
+    Args:
+        amounts: [shapes, 1 + FITTED] predicted seconds of ids and rows, then counts. taken: [shapes] measured seconds.
+    """
     known = amounts.sum(0) > 0
     found = np.zeros(amounts.shape[1])
     found[known] = _least_squares(amounts[:, known] / taken[:, None])
-    found[0] = np.clip(found[0], _LEAST, _MOST)
+    found[0] = np.clip(found[0], _LEAST_LOAD, _MOST_LOAD)
     load = float(found[0])
     rates: dict[str, Any] = {n: tuple(load * r for r in getattr(speeds, n)) for n in PER_WIDTH}
     rates |= {name: load * getattr(speeds, name) for name in _WORK}
@@ -207,7 +217,7 @@ def _timed(
     rounds: int,
     steps: int,
 ) -> Floats:
-    """Seconds of a step of each shape, of the slower rank: the median of a round, the least of rounds."""
+    """Return [shapes] seconds of a step on the slowest rank: the median of a round, the least of all rounds."""
     channels = [group.split("calibrate"), group.split("calibrate, ids")]
     ready = [shape.ready(topology, device, channels) for shape in shapes]
     mine: list[list[float]] = [[] for _ in shapes]
@@ -237,7 +247,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _least_squares(lines: Floats) -> Floats:
-    """x >= 0 with lines x near one: numbers that come out below zero are left out, the lowest first."""
+    """Return x >= 0 that minimizes |lines x - 1|: unknowns that become negative are set to 0, the lowest first."""
     kept = np.arange(lines.shape[1])
     while True:
         scale = lines[:, kept].max(axis=0)

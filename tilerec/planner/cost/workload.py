@@ -1,12 +1,12 @@
-"""What a planner knows of tables and of the ids that read them.
+"""Tables and the ids that read them, as the cost model sees them.
 
 Nouns
-  reads     one feature's ids on one rank in one step: bags, and ids per bag
+  reads     the ids of one feature on one rank in one step: number of bags, and ids per bag
   work      one table: its shape, optimizer, and reads
-  skew      how unevenly ids are drawn; none: every row is as likely
-  workload  many tables' works as arrays, one number per table
+  skew      the distribution of ids over rows; without it, every row is equally likely
+  workload  the works of many tables as arrays, with one number per table
 
-Ids of a rank and a bag are drawn one independently of another. Bags of 2.5 ids have two or three.
+Ids are independent draws. Bags of 2.5 ids have two or three.
 
 Legend: T tables, F features (reads).
 """
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
 from tilerec.spec.optimizer import OptimizerSpec
@@ -31,24 +32,22 @@ from tilerec.spec.table import DataType, data_type_to_dtype
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-# Bytes of a cell and of a row in each number format of the wire (tilerec/comms/codec.py).
-_LONGEST = 40  # log2 of the steps after which a cache has seen all there is
+_MOST_STEPS_LOG2 = 40  # after 2 ** 40 steps, a cache has seen all rows that occur
+_HALVINGS = 12  # of the interval for the number of steps whose rows a cache holds
 
 LOAD_FACTOR = 0.2
-"""Default share of a cached table's rows that its device cache has lines for."""
-
-WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
+"""Default size of a device cache, as a part of the rows of its table."""
 
 
 @dataclass(frozen=True)
 class Skew:
-    """How ids are spread over a table's rows.
+    """Distribution of ids over the rows of a table.
 
     Args:
-        distinct: how many different ids occur.
-        exponent: s of Zipf's law: the k-th most frequent id has a share proportional to k ** -s; 0: all alike.
+        distinct: number of distinct ids that occur.
+        exponent: s of Zipf's law: the share of the k-th most frequent id is proportional to k ** -s; 0: uniform.
         ordered: ids are numbered by frequency, the most frequent first, so even ranges of rows have uneven traffic.
-            Otherwise frequent ids lie anywhere (hashed).
+            If False, frequent ids are anywhere (hashed ids).
     """
 
     distinct: int
@@ -64,11 +63,11 @@ class Skew:
 
 @dataclass(frozen=True)
 class Reads:
-    """What one feature reads on one rank in one step.
+    """Ids of one feature on one rank in one step.
 
     Args:
-        bags: samples of a rank's batch, times lookups per sample.
-        ids_per_bag: on average.
+        bags: samples of a rank's batch times lookups per sample.
+        ids_per_bag: mean number of ids per bag.
         weighted: ids have weights.
     """
 
@@ -85,21 +84,21 @@ class Reads:
 
 @dataclass(frozen=True)
 class TableWork:
-    """One table, and what a step does with it.
+    """The work of one table in a step.
 
     Args:
-        name: different for each table.
+        name: unique name.
         rows, dim, data_type: of the table.
-        optimizer: attached to it; None: a dense gradient, as large as the table, goes to `.grad`.
+        optimizer: attached to the table; None: `.grad` holds a dense gradient as large as the table.
         reads: one for each feature.
-        skew: how its ids are spread; None: evenly over all rows.
-        wire: number formats of rows and gradients.
-        each_id: the table's rows are not pooled (a sequence collection).
-        collection: the module it belongs to: tables of one share their collectives.
-        sums_in_hosts: rows of ranges that share a host are added up there before they travel to others; None: where a
-            bag has several ids.
-        cached: rows and their state lie in host memory, behind a cache on the device; load_factor: the part of the rows
-            that the cache has lines for (0: none, every row that is read travels).
+        skew: distribution of its ids; None: uniform over all rows.
+        wire: number formats of rows and gradients between ranks.
+        each_id: rows are not pooled (a sequence collection).
+        collection: path of its module; tables of one module share their collectives.
+        sums_in_hosts: rows of ranges on one host are added there before they cross to another host; None: if a bag has
+            several ids.
+        cached: rows and their state are in host memory, behind a cache on the device.
+        load_factor: lines of that cache, as a part of the rows; 0: no cache, every row that is read moves.
     """
 
     name: str
@@ -136,24 +135,26 @@ class TableWork:
 
     @property
     def ids_per_bag(self) -> float:
-        """The largest of its features'."""
+        """The largest number of ids per bag of its features."""
         return 1.0 if self.each_id else max((r.ids_per_bag for r in self.reads), default=0.0)
 
     @property
     def fan_in(self) -> float:
-        """Ids per bag as `sharding/layout.py` takes them: above 1, rows are added up inside hosts."""
+        """Ids per bag in the form that `sharding/layout.py` takes: above 1, hosts add rows."""
         if self.each_id or self.sums_in_hosts is None:
             return self.ids_per_bag
         return 2.0 if self.sums_in_hosts else 1.0
 
 
 class Workload:
-    """The works of many tables, as arrays.
+    """The works of many tables as arrays.
 
-    names: [T]; rows, dim, element (bytes of a cell), cell_state, row_state (bytes of optimizer state, or of a dense
-    gradient, per cell and per row), sums (numbers per row that column blocks tell each other), talks (how often):
-    [T] int64. wide: bytes of a cell of a sum. forward, backward: [2, T] bytes of a cell and of a row on the wire.
-    table: [F] of each feature, its bags, ids per bag and weighted: [F]. fan_in: [T].
+    - [T] int64: rows, dim; element: bytes of a cell; cell_state, row_state: bytes of optimizer state, or of a dense
+      gradient, per cell and per row; sums: numbers per row that column blocks exchange; talks: rounds of that exchange.
+    - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
+    - [F]: table of each feature; its bags, ids_per_bag and weighted.
+    - [T]: fan_in, attached, cached, load_factor; ids: of one rank's batch; ordered: see `Skew`.
+    - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
     """
 
     def __init__(self, tables: Sequence[TableWork]) -> None:
@@ -164,17 +165,17 @@ class Workload:
             seen: set[str] = set()
             twice = next(name for name in self.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             raise ConfigError(f"Table '{twice}' is there twice; give every table a name of its own.")
-        kinds: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        kinds: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[float, ...]]] = {}
         about = []
         for t in self.tables:
             mark = (id(t.optimizer), t.data_type, t.wire)
             if mark not in kinds:
-                kinds[mark] = _bytes_of(t)
+                kinds[mark] = _bytes_of(t), (*wire_bytes(t.wire.forward), *wire_bytes(t.wire.backward))
             about.append(kinds[mark])
-        shape = (len(self.tables), 9)
-        columns = np.array(about, np.int64).reshape(shape).T
-        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns[:5]
-        self.forward, self.backward = columns[5:7], columns[7:9]
+        columns = np.array([own for own, _ in about], np.int64).reshape(len(self.tables), 5).T
+        self.element, self.cell_state, self.row_state, self.sums, self.talks = columns
+        formats = np.array([own for _, own in about], np.float64).reshape(len(self.tables), 4).T
+        self.forward, self.backward = formats[:2], formats[2:]
         self.rows = np.array([t.rows for t in self.tables], np.int64)
         self.dim = np.array([t.dim for t in self.tables], np.int64)
         self.wide = 8 if any(t.data_type is DataType.FP64 for t in self.tables) else 4
@@ -188,7 +189,7 @@ class Workload:
         self.bags = np.array([r.bags * (r.ids_per_bag if e else 1.0) for _, e, r in reads], np.float64)
         self.ids_per_bag = np.array([1.0 if e else r.ids_per_bag for _, e, r in reads], np.float64)
         self.weighted = np.array([r.weighted and not e for _, e, r in reads], np.bool_)
-        # The k-th feature of every table that has one: sums over features in a fixed order.
+        # Sums over features are taken in a fixed order: first the first features of all tables, then the second …
         first = np.searchsorted(self.table, np.arange(len(self.tables)))
         place = np.arange(len(reads)) - first[self.table] if reads else np.zeros(0, np.int64)
         self.turns = [np.flatnonzero(place == k) for k in range(int(place.max()) + 1 if reads else 0)]
@@ -198,22 +199,23 @@ class Workload:
         self._zipf: _Zipf | None = None
 
     def part(self, tables: Sequence[TableWork]) -> Workload:
-        """Some of the tables, in steps of all of them: of as many collections, with sums as wide."""
+        """Return the workload of some tables, with the number of collections and the width of sums of this one."""
         found = Workload(tables)
         found.collections, found.wide = self.collections, self.wide
         return found
 
     def per_table(self, per_feature: Floats) -> Floats:
-        """[T] sums over features, in the features' order."""
+        """Return [T] sums over the features of each table, in their order."""
         total = np.zeros(len(self.tables))
         for features in self.turns:
             total[self.table[features]] += per_feature[features]
         return total
 
     def present(self, share: Any, tables: Ints | None = None) -> tuple[Floats, Floats, Floats]:
-        """Of a home's batch: bags with an id in a `share` of the rows ([T]), ids there, and lengths that travel.
+        """Return [T] counts of a home's batch for a range with a `share` [T] of the traffic.
 
-        A part's lengths travel unless each of its bags has one id.
+        The counts are bags with an id in the range, ids in it, and lengths to send. Lengths are sent unless each bag
+        has one id.
         """
         share = np.broadcast_to(np.asarray(share, np.float64), (len(self.tables),))[self.table]
         bags = self.bags * (1.0 - missed(share, self.ids_per_bag))
@@ -222,9 +224,12 @@ class Workload:
         return self.per_table(bags), self.per_table(ids), self.per_table(lengths)
 
     def positions(self, share: Any, whole: Any) -> Floats:
-        """Of a home's batch, bags with an id in a `share` of the rows ([T]) that are fewer than those in the `whole`.
+        """Return [T] bags of a home with an id in a member's range, if the host's sum has more bags; else 0.
 
-        Where a member's bags are not all of a host's sum, it is sent their positions.
+        Such a member receives the positions of its bags in the sum.
+
+        Args:
+            share: [T] traffic of the member. whole: [T] traffic of all members.
         """
         shares = (
             np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table]
@@ -235,7 +240,7 @@ class Workload:
 
     @property
     def zipf(self) -> _Zipf:
-        """The laws of the tables that have one."""
+        """Zipf's law of the tables with a skew."""
         if self._zipf is None:
             which = np.flatnonzero(self._skewed)
             skews = [self.tables[t].skew for t in which.tolist()]
@@ -247,7 +252,7 @@ class Workload:
         return self._zipf
 
     def distinct(self, ranks: Any) -> Floats:
-        """[T] expected distinct rows that the batches of so many ranks read (a number, or one for each table)."""
+        """Return [T] expected distinct rows in the batches of so many ranks (a number, or [T])."""
         draws = self.ids * ranks
         found = distinct_uniform(self.rows, draws)
         zipf = self.zipf
@@ -256,32 +261,32 @@ class Workload:
         return found
 
     def missed(self, ranks: int) -> Floats:
-        """[T] rows of a step of so many ranks that a cache of `load_factor` times the rows does not hold.
+        """Return [T] rows of a step of so many ranks that are not in a cache of `load_factor` times the rows.
 
-        A cache that lets the row go which was not used for longest holds the rows of the last s steps, where
-        U(s W) = its lines; of this step's rows, U((s + 1) W) - U(s W) are not among them. A cache that cannot hold one
-        step's rows holds none of them.
+        A cache with least-recently-used eviction holds the rows of the last s steps, where U(s W) equals its number of
+        lines. Of this step's rows, U((s + 1) W) - U(s W) are not among them. A cache that is smaller than one step's
+        rows holds none of them.
 
-        1,000 rows, all alike, and half of them in the cache: half of a step's rows are missed.
+        Example: 1,000 equally likely rows, and a cache for half of them: half of a step's rows are missed.
         """
         lines = self.load_factor * self.rows
         step = self.distinct(ranks)
-        # s from above by doubling, then halving: powers of two and their means are the same on every machine.
+        # Find s by doubling, then by bisection: powers of two and their means are exact on every machine.
         low = np.ones(len(self.tables))
-        for k in range(_LONGEST):
+        for k in range(_MOST_STEPS_LOG2):
             low = np.where(self.distinct(ranks * 2.0**k) < lines, 2.0**k, low)
         high = 2.0 * low
-        for _ in range(12):
+        for _ in range(_HALVINGS):
             middle = (low + high) / 2.0
             fewer = self.distinct(ranks * middle) < lines
             low, high = np.where(fewer, middle, low), np.where(fewer, high, middle)
         found = self.distinct(ranks * (low + 1.0)) - self.distinct(ranks * low)
         found = np.where(step > lines, step, np.clip(found, 0.0, step))
-        # Where all rows that ever occur fit, nothing is missed.
-        return np.where(self.distinct(ranks * 2.0**_LONGEST) <= lines, 0.0, found)
+        # If all rows that ever occur fit, none is missed.
+        return np.where(self.distinct(ranks * 2.0**_MOST_STEPS_LOG2) <= lines, 0.0, found)
 
     def share(self, table: Any, r0: Any, r1: Any) -> Floats:
-        """The share of a table's traffic that falls on rows [r0, r1); arrays that broadcast."""
+        """Return the share of a table's traffic on rows [r0, r1). Arguments broadcast."""
         table = np.asarray(table, np.int64)
         rows = self.rows[table].astype(np.float64)
         even = (np.asarray(r1, np.float64) - r0) / rows
@@ -294,17 +299,17 @@ class Workload:
 
 
 class _Zipf:
-    """Zipf's law of some tables, on buckets of ranks [2 ** (j/2), 2 ** ((j+1)/2)), each with its mean frequency."""
+    """Zipf's law of some tables. Buckets group ids in order of frequency; a bucket has one mean frequency."""
 
     def __init__(self, which: Ints, distinct: Floats, exponent: Floats) -> None:
         self.which, self.size = which, distinct
         most = float(distinct.max()) if len(which) else 1.0
         edges = [1.0]
         while edges[-1] <= most:
-            # The first ids one by one, then in buckets that grow by a quarter.
+            # One id per bucket at first, then buckets that grow by a quarter.
             edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
         self.edges = edges
-        self.weights: list[Floats] = []  # of one id of each bucket, then its share
+        self.weights: list[Floats] = []  # frequency of one id, by bucket; below: its share of all ids
         self.counts: list[Floats] = []
         total = np.zeros(len(which))
         for low, high in itertools.pairwise(edges):
@@ -317,13 +322,14 @@ class _Zipf:
         self.weights = [weights / total for weights in self.weights]
 
     def distinct(self, draws: Floats) -> Floats:
+        """Return the expected number of distinct ids among so many draws, by table."""
         found = np.zeros(len(self.which))
         for counts, share in zip(self.counts, self.weights, strict=True):
             found = found + counts * (1.0 - missed(share, draws))
         return np.minimum(found, draws)
 
     def below(self, position: Ints, row: Any) -> Floats:
-        """Share of the ids below `row`, where ids are numbered by frequency."""
+        """Return the share of ids below `row`, for ids numbered by frequency."""
         row = np.asarray(row, np.float64)
         found = np.zeros(np.broadcast_shapes(position.shape, row.shape))
         for low, counts, share in zip(self.edges, self.counts, self.weights, strict=False):
@@ -332,7 +338,7 @@ class _Zipf:
 
 
 def _log(x: Floats) -> Floats:
-    """Natural logarithm from +, -, * and /: x = m 2^e, ln m by the series of artanh."""
+    """Return the natural logarithm, computed with +, -, * and /: x = m 2^e, and ln m by the series of artanh."""
     mantissa, exponent = np.frexp(x)
     z = (mantissa - 0.75) / (mantissa + 0.75)
     square, term, total = z * z, z, np.zeros_like(z)
@@ -343,7 +349,7 @@ def _log(x: Floats) -> Floats:
 
 
 def _bytes_of(table: TableWork) -> tuple[int, ...]:
-    """Cell, cell state, row state, sums, talks; bytes per cell and row on the wire, forward and backward."""
+    """Return element, cell_state, row_state, sums, talks."""
     assert isinstance(table.data_type, DataType)
     element = data_type_to_dtype(table.data_type).itemsize
     wide = 8 if table.data_type is DataType.FP64 else 4
@@ -352,5 +358,10 @@ def _bytes_of(table: TableWork) -> tuple[int, ...]:
     cell = element if spec is None else wide * sum(slot.per == "element" for slot in slots)
     row = wide * sum(slot.per == "row" for slot in slots)
     partials = () if spec is None else spec.partials
-    formats = (*WIRE_BYTES[table.wire.forward], *WIRE_BYTES[table.wire.backward])
-    return (element, cell, row, sum(partials), len(partials), *formats)
+    return (element, cell, row, sum(partials), len(partials))
+
+
+def wire_bytes(name: str) -> tuple[float, float]:
+    """Return the bytes of a cell, and those of a row besides, in a wire format. Example: "int8" -> (1, 4)."""
+    row = codec(name).row_bytes(0)
+    return (codec(name).row_bytes(1 << 16) - row) / (1 << 16), row

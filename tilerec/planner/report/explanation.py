@@ -16,16 +16,17 @@ from functools import cached_property
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.colocation import merge_colocated
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
-from tilerec.planner.decision import build_problem, decide
+from tilerec.planner.decision import decide
 from tilerec.planner.planner_error import planner_error_of
 from tilerec.planner.report.option_restrictions import violated_restrictions
 from tilerec.planner.report.report_text import format_columns, time_text
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.request_problem import build_problem, merged_instance
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, loads, work_of
+from tilerec.planner.table_limits import limits_of_tables
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import Tiling
@@ -201,7 +202,7 @@ class Explainer:
         if not self.decision.found:
             raise planner_error_of(self.decision)
         self.request, self.pins = request, self.decision.pins
-        self.limits = request.limits(self.pins, self.decision.offload)
+        self.limits = limits_of_tables(request, self.pins, self.decision.offload)
         own = self.decision.problem
         self.names = own.instance.names
         self.groups: dict[int, list[int]] = {}
@@ -210,7 +211,7 @@ class Explainer:
         self.wanted = {t.key for t in request.tables} if keys is None else set(keys)
         self.problem, self.freed = self._without_restrictions(self.wanted)
         # Co-located tables are one table here, as in the search.
-        self.instance, _ = merge_colocated(self.problem.instance, request.groups(self.pins))
+        self.instance, _ = merged_instance(request, self.pins, self.problem.instance)
         place = {option: o for o, option in enumerate(self.problem.options)}
         solution = self.decision.solution
         self.option = np.array([place[own.options[o]] for o in solution.option.tolist()], np.int64)

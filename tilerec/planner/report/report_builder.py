@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.options import PICO
+from tilerec.planner.cost.option_amounts import PICO
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.decision import Decision

@@ -17,6 +17,7 @@ from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
+from tilerec.planner.table_limits import may_offload
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.plan_table import bytes_text
@@ -103,7 +104,7 @@ class _Change:
         except ConfigError as error:
             return replace(self.without_plan, trouble=f"not possible: {error}")
         if decision.priced is None:
-            where = "device memory alone" if on_device and then.may_offload() else "the memory there is"
+            where = "device memory alone" if on_device and may_offload(then) else "the memory there is"
             return replace(self.without_plan, trouble=f"no plan within {where}")
         cost = decision.priced.cost_ps
         samples = (then.batch_size * then.topology.world_size) / (
@@ -174,7 +175,7 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
 
 def _on_device(request: PlanRequest) -> PlanRequest:
     """Return the request with tables kept in device memory, unless constraints choose the memory of their rows."""
-    if not request.may_offload():
+    if not may_offload(request):
         return request
     free = {
         table.key: request.limits_of(table.key) or ParameterConstraints()

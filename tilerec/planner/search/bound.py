@@ -1,12 +1,11 @@
-"""The certificate: a number that no plan's cost is below. docs/planner-bound.md has the proof.
+"""Lower bounds on the cost, one for each set of fixed charges. docs/planner-bound.md has the proof.
 
-Nouns
-  witness   a rank that holds some piece: it bears the piece on top of what every rank bears
-  view      a set of stages. The cost of a plan is at least: over the stages of the view the witness's load, over the
-            others the average. Each view gives a bound; all stages together are the plain case
-  floor     rank-ps: in a view, what a plan makes every rank bear, plus the averages of the other stages
-  slice     an interval of floors. A plan's floor lies in one: with a high floor only small pieces are left, and a low
-            floor leaves few options that spread over all ranks
+    Input    the totals of all options (relaxed.py) and the fixed charges F
+    Result   for each of the 2 ** F sets: the options that pay no other charge, and a bound
+    Cost     one minimum over [T, O], plus one over the options' marks for each set
+
+A set is a choice of charges to pay. Under it, each table uses its cheapest option that pays no other charge, at a price
+for memory. The bound is the sum of these options' totals over all ranks, divided by R, plus the charges of the set.
 
 Legend: T tables, O options, S stages, R ranks. rank-ps: ps times R.
 """
@@ -23,10 +22,11 @@ from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, lea
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """A choice of fixed charges to pay, and the options that pay no others.
+    """A set of fixed charges to pay, and the options that pay no others.
 
     Args:
-        usable: [T, O]. charge: ps. dual: of the averages under it; its options may be those of another set.
+        usable: [T, O]. charge: ps of the set.
+        dual: bound on the sum of totals under the set. Its options may be those of another set.
     """
 
     usable: Bools
@@ -34,15 +34,15 @@ class Kinds:
     dual: Dual
 
     def bound(self, relaxed: Relaxed) -> int:
-        """ps that no plan of these kinds is below."""
+        """Return a lower bound in ps on every plan that pays these charges or fewer."""
         return _up(self.dual.value + relaxed.base_total, relaxed.instance.ranks) + self.charge
 
 
 def kinds_of(relaxed: Relaxed) -> list[Kinds]:
-    """Every set of charges that leaves each table an option, the one with the least bound first.
+    """Return every set of charges that leaves each table an option, the one with the least bound first.
 
-    The prices that are best with all charges paid bound every set, with one pass over the tables; sets that cannot be
-    among the best are left at that. More than eight charges count as one set, and nothing is charged.
+    All sets use the memory prices that are best if all charges are paid: any prices give a valid bound. More than eight
+    charges count as one set without a charge.
     """
     instance = relaxed.instance
     charges = len(instance.charge)
@@ -56,7 +56,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
         priced = priced + (price * resource.used >> PRICE_BITS) if price else priced
     priced = np.where(relaxed.usable, priced, NEVER)
     marks = (instance.uses * (1 << np.arange(charges))).sum(2)
-    # Of each table, the cheapest option of every mark that occurs: a set allows the marks within it.
+    # The mark of an option is the set of its charges. For each table, the cheapest option of every mark that occurs.
     seen = np.unique(marks[relaxed.usable]) if instance.tables else np.zeros(0, np.int64)
     cheapest = (
         np.stack([np.where(marks == mark, priced, NEVER).min(1) for mark in seen.tolist()], 1)
@@ -92,6 +92,6 @@ def _up(rank_ps: int, ranks: int) -> int:
 
 
 def averages(relaxed: Relaxed, option: Ints) -> Ints:
-    """[S] ps that each stage takes when these options' work is spread evenly."""
+    """Return [S] ps of each stage if the work of these options were spread evenly over all ranks."""
     rows = np.arange(len(option))
     return (relaxed.stage_totals[rows, option].sum(0) + relaxed.base_totals) // relaxed.instance.ranks

@@ -1,27 +1,31 @@
-"""The largest piece of each stage: what it costs at least, and which options cost least, by branch and bound.
+"""Branch and bound over the options of all tables: a lower bound on the cost, and the options that promise most.
 
-Of a plan's options, three numbers of each stage are known without its places: the average over ranks, what every rank
-bears alike, and the largest piece, which some rank bears on top of that. So
+    Input    sets of charges with the options that they allow (bound.py), each one a first box
+    Changes  a priority queue of boxes
+    Keeps    every plan's options lie in some box of the queue, or cost at least as much as a known plan
+    Stops    when the least value of all boxes reaches a given cost, when the best box cannot be cut, or when the work
+             is spent
+    Cost     2 S + 2 operations per option and table, for each of up to CLIMBS evaluations of a box
 
-    cost >= sum over s of max(average_s, alike_s + largest_s)  +  charges                                       (1)
+Three numbers of each stage follow from the options of a plan, without its places: the average over ranks, the load that
+all ranks have in common, and the largest piece, which some rank bears in addition to it. Therefore
 
-A box limits the largest pieces: low_s <= largest_s <= high_s. It leaves the options whose pieces are at most high_s,
-and for any weights 0 <= w_s <= 1 the right side of (1) is at least
+    cost >= sum over s of max(average_s, common_s + largest_s)  +  charges                                      (1)
 
-    sum over s of (1 - w_s) average_s + w_s (alike_s + low_s)                                                   (2)
+A box limits the largest pieces: low_s <= largest_s <= high_s. It allows the options whose pieces are at most high_s.
+For any weights 0 <= w_s <= 1, the right side of (1) is at least
 
-In a phase of several stages the largest of these counts in (1). In (2) the weights of its stages add up to 1 at most,
+    sum over s of (1 - w_s) average_s + w_s (common_s + low_s)                                                  (2)
+
+In a phase with several stages, the largest one counts in (1). In (2), the weights of its stages add up to at most 1,
 and the average is that of its first stage.
 
-(2) is a sum over tables and a constant: each table takes its cheapest option, at a price for memory. Weights and
-prices are raised and lowered as long as (2) rises; any of them are right. The box of the least (2) is cut in two at the
-stage that (2) underrates most, again and again: no plan costs less than the least (2) of all boxes that are left. The
-options found on the way, judged by (1), are what is packed.
+(2) is a sum over tables, plus a constant. Its minimum is the cheapest option of each table, at a price for memory. Any
+weights and any prices >= 0 give a valid bound; they are changed as long as (2) rises. The box with the least (2) is cut
+into two, at the stage where (2) falls furthest below (1). No plan costs less than the least (2) of all boxes. `found`
+keeps the options of the boxes with the least (1), which `solve` packs.
 
-Nouns
-  head    pieces count that much larger than they are, in quarters: what packing needs to come out level. 4 in a bound
-
-Legend: T tables, O options, S stages, R ranks. rank-ps: ps times R. Weights are whole numbers of 1 / ONE.
+Legend: T tables, O options, S stages, R ranks. rank-ps: ps times R. Weights are whole multiples of 1 / ONE.
 """
 
 from __future__ import annotations
@@ -37,16 +41,21 @@ from tilerec.planner.search.instance import Bools, Ints
 from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, Resource, least
 from tilerec.planner.search.work import CALLS, Work
 
-BITS = 5
-ONE = 1 << BITS
-CLIMBS = 8  # changes of all weights in a box
-KEPT = 8  # choices of options that are kept
-CLOSE = 2000  # boxes within 1 / CLOSE of each other count as equal
+WEIGHT_BITS = 5
+ONE = 1 << WEIGHT_BITS  # the weight 1
+CLIMBS = 8  # changes of the weights of a box
+CHOICES_KEPT = 8  # choices of options that are kept
+CUT_PART = 2000  # a box is not cut if (2) is within 1 / CUT_PART of (1)
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Options of all tables. Args: option: [T]. average: ps, of all stages, with charges. expected: ps, (1)."""
+    """The options of all tables.
+
+    Args:
+        option: [T]. average: ps, the sum over stages of the average over ranks, plus charges.
+        expected: ps of (1).
+    """
 
     option: Ints
     average: int
@@ -55,8 +64,13 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Box:
-    """Args: allowed: [T, O]. charge: ps. low: [S] ps. weights: [S]. value: (2), rank-ps * ONE. option,
-    expected: what is cheapest there, and (1) of it."""
+    """A box with the best weights and prices found.
+
+    Args:
+        allowed: [T, O] options in the box. charge: ps of its fixed charges. low: [S] ps, least largest piece.
+        weights: [S] in 1 / ONE. prices: of memory, in 1 / 2 ** PRICE_BITS.
+        value: (2) in rank-ps * ONE. option: [T] options of (2). expected: (1) of these options, in ps.
+    """
 
     allowed: Bools
     charge: int
@@ -69,65 +83,57 @@ class _Box:
 
 
 class Boxes:
-    """The boxes of an instance's options.
+    """The boxes of an instance's options. `found`: the choices of the least (1) so far, the best one first.
 
     Args:
-        kinds: sets of charges; each begins as one box.
-        memory: what options must stay within.
-        usable: [T, O] options beside those that `kinds` leave out; None for all.
+        kinds: sets of charges; each one is a first box.
+        memory: limits on the options' bytes.
     """
 
-    def __init__(
-        self,
-        relaxed: Relaxed,
-        kinds: Sequence[Kinds],
-        memory: Sequence[Resource],
-        usable: Bools | None = None,
-        head: int = 4,
-    ) -> None:
+    def __init__(self, relaxed: Relaxed, kinds: Sequence[Kinds], memory: Sequence[Resource]) -> None:
         instance = self.instance = relaxed.instance
         self.memory, self.ranks = memory, instance.ranks
         self.rows = np.arange(instance.tables)
         stages = range(instance.stages)
         uniform, pieces = relaxed.uniform, relaxed.piece_times
-        # Stages of a phase are all weighed against the average of its first.
+        # The stages of a phase are compared with the average of its first stage.
         first = np.arange(instance.stages)
         for twins in instance.twins:
             first[twins] = twins[0]
         self.mass = [np.ascontiguousarray(relaxed.stage_totals[:, :, s]) for s in first.tolist()]
-        self.own = [np.where(uniform, 0, pieces[s]) * head // 4 for s in stages]
-        self.off = []  # rank-ps that an option makes every rank bear alike, more than the average
+        self.own = [np.where(uniform, 0, pieces[s]) for s in stages]
+        self.off = []  # [T, O] rank-ps of an option that all ranks have in common, beyond its average
         for s in stages:
             alike = relaxed.least_home[:, :, s] + np.where(uniform, pieces[s], 0)
             self.off.append(alike * self.ranks - self.mass[s])
         self.mass_base, self.base_total = relaxed.base_totals[first], relaxed.base_total
         self.alike_base = instance.base_cost.min(0) * self.ranks
-        self.all_mass = relaxed.sums << BITS
+        self.all_mass = relaxed.sums << WEIGHT_BITS
         self.each = 5 * CALLS + self.all_mass.size * (2 * instance.stages + 2)  # units of one evaluation
         self.found: list[Choice] = []
         self.count = 0
         self.boxes: list[tuple[int, int, _Box | Kinds]] = []
         for some in kinds:
-            if usable is not None:
-                some = Kinds(some.usable & usable, some.charge, some.dual)
-            self._push(some.dual.value + self.base_total + some.charge * self.ranks << BITS, some)
+            self._push(some.dual.value + self.base_total + some.charge * self.ranks << WEIGHT_BITS, some)
 
     def _push(self, value: int, box: _Box | Kinds) -> None:
         heapq.heappush(self.boxes, (value, self.count, box))
         self.count += 1
 
     def search(self, upper: int, work: Work, dives: bool = False) -> int:
-        """ps that no plan is below, as far as it is at most `upper`; `found` has options, the most promising first.
+        """Return a lower bound in ps on the cost of every plan, at most `upper`. A second call continues the first.
 
-        A second call goes on where the first stopped. `dives`: for options rather than for the bound.
+        Args:
+            upper: ps of a known plan.
+            dives: search for options rather than for the bound: after a cut, go on with a half that promises more.
         """
-        top = upper * self.ranks << BITS
-        dive: _Box | None = None  # a box whose options are better than those it was cut from is cut next
+        top = upper * self.ranks << WEIGHT_BITS
+        dive: _Box | None = None  # the box to cut next, if not the one of least value
         while self.boxes and self.boxes[0][0] < top and not work.over:
             box = self.boxes[0][2] if dive is None else dive
             cut = self._halves(box)
             if cut is None and dive is None:
-                break  # (2) is (1) of its options, as near as weights come
+                break  # (2) is close to (1) for its options, so a cut would not raise it
             if cut is None:
                 assert dive is not None
                 self._push(dive.value, dive)
@@ -150,34 +156,34 @@ class Boxes:
         if dive is not None:
             self._push(dive.value, dive)
         reached = self.boxes[0][0] if self.boxes else top
-        return min(-(-reached // (self.ranks << BITS)), upper)
+        return min(-(-reached // (self.ranks << WEIGHT_BITS)), upper)
 
     def _halves(self, box: _Box | Kinds) -> list[_Box] | None:
-        """What a box is cut into, not judged yet; None if it cannot be cut. A set of charges begins as one box."""
+        """Return the halves of a box, without weights, or the first box of a set of charges; None if it stays whole."""
         if not isinstance(box, Kinds):
             return self._cut(box)
         if not box.usable.any(1).all():
             return []
         zero = np.zeros(len(self.own), np.int64)
-        value = box.dual.value + self.base_total + box.charge * self.ranks << BITS
+        value = box.dual.value + self.base_total + box.charge * self.ranks << WEIGHT_BITS
         low = self._tight(box.usable, zero)
         return [_Box(box.usable, box.charge, low, zero, box.dual.prices, value, self.rows, 0)]
 
     def _tight(self, allowed: Bools, low: Ints) -> Ints:
-        """[S] no largest piece is below these: some table has none so small."""
+        """Return [S] ps, raised to the smallest piece of the table whose smallest piece is largest."""
         at_least = [
             int(np.where(allowed, own, NEVER).min(1, initial=NEVER).max(initial=0)) for own in self.own
         ]
         return np.maximum(low, at_least)
 
     def _judged(self, box: _Box, work: Work) -> _Box | None:
-        """The box with the best weights and prices found; None if no plan is in it."""
+        """Return the box with the best weights and prices found; None if none of its options fit into memory."""
         allowed, low, weights, prices = box.allowed, box.low, box.weights, box.prices
         total = self.all_mass.copy()
         for s in np.flatnonzero(weights).tolist():
             total += self.off[s] * int(weights[s])
         if self.memory:
-            dual = least(np.where(allowed, total >> BITS, NEVER), self.memory, prices, sweeps=1)
+            dual = least(np.where(allowed, total >> WEIGHT_BITS, NEVER), self.memory, prices, sweeps=1)
             work.spend(self.each * len(self.memory))
             if dual.short >= 0:
                 return None
@@ -186,11 +192,11 @@ class Boxes:
         work.spend(self.each)
         step, rising = ONE // 2, self._rising(option, low)
         for turn in range(CLIMBS):
-            # At first all weights go where (2) rises, later those only that matter.
+            # At first all weights change in the direction in which (2) rises, later only the most effective ones.
             steep = np.abs(rising) * 64 > np.abs(rising).max() if turn > 1 else rising != 0
             new = np.clip(weights + np.where(steep, np.sign(rising) * step, 0), 0, ONE)
             for twins in self.instance.twins:
-                # Together at most ONE: the steepest first.
+                # Weights of a phase add up to at most ONE; the most effective ones come first.
                 left = ONE
                 for s in sorted(twins, key=lambda s: -int(rising[s])):
                     new[s] = min(int(new[s]), left)
@@ -210,25 +216,25 @@ class Boxes:
             if step == 0:
                 break
         expected = self._keep(option)
-        value += box.charge * self.ranks << BITS
+        value += box.charge * self.ranks << WEIGHT_BITS
         return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option, expected)
 
     def _at(
         self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]
     ) -> tuple[int, Ints]:
-        """(2) and the options it chooses."""
-        constant = (self.base_total << BITS) - int((self.mass_base * weights).sum())
+        """Return (2) in rank-ps * ONE, and its options [T]."""
+        constant = (self.base_total << WEIGHT_BITS) - int((self.mass_base * weights).sum())
         constant += int(((self.alike_base + low * self.ranks) * weights).sum())
         for resource, price in zip(self.memory, prices, strict=True):
             if price:
-                total = total + ((price * resource.used >> PRICE_BITS) << BITS)
-                constant -= ((price * resource.limit >> PRICE_BITS) + 1) << BITS
+                total = total + ((price * resource.used >> PRICE_BITS) << WEIGHT_BITS)
+                constant -= ((price * resource.limit >> PRICE_BITS) + 1) << WEIGHT_BITS
         total = np.where(allowed, total, NEVER << 1)
         option = total.argmin(1)
         return int(total[self.rows, option].sum()) + constant, option
 
     def _numbers(self, option: Ints) -> tuple[Ints, Ints, Ints]:
-        """[S] averages and what all ranks bear alike, rank-ps, and largest pieces, ps."""
+        """Return [S] averages and common loads in rank-ps, and [S] largest pieces in ps."""
         at = self.rows * self.all_mass.shape[1] + option
         mass = np.array([int(m.ravel()[at].sum()) for m in self.mass], np.int64)
         off = np.array([int(m.ravel()[at].sum()) for m in self.off], np.int64)
@@ -236,12 +242,12 @@ class Boxes:
         return mass + self.mass_base, mass + off + self.alike_base, largest
 
     def _rising(self, option: Ints, low: Ints) -> Ints:
-        """[S] how (2) changes with the weights, at these options."""
+        """Return [S] rank-ps: the derivative of (2) by the weights, at these options."""
         average, alike, _ = self._numbers(option)
         return alike + low * self.ranks - average
 
     def _keep(self, option: Ints) -> int:
-        """(1) of these options, ps, which are kept if they are among the best."""
+        """Return (1) of these options in ps, and keep them in `found` if they are among the best."""
         average, alike, largest = self._numbers(option)
         used = self.instance.uses[self.rows, option].any(0)
         charge = int(self.instance.charge[used].sum())
@@ -251,20 +257,21 @@ class Boxes:
         if not any(np.array_equal(choice.option, option) for choice in self.found):
             self.found.append(Choice(option, whole, expected))
             self.found.sort(key=lambda choice: choice.expected)
-            del self.found[KEPT:]
+            del self.found[CHOICES_KEPT:]
         return expected
 
     def _cut(self, box: _Box) -> list[_Box] | None:
+        """Return the halves of a box: one with smaller pieces in one stage, one in which a larger piece exists."""
         average, alike, largest = self._numbers(box.option)
         level = np.maximum(average, alike + largest * self.ranks)
-        counted = (alike + box.low * self.ranks - average) * box.weights >> BITS
+        counted = (alike + box.low * self.ranks - average) * box.weights >> WEIGHT_BITS
         for twins in self.instance.twins:
             counted[twins] = counted[twins].sum()
         missing = np.where(largest > box.low, level - average - counted, 0)
         s = int(missing.argmax())
-        if int(missing[s]) * CLOSE <= int(self.instance.longest(level).sum()):
+        if int(missing[s]) * CUT_PART <= int(self.instance.longest(level).sum()):
             return None
-        # Between what costs nothing and what was chosen.
+        # The edge is half way between the largest piece that costs nothing and that of the present options.
         free = max(int(box.low[s]), int(average[s] - alike[s]) // self.ranks)
         edge = min(max((free + int(largest[s])) // 2, int(box.low[s])), int(largest[s]) - 1)
         small = box.allowed & (self.own[s] <= edge)
@@ -273,6 +280,6 @@ class Boxes:
             halves.append(replace(box, allowed=small, low=self._tight(small, box.low)))
         above = self.own[s][box.allowed & (self.own[s] > edge)]
         raised = box.low.copy()
-        raised[s] = int(above.min())  # the chosen one's is there
+        raised[s] = int(above.min())  # not empty: the largest piece of the present options is above
         halves.append(replace(box, low=raised))
         return halves

@@ -1,12 +1,18 @@
-"""Every arrangement of a few tables on a few ranks: the optimum, or a proof that there is no plan.
+"""Enumeration of every arrangement of few tables on few ranks: the optimum, or a proof that no plan exists.
+
+    Input    an instance with at most 7 tables on 4 ranks (solve.py), and the cost of a known plan
+    Changes  batches of parts, which grow by one table at a time, depth first
+    Keeps    every arrangement below the best known cost extends some part that has not been dropped
+    Stops    when all parts are judged or dropped, or after a number of steps
+    Cost     one step per part; W ** T parts at worst, if nothing is dropped
+
+A part is dropped if its cost plus the least cost of the remaining tables is not below the best known cost, or if it
+exceeds a memory cap. All rows are split evenly here.
 
 Nouns
-  way      one option of a table with the places of its pieces
-  part     ways of the first tables, and the loads they make; a batch of parts grows by one table at a time
-  rest     the least that the tables still to come can add
-
-Depth first, the most promising batches first; parts that cannot get below the best cost known are dropped. Rows are
-split evenly here.
+  way   one option of a table, with the places of its pieces
+  part  a way for each of the first tables, with the loads that follow
+  rest  least cost, work and bytes of the tables that a part does not contain yet
 
 Legend: T tables, W ways of a table, N parts, R ranks, S stages, M tiers.
 """
@@ -21,13 +27,20 @@ import numpy as np
 from tilerec.planner.search.instance import PER_MILLE, Ints, at_home
 from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, least
 
-BATCH = 4096  # parts that grow together
+PARTS_PER_BATCH = 4096  # parts that grow together
+PARTS_PER_DESCENT = 512  # most promising parts of a batch that grow by the next table before the others do
+MOST_CHARGES = 10  # fixed charges of an instance that can be enumerated
 
 
 @dataclass(frozen=True, eq=False)
 class Ways:
-    """Of one table. Args: option: [W]. places: W tuples. work: [W, R + 1, S], the last one work at
-    home. memory: [W, R, M]. charges: [W] bits."""
+    """The ways of one table.
+
+    Args:
+        option: [W]. places: W tuples of ranks or hosts.
+        work: [W, R + 1, S] ps of each rank; the last row is the work at home. memory: [W, R, M] bytes.
+        charges: [W] the fixed charges in use, as bits.
+    """
 
     option: Ints
     places: list[tuple[int, ...]]
@@ -37,7 +50,7 @@ class Ways:
 
 
 def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
-    """All ways of a table, or None if there are more than `at_most`."""
+    """Return all ways of a table, or None if there are more than `at_most`."""
     instance = relaxed.instance
     options, work, memory, bits = [], [], [], []
     places: list[tuple[int, ...]] = []
@@ -76,9 +89,13 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """The best arrangement below the cost that was known; option is None if none was seen.
+    """The best arrangement below a known cost.
 
-    `complete`: every arrangement was seen or known to be no better. `left`: of the steps.
+    Args:
+        option, places: the arrangement; `option` is None if none was found.
+        cost: ps.
+        complete: True if every arrangement was judged, or proved to be no better.
+        left: remaining steps.
     """
 
     option: Ints | None
@@ -89,7 +106,12 @@ class Optimum:
 
 
 def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Optimum | None:
-    """The least cost below `below`, ps, within so many parts. None if a table has more ways than `ways_at_most`."""
+    """Return the best arrangement that costs less than `below` ps.
+
+    Args:
+        steps: most parts to judge.
+        ways_at_most: None is returned if a table has more ways.
+    """
     found = _Enumeration.of(relaxed, below, steps, ways_at_most)
     if found is None:
         return None
@@ -98,9 +120,11 @@ def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 
 
 
 class _Enumeration:
+    """Grows parts, and keeps the best arrangement: `option`, `places`, and its cost `best` in ps."""
+
     def __init__(self, relaxed: Relaxed, ways: list[Ways], below: int, steps: int) -> None:
         self.relaxed, self.instance = relaxed, relaxed.instance
-        # Tables that weigh most come first: their parts are dropped soonest.
+        # The largest tables come first, so that hopeless parts are dropped early.
         size = [int(w.work.sum((1, 2)).max()) for w in ways]
         self.order = sorted(range(len(ways)), key=lambda t: (-size[t], t))
         self.ways = [ways[t] for t in self.order]
@@ -117,7 +141,7 @@ class _Enumeration:
 
     @staticmethod
     def of(relaxed: Relaxed, below: int, steps: int, ways_at_most: int) -> _Enumeration | None:
-        if len(relaxed.instance.charge) > 10:
+        if len(relaxed.instance.charge) > MOST_CHARGES:
             return None
         ways = []
         for t in range(relaxed.instance.tables):
@@ -128,7 +152,7 @@ class _Enumeration:
         return _Enumeration(relaxed, ways, below, steps)
 
     def _rests(self) -> None:
-        """Of each way, its priced totals (two sets of prices); of each depth, the least of what comes after."""
+        """Compute the total of each way, with and without memory prices, and the rest at each depth."""
         relaxed, instance = self.relaxed, self.instance
         dual = least(relaxed.totals, relaxed.memory)
         priced = np.where(relaxed.usable, relaxed.totals, NEVER)
@@ -153,7 +177,7 @@ class _Enumeration:
             )
 
     def grow(self) -> bool:
-        """Whether all was seen within the steps."""
+        """Judge all arrangements; return False if the steps did not suffice."""
         instance = self.instance
         work = np.zeros((1, instance.ranks + 1, instance.stages), np.int64)
         memory = instance.base_memory[None].copy()
@@ -161,6 +185,12 @@ class _Enumeration:
         return self._grow(0, work, memory, none[:, 0], none, none[:, :0])
 
     def _grow(self, depth: int, work: Ints, memory: Ints, bits: Ints, sums: Ints, chosen: Ints) -> bool:
+        """Grow N parts by all remaining tables; return False if the steps did not suffice.
+
+        Args:
+            depth: number of tables in the parts. work: [N, R + 1, S]. memory: [N, R, M]. bits: [N] charges.
+            sums: [N, 2] totals in rank-ps, without and with memory prices. chosen: [N, depth] ways.
+        """
         if depth == len(self.ways):
             cost = self._cost(work).sum(1) + self.charge[bits]
             i = int(cost.argmin())
@@ -170,8 +200,8 @@ class _Enumeration:
             return True
         ways = self.ways[depth]
         count = len(ways.option)
-        for start in range(0, len(work), max(BATCH // count, 1)):
-            part = slice(start, start + max(BATCH // count, 1))
+        for start in range(0, len(work), max(PARTS_PER_BATCH // count, 1)):
+            part = slice(start, start + max(PARTS_PER_BATCH // count, 1))
             n = len(work[part])
             self.steps -= n * count
             if self.steps < 0:
@@ -206,8 +236,8 @@ class _Enumeration:
                 continue
             index = index[np.argsort(floor[index], kind="stable")]
             grown = np.concatenate([chosen[part].repeat(count, 0), np.tile(np.arange(count), n)[:, None]], 1)
-            for first in range(0, len(index), 512):
-                some = index[first : first + 512]
+            for first in range(0, len(index), PARTS_PER_DESCENT):
+                some = index[first : first + PARTS_PER_DESCENT]
                 some = some[floor[some] < self.best]
                 if len(some) and not self._grow(
                     depth + 1, new_work[some], new_memory[some], new_bits[some], new_sums[some], grown[some]
@@ -216,7 +246,7 @@ class _Enumeration:
         return True
 
     def _cost(self, work: Ints) -> Ints:
-        """[N, S] the slowest rank of each stage, of [N, R + 1, S] work."""
+        """Return [N, S] ps of the slowest rank in each stage, of [N, R + 1, S] work."""
         instance = self.instance
         load = at_home(instance, work[:, -1]) + -(-work[:, :-1] * instance.slow // PER_MILLE)
         for s in np.flatnonzero(instance.shared).tolist():
@@ -226,6 +256,7 @@ class _Enumeration:
         return found
 
     def _keep(self, chosen: Ints) -> None:
+        """Record the arrangement of these ways [T] as the best one."""
         tables = len(self.ways)
         self.option = np.zeros(tables, np.int64)
         places: list[tuple[int, ...]] = [()] * tables

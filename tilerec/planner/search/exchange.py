@@ -1,14 +1,25 @@
-"""Exchanging pieces between pairs of ranks, or of hosts, all pairs at once, until loads are level.
+"""Local search: exchange pieces between pairs of ranks, or pairs of hosts, in all pairs at once.
+
+    Input    a packing
+    Changes  the ranks of single pieces; options, and pieces on whole hosts or on every rank, stay
+    Keeps    no rank and no host exceeds its memory; the best packing so far is the result
+    Stops    after a number of rounds, when a full cycle of rounds gains nothing, or when the cost is low enough
+    Cost     R / 2 pairs x n ** 2 swaps x S stages per round
+
+Each round pairs the ranks with the highest load of one stage with those of the lowest, and every pair makes its best
+swap. The next round takes the next stage.
 
 Nouns
-  pair      a rank that bears much of something and one that bears little of it
-  swap      a piece of either against a piece of the other; one of the two may be nothing, then it is a move
-  potential what a swap has to lower: sum over stages of level * (load / level) ** p, over the ranks of the pair.
-            With the largest loads as levels and p = 8, 16, 32 it comes ever closer to the objective
+  pair       a rank with a high load and a rank with a low load
+  swap       one piece of each rank of a pair changes its rank. One of the two may be absent: then it is a move
+  split      of a pair: a new assignment of a few pieces of both ranks to the two
+  potential  of a pair: the sum over stages of level * (load / level) ** p, over both ranks. A swap must lower it. With
+             the largest loads as levels and p = 8, 16, 32 it approaches the objective
 
-Only numbers that float64 holds exactly, and sums in a fixed order: every machine takes the same swaps.
+All numbers are exact in float64, or are summed in a fixed order. So every machine makes the same swaps.
 
-Legend: T tables, S stages, M tiers, R ranks, H hosts, P single pieces, Q pairs of a chunk, n pieces looked at per rank.
+Legend: T tables, S stages, M memory tiers, R ranks, H hosts, P single pieces, Q pairs of a chunk, n pieces per rank
+that a round considers, X swaps (or splits) of a pair.
 """
 
 from __future__ import annotations
@@ -35,20 +46,29 @@ from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
-WINDOW = 24  # pieces looked at per rank in a round of swaps
-NARROW = 8  # where ranks are MANY: more rounds of fewer swaps come further in the same time
-MANY = 1024
-HALF = 5  # and in a round of splits: 2 ** 10 ways for a pair
-CHUNK = 400_000  # swaps judged at once
+SWAP_PIECES = 24  # pieces per rank that a round of swaps considers
+SWAP_PIECES_OF_MANY_RANKS = (
+    8  # the same from MANY_RANKS on: more rounds of fewer swaps gain more per unit of work
+)
+MANY_RANKS = 1024
+SPLIT_PIECES = 5  # pieces per rank that a round of splits considers: up to 2 ** 10 splits of a pair
+SWAPS_PER_CHUNK = 400_000  # swaps judged in one array
+SPLITS_UP_TO_RANKS = 16  # splits are tried on at most so many ranks, where a rank holds few pieces
+IDLE_REPAIRS = 16  # consecutive rounds without a swap after which a repair ends
 
 
 def exchange(relaxed: Relaxed, packing: Packing, rounds: int, enough: int, work: Work) -> tuple[Packing, int]:
-    """A packing whose objective is not larger, and that objective (without charges), ps; stops when it is `enough`."""
+    """Return a packing whose objective is not larger, and that objective in ps, without fixed charges.
+
+    Args:
+        rounds: most rounds.
+        enough: ps at which the search ends.
+    """
     return _Exchange(relaxed, packing, work).run(rounds, enough)
 
 
 def exchange_hosts(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing:
-    """The same with pieces of whole hosts exchanged between hosts of one size; single pieces stay."""
+    """Return a packing with pieces on whole hosts exchanged between hosts of one size; single pieces stay."""
     instance, option = relaxed.instance, packing.option
     width = instance.width[np.arange(instance.tables), option]
     for n in np.unique(instance.host_sizes[instance.host_sizes > 1]).tolist():
@@ -68,7 +88,10 @@ def exchange_hosts(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) 
 
 
 def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> Relaxed:
-    """Hosts as ranks, which bear all but `tables` already; the pieces of those are single ones there."""
+    """Return an instance whose ranks are these hosts, with the loads of all tables but `tables`.
+
+    A piece of `tables` on a whole host is a single piece there.
+    """
     instance, option = relaxed.instance, packing.option[tables]
     rest = list(packing.places)
     for t in tables.tolist():
@@ -96,11 +119,18 @@ def _as_ranks(relaxed: Relaxed, packing: Packing, tables: Ints, hosts: Ints) -> 
 
 
 def repair(relaxed: Relaxed, packing: Packing, rounds: int, work: Work) -> Packing | None:
-    """A packing within all caps, from one that may not be; None if exchanges do not lead there."""
+    """Return a packing within all caps, starting from one that may exceed them; None if exchanges do not succeed."""
     return _Exchange(relaxed, packing, work).repair(rounds)
 
 
 class _Exchange:
+    """The places of single pieces, and the loads and free memory that follow.
+
+    table, rank: [P] of each piece. cost, memory: [P + 1, S] and [P + 1, M], the last row being no piece. time: [R, S]
+    ps of each rank. load: the same, with the mean of a host in stages that its ranks share. room: [R, M] free bytes.
+    several: [P] the table has several single pieces, which must stay on distinct ranks.
+    """
+
     def __init__(self, relaxed: Relaxed, packing: Packing, work: Work) -> None:
         instance = self.instance = relaxed.instance
         self.relaxed = relaxed
@@ -114,7 +144,7 @@ class _Exchange:
         self.rank = np.fromiter(
             (r for t in single.tolist() for r in packing.places[t]), np.int64, int(counts.sum())
         )
-        # A last row of nothing: what moves are swapped against.
+        # The last row is no piece: a move is a swap against it.
         cost = instance.cost[self.table, packing.option[self.table]]
         self.cost = np.concatenate([cost, np.zeros((1, instance.stages), np.int64)]).astype(np.float64)
         memory = instance.memory[self.table, packing.option[self.table]]
@@ -127,10 +157,11 @@ class _Exchange:
         self.even = instance.even
         self.repairing = False
         self.linked = bool(instance.shared.any()) and instance.hosts > 1
-        self.splitting = instance.ranks <= 16
-        self.between = False  # this round's pairs are of two hosts each
+        self.splitting = instance.ranks <= SPLITS_UP_TO_RANKS
+        self.between = False  # the ranks of each pair of this round are on two hosts
 
     def run(self, rounds: int, enough: int) -> tuple[Packing, int]:
+        """Exchange pieces; return the best packing and its cost in ps, without fixed charges."""
         instance = self.instance
         best_rank = self.rank.copy()
         if len(self.table) and instance.ranks > 1:
@@ -160,7 +191,7 @@ class _Exchange:
         return Packing(self.option, list(after.places), after.memory), cost
 
     def repair(self, rounds: int) -> Packing | None:
-        """Exchanges until every cap holds; None if that does not come about."""
+        """Exchange pieces until no cap is exceeded; return None if that does not succeed."""
         self.repairing, self.linked, self.splitting = True, False, True
         if not len(self.table) or self.instance.ranks == 1:
             return None
@@ -174,13 +205,13 @@ class _Exchange:
                     Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
                 )
             idle = 0 if self._round(turn, 3) else idle + 1
-            if idle >= 16 or self.work.over:
+            if idle >= IDLE_REPAIRS or self.work.over:
                 break
             self._reload()
         return None
 
     def _placed(self) -> list[tuple[int, ...]]:
-        """Places, from where the single pieces are now."""
+        """Return the places of all tables, from the present ranks of single pieces."""
         places = list(self.places)
         starts = np.flatnonzero(np.diff(self.table, prepend=-1))
         ranks, ends = self.rank.tolist(), [*starts[1:].tolist(), len(self.table)]
@@ -189,10 +220,10 @@ class _Exchange:
         return places
 
     def _reload(self) -> None:
-        """Loads and bytes, from where the pieces are."""
+        """Recompute loads and free memory from the present ranks of single pieces."""
         instance = self.instance
         if not hasattr(self, "fixed"):
-            # What stays: everything that is no single piece.
+            # The work and memory of everything but single pieces is computed once.
             spread: list[tuple[int, ...]] = [
                 () if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)
             ]
@@ -214,21 +245,22 @@ class _Exchange:
         self.room = instance.cap - memory
         self.there = np.sort(self.rank * instance.tables + self.table)
         if self.hosts_capped:
-            # Swaps are decided for all pairs at once: each rank may take its part of what its host has left.
+            # All pairs swap at once, so each rank may use only its part of the free memory of its host.
             used = np.zeros_like(instance.host_cap)
             np.add.at(used, instance.host_of, memory)
             left = (instance.host_cap - used) // instance.host_sizes[:, None]
             self.room = np.minimum(self.room, left[instance.host_of])
 
     def _objective(self) -> int:
+        """Return the time of a step in ps, without fixed charges."""
         return int(self.instance.longest(self.load.max(0)).astype(np.int64).sum())
 
     def _round(self, turn: int, power: int) -> bool:
-        """One swap for each pair that gains by one; whether any did."""
+        """Make the best swap, or split, of each pair; return True if any pair gained by one."""
         instance = self.instance
         ranks = instance.ranks
         top = np.maximum(self.load.max(0), 1.0)
-        # Load that all ranks have in common does not count as a difference.
+        # Levels are above the load that all ranks have in common.
         floor = self.load.min(0)
         for twins in instance.twins:
             top[twins], floor[twins] = top[twins].max(), floor[twins].min()
@@ -236,21 +268,21 @@ class _Exchange:
         mean = np.floor(self.load).astype(np.int64).sum(0) // ranks
         level = np.maximum(level, np.minimum(top, (mean - floor) * 1.0))
         floor = top - level
-        # Every second round within hosts, where their links bear the same before and after.
+        # In every second round the ranks of a pair share a host, so the load of the host's link does not change.
         inside = self.linked and turn % 2 == 0
         heavy, light = self._pairs(turn, inside, top - mean, floor)
         self.between = self.linked and not inside
         if not len(heavy):
             return False
         judge = _Judge(self, level, floor, power)
-        # Splits of pairs pay where ranks hold few pieces.
+        swap_pieces = SWAP_PIECES_OF_MANY_RANKS if instance.ranks >= MANY_RANKS else SWAP_PIECES
         split = self.splitting and turn // (1 + self.linked) % 2 == 1
-        slots = self._slots(turn, HALF if split else (NARROW if instance.ranks >= MANY else WINDOW))
+        slots = self._slots(turn, SPLIT_PIECES if split else swap_pieces)
         n = slots.shape[1]
         if split:
-            # Both ranks' pieces share the budget of HALF each.
-            n = 2 ** min(2 * (n - 1), 2 * HALF)
-        chunk = max(CHUNK // (n if split else n * n), 1)
+            # A split assigns the pieces of both ranks.
+            n = 2 ** min(2 * (n - 1), 2 * SPLIT_PIECES)
+        chunk = max(SWAPS_PER_CHUNK // (n if split else n * n), 1)
         self.work.spend(
             30 * CALLS
             + len(self.table) * 400
@@ -267,9 +299,13 @@ class _Exchange:
         return bool(len(pieces))
 
     def _pairs(self, turn: int, inside: bool, spread: Floats, floor: Floats) -> tuple[Ints, Ints]:
-        """Heavy ranks and as many light ones: by each stage in turn, the least level one first, then by all.
+        """Return the first and the second rank of each pair: high loads with low ones, by one stage per step.
 
-        `inside`: of the same host each.
+        Stages take turns, the most uneven one first; the last turn is by the sum of all stages.
+
+        Args:
+            inside: both ranks of a pair are on one host.
+            spread: [S] largest load above the mean. floor: [S] ps that levels start from.
         """
         instance = self.instance
         stages, ranks = instance.stages, instance.ranks
@@ -287,7 +323,7 @@ class _Exchange:
                 key = key + self.load[:, s]
         order = np.argsort(-key, kind="stable")
         if inside:
-            # The first of a host with its last, the second with the last but one …
+            # The first rank of a host with its last one, the second with the last but one …
             order = order[np.argsort(instance.host_of[order], kind="stable")]
             sizes = instance.host_sizes
             starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -303,20 +339,20 @@ class _Exchange:
         return order[:half], np.roll(order[::-1][: ranks - half], shift * max(half // 7, 1))[:half]
 
     def _slots(self, turn: int, window: int) -> Ints:
-        """[R, n] pieces of each rank, the last one nothing; a window where there are many."""
+        """Return [R, n] pieces of each rank that the round considers; the last column is no piece."""
         ranks, pieces = self.instance.ranks, len(self.table)
         order = np.argsort(self.rank, kind="stable")
         counts = np.bincount(self.rank, minlength=ranks)
         starts = np.cumsum(counts) - counts
         n = min(int(counts.max()), window)
-        # A window moves on by its length each round, and wraps.
+        # Of more pieces, each round considers the next `window` ones.
         at = (np.arange(n)[None, :] + (turn * n) * (counts > n)[:, None]) % np.maximum(counts, 1)[:, None]
         slots = order[np.minimum(starts[:, None] + at, max(pieces - 1, 0))]
         slots[np.arange(n)[None, :] >= counts[:, None]] = pieces
         return np.concatenate([slots, np.full((ranks, 1), pieces)], 1)
 
     def _swaps(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
-        """For each pair the best swap, where one gains: pieces, and where they go."""
+        """Return the pieces of the best swap of each pair that gains by one, and their new ranks."""
         give, take = slots[a], slots[b]
         q, n = give.shape
         off = self.cost[give][:, :, None] - self.cost[take][:, None, :]
@@ -337,9 +373,11 @@ class _Exchange:
         return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
 
     def _agreed(self, a: Ints, b: Ints, gains: Bools, gain: Floats, off: Floats, judge: _Judge) -> Bools:
-        """Of the pairs that gain [Q], those that still do after the better ones of the same two hosts.
+        """Return [Q] pairs that gain even after the better swaps that use the same hosts' links.
 
-        Together they could overshoot on the hosts' links. off: [Q, S] ps that go from a to b.
+        Args:
+            gains: [Q] pairs that gain by their swap alone. gain: [Q] how much.
+            off: [Q, S] ps that go from a to b.
         """
         host = self.instance.host_of
         kept = np.zeros(len(gains), np.bool_)
@@ -356,7 +394,7 @@ class _Exchange:
         return kept
 
     def _splits(self, a: Ints, b: Ints, slots: Ints, judge: _Judge) -> tuple[Ints, Ints]:
-        """For each pair the best split of their pieces between the two, where one gains: pieces, and where they go."""
+        """Return the pieces that change their rank by the best split of each pair that gains, and their new ranks."""
         nothing = len(self.table)
         on_a, on_b = slots[a][:, :-1], slots[b][:, :-1]
         on_a = np.where(self._stuck(on_a, b), nothing, on_a)
@@ -364,7 +402,7 @@ class _Exchange:
         both = np.concatenate([on_a, on_b], 1)
         q, n = both.shape
         sets = (np.arange(1 << n)[:, None] >> np.arange(n)[None, :] & 1).astype(np.float64)
-        # Sums of whole numbers below 2 ** 53: exact in any order.
+        # Sums of whole numbers below 2 ** 53 are exact in any order.
         was = np.arange(n) < on_a.shape[1]
         cost, memory = self.cost[both], self.memory[both].astype(np.float64)
         off = cost[:, was].sum(1)[:, None] - sets @ cost
@@ -381,7 +419,7 @@ class _Exchange:
         return both[change], to[change]
 
     def _stuck(self, given: Ints, to: Ints) -> npt.NDArray[np.bool_]:
-        """[Q, n] pieces that may not go to the other rank: not allowed there, or another of the table is there."""
+        """Return [Q, n] pieces that may not go to rank `to`: it is not allowed, or holds a piece of the table."""
         instance, pieces = self.instance, len(self.table)
         table = self.table[np.minimum(given, pieces - 1)]
         bad = np.zeros(given.shape, np.bool_)
@@ -395,17 +433,22 @@ class _Exchange:
 
 
 class _Judge:
-    """The potential of a pair of ranks after an exchange."""
+    """Computes the potential of pairs after a swap.
+
+    Args:
+        level: [S] ps above `floor` that loads are relative to. floor: [S] ps that does not count.
+        power: loads are raised to the power of 2 ** power.
+    """
 
     def __init__(self, state: _Exchange, level: Floats, floor: Floats, power: int) -> None:
         self.state, self.level, self.floor, self.power = state, level, floor, power
         instance = state.instance
         self.shared = np.flatnonzero(instance.shared)
-        # [H, shared] what hosts' links bear.
+        # [H, shared stages] ps of the hosts' links.
         self.link = state.load[:, self.shared][[ranks[0] for ranks in instance.host_ranks]]
 
     def links(self, a: Ints, b: Ints, off: Floats) -> Floats:
-        """[Q] how much less two hosts' links bear, after [Q, S] ps went from a to b."""
+        """Return [Q] the loss of potential of the links of two hosts, when [Q, S] ps go from a to b."""
         gone = off[:, self.shared]
         level, floor = self.level[self.shared], self.floor[self.shared]
         less = np.zeros(len(a))
@@ -418,7 +461,7 @@ class _Judge:
         return less
 
     def shift(self, a: Ints, b: Ints, off: Floats) -> None:
-        """[Q, S] ps went from a to b,"""
+        """Record that [Q, S] ps go from a to b."""
         host = self.state.instance.host_of
         np.subtract.at(self.link, host[a], off[:, self.shared] * self._part(a))
         np.add.at(self.link, host[b], off[:, self.shared] * self._part(b))
@@ -428,7 +471,10 @@ class _Judge:
         return state.slow[rank][:, self.shared] / state.sizes[state.instance.host_of[rank]][:, None]
 
     def pair(self, a: Ints, b: Ints, off: Floats, bytes_off: Floats) -> Floats:
-        """[Q, X] after [Q, X, S] ps and [Q, X, M] bytes went from a to b."""
+        """Return [Q, X] potentials after [Q, X, S] ps and [Q, X, M] bytes have gone from a to b; infinite beyond a cap.
+
+        In a repair, the potential is one of memory: bytes beyond caps dominate.
+        """
         state = self.state
         instance = state.instance
         total = np.zeros(off.shape[:2])
@@ -452,7 +498,7 @@ class _Judge:
         return total
 
     def _loads(self, a: Ints, b: Ints, off: Floats, s: int) -> Iterator[Floats]:
-        """[Q, X] what a and b bear of a stage then."""
+        """Yield [Q, X] loads of a, then of b, in one stage after the swap."""
         state, instance = self.state, self.state.instance
         same_host = instance.host_of[a] == instance.host_of[b]
         for rank, sign in ((a, 1.0), (b, -1.0)):
@@ -460,13 +506,13 @@ class _Judge:
             if not state.even:
                 less = less * state.slow[rank, s][:, None]
             if instance.shared[s]:
-                # Within a host nothing changes; else each rank of it bears its part.
+                # A swap inside a host does not change its link; else each of its ranks bears a part.
                 part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
                 less = less * part[:, None]
             yield state.load[rank, s][:, None] - less
 
     def _objective(self, a: Ints, b: Ints, off: Floats) -> Floats:
-        """[Q, X] the slower one's time, over all stages: what counts where there are no other ranks."""
+        """Return [Q, X] ps of the slower of both ranks, over all stages: the objective if there are two ranks."""
         instance = self.state.instance
         top = np.stack([np.maximum(*self._loads(a, b, off, s)) for s in range(instance.stages)], 2)
         total: Floats = instance.longest(top).sum(2)
@@ -474,7 +520,7 @@ class _Judge:
 
 
 def _power(y: Floats, doublings: int) -> Floats:
-    """max(y, 0) ** (2 ** doublings), by squaring."""
+    """Return max(y, 0) ** (2 ** doublings), by squaring."""
     y = np.maximum(y, 0.0)
     for _ in range(doublings):
         y = y * y
@@ -482,7 +528,7 @@ def _power(y: Floats, doublings: int) -> Floats:
 
 
 def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
-    """[R, S] work on ranks and [R, M] bytes of all but the single pieces."""
+    """Return [R, S] work and [R, M] bytes of everything but single pieces."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
     work = np.zeros((instance.ranks, instance.stages), np.int64)

@@ -1,12 +1,16 @@
-"""An instance as if rows that are split over a host lay where its ranks have time for them.
+"""`fractional_view`: an instance for packing, in which rows that are split over a host can move between its ranks.
 
-Such rows flow (uneven_rows.py). So the load that all ranks of the host bear together counts, and each rank's own work.
-Packing and exchanging even splits sees neither: a rank that bears much beside its even part looks full,
-though its part can become small. Here each stage is two: what a rank bears without those rows, and the mean of its host
-with them, judged as a network link is, which the ranks of a host share too.
+Uneven shares of rows are only computed at the end (uneven_rows.py). Packing and exchanges assume even shares, and a
+rank with much other work then looks full, although its share could become small.
 
-A stage and its mean are twins: the step waits for the larger of the two, so both are judged by one level, and the
-larger one counts in the objective. Places found so are worth what `flow` makes of them.
+The view replaces each stage that contains such rows by two stages:
+
+    own     the load of a rank without those rows
+    mean    the mean load of its host, with those rows; packing treats it like a network link that the host's ranks
+            share
+
+Both belong to one phase: the step waits for the longer one, so both are judged by one level, and the objective counts
+the larger one. A packing of the view costs about as much as `flow` can make of it.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from tilerec.planner.search.instance import Instance
 from tilerec.planner.search.relaxed import Relaxed
 
 
-def poured(instance: Instance) -> Relaxed:
-    """`instance` with a stage more, of means, for each one in which rows split over hosts (or all ranks) take time."""
+def fractional_view(instance: Instance) -> Relaxed:
+    """Return the view of an instance: one more stage for each stage with rows split over hosts, or over all ranks."""
     fluid = (instance.divisible & (instance.width > 1))[:, :, None]
     own = np.flatnonzero(~instance.shared & ((instance.cost - instance.fixed) * fluid > 0).any((0, 1)))
     cost = instance.cost.copy()

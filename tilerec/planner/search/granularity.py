@@ -1,13 +1,21 @@
-"""How fine to cut: options for all tables at once, by price, under a limit on the size of pieces per stage.
+"""Choice of options for all tables at once: how finely each table is cut, before any piece has a place.
+
+The options with the least average cost have few large pieces, which cannot be spread evenly. Finer options cost more on
+average, in ids and messages. This pass finds a compromise.
+
+    Input    the options that each table may use
+    Changes  a limit on the size of a piece for each stage, downwards only
+    Keeps    each step's options are the cheapest ones under the limits, within all memory
+    Stops    after MOST_LIMITS steps, STALE_STEPS of them without a gain, or when a finer cut cannot help
+    Cost     one minimum over [T, O] per step (`least`)
 
 Nouns
-  limit     of each stage, the largest piece that is allowed
-  head      how much room a largest piece needs for packing to come out level: its size times this
-  level     of a stage, what packing is expected to reach: the average, or what all ranks bear plus the largest piece
-            times the head, if that is more
+  limit  of a stage: the longest piece in ps that is allowed
+  head   room in quarters of a piece: packing needs it to place the largest piece of a stage
+  level  of a stage: the load that packing is expected to reach. It is the average over ranks, or the load that all
+         ranks have in common plus the largest piece times the head, whichever is more
 
-The cheapest options on average have pieces too large to lie level. Lowering the limit of the stage where that costs
-most, again and again, trades averages for evenness; the least sum of levels wins.
+The options with the least sum of levels are the result.
 
 Legend: T tables, O options, S stages, M tiers, R ranks.
 """
@@ -22,20 +30,28 @@ from tilerec.planner.search.instance import Bools
 from tilerec.planner.search.relaxed import NEVER, Relaxed, Resource, least
 from tilerec.planner.search.work import CALLS, Work
 
-STEPS = 24  # limits lowered
-STALE = 8  # of these, without a gain
-BONUS = 16  # rows that a host's ranks share out fill gaps: they count 1 / BONUS less
+MOST_LIMITS = 24  # limits lowered in one call
+STALE_STEPS = 8  # consecutive limits lowered without a gain, before the call ends
+DIVISIBLE_BONUS = 16  # rows that can move inside a host cost 1 / DIVISIBLE_BONUS less, as they fill gaps
 
 
 def choose(
-    relaxed: Relaxed, kinds: Kinds, head: int, thrift: int, slack: int, work: Work, sand: bool = False
+    relaxed: Relaxed,
+    kinds: Kinds,
+    head: int,
+    thrift: int,
+    slack: int,
+    work: Work,
+    prefer_divisible: bool = False,
 ) -> Choice | None:
-    """Options of the least expected cost.
+    """Return the options with the least sum of levels; None if no options fit into memory.
 
     Args:
-        head: in 1 / 4. thrift: pieces of at most 1 / thrift of a rank's free memory, where a table has any so small.
-        sand: prefer rows that a host's ranks share out, unless memory is nearly full.
-        slack: 64ths of every tier's memory that options must leave free, where they can.
+        kinds: options that may be used.
+        head: room for the largest piece of a stage, in quarters of the piece.
+        thrift: a piece takes at most 1 / thrift of a rank's free memory, if the table has such an option.
+        slack: 64ths of each memory tier that the options leave free, if possible.
+        prefer_divisible: prefer rows that can move between the ranks of a host, unless memory is nearly full.
     """
     instance = relaxed.instance
     rows = np.arange(instance.tables)
@@ -45,17 +61,17 @@ def choose(
     best: Choice | None = None
     base = instance.base_cost.min(0)
     totals = relaxed.totals
-    # Rows over hosts are hard to fit where memory is short.
-    if sand and not relaxed.tight(least(np.where(small, totals, NEVER), memory).option, 3):
-        totals = totals - relaxed.sand // BONUS
+    # Pieces on whole hosts are hard to place if memory is short.
+    if prefer_divisible and not relaxed.is_tight(least(np.where(small, totals, NEVER), memory).option, 3):
+        totals = totals - relaxed.divisible_totals // DIVISIBLE_BONUS
     stale, stuck = 0, np.zeros(instance.stages, np.bool_)
-    for _ in range(STEPS):
+    for _ in range(MOST_LIMITS):
         work.spend(4 * CALLS + small.size * (6 + 20 * len(memory)))
         dual = least(np.where(small, totals, NEVER), memory)
         if dual.short >= 0:
             break
         option = dual.option
-        # Of a phase, its first stage: the others show where pieces lie, not how fine they are.
+        # Only the first stage of a phase counts: the others depend on places, not on how fine pieces are.
         average = averages(relaxed, option) * instance.first
         alone = ~relaxed.everywhere[rows, option]
         largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
@@ -67,7 +83,7 @@ def choose(
             best, stale = found, 0
         else:
             stale += 1
-        if stale == STALE or found.average >= best.expected:
+        if stale == STALE_STEPS or found.average >= best.expected:
             break
         excess = np.where(stuck, 0, level - average)
         s = int(excess.argmax())
@@ -76,13 +92,14 @@ def choose(
         limit = min(int(largest[s]) * 7 // 8, int(largest[s]) - 1)
         less = small & ((own[s] <= limit) | relaxed.everywhere)
         left = np.logical_or.reduce(less, 1)
-        # Tables that have nothing smaller keep what they have; then this stage's largest piece is one of theirs.
+        # Tables without a finer option keep theirs, and the stage's largest piece is then one of them: it is stuck.
         stuck[s] |= not left.all()
         small = np.where(left[:, None], less, small)
     return best
 
 
 def _thrifty(relaxed: Relaxed, usable: Bools, thrift: int) -> Bools:
+    """Return [T, O] options whose pieces take at most 1 / thrift of the free memory; all of a table that has none."""
     instance = relaxed.instance
     small = usable.copy()
     if thrift > 1:

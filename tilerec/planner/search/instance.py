@@ -1,17 +1,22 @@
-"""The planner's problem in numbers: what each way of cutting each table costs, and what a rank can hold.
+"""`Instance`: the search problem as arrays: the cost and the memory of every option of every table, and the ranks'
+caps.
 
 Nouns
-  option    one way to cut one table: `pieces` of one `width`
-  piece     what lies together: on one rank (width 1), on all ranks of a host (width n, a host of n ranks), or on every
-            rank (width R). Each rank that holds a piece bears the piece's `cost` and `memory`
-  place     where a piece lies: a rank (width 1) or a host (width n)
-  home      what an option costs every rank, wherever its pieces lie: work on that rank's own batch, and its memory
-  reach     of a rank and stage: the part of `home` that the rank bears, where hosts of several sizes bear unlike parts
-  phase     stages that end together: each lasts as long as its slowest rank, and the step waits for the longest
-  share     a row split's piece as a part of the table, in units of 1 / SHARE; even unless a solution differs
+  option  one way to cut one table, into `pieces` of one `width`
+  piece   a part of a table that is placed as a whole: on one rank (width 1), on all ranks of a host (width n, for a
+          host of n ranks), or on every rank (width R). Each rank that holds the piece bears its `cost` and its `memory`
+  place   the rank (width 1) or the host (width n) of a piece
+  home    the cost and the memory of an option on every rank, wherever its pieces are: the work on the rank's own batch
+  reach   of a rank and a stage: the part of `home` that the rank bears. Parts differ between hosts of different sizes
+  stage   the work of a rank between two collectives. It lasts as long as its slowest rank
+  phase   stages that run side by side, such as the two directions of a link. The step waits for the longest one
+  twins   the stages of a phase with several stages
+  share   the part of a table's rows in one piece, in units of 1 / SHARE. Shares are even unless a solution has others
+
+The objective is the sum over phases of the longest stage, plus fixed charges. `evaluate` defines it.
 
 Legend: T tables, O options (padded), S stages, M memory tiers (0 device, 1 host), R ranks, H hosts, F fixed charges.
-Times are picoseconds, memory is bytes, all int64: sums are exact in any order, so every machine decides alike.
+Times are picoseconds and memory is bytes, all int64. Sums are exact in any order, so every machine decides alike.
 """
 
 from __future__ import annotations
@@ -39,39 +44,38 @@ NO_CAP = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """What there is to decide.
+    """Tables with their options, and the ranks that can hold them.
 
     Args:
-        names: T strings, all different; ties are broken by them, so the order of tables does not matter.
-        width: [T, O] ranks that hold each piece: 1, n (hosts of n ranks only) or R; 0 where there is no such option.
-            On one host, n = R means every rank.
-        pieces: [T, O] how many of them. They lie on different ranks (hosts) where there are enough, else evenly
-            repeated; 1 where the width is R.
+        names: T distinct strings. They break ties, so the order of tables has no effect.
+        width: [T, O] number of ranks that hold each piece: 1, n (a host of n ranks) or R; 0 if the table lacks the
+            option. With one host, n = R means every rank.
+        pieces: [T, O] number of pieces; 1 if the width is R. Pieces are on distinct ranks (hosts) if there are enough,
+            otherwise each rank (host) holds equally many, or one more.
         cost: [T, O, S] ps that one piece adds to a stage on each rank that holds it.
-        home: [T, O, S] ps that the option adds to a stage on every rank, times the rank's reach.
+        home: [T, O, S] ps that the option adds to a stage on every rank, before the factor `reach`.
         memory: [T, O, M] bytes of one piece on each rank that holds it.
-        home_memory: [T, O, M] bytes that the option takes on every rank, beside those of its pieces.
-        least_memory: [T, O, M] of a divisible option, bytes that no split of its rows is below, per piece; `memory` if
-            None.
-        cap: [R, M] bytes.
-        host_of: [R] the host of each rank, 0 … H - 1.
-        uses, charge: [T, O, F] and [F]: ps added once to the objective if any table's option uses it.
-        shared: [S] the stage is a host's network link: what its ranks put on it is added up and divided by their
-            number, and each of them takes that long.
+        home_memory: [T, O, M] bytes that the option takes on every rank, in addition to its pieces.
+        least_memory: [T, O, M] lower bound in bytes on each piece of a divisible option, however its rows are split;
+            None: `memory`.
+        cap: [R, M] bytes of each rank.
+        host_of: [R] index of each rank's host, 0 to H - 1.
+        uses, charge: [T, O, F] and [F]: ps added once to the objective if the option of any table uses them.
+        shared: [S] True for the network link of a host. Each rank of the host takes the mean of the ranks' times.
         host_cap: [H, M] bytes that the ranks of a host hold together; NO_CAP for none.
-        slow: [R, S] per mille: for what lies on it a rank takes cost * slow / 1000, rounded up.
-        phase: [S] stages with the same number are one phase; None if each is one of its own.
-        reach: [R, S] per mille: at home a rank takes home * reach / 1000, rounded up.
-        base_cost, base_memory: [R, S], [R, M]: what is there already; neither `slow` nor `reach` is applied to it.
-        allowed: [T, R] the ranks that a table's pieces may lie on (a host: all its ranks), but for options of width
-            R; None for all.
-        divisible: [T, O] the option is a split by rows whose pieces may be made uneven (`Solution.rows`): width 1, or
-            one piece of a larger width, whose parts are then the ranks.
-        fixed: [T, O, S] ps of `cost` that a part of a divisible option takes however few rows it has; the rest goes
-            with its share.
+        slow: [R, S] per mille: a rank takes cost * slow / 1000 for its pieces, rounded up.
+        phase: [S] stages with equal numbers form a phase; None: each stage is a phase.
+        reach: [R, S] per mille: a rank takes home * reach / 1000 at home, rounded up.
+        base_cost, base_memory: [R, S] ps and [R, M] bytes before any table is placed, without `slow` and `reach`.
+        allowed: [T, R] ranks that may hold pieces of a table (for a host: all its ranks); None for all. Options of
+            width R ignore it.
+        divisible: [T, O] True if the option is a split by rows whose shares may be uneven (`Solution.rows`). Its width
+            is 1, or it has one piece of a larger width, and each rank of the piece has a share.
+        fixed: [T, O, S] ps of `cost` that each share of a divisible option takes whatever its size. The rest is
+            proportional to the share.
 
     Raises:
-        ConfigError: shapes that do not go together, a negative number, a width that no host has, equal names.
+        ConfigError: shapes do not match, a number is negative, a width fits no host, or names are equal.
     """
 
     names: Sequence[str]
@@ -193,7 +197,7 @@ class Instance:
 
     @cached_property
     def there(self) -> Bools:
-        """[T, O] there is such an option."""
+        """[T, O] True if the table has the option."""
         return self.width > 0
 
     @cached_property
@@ -204,7 +208,7 @@ class Instance:
 
     @cached_property
     def even(self) -> bool:
-        """Whether work takes all ranks alike: what lies on them, and what they do at home."""
+        """True if all ranks are equally fast, with their pieces and at home."""
         return bool(np.all(self.slow == PER_MILLE) and np.all(self.reach == PER_MILLE))
 
     @cached_property
@@ -222,14 +226,14 @@ class Instance:
 
     @cached_property
     def first(self) -> Bools:
-        """[S] whether a stage is the first of its phase."""
+        """[S] True for the first stage of each phase."""
         found = np.ones(self.stages, np.bool_)
         for twins in self.twins:
             found[twins[1:]] = False
         return found
 
     def longest(self, stage: Any) -> Any:
-        """[..., S] of each phase the longest stage's, of [..., S]: the others count as 0."""
+        """Return [..., S] with the longest stage of each phase in place of its first stage, and 0 for the others."""
         if not self.twins:
             return stage
         found = stage.copy()
@@ -239,11 +243,11 @@ class Instance:
         return found
 
     def everywhere(self, width: Any) -> Any:
-        """Whether a piece of this width lies on every rank (on one rank, all are single)."""
+        """Return True if a piece of this width is on every rank (with one rank, all pieces are single)."""
         return (width == self.ranks) & (self.ranks > 1)
 
     def take(self, order: Ints) -> Instance:
-        """The same with the tables `order`."""
+        """Return the instance with the tables `order`, in this order."""
         per_table = (
             "width", "pieces", "cost", "home", "memory", "uses", "divisible", "allowed", "fixed", "home_memory",
             "least_memory",
@@ -261,7 +265,7 @@ def _array(value: Any) -> npt.NDArray[Any]:
 
 
 class Status(Enum):
-    """What a search ended with."""
+    """The outcome of a search."""
 
     FOUND = "found"
     NONE_FOUND = "none found"  # there may be a plan
@@ -270,12 +274,12 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Proof:
-    """Why no plan exists.
+    """The reason why no plan exists.
 
     Args:
-        tier: the memory tier that is short, -1 if every arrangement was tried.
-        short: bytes missing there: over all ranks, or for one piece of `table` on the rank with the largest cap.
-        table: the table no option of which fits anywhere; None if it is the sum that does not fit.
+        tier: the memory tier that is too small; -1 if every arrangement was tried.
+        short: missing bytes in this tier: over all ranks, or for one piece of `table` on the rank with the largest cap.
+        table: a table of which no option fits on any rank; None if the sum over tables is too large.
     """
 
     tier: int
@@ -285,17 +289,17 @@ class Proof:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Where everything lies, and what that costs.
+    """The options and places of all tables, with their cost.
 
     Args:
-        status: the fields below but `bound` and `proof` are empty unless FOUND.
-        option: [T] the option of each table.
-        places: for each table the ranks (width 1) or hosts (width n) of its pieces; () where every rank has it.
-        rows: of the tables whose pieces are uneven, their shares: for each piece (width 1), or for each rank of the
-            host or of the world. They add up to SHARE.
-        cost: the objective, ps. bound: no plan costs less, ps.
-        stage: [S] the slowest rank's ps. load: [R, S]. memory: [R, M] bytes.
-        others: further arrangements within all caps, dearer ones, the cheapest first.
+        status: unless it is FOUND, all fields but `bound` and `proof` are empty.
+        option: [T] option of each table.
+        places: for each table, the ranks (width 1) or hosts (width n) of its pieces; () if it is on every rank.
+        rows: shares of the tables with uneven shares: one for each piece (width 1), or for each rank of the host or of
+            the world. They add up to SHARE.
+        cost: the objective in ps. bound: lower bound in ps on the cost of every plan.
+        stage: [S] ps of the slowest rank. load: [R, S] ps. memory: [R, M] bytes.
+        others: further arrangements within all caps that cost more, the cheapest first.
     """
 
     status: Status
@@ -312,7 +316,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost can be above the least possible, as a part of the bound."""
+        """Largest possible distance of the cost above the optimum, as a part of the bound."""
         return (
             (self.cost - self.bound) / self.bound if self.bound else (0.0 if self.cost == 0 else float("inf"))
         )
@@ -349,7 +353,7 @@ def evaluate(
 def work_of(
     instance: Instance, option: Ints, places: Sequence[Sequence[int]], rows: Mapping[int, Ints]
 ) -> tuple[Ints, Ints]:
-    """[R + 1, S] ps of work, as `loads` takes it, and [R, M] bytes with what was there."""
+    """Return [R + 1, S] ps of work in the form that `loads` takes, and [R, M] bytes in use, base memory included."""
     every = np.arange(instance.tables)
     width = instance.width[every, option]
     uneven = np.zeros(instance.tables, np.bool_)
@@ -384,11 +388,11 @@ def work_of(
 
 
 def loads(instance: Instance, work: Ints) -> Ints:
-    """[R, S] how long each rank takes.
+    """Return [R, S] ps that each rank takes in each stage.
 
     Args:
-        work: [R + 1, S] ps of the pieces on each rank, and in the last row `home` of all tables. `slow`, `reach` and
-            `base_cost` come on top.
+        work: [R + 1, S] ps of the pieces on each rank; the last row is the `home` of all tables. `slow`, `reach` and
+            `base_cost` are not applied yet.
     """
     load = at_home(instance, work[-1]) + -(-work[:-1] * instance.slow // PER_MILLE)
     if instance.shared.any():
@@ -400,7 +404,7 @@ def loads(instance: Instance, work: Ints) -> Ints:
 
 
 def at_home(instance: Instance, home: Ints) -> Ints:
-    """[..., R, S] ps that ranks take whatever lies on them: `base_cost`, and `home` [..., S] ps of all tables."""
+    """Return [..., R, S] ps that ranks take whatever they hold: `base_cost`, and `home` [..., S] of all tables."""
     home = home[..., None, :]
     own = home if instance.even else -(-home * instance.reach // PER_MILLE)
     base: Ints = instance.base_cost + own
@@ -408,7 +412,7 @@ def at_home(instance: Instance, home: Ints) -> Ints:
 
 
 def alike(instance: Instance, load: Ints) -> Ints:
-    """[S] ps that every rank bears alike of [R, S]; the same for all stages of a phase."""
+    """Return [S] ps that all ranks have in common in a load [R, S]; equal for all stages of a phase."""
     least: Ints = load.min(0)
     for twins in instance.twins:
         least[twins] = least[twins].min()
@@ -416,7 +420,7 @@ def alike(instance: Instance, load: Ints) -> Ints:
 
 
 def fits(instance: Instance, memory: Ints) -> bool:
-    """Whether [R, M] bytes are within every cap."""
+    """Return True if [R, M] bytes are within every cap of ranks and hosts."""
     if np.any(memory > instance.cap):
         return False
     together = np.zeros_like(instance.host_cap)
@@ -425,7 +429,7 @@ def fits(instance: Instance, memory: Ints) -> bool:
 
 
 def parts_of(instance: Instance, table: int, option: int, places: Sequence[int]) -> Ints:
-    """The ranks that shares of a divisible option belong to, in their order."""
+    """Return the ranks of the shares of a divisible option, in the order of shares."""
     width = int(instance.width[table, option])
     if width == 1:
         return np.asarray(places, np.int64)
@@ -433,12 +437,13 @@ def parts_of(instance: Instance, table: int, option: int, places: Sequence[int])
 
 
 def portion(whole: Ints, shares: Ints) -> Ints:
-    """[parts, ·] of `whole` [·], in proportion to `shares`, each rounded up."""
+    """Return [parts, ·]: `whole` [·] in proportion to `shares` [parts], each rounded up."""
     high, low = whole >> SHARE_BITS, whole & (SHARE - 1)
     return shares[:, None] * high + -(-shares[:, None] * low >> SHARE_BITS)
 
 
 def _flat(tables: Ints, places: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Return a table and a place for each piece of these tables."""
     some = [places[t] for t in tables.tolist()]
     counts = np.fromiter(map(len, some), np.int64, len(some))
     flat = np.fromiter(chain.from_iterable(some), np.int64, int(counts.sum()))

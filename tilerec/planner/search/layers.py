@@ -1,10 +1,17 @@
-"""Many small pieces at once: each of the ranks that bear least gets one of them, again and again.
+"""Placement of many small pieces in layers: each of the least loaded ranks receives one piece per layer.
 
-Nouns
-  layer     as many pieces, the next in order of size, as a part of the ranks get one each
-  state     what ranks bear so far; slopes of all of them are made anew for each layer (see pack.py)
+`pack` places pieces one by one, each onto the best bin: T x B steps, too slow for 10,000 tables on 1,024 ranks. A layer
+places B / BINS_PER_LAYER pieces at once.
 
-Legend: S stages, M tiers, H hosts, B bins (ranks), L shared stages, n pieces.
+    Input    pieces in descending order of size, and bins with their loads and rooms
+    Changes  the loads and rooms of the bins
+    Keeps    no bin exceeds its room; a bin receives at most one piece per layer
+    Stops    when all pieces are placed, or when a layer finds too few bins with room
+    Cost     T x BINS_PER_LAYER evaluations of one bin, plus one sort of the bins per layer
+
+The largest and the smallest pieces are placed one by one: the first determine the loads, the last even them out.
+
+Legend: S stages, M memory tiers, H hosts, B bins (ranks), L shared stages, n pieces.
 """
 
 from __future__ import annotations
@@ -12,51 +19,51 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tilerec.planner.search.bins import Bins
 from tilerec.planner.search.instance import Ints
 
 Floats = npt.NDArray[np.float64]
 
-MANY = 1024  # bins from which on it pays
-FIRST = 2  # pieces per bin that are placed one by one before, the largest
-LAST = 8  # and after, the smallest: they even out what layers leave
-LAYER = 16  # 1 / LAYER of the bins get a piece of each layer
-STEEP = float(1 << 20)
-STEEPEST = float(1 << 32)
+LAYERS_FROM_BINS = 1024  # least number of bins for which layers are used
+SINGLE_FIRST_PER_BIN = 2  # largest pieces per bin that are placed one by one before the layers
+SINGLE_LAST_PER_BIN = 8  # smallest pieces per bin that are placed one by one after the layers
+BINS_PER_LAYER = 16  # one of BINS_PER_LAYER bins receives a piece in each layer
+STEEP = float(1 << 20)  # slopes are whole multiples of 1 / STEEP
+STEEPEST = float(1 << 32)  # largest slope, in 1 / STEEP
 
 
-def lay(
+def place_layers(
+    bins: Bins,
     time: Floats,
     link: Floats,
-    room: Ints,
-    host: Ints,
-    size: Ints,
-    shared: npt.NDArray[np.bool_],
     level: Floats,
     roomy: Floats | None,
     cost: Ints,
     memory: Ints,
     vector: Floats,
 ) -> Ints | None:
-    """The bin of each piece, in the order given; None if some layer finds too few bins with room.
+    """Return the bin of each piece, in the order given; None if a layer finds too few bins with room.
 
     Args:
-        time: [B, S] ps, link: [H, L] ps of a host's bins together, room: [B, M] bytes: all kept up to date.
-        host: [B]. size: [H] bins of a host. shared: [S].
-        level: [S] ps. roomy: [M] bytes, where memory counts like time.
-        cost: [n, S] ps and memory: [n, M] bytes of the pieces. vector: [n, S (+ M)] whole numbers below 2 ** 16, what
-            slopes are multiplied with.
+        bins: `room` is updated.
+        time: [B, S] ps of each bin; updated. link: [H, L] ps of a host's bins together; updated.
+        level: [S] ps of a stage if everything were spread evenly.
+        roomy: [M] bytes of the bin with most room, if memory counts like time; else None.
+        cost: [n, S] ps and memory: [n, M] bytes of the pieces.
+        vector: [n, S (+ M)] weights of the slopes for each piece, whole numbers below 2 ** 16.
     """
-    links = np.flatnonzero(shared)
+    links = np.flatnonzero(bins.shared)
+    room, host = bins.room, bins.host
     found = np.empty(len(cost), np.int64)
-    length = max(len(time) // LAYER, 1)
+    length = max(len(time) // BINS_PER_LAYER, 1)
     for start in range(0, len(cost), length):
         some = slice(start, start + length)
         y = time / level
-        y[:, links] = (link / size[:, None])[host] / level[links]
+        y[:, links] = (link / bins.size[:, None])[host] / level[links]
         if roomy is not None:
             y = np.concatenate([y, 1.0 - room / roomy], 1)
-        # Whole numbers below 2 ** 32 and 2 ** 16: exact products and sums.
-        score = steep(y) @ np.floor(vector[some].sum(0) / len(vector[some]))
+        # Whole numbers below 2 ** 32 and 2 ** 16: products and sums are exact.
+        score = slopes_of(y) @ np.floor(vector[some].sum(0) / len(vector[some]))
         score[(room < memory[some].max(0)).any(1)] = np.inf
         chosen = np.argsort(score, kind="stable")[: len(cost[some])]
         if score[chosen[-1]] == np.inf:
@@ -68,15 +75,20 @@ def lay(
     return found
 
 
-def steep(y: Floats) -> Floats:
-    """y ** 7 in whole 1 / STEEP."""
+def slopes_of(y: Floats) -> Floats:
+    """Return y ** 7 in whole multiples of 1 / STEEP."""
     y2 = y * y
     return np.minimum(np.trunc(y2 * y2 * y2 * y * STEEP), STEEPEST)
 
 
-def split(order: Ints, pieces: Ints, bins: int) -> tuple[Ints, Ints, Ints]:
-    """Tables in their order: those placed one by one first, those laid in layers, those placed one by one after."""
+def split_for_layers(order: Ints, pieces: Ints, bins: int) -> tuple[Ints, Ints, Ints]:
+    """Return tables in their order: those placed one by one first, those in layers, those placed one by one last.
+
+    Args:
+        order: tables, the largest first. pieces: number of pieces by table; only tables of one piece go into layers.
+    """
     at = np.arange(len(order))
-    laid = (at >= FIRST * bins) & (at < len(order) - LAST * bins) & (pieces[order] == 1)
-    first = int(laid.argmax()) if laid.any() else len(order)
-    return order[:first], order[laid], order[first:][~laid[first:]]
+    in_layers = (at >= SINGLE_FIRST_PER_BIN * bins) & (at < len(order) - SINGLE_LAST_PER_BIN * bins)
+    in_layers &= pieces[order] == 1
+    first = int(in_layers.argmax()) if in_layers.any() else len(order)
+    return order[:first], order[in_layers], order[first:][~in_layers[first:]]

@@ -1,13 +1,21 @@
-"""The problem without ranks: what every option costs and holds summed over all of them, and the least sum of it.
+"""The relaxed problem: places are ignored, and only sums over all ranks count. Its minimum bounds the cost from below.
+
+    Input    an instance
+    Result   `Relaxed`: the total work and the total memory of every option, and the options that fit at all;
+             `least`: the least sum of totals under limits on memory, by Lagrangian prices
+    Cost     `least`: about ten minima over [T, O] for each resource
 
 Nouns
-  total     rank-ps: an option's work summed over ranks and stages. A plan's totals / R is at most its cost
-  resource  something the sum of which is limited: a memory tier, or (bound.py) the load that all ranks bear alike
-  price     rank-ps per unit of a resource, in 1 / PRICE; any price >= 0 gives a bound, the best one the tightest
-  unit      resources are counted in units so large that price * units stays within int64: rounded down when used,
-            up when available, which can only lower a bound
+  total     rank-ps: the work of an option, summed over ranks and stages. The sum of a plan's totals, divided by R, is
+            at most its cost
+  resource  a limited sum over tables: the bytes of a memory tier
+  price     rank-ps per unit of a resource, in 1 / 2 ** PRICE_BITS. Every price >= 0 gives a valid bound; the best price
+            gives the tightest one
+  unit      of a resource: so many bytes that price * units fits into int64. Use is rounded down and limits are rounded
+            up, which can only lower the bound
 
-With slow ranks, an average must weigh them: stage s of rank r by 1 / slow, so that work counts alike wherever it lies.
+On slow ranks the same work takes longer. An average over ranks therefore weighs stage s of rank r by 1 / slow, so that
+work counts equally wherever it is placed.
 
 Legend: T tables, O options, S stages, M tiers, R ranks, H hosts.
 """
@@ -22,16 +30,16 @@ import numpy as np
 
 from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, Proof
 
-PRICE_BITS = 10
-FACTOR_BITS = 10
-UNIT_BITS = 32
-# Never chosen, and still far from overflow when a few are added.
-NEVER = 1 << 60
+PRICE_BITS = 10  # prices are multiples of 1 / 2 ** PRICE_BITS rank-ps per unit
+FACTOR_BITS = 10  # weights of stages are multiples of 1 / 2 ** FACTOR_BITS
+UNIT_BITS = 32  # most bits of a limit in units
+NEWTON_STEPS = 40  # steps to the best price of a resource; about ten suffice
+NEVER = 1 << 60  # rank-ps of an option that must not be chosen; the sum of a few does not overflow
 
 
 @dataclass(frozen=True, eq=False)
 class Resource:
-    """What options use of something limited.
+    """A limit on the sum over tables of what their options use.
 
     Args:
         used: [T, O] units. limit: units.
@@ -42,7 +50,7 @@ class Resource:
 
     @staticmethod
     def of(used: Ints, limit: int) -> Resource:
-        """Scaled so that the limit has at most UNIT_BITS bits."""
+        """Return the resource in units such that the limit has at most UNIT_BITS bits."""
         shift = max(limit.bit_length() - UNIT_BITS, 0)
         return Resource(np.minimum(used >> shift, 1 << (UNIT_BITS + 1)), (limit >> shift) + 1)
 
@@ -52,8 +60,8 @@ class Dual:
     """A lower bound on the sum of totals.
 
     Args:
-        value: rank-ps. prices: one per resource. option: [T] what is least at these prices. short: the index of a
-            resource that no choice of options stays within; -1 if there is none.
+        value: rank-ps. prices: one per resource. option: [T] the cheapest options at these prices.
+        short: index of a resource whose limit every choice of options exceeds; -1 if there is none.
     """
 
     value: int
@@ -63,10 +71,15 @@ class Dual:
 
 
 def least(totals: Ints, resources: Sequence[Resource], prices: Sequence[int] = (), sweeps: int = 2) -> Dual:
-    """The best bound min_o sum(totals + price * used) - price * limit over prices, one price after the other.
+    """Return the largest bound min_o sum(totals + price * used) - price * limit over prices, one price after the other.
 
-    In one price the bound is concave and piecewise linear; its top lies where the tangents from both sides meet, and
-    about ten of them find it exactly. Values of NEVER mark options that are not allowed.
+    As a function of one price, the bound is concave and piecewise linear. Its maximum is where tangents from both sides
+    meet, and about ten of them find it exactly.
+
+    Args:
+        totals: [T, O] rank-ps; NEVER for options that are not allowed.
+        prices: to start from; () for 0.
+        sweeps: passes over all resources.
     """
     now = list(prices) if prices else [0] * len(resources)
     value, option = _at(totals, resources, now)
@@ -84,7 +97,7 @@ def least(totals: Ints, resources: Sequence[Resource], prices: Sequence[int] = (
 
 
 def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> Dual:
-    """The best price of resource `i`, the others as they are."""
+    """Return the bound with the best price of resource `i` and the present prices of the others."""
     resource = resources[i]
     priced = _priced(
         totals, [(r, p) for j, (r, p) in enumerate(zip(resources, best.prices, strict=True)) if j != i]
@@ -94,7 +107,7 @@ def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> D
     rows = np.arange(len(totals))
 
     def seen(price: int) -> tuple[int, int, int, Ints]:
-        """Bound, totals, use and options at a price."""
+        """Return the bound, totals, use and options at a price."""
         at = priced + (price * resource.used >> PRICE_BITS) if price else priced
         option = at.argmin(1)
         bound = int(at[rows, option].sum()) - (price * resource.limit >> PRICE_BITS) - (price > 0)
@@ -108,7 +121,7 @@ def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> D
         if high[2] > resource.limit:
             return Dual(best.value, best.prices, frugal, i)
         option = frugal
-        for _ in range(40):
+        for _ in range(NEWTON_STEPS):
             step = ((high[1] - low[1]) << PRICE_BITS) // max(low[2] - high[2], 1)
             new = seen(max(step, 0))
             if new[0] > top:
@@ -129,6 +142,7 @@ def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> D
 
 
 def _at(totals: Ints, resources: Sequence[Resource], prices: Sequence[int]) -> tuple[int, Ints]:
+    """Return the bound in rank-ps and its options at these prices."""
     priced = _priced(totals, list(zip(resources, prices, strict=True)))
     option = priced.argmin(1)
     value = int(priced[np.arange(len(option)), option].sum())
@@ -137,6 +151,7 @@ def _at(totals: Ints, resources: Sequence[Resource], prices: Sequence[int]) -> t
 
 
 def _priced(totals: Ints, pairs: Sequence[tuple[Resource, int]]) -> Ints:
+    """Return [T, O] totals plus price * use of the resources."""
     priced = totals
     for resource, price in pairs:
         if price:
@@ -149,7 +164,11 @@ def _sum(used: Ints, option: Ints) -> int:
 
 
 class Relaxed:
-    """An instance's totals, resources and options that may be used at all."""
+    """The sums over ranks of an instance, and the options that fit into memory at all.
+
+    everywhere: [T, O] options with a piece on every rank. uniform: those of them whose shares are even. copies: [T, O]
+    ranks that hold a piece, counted once per piece.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -171,13 +190,13 @@ class Relaxed:
 
     @cached_property
     def least_home(self) -> Ints:
-        """[T, O, S] ps that an option adds at home to the rank that it reaches least."""
+        """[T, O, S] ps that an option adds at home to the rank of least reach."""
         ours = self.instance
         return ours.home if ours.even else ours.home * ours.reach.min(0) // PER_MILLE
 
     @cached_property
     def sums(self) -> Ints:
-        """[T, O] rank-ps of an option, of each phase's first stage: the averages of the others are no higher."""
+        """[T, O] rank-ps of an option, over the first stage of each phase: averages of the others are not higher."""
         return self.stage_totals[:, :, self.instance.first].sum(2)
 
     @cached_property
@@ -186,21 +205,21 @@ class Relaxed:
         return np.where(self.usable, self.sums, NEVER)
 
     @cached_property
-    def sand(self) -> Ints:
-        """[T, O] rank-ps of an option's rows that ranks of a host, or all ranks, share out as they have time."""
+    def divisible_totals(self) -> Ints:
+        """[T, O] rank-ps of an option's rows that can move between the ranks of a host, or between all ranks."""
         ours = self.instance
         shares = np.where(ours.divisible & (ours.width > 1), self.copies, 0)
         return shares * (ours.cost - ours.fixed).sum(2)
 
     @cached_property
     def piece_times(self) -> list[Ints]:
-        """For each stage, [T, O] ps that a piece adds to a rank at least: its part, where a host's link is shared."""
+        """For each stage, [T, O] least ps that a piece adds to a rank: on a link that a host's ranks share, a part."""
         ours = self.instance
         times = []
         for s, fastest in enumerate(ours.slow.min(0).tolist()):
             own = ours.cost[:, :, s] * fastest // PER_MILLE
             if ours.shared[s]:
-                # Shares of a row split over all ranks may all lie on one rank of a host.
+                # Uneven shares over all ranks may put all rows of a host on one of its ranks.
                 alone = (ours.width == 1) | (ours.divisible & self.everywhere)
                 own = np.where(alone, own // int(ours.host_sizes.max()), own)
             times.append(own)
@@ -208,18 +227,18 @@ class Relaxed:
 
     @cached_property
     def base_total(self) -> int:
-        """rank-ps of what is there already."""
+        """rank-ps of the base load."""
         return int(self.base_totals[self.instance.first].sum())
 
     @cached_property
     def room(self) -> Ints:
-        """[R, M] bytes free; below 0 where what is there already does not fit."""
+        """[R, M] free bytes; below 0 if the base memory exceeds the cap."""
         ours = self.instance
         return np.minimum(ours.cap, (1 << 62) // ours.ranks) - ours.base_memory
 
     @cached_property
     def host_room(self) -> Ints:
-        """[H, M] bytes free on a host: its own cap, and those of its ranks."""
+        """[H, M] free bytes of a host, under its own cap and those of its ranks."""
         ours = self.instance
         together, base = np.zeros_like(ours.host_cap), np.zeros_like(ours.host_cap)
         np.add.at(together, ours.host_of, self.room)
@@ -228,23 +247,23 @@ class Relaxed:
 
     @cached_property
     def limits(self) -> list[int]:
-        """Bytes free in each tier, over all hosts."""
+        """Free bytes of each tier, over all hosts."""
         return [int(x) for x in self.host_room.sum(0)]
 
     @cached_property
     def bytes(self) -> Ints:
-        """[T, O, M] over all ranks."""
+        """[T, O, M] bytes over all ranks."""
         ours = self.instance
         return self.copies[:, :, None] * ours.memory + ours.ranks * ours.home_memory
 
-    def tight(self, option: Ints, quarters: int = 2) -> bool:
-        """Whether options [T] take more than so many quarters of a tier."""
+    def is_tight(self, option: Ints, quarters: int = 2) -> bool:
+        """Return True if options [T] take more than so many quarters of a memory tier."""
         held = self.bytes[np.arange(len(option)), option].sum(0)
         return any(int(h) * 4 > limit * quarters for h, limit in zip(held, self.limits, strict=True))
 
     @cached_property
     def memory(self) -> list[Resource]:
-        """The tiers that could run out."""
+        """Resources of the tiers that some choice of options would exceed."""
         kept = []
         for m, limit in enumerate(self.limits):
             most = np.where(self.usable, self.bytes[:, :, m], 0).max(1, initial=0)
@@ -254,42 +273,43 @@ class Relaxed:
 
     @cached_property
     def usable(self) -> Bools:
-        """[T, O] the option exists, and an even piece of it fits on some rank (some host, all ranks)."""
+        """[T, O] True if the table has the option, and an even piece of it fits on some rank (some host, all ranks)."""
         return self._fitting(self.instance.memory + self.instance.home_memory)
 
     @cached_property
     def possible(self) -> Bools:
-        """[T, O] likewise, however rows are split."""
+        """[T, O] True if some split of the rows, even or not, fits."""
         return self._fitting(self.least)
 
     @cached_property
     def _apart(self) -> Ints:
-        """[T, O] pieces that lie on ranks of their own; the others meet, and are one tile with one of these."""
+        """[T, O] pieces on distinct ranks; a further piece forms one tile with a piece on the same rank."""
         ours = self.instance
         ranks = ours.ranks if ours.allowed is None else ours.allowed.sum(1)[:, None]
         return np.where(ours.width == 1, np.minimum(ours.pieces, ranks), ours.pieces)
 
     @cached_property
     def _least_at_home(self) -> Ints:
-        """[T, O, M] bytes on every rank beside those of pieces, however rows are split."""
+        """[T, O, M] least bytes on every rank in addition to pieces, however rows are split."""
         ours = self.instance
         unlike = ours.divisible | (self._apart < ours.pieces)
         return np.where(unlike[:, :, None], 0, ours.home_memory)
 
     @cached_property
     def least(self) -> Ints:
-        """[T, O, M] bytes that the fullest piece takes at least, however rows are split."""
+        """[T, O, M] least bytes of the largest piece, however rows are split."""
         ours = self.instance
         size = np.where(ours.divisible[:, :, None], ours.least_memory, ours.memory)
         return size + self._least_at_home
 
     @cached_property
     def least_bytes(self) -> Ints:
-        """[T, O, M] over all ranks, however rows are split."""
+        """[T, O, M] least bytes over all ranks, however rows are split."""
         ours, home = self.instance, self._least_at_home
         return (self._apart * ours.width)[:, :, None] * (self.least - home) + ours.ranks * home
 
     def _fitting(self, sizes: Ints) -> Bools:
+        """Return [T, O] options of which a piece of `sizes` [T, O, M] bytes fits, on ranks that the table may use."""
         ours, width = self.instance, self.instance.width
         per_host = np.stack([self.room[ranks].min(0) for ranks in ours.host_ranks])
         per_host = np.minimum(per_host, self.host_room // ours.host_sizes[:, None])
@@ -301,7 +321,7 @@ class Relaxed:
             for n in np.unique(ours.host_sizes[ours.host_sizes > 1]).tolist():
                 most[width == n] = per_host[ours.host_sizes == n, m].max()
             most[self.everywhere] = per_host[:, m].min()
-            # Of uneven shares one is at least an even one, on whichever rank has most room.
+            # One of several uneven shares is at least as large as an even one; it may be on the roomiest rank.
             usable &= size <= np.where(ours.divisible, single, most)
         if ours.allowed is not None:
             whole = np.stack([ours.allowed[:, ranks].all(1) for ranks in ours.host_ranks], 1)
@@ -314,7 +334,7 @@ class Relaxed:
         return usable
 
     def impossible(self) -> Proof | None:
-        """A proof by memory alone that there is no plan, if this relaxation has one."""
+        """Return a proof, from memory alone, that no plan exists; None if there is no such proof."""
         ours = self.instance
         for room in (self.room, self.host_room):
             if np.any(room < 0):
@@ -326,7 +346,7 @@ class Relaxed:
             there = ours.there[t]
             if not there.any():
                 return Proof(0, 0, ours.names[t])
-            # The option that lacks least, in the tier where it lacks most.
+            # The option with the least shortage, in the tier where it is largest.
             lack = self.least[t] - self.room.max(0)
             lack[~there] = NEVER
             o = int(lack.max(1).argmin())
@@ -345,11 +365,11 @@ class Relaxed:
 
 
 def _weights(instance: Instance) -> tuple[Ints, Ints, Ints]:
-    """[S] factors on a stage's work and on its work at home, in 1 / 2 ** FACTOR_BITS, and [S] rank-ps of the base load.
+    """Return [S] factors on work and on work at home, in 1 / 2 ** FACTOR_BITS, and [S] rank-ps of the base load.
 
-    For weights u_rs >= 0 the slowest rank takes at least sum_r u_rs load_rs / sum_r u_rs. With u = 1 / slow, work
-    x counts K x with K = min_r u_rs slow_rs / 1000, wherever it lies; in a shared stage a host's ranks weigh alike.
-    Work at home counts sum_r u_rs reach_rs / 1000.
+    For weights u_rs >= 0, the slowest rank takes at least sum_r u_rs load_rs / sum_r u_rs. With u = 1 / slow, work x
+    counts at least K x with K = min_r u_rs slow_rs / 1000, wherever it is placed. In a shared stage, the ranks of a
+    host have equal weights. Work at home counts sum_r u_rs reach_rs / 1000.
     """
     ranks, scale = instance.ranks, 1 << 20
     factors, homes, bases = [], [], []

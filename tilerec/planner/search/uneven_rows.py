@@ -1,15 +1,24 @@
-"""Uneven row splits of all tables at once: rows flow from ranks where they are dear to ranks where they are cheap.
+"""Gradient descent on the row shares of all tables at once: rows move from slow ranks to fast ones.
+
+    Input    a solution, some of whose tables are split by rows
+    Changes  the shares of their rows; options and places stay
+    Keeps    the shares of a table add up to 1, and no rank exceeds its memory
+    Stops    after a number of steps, when all prices are equal, or when steps have become too short
+    Cost     about 15 operations per step for each share and each rank, in each stage
+
+A linear program would find the best shares. This comes close, without a solver. In each step, the shares whose price is
+above the mean price of their table shrink, and the others grow. A step that does not lower the objective is undone, and
+the next one is shorter.
 
 Nouns
-  share     the part of a table that a rank has; shares of a table add up to 1
-  price     of a share: what more of it would add to the slowest ranks, by stage. Of each stage the ranks have weights,
-            (load / largest load) ** 32 or so, that add up to 1: the smooth face of a maximum
-  team      tables that are split over the same ranks. At first they are split alike, which takes far fewer shares
-  flow      shares that are dearer than their table's average shrink, cheaper ones grow, all tables together; a step
-            that does not lead down is taken back and the next one is shorter
+  share      the part of a table's rows on a rank
+  objective  the sum over stages of the slowest rank's load. The smooth objective has a p-norm over ranks in its place
+  price      of a share: the derivative of the smooth objective. Each rank has a weight of about
+             (load / largest load) ** p in each stage, and the weights of a stage add up to 1
+  team       tables that are split over the same ranks. At first they have equal shares, so there are far fewer shares
 
-Floats here are added in the order in which they lie, multiplied and compared one by one: every machine makes the same
-shares, and whole numbers decide what they are worth.
+Floats are added in a fixed order, and otherwise multiplied and compared one by one. So every machine computes the same
+shares, and the cost of the result is computed with whole numbers.
 
 Legend: S stages, M tiers, R ranks, H hosts, n shares, G tables that are split.
 """
@@ -38,17 +47,18 @@ from tilerec.planner.search.work import CALLS, Work
 
 Floats = npt.NDArray[np.float64]
 
-LEAST = 1e-6  # of a table: shares do not get smaller
-FULL = 0.98  # of a cap: from here on memory has a price
-FIRST, LAST = 0.5, 1e-6  # the largest and the smallest step, as a part of a share
-GROW, SHRINK = 1.5, 0.5  # of a step that led down, and of one that did not
-POWERS = (4, 5, 6)  # weights are loads to the power of 2 ** these, one after the other
+LEAST_SHARE = 1e-6
+FULL_PART = 0.98  # memory has a price above this part of a cap
+LONGEST_STEP, SHORTEST_STEP = 0.5, 1e-6  # relative changes of a share
+STEP_GROWTH, STEP_SHRINKAGE = 1.5, 0.5  # factors on the next step, after a step that helped and after others
+POWERS = (4, 5, 6)  # the norms are 2 ** POWERS, one after the other
 
 
 def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solution:
-    """`found` or a better one, whose divisible tables are split unevenly, after at most so many steps.
+    """Return `found`, or a cheaper solution in which divisible tables have uneven shares.
 
-    A linear program would find the best shares; this comes close without one.
+    Args:
+        steps: most steps; once for teams, and once for single tables.
     """
     tables, places = ([], []) if work.over else _movable(instance, found)
     if not tables:
@@ -64,6 +74,7 @@ def flow(instance: Instance, found: Solution, steps: int, work: Work) -> Solutio
 
 
 def _movable(instance: Instance, found: Solution) -> tuple[list[int], list[Ints]]:
+    """Return the divisible tables whose shares are on distinct ranks, and these ranks."""
     every = np.arange(instance.tables)
     tables, places = [], []
     for t in np.flatnonzero(instance.divisible[every, found.option]).tolist():
@@ -75,12 +86,18 @@ def _movable(instance: Instance, found: Solution) -> tuple[list[int], list[Ints]
 
 
 class _Flow:
+    """Shares [n] of some tables, and the loads that follow.
+
+    rank, group: [n] rank and table of each share. team: [n] index of the share in its team. time: [n, moving stages]
+    ps, bytes: [n, M] parts of caps, of the whole table on that rank. rest: [R, moving stages] ps and held: [R, M] parts
+    of caps without the shares. stages: the moving ones, in which shares take time.
+    """
+
     def __init__(self, instance: Instance, found: Solution, tables: list[int], places: list[Ints]) -> None:
         self.instance = instance
         counts = np.array([len(where) for where in places])
         self.ends = np.cumsum(counts)
         self.group = np.repeat(np.arange(len(tables)), counts)
-        # Tables on the same ranks are a team; [n] the place of a share among those of its team.
         first: dict[bytes, int] = {}
         rows = [first.setdefault(where.tobytes(), t) for t, where in enumerate(places)]
         starts = self.ends - counts
@@ -96,10 +113,8 @@ class _Flow:
         ]
         self.share = np.concatenate(own)
         work, memory = work_of(instance, found.option, found.places, found.rows)
-        # A host's link: each of its ranks bears its part of what any of them puts there.
         self.sizes = instance.host_sizes[instance.host_of].astype(np.float64)
         slow = instance.slow / PER_MILLE
-        # Stages in which shares take time; the loads of the others stay as they are.
         self.stages = np.flatnonzero(whole.any(0)).tolist()
         self.time = (whole * slow[self.rank])[:, self.stages]
         self.bytes = bytes_ / np.maximum(instance.cap[self.rank], 1)
@@ -114,10 +129,9 @@ class _Flow:
         self.each = self._units()
 
     def _still(self, load: Floats) -> None:
-        """What shares do not change, of [R, S] loads.
+        """Compute the parts of [R, S] loads that shares do not change.
 
-        floor: by moving stage, [R] what a rank takes in the other stages of its phase. still: ps of phases that have
-        no moving stage.
+        floor: by moving stage, [R] ps of the other stages of its phase. still: ps of the phases without a moving stage.
         """
         moving = set(self.stages)
         phases = [twins for twins in self.instance.twins if moving & set(twins)]
@@ -131,12 +145,12 @@ class _Flow:
         self.still = float(np.cumsum(self.instance.longest(top))[-1])
 
     def _units(self) -> int:
-        """Units of a step."""
+        """Return the units of work of a step."""
         ours = self.instance
         return 10 * CALLS + (len(self.share) + ours.ranks) * 15 * (len(self.stages) + ours.tiers)
 
     def together(self) -> _Flow:
-        """The same with one table in place of all those on the same ranks."""
+        """Return a flow with one table in place of each team."""
         one = copy(self)
         own, place = np.unique(self.team, return_inverse=True)
         one.rank, one.group, one.share = self.rank[own], self.group[own], self.share[own]
@@ -152,22 +166,23 @@ class _Flow:
         return one
 
     def _sums(self, values: Floats) -> Floats:
-        """[R, ·] of [n, ·], added up in their order."""
+        """Return [R, ·] sums of [n, ·] over the shares of each rank, in their order."""
         ranks, columns = self.instance.ranks, values.shape[1]
         at = self.rank[:, None] * columns + np.arange(columns)
         sums: Floats = np.bincount(at.ravel(), values.ravel(), ranks * columns).astype(np.float64)
         return sums.reshape(ranks, columns)
 
     def _means(self, values: Floats) -> Floats:
-        """[R] of [R]: the mean of a rank's host."""
+        """Return [R] the mean over the ranks of each rank's host."""
         host = self.instance.host_of
         mean: Floats = np.bincount(host, values)[host] / self.sizes
         return mean
 
     def run(self, steps: int, work: Work) -> Floats:
+        """Return [n] the best shares after at most so many steps."""
         steps = min(steps, work.left // self.each)
         best, kept = np.inf, self.share
-        share, step = self.share, FIRST
+        share, step = self.share, LONGEST_STEP
         for power in POWERS:
             true, smooth, price = self._judged(share, power)
             for _ in range(steps // len(POWERS)):
@@ -175,41 +190,41 @@ class _Flow:
                     best, kept = true, share
                 new = self._moved(share, price, step)
                 if new is None:
-                    break  # all prices are alike
+                    break  # all prices are equal
                 work.spend(self.each)
                 then_true, then, then_price = self._judged(new, power)
                 if then < smooth:
                     share, true, smooth, price = new, then_true, then, then_price
-                    step = min(step * GROW, FIRST)
+                    step = min(step * STEP_GROWTH, LONGEST_STEP)
                 else:
-                    step *= SHRINK
-                    if step < LAST:
+                    step *= STEP_SHRINKAGE
+                    if step < SHORTEST_STEP:
                         break
-            step = max(step, LAST * 16)
+            step = max(step, SHORTEST_STEP * 16)
             if true < best:
                 best, kept = true, share
         return kept
 
     def _moved(self, share: Floats, price: Floats, step: float) -> Floats | None:
-        """[n] shares after one step against their prices; None where all prices are alike."""
+        """Return [n] shares after one step against their prices; None if all prices are equal."""
         mean = np.bincount(self.group, price * share)
         off = price - mean[self.group]
-        # Dear tables set the pace: others' steps are as much smaller as their prices are.
+        # The step of a table is proportional to the spread of its prices.
         pace = np.bincount(self.group, np.abs(off) * share)
         scale = float(np.cumsum(pace)[-1]) / len(pace)
         if scale <= 0.0:
             return None
-        new = np.maximum(share * (1.0 - np.clip(off * (step / scale), -0.5, 0.5)), LEAST)
+        new = np.maximum(share * (1.0 - np.clip(off * (step / scale), -0.5, 0.5)), LEAST_SHARE)
         moved: Floats = new / np.bincount(self.group, new)[self.group]
         over = np.any(self.held + self._sums(self.bytes * moved[:, None]) > 1.0, 1)
         if over.any():
-            # A table with a share on a rank beyond its cap stays as it is.
+            # A table with a share on a rank that would exceed its cap keeps its shares.
             stays = np.bincount(self.group, over.take(self.rank))[self.group]
             moved = np.where(stays > 0, share, moved)
         return moved
 
     def _judged(self, share: Floats, power: int) -> tuple[float, float, Floats]:
-        """The objective (infinite beyond a cap), its smooth face, and the [n] prices of shares."""
+        """Return the objective (infinite beyond a cap), the smooth objective, and [n] the prices of shares."""
         instance = self.instance
         load = self.rest + self._sums(self.time * share[:, None])
         held = self.held + self._sums(self.bytes * share[:, None])
@@ -235,16 +250,16 @@ class _Flow:
                     weight = self._means(weight)
                 price += weight[self.rank] * self.time[:, column]
         full = float(held[:, self.tiers].max()) if self.tiers else 0.0
-        if full > FULL:
+        if full > FULL_PART:
             for m in self.tiers:
-                y = np.maximum((held[:, m] - FULL) / (1.0 - FULL), 0.0)
+                y = np.maximum((held[:, m] - FULL_PART) / (1.0 - FULL_PART), 0.0)
                 smooth += float(np.cumsum(y * y)[-1]) * true * 0.01
-                price += (y * (0.02 * true / (1.0 - FULL)))[self.rank] * self.bytes[:, m]
+                price += (y * (0.02 * true / (1.0 - FULL_PART)))[self.rank] * self.bytes[:, m]
         return true if full <= 1.0 else math.inf, smooth, price
 
 
 def _whole(share: Floats) -> Ints:
-    """Shares in units of 1 / SHARE; what rounding leaves goes to the largest."""
+    """Return shares in units of 1 / SHARE; the largest one takes the rounding error."""
     units = np.floor(share * SHARE).astype(np.int64)
     units[int(units.argmax())] += SHARE - int(units.sum())
     return units

@@ -1,27 +1,31 @@
-"""How much a search may still do. Work is counted, never timed: every rank and every machine stops at the same place.
+"""`Work`: a budget of the search. Work is counted, never timed, so all ranks and machines stop at the same place.
 
-Nouns
-  unit   about a nanosecond of one core of a server of 2020: passes count array elements and calls, and know what
-         each takes. A unit is the same on every machine, however long it lasts there
+One unit is about a nanosecond of one core of a server of 2020. Each pass counts its array elements and numpy calls, and
+multiplies them by constants that were measured there.
 """
 
 from __future__ import annotations
 
-CALLS = 20_000  # units of a handful of numpy calls on small arrays
+CALLS = 20_000  # units of about ten numpy calls on small arrays
 
 
 class Work:
-    """Units that are left, of this and of the whole that this is a part of."""
+    """A budget in units.
+
+    Args:
+        units: what is left.
+        whole: budget that this one is a part of; units spent here are spent there, too.
+    """
 
     def __init__(self, units: int, whole: Work | None = None) -> None:
         self.left, self.whole = units, whole
 
     def part(self, units: int) -> Work:
-        """At most so many of them, for one pass."""
+        """Return a budget of at most so many of the units that are left."""
         return Work(min(units, self.left), self)
 
     def spend(self, units: int) -> bool:
-        """Count units; whether some are left."""
+        """Subtract units; return True if some are left."""
         self.left -= units
         if self.whole is not None:
             self.whole.spend(units)
@@ -29,5 +33,5 @@ class Work:
 
     @property
     def over(self) -> bool:
-        """Nothing is left."""
+        """True if no unit is left."""
         return self.left <= 0

@@ -1,8 +1,8 @@
 """Kernel access to the books of all cached tables at once, and to the segments of a batch.
 
-Nouns as in `definition.py`. One base tensor per type reaches all books of that type by distances (`addresses.py`):
-`ints` (line_of, flights, counts), `longs` (row_in, named, totals), `bytes` (dirty). The numbers of a table or a segment
-are a column of a small tensor; the constants below name its rows.
+Nouns as in `definition.py`. One base tensor per type reaches all books of that type by distances
+(`runtime/triton/addresses.py`): `ints` (line_of, flights, counts), `longs` (row_in, named, totals), `bytes` (dirty).
+The numbers of a table or a segment are a column of a small tensor; the constants below name its rows.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ Nouns
   group    the items of a tile that a program has in flight at once
   copies   the output items that were copied from one input item; the transpose adds them
 
-Programs own equal numbers of *output items* and search for their segments (`search.py`). So a segment of a million
-items is as fast as a million segments of one item, and kernels write only the result. torch's kernels, run one after
-another, write four int64 numbers per item before they move it. Kernels also check offsets and orders. They read nothing
-outside of the tensors, whatever the offsets hold, and items without a source are zeros.
+Programs own equal numbers of *output items* and search for their segments (`runtime/triton/search.py`). So a segment
+of a million items is as fast as a million segments of one item, and kernels write only the result. torch's kernels,
+run one after another, write four int64 numbers per item before they move it. Kernels also check offsets and orders.
+They read nothing outside of the tensors, whatever the offsets hold, and items without a source are zeros.
 
 Launches, and bytes of memory traffic per item of w bytes, for large inputs (the reference: torch 2.13's kernels,
 counted in its source). An op that is not in `kernels` is torch's own:

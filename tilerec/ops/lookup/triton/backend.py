@@ -3,7 +3,7 @@
 `definition.py` defines the ops, with worked examples; this file describes their layout on the GPU.
 
 Nouns
-  tile, group, vec   of rows that are read: see `rows.py`
+  tile, group, vec   of rows that are read: see `runtime/triton/rows.py`
   part     a tile of one feature: columns [column, column + TILE) of its rows and of its place in the output
   family   the parts whose tables have one data type and whose tiles one width; a family is one launch, whatever its
            tables and features

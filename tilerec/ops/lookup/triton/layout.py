@@ -142,7 +142,7 @@ def distances_of(
 ) -> tuple[int, list[int]]:
     """Return the base table (the first with elements), and each table's distance from it in elements.
 
-    `addresses.py` explains both.
+    `runtime/triton/addresses.py` explains both.
     """
     start = next((t for t in tables if math.prod(shapes[t])), tables[0])
     return start, [(pointers[t] - pointers[start]) // size if math.prod(shapes[t]) else 0 for t in tables]

@@ -33,7 +33,7 @@ from tilerec.ops.update.triton.order import order_rows, reuse_order
 from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
 from tilerec.ops.update.triton.record import read_record, same_device
 from tilerec.ops.update.triton.row_sums import sum_row_gradients_of_tables
-from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
+from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.status import EMPTY_STATUS
 from tilerec.ops.update.triton.tables import (
@@ -55,6 +55,8 @@ def update_rows_(call: UpdateCall) -> Tensor:
     op, tables, gradients = "update_rows_", call.tables, call.gradients
     device, counts, steps = gradients.ids.device, tables.counts, tables.steps
     check_counts(op, tables)
+    if not has_kernels(tables.rule):
+        return update_rows_reference_(call)
     made = prepare_rule(tables.rule, tables.hyper)
     names = check_names(op, tables)
     graph = capturing()  # the graph must own the tensors that it reads

@@ -41,7 +41,7 @@ from tilerec.ops.update.rules import BLOCK
 from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace, refuse_frozen_counts
 from tilerec.ops.update.triton.launch import device_guard
 from tilerec.ops.update.triton.record import same_device
-from tilerec.ops.update.triton.rules import PreparedRule, prepare_rule
+from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
 from tilerec.ops.update.triton.sort import ceil_div, warps_of
 from tilerec.ops.update.triton.tables import base_and_distances, is_supported
@@ -300,6 +300,7 @@ def _by_type(tables: RuleTables, given: PartRows, kinds: str, names: Sequence[Te
 def _serves(tables: RuleTables, grads: Sequence[Tensor]) -> bool:
     return (
         bool(grads)
+        and has_kernels(tables.rule)
         and {g.dtype for g in grads} == {torch.float32}
         and is_supported(tables.weights[0].device, grads[0], tables)
         and all(tables.columns)

@@ -40,7 +40,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tilerec.ops.update.rules import Rule, make_rule
+from tilerec.ops.update.checks import slot_kinds
+from tilerec.ops.update.rules import Rule, is_registered, make_rule
 
 
 @triton.jit
@@ -375,6 +376,11 @@ class PreparedRule:
         return self.bundle.paces(self.rule.h, t)
 
 
+def has_kernels(name: str) -> bool:
+    """Return False for a user's rule, which runs as the reference."""
+    return not is_registered(name)
+
+
 def prepare_rule(name: str, hyper: Sequence[float]) -> PreparedRule:
     """Return the bundle of a rule with its numbers; raise the errors of `make_rule`."""
     return _ready(name, tuple(hyper))
@@ -388,12 +394,12 @@ def _ready(name: str, hyper: tuple[float, ...]) -> PreparedRule:
         bundle = _BOUNDED
     numbers = bundle.numbers(h)
     constants = [h["lr"], *bundle.constants(h)]
-    kinds = [1 if kind == "e" else 2 for kind in rule.kinds] + [0, 0, 0]
+    kinds = [1 if kind == "element" else 2 for kind in rule.slot_kinds] + [0, 0, 0]
     sums = [rule.sums(phase) for phase in range(rule.phases)] + [0, 0]
     return PreparedRule(
         bundle, rule, (*numbers, *[0.0] * (7 - len(numbers)), bundle.of_rate(h)), (kinds[0], kinds[1], kinds[2]),
         (sums[0], sums[1]), bundle.mode(h), bool(h["weight_decay"]), bool(h.get("row_step", 0.0)),
-        rule.kinds, struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),
+        slot_kinds(rule), struct.unpack("4q", struct.pack("4d", *constants, *[0.0] * (4 - len(constants)))),
     )  # fmt: skip
 
 

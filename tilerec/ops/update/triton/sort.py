@@ -81,14 +81,14 @@ class Sorted:
     supers: Tensor
     levels: int  # of chunks that are summed
     pitch: int  # columns of a partial
-    status: Tensor  # status of the update, initialized (`report.py`)
+    status: Tensor  # status of the update, initialized (`status.py`)
 
 
 def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor) -> SortedKeys:
     """Compute keys, sort them, and initialize `status`.
 
     sentinel: the sum of the tables' rows; reach: number of elements of the gradient, or a lower bound; status: see
-    `report.py`, with any number of counters.
+    `status.py`, with any number of counters.
     """
     device, total = record.ids.device, record.total
     bits = sentinel.bit_length()

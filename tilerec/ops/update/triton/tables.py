@@ -4,9 +4,9 @@ Nouns
   group    tables of one data type, equal tile width and equal alignment, which one launch updates. They are neighbours
            in the key space
   numbers  of a table: PER_TABLE int64, in the order of keys:
-           0 first key, 1 columns, 2 distance of its rows (`addresses.py`), 3 to 5 of its slots, 6 row offset, 7 column
-           offset, 8 and 9 seed, 10 number in the call, 11 columns of the whole table, 12 distance of its rows' names,
-           13 whether it has any, 14 rows
+           0 first key, 1 columns, 2 distance of its rows, 3 to 5 of its slots (`runtime/triton/addresses.py`), 6 row
+           offset, 7 column offset, 8 and 9 seed, 10 number in the call, 11 columns of the whole table, 12 distance
+           of its rows' names, 13 whether it has any, 14 rows
 
     two tables of fp32 x 128 of 10 and 5 rows, one of bf16 x 32 of 7: groups (10 + 5 keys: 0 … 14), (15 … 21)
 
@@ -75,7 +75,7 @@ Shape = tuple[int, int]
 def base_and_distances(
     pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
 ) -> tuple[int, list[int]]:
-    """Return the base among `own` (the first with elements), and each one's distance in elements (`addresses.py`)."""
+    """Return the base among `own` (the first with elements), and each one's distance from it in elements."""
     start = next((t for t in own if sizes[t]), own[0])
     return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
@@ -87,7 +87,7 @@ class TableAddresses(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     weights: tuple[int, ...]
     slots: tuple[int, ...]
-    kinds: str  # of the slots (`Rule.kinds`)
+    kinds: str  # of the slots (`checks.slot_kinds`)
     seeds: tuple[int, ...]
     row_offsets: tuple[int, ...]
     column_offsets: tuple[int, ...]

@@ -1,7 +1,10 @@
-"""Detection of torch optimizers over tables that the backward pass updates: their `step()` does not change the tables.
+"""Checks of every torch optimizer of the process at its first step, with torch's hook of all optimizers.
 
-A hook of all optimizers in the process checks each optimizer at its first step, and again after an optimizer was
-attached to another table. All later steps cost one dictionary lookup.
+    over attached tables     its step changes nothing: raise or warn
+    over tiles of tables     record it as a stepper; raise if a table has moved without it (`tile_steppers.py`)
+
+The checks run again after an optimizer was attached, or a table was sharded or moved. All other steps cost one
+dictionary lookup.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
+from tilerec.optim.tile_steppers import record_steppers
 from tilerec.storage.table_rows import rows_of
 
-_attachments = 0
-"""Number of calls that attached optimizers to tables."""
+_changes = 0
+"""Number of calls of `check_optimizers_at_next_step`."""
 
 
 def check_optimizers_at_next_step() -> None:
-    """Check the parameters of every optimizer at its next step; called after an optimizer was attached to a table."""
-    global _attachments
-    _attachments += 1
+    """Check every optimizer at its next step; called after a table was attached to an optimizer, sharded or moved."""
+    global _changes
+    _changes += 1
     _watch()
 
 
@@ -34,10 +38,17 @@ def _watch() -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer.__dict__.get("_tilerec_attachments") == _attachments or isinstance(
-        optimizer, KeyedOptimizer
-    ):
+    changes = _changes
+    if optimizer.__dict__.get("_tilerec_changes") == changes:
         return
+    record_steppers(optimizer)
+    if not isinstance(optimizer, KeyedOptimizer):
+        _check_idle(optimizer)
+    optimizer.__dict__["_tilerec_changes"] = changes
+
+
+def _check_idle(optimizer: Optimizer) -> None:
+    """Raise or warn if the backward pass updates parameters of the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     found = [(p, rows) for p in params if (rows := rows_of(p)) is not None and rows.spec is not None]
     kind = type(optimizer).__name__
@@ -56,6 +67,5 @@ def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         warnings.warn(
             f"{kind}: got tables {names} among its parameters, which have attached optimizers: the backward pass "
             f"updates them, and step() does not change them. {fix}.",
-            stacklevel=4,
+            stacklevel=5,
         )
-    optimizer.__dict__["_tilerec_attachments"] = _attachments

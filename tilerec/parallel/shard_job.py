@@ -1,0 +1,103 @@
+"""`ShardJob`: prepared collections of a model, and the replacement of their tables by this rank's tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tilerec.comms.agreement import on_all_ranks
+from tilerec.comms.group import Group
+from tilerec.optim.step_checks import check_optimizers_at_next_step
+from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_to_replicas
+from tilerec.parallel.prepared_model import PreparedModel
+from tilerec.parallel.table_optimizers import caches_of
+from tilerec.sharding.embedding import has_pending_init, initialized_memory, shard_collection
+from tilerec.sharding.replica_groups import ReplicaGroups
+from tilerec.sharding.shard_ids import IdRanks, shard_ids
+from tilerec.spec.plan import Wire
+from tilerec.spec.tile import Tiling
+from tilerec.storage.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """Collections to be sharded over a group.
+
+    Args:
+        ready: the checked collections with their plan.
+        rows, route: two channels of the group.
+        device: device of tiles whose tables are on meta; None: CPU.
+        exact: produce the same bits under every plan.
+        teams: the teams of 2D parallelism; None: one team, so every table lies on the group once.
+        id_ranks: ranks over which managed collision distributes its ids; None: the group.
+    """
+
+    ready: PreparedModel
+    rows: Group
+    route: Group
+    device: torch.device | None
+    exact: bool
+    teams: ReplicaGroups | None = None
+    id_ranks: IdRanks | None = None
+
+
+def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
+    """Replace tables by tiles, and send ids to the owners of their buckets. Collective over `world`.
+
+    Users' `init_fn` functions run before any table changes. If one fails on a rank, all ranks raise and the model is
+    unchanged on all of them.
+    """
+    collections = {path: part for job in jobs for path, part in job.ready.collections.items()}
+    tables = [table for job in jobs for table in job.ready.tables]
+    broadcast_from_rank_0(world, collections, tables)
+    drawn = [[table for table in job.ready.tables if has_pending_init(table)] for job in jobs]
+    memory: dict[str, dict[str, list[Tensor]]] = {}
+    seen: set[int] = set()  # tables handled so far: other collections may share their rows
+    with on_all_ranks(world, "the sharded model", "its tables' initial values"):
+        for job in jobs:
+            for path, part in job.ready.collections.items():
+                if any(map(has_pending_init, part._tables.values())):
+                    hosted = set(_caches(job, path))
+                    memory[path] = initialized_memory(
+                        part, _tilings(job, path), job.rows.rank, job.device, seen, hosted
+                    )
+                seen.update(id(table.rows) for table in part._tables.values())
+    with on_all_ranks(world, "the sharded model", "its tiles"):
+        for job in jobs:
+            for path, part in job.ready.collections.items():
+                own = job.ready.plan.plan[path]
+                shard_collection(
+                    part,
+                    _tilings(job, path),
+                    job.rows,
+                    job.route,
+                    job.ready.topology,
+                    device=job.device,
+                    exact=job.exact,
+                    fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
+                    wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
+                    teams=job.teams,
+                    memory=memory.pop(path, None),
+                    caches=_caches(job, path),
+                    name=path,
+                )
+    check_optimizers_at_next_step()
+    for job, made in zip(jobs, drawn, strict=True):
+        shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
+        if made:
+            broadcast_to_replicas(job.rows, made)
+
+
+def _caches(job: ShardJob, path: str) -> dict[str, RowCache]:
+    own = {path: job.ready.plan.plan[path]}
+    found = caches_of(replace(job.ready.plan, plan=own), job.ready.collections, job.device)
+    return {name: cache for (_, name), cache in found.items()}
+
+
+def _tilings(job: ShardJob, path: str) -> dict[str, Tiling]:
+    own = job.ready.plan.plan[path]
+    return {name: cast(Tiling, own[name].tiling) for name in job.ready.collections[path]._tables}

@@ -1,0 +1,1 @@
+"""`tilerec plan`: make, show, explain, compare and vary sharding plans."""

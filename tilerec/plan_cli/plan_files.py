@@ -1,0 +1,71 @@
+"""The files of a plan: the plan, and its report and request beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tilerec.atomic_file import write_file
+from tilerec.errors import ConfigError
+from tilerec.planner.report.plan_report import PlanReport
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan import ShardingPlan
+from tilerec.terminal import print_warning
+
+
+def beside(plan: Path, what: str) -> Path:
+    return plan.with_name(f"{plan.stem}.{what}.json")
+
+
+def load_report(plan: Path) -> PlanReport | None:
+    path = beside(plan, "report")
+    return PlanReport.load(path) if path.exists() else None
+
+
+def load_request(plan: Path) -> PlanRequest:
+    path = beside(plan, "request")
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: got no such file; expected the request that {plan} was made from. Make the plan with tilerec "
+            f"plan SOURCE --out {plan}."
+        )
+    return PlanRequest.load(path)
+
+
+def save_plan(plan: ShardingPlan, request: PlanRequest, out: Path) -> None:
+    """Write the plan, and its report and request to files beside it."""
+    plan.save(out)
+    plan.report.save(beside(out, "report"))
+    write_file(beside(out, "request"), json.dumps(request.to_json()), "Plan request")
+
+
+def with_request_beside(report: PlanReport, plan: Path) -> PlanReport:
+    """Add the request beside the plan to the report, if the file exists and belongs to the plan."""
+    path = beside(plan, "request")
+    if not path.exists():
+        return report
+    try:
+        return report.with_request(PlanRequest.load(path))
+    except ConfigError as error:
+        print_warning(
+            f"{path}: got a request that cannot be used; reasons and suggestions are missing. {error}"
+        )
+        return report
+
+
+def write_page(plan: ShardingPlan, report: PlanReport, path: Path, what_ifs: bool) -> None:
+    from tilerec.viz.report import write_report
+
+    write_report(plan, report, path, what_ifs=what_ifs)
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise before any work if no file can be written to `path`."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{option}: got {path}; expected a file in an existing folder. Create {path.parent} first."
+        )
+    if path.is_dir():
+        raise ConfigError(f"{option}: got the folder {path}; expected a file. Name a file in it.")

@@ -1,0 +1,62 @@
+"""`tilerec plan whatif`: the plan of the same tables with other machines, batches or formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilerec.plan_cli.errors import exit_on_error
+from tilerec.plan_cli.machines import bytes_of
+from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
+from tilerec.plan_cli.plan_files import check_writable, load_request, save_plan
+from tilerec.plan_cli.side_by_side import side_by_side
+from tilerec.planner.make_plan import make_plan
+from tilerec.planner.planner_error import PlannerError
+from tilerec.planner.report.variation import with_changes
+from tilerec.planner.request import PlanRequest
+from tilerec.spec.plan import ShardingPlan
+from tilerec.terminal import print_plain
+
+
+def whatif(
+    plan: PlanFile = Path("plan.json"),
+    hosts: Hosts = None,
+    ranks_per_host: PerHost = None,
+    hbm: Hbm = None,
+    ddr: Ddr = None,
+    batch_size: Batch = None,
+    dtype: DType = None,
+    wire: WireFormat = None,
+    out: Annotated[Path | None, typer.Option(help="Write the varied plan to this file.")] = None,
+) -> None:
+    """Plan again with other machines, batches, data types or wire formats, and compare."""
+    with exit_on_error():
+        check_writable("--out", out)
+        request = load_request(plan)
+        other = with_changes(
+            request,
+            hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            hbm_cap=None if hbm is None else bytes_of("--hbm", hbm),
+            ddr_cap=None if ddr is None else bytes_of("--ddr", ddr),
+            batch_size=batch_size,
+            data_type=dtype,
+            wire=wire,
+        )
+        now, then = _plan_or_error(request), make_plan(other)
+        if isinstance(now, str):
+            print_plain(f"now: {now}\n")
+            print_plain(str(then.report))
+        else:
+            print_plain(side_by_side(["now", "then"], [now.report, then.report]))
+        if out is not None:
+            save_plan(then, other, out)
+
+
+def _plan_or_error(request: PlanRequest) -> ShardingPlan | str:
+    try:
+        return make_plan(request)
+    except PlannerError as error:
+        return str(error)

@@ -1,0 +1,70 @@
+"""Amounts of the option COPIES: a copy of the table on every rank.
+
+Each rank looks its own batch up in its copy. Then all ranks exchange their gradients, and every copy is updated with
+the gradients of all ranks (docs/planner-cost.md).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES
+from tilerec.planner.cost.option_amounts import OptionAmounts
+from tilerec.planner.cost.workload import Ints
+
+# The charges of each form of `Replicas`: 0 bags, 1 rows, 2 dense, 3 dense without an attached optimizer.
+_CHARGES_OF_FORMS = (
+    ("replicas", (0, 1, 2)), ("replica rows", (0, 1)), ("replica row numbers", (1,)), ("dense replicas", (2, 3)),
+)  # fmt: skip
+
+
+def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
+    """Add the amounts of option o, copies on every rank, for tables t."""
+    model, work, ranks = amounts.model, amounts.work, amounts.ranks
+    rates, speeds = model.rates, model.speeds
+    dim, element = work.dim[t].astype(np.float64), work.element[t]
+    bags, ids, payload = amounts.bags[t], amounts.ids[t], amounts.payload[t]
+    far = model.lookup_far(t, model.own_distinct[t])
+    routed = ids * speeds.route + rates.copied(2.0 * payload) + speeds.part * 2.0 * amounts.features[t]
+    amounts.put(amounts.cost, o, t, "ids", routed)
+    lookup = rates.lookup(ids, far, bags, dim, element) + rates.copied(payload)
+    amounts.put(amounts.cost, o, t, "lookup", lookup)
+    amounts.put(amounts.cost, o, t, "gradients", bags * (rates.at("place", dim) + rates.at("pick", dim)))
+    replicas = model.replicas(t)
+    others = ranks - 1.0
+    bytes_sent = replicas.sent * others + 2.0 * replicas.reduced * others / ranks
+    every = model.all_distinct[t]
+    state = work.cell_state[t] * work.attached[t]
+    update = rates.update(
+        replicas.ids, replicas.bags, every, model.update_far(every), dim, element, state, work.row_state[t]
+    )
+    dense = rates.copied(3.0 * work.rows[t] * dim * element) * ~work.attached[t]
+    near, far_bytes = (bytes_sent * peers / others for peers in _peers(amounts))
+    link = rates.exchanged(near, near)
+    amounts.put(amounts.cost, o, t, "update", update + dense + replicas.seconds + link)
+    amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
+    memory = model.weights(t, work.rows[t].astype(np.float64), dim)
+    memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
+    memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
+    amounts.memory[t, o, model.tier] = np.floor(memory).astype(np.int64)
+    for charge, forms in _CHARGES_OF_FORMS:
+        amounts.use(charge, o, t, np.isin(replicas.form, forms))
+    amounts.use("partly filled", o, t, amounts.part_filled[t])
+
+
+def _peers(amounts: OptionAmounts) -> tuple[float, float]:
+    """Return the number of other ranks on a rank's host, and on other hosts.
+
+    They are those of the rank for which an exchange with all others takes longest; in a bound, least long.
+    """
+    some, ranks, sizes = min if amounts.lower else max, amounts.ranks, amounts.sizes
+    if amounts.topology.nic == "host":  # links and network cards are separate stages
+        return some(sizes) - 1.0, some(ranks - n for n in sizes) * 1.0
+    rates = amounts.model.rates
+
+    def seconds(n: int) -> float:
+        away = float(ranks - n)
+        return float(rates.exchanged(n - 1.0, n - 1.0) + rates.exchanged(away, away, network=True))
+
+    n = some(sizes, key=seconds)
+    return n - 1.0, float(ranks - n)

@@ -1,0 +1,256 @@
+"""`PieceAmounts`: amounts of one option that splits tables, or places them whole: pieces whose owners serve all homes.
+
+Both ends of an exchange cost time (home_side.py). The owner of a piece receives ids, sends rows and receives gradients;
+`cost` has its side. Every home does the opposite; `home` has its side.
+
+If row pieces of one table share a host, a proxy on it adds their rows before they cross to other hosts (host_sums.py).
+
+Legend: T tables, n tables of this option, P present bags, N ids, q share of a table's traffic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tilerec.planner.cost.cuts import row_cuts
+from tilerec.planner.cost.host_sums import sums_inside_hosts
+from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
+from tilerec.planner.cost.option_amounts import OptionAmounts
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.ways import Option, Way
+from tilerec.planner.cost.workload import Ints
+
+ROW_CHANGE = (
+    1.0 / 64
+)  # relative change of a range of rows, to measure how its present bags depend on its rows
+
+
+def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
+    """Add the amounts of option o, which splits tables t or places them whole."""
+    pieces = PieceAmounts(amounts, o, option, t)
+    pieces.add_exchanges()
+    pieces.add_lookup()
+    pieces.add_sums_inside_hosts()
+    pieces.add_home()
+    pieces.add_update()
+    pieces.add_memory()
+    amounts.use("exchange", o, t, amounts.ranks > 1)
+    amounts.use("hosts", o, t, pieces.merge > 0.0)
+    amounts.use("partly filled", o, t, (pieces.rows > 1) | amounts.part_filled[t])
+
+
+class PieceAmounts:
+    """Counts [n] of one piece, and of all pieces of a home, from which all costs follow.
+
+    columns, rows: column blocks, and ranges of rows in each of them. parts: messages of a home. on: ranks of a piece.
+    q: [T] share of a table's traffic in a range, and share: [n] of its rows, for the range that costs most (in a bound:
+    least). P, N: present bags and ids of a range, for each home. home_P, home_N: the same for a home's sum over ranges.
+    payload, home_payload: bytes of ids. kept: part of the present bags that a slightly shorter range would not save.
+    merge: 1.0 for tables whose rows are added inside hosts. sent: bags that a member sends on as a proxy.
+    """
+
+    def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
+        self.amounts, self.o, self.t, self.option = amounts, o, t, option
+        model, work, lower = amounts.model, amounts.work, amounts.lower
+        way, k, on, _ = option
+        self.on, self.ranks = on, float(amounts.ranks)
+        self.columns = columns = k if way in (Way.COLUMNS, Way.GRID) else 1
+        self.rows = rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
+        self.parts = float(rows * columns)
+        self.width, self.element = work.dim[t] / float(columns), work.element[t]
+        self.even = even = np.full(len(work.names), 1.0 / rows)
+        self.q, row_share = self._largest_range()
+        self.share = row_share[t]
+        self.uneven = self.q is not even
+        self.P, self.N, lengths = (x[t] for x in work.present(self.q))
+        self.home_P, self.home_N, home_lengths = (
+            (x[t] for x in work.present(even)) if self.uneven else (self.P, self.N, lengths)
+        )
+        if lower and self.uneven:
+            # All ranges together have at least the bags of the whole table.
+            whole = (amounts.bags[t] / rows, amounts.ids[t] / rows, amounts.lengths[t] / rows)
+            self.home_P, self.home_N, home_lengths = (
+                np.where(work.ordered[t], least, known)
+                for least, known in zip(whole, (self.home_P, self.home_N, home_lengths), strict=True)
+            )
+        fewer = work.present(self.q * (1.0 - ROW_CHANGE))[0][t]
+        self.kept = np.clip(1.0 - (1.0 - fewer / np.maximum(self.P, 1e-300)) / ROW_CHANGE, 0.0, 1.0)
+        self.payload = amounts.payload_of(t, self.share, self.N, lengths)
+        self.home_payload = amounts.payload_of(t, self.share, self.home_N, home_lengths)
+        self.distinct = model.all_distinct[t] * self.share
+        self.sums = sums_inside_hosts(model, on, self.parts, even, t, lower=lower)
+        self.merge, self.direct = self.sums.merge, 1.0 - self.sums.merge
+        self.sent, self.home_sums = self.sums.sent, self.sums.home
+        if lower and self.uneven:
+            # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
+            self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
+            self.home_sums = np.where(work.ordered[t], amounts.bags[t], self.home_sums)
+
+    def _largest_range(self) -> tuple[Floats, Floats]:
+        """Return [T] the share of the traffic and of the rows in the range with most of it; in a bound, least.
+
+        The ranges of tables with ordered ids are uneven (`row_cuts`); those of other tables are even.
+        """
+        work, even = self.amounts.work, self.even
+        cut = np.flatnonzero(work.ordered) if self.rows > 1 else np.zeros(0, np.int64)
+        if not len(cut):
+            return even, even
+        q, row_share = even.copy(), even.copy()
+        cuts = row_cuts(work, cut, self.rows)
+        some = np.min if self.amounts.lower else np.max
+        q[cut] = some(work.share(cut[:, None], cuts[:, :-1], cuts[:, 1:]), axis=1)
+        row_share[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
+        return q, row_share
+
+    def add_exchanges(self) -> None:
+        """Add ids, rows and gradients on links inside hosts and on the network, on both sides."""
+        amounts, o, t, on, parts = self.amounts, self.o, self.t, self.on, self.parts
+        work, sums, model = amounts.work, self.sums, self.amounts.model
+        forward = model.wire(t, self.width, backward=False)
+        backward = model.wire(t, self.width, backward=True)
+        head = 8.0 * amounts.features[t]
+        amounts.put_owner_bytes(o, t, "ids", head, on)
+        amounts.put_owner_bytes(o, t, "ids", self.payload, on)
+        amounts.put_owner_bytes(o, t, "rows", self.P * forward, on, self.kept)
+        amounts.put_owner_bytes(o, t, "gradients", self.P * backward, on, self.kept)
+        for exchange, count in (
+            ("ids", head + self.home_payload),
+            ("rows", self.home_P * forward),
+            ("gradients", self.home_P * backward),
+        ):
+            amounts.put_home_bytes(o, t, exchange, parts * count)
+        if amounts.hosts == 1:  # no byte leaves the host
+            return
+        crossing = self.direct * self.P + self.merge * self.sent
+        positions = work.positions(self.even, np.minimum(self.even * sums.apart, 1.0))[t]
+        places = 4.0 * self.merge * positions
+        if amounts.lower:
+            places = np.where(work.ordered[t], 0.0, places)
+        merge_heads = 4.0 * amounts.features[t] * (1.0 + sums.most) / sums.most
+        heads = head + self.merge * merge_heads * (sums.far > 0.0)
+        home_crossing = parts * self.direct * self.home_P + self.merge * self.home_sums
+        # The members of a sum share its way out, whatever rows they hold.
+        fixed = np.where(self.merge > 0.0, 1.0, self.kept)
+        at_home = parts * (heads + self.home_payload + places)
+        for exchange, count, home_count, fixed_part in (
+            ("ids", heads + self.payload + places, at_home, 0.0),
+            ("rows", crossing * forward, home_crossing * forward, fixed),
+            ("gradients", crossing * backward, home_crossing * backward, fixed),
+        ):
+            amounts.put_owner_bytes(o, t, exchange, count, on, fixed_part, network=True)
+            amounts.put_home_bytes(o, t, exchange, home_count, network=True)
+
+    def add_lookup(self) -> None:
+        """Add the lookup of one piece for all homes, and the overhead of its messages."""
+        amounts, o, t, ranks = self.amounts, self.o, self.t, self.ranks
+        model, rates = amounts.model, amounts.model.rates
+        far = model.lookup_far(t, self.distinct)
+        lookup = rates.lookup(ranks * self.N, far, ranks * self.P, self.width, self.element)
+        if self.option.cached:
+            lookup = lookup + model.fetched(t, self.share, self.width)
+        per_part = model.speeds.part * ranks * amounts.features[t]
+        amounts.put(amounts.cost, o, t, "ids", per_part)
+        amounts.put(amounts.fixed, o, t, "ids", per_part)
+        amounts.put(amounts.cost, o, t, "lookup", lookup + rates.copied(ranks * self.payload))
+        bags = rates.at("lookup_bag", self.width)
+        amounts.put(amounts.fixed, o, t, "lookup", self.kept * ranks * self.P * bags)
+
+    def add_sums_inside_hosts(self) -> None:
+        """Add the rows that members send to proxies of their host, and the additions there."""
+        amounts, o, t, sums = self.amounts, self.o, self.t, self.sums
+        rates, n = amounts.model.rates, sums.proxies
+        wide = float(amounts.work.wide)
+        inner = self.merge * sums.far * self.P * self.width * wide * (n - 1.0) / n
+        for stage, rate in (("rows", "place"), ("gradients", "pick")):
+            seconds = rates.exchanged(inner, inner) + self.merge * sums.far * self.P * rates.at(
+                rate, self.width
+            )
+            amounts.put(amounts.cost, o, t, stage, seconds)
+            # A proxy receives what all members send, however few rows it holds itself.
+            amounts.put(amounts.fixed, o, t, stage, seconds)
+
+    def add_home(self) -> None:
+        """Add the work of every home: routing its ids, and placing the rows that it receives."""
+        amounts, o, t, parts = self.amounts, self.o, self.t, self.parts
+        rates, speeds = amounts.model.rates, amounts.model.speeds
+        routed = self.columns * amounts.ids[t] * speeds.route + rates.copied(2.0 * parts * self.home_payload)
+        amounts.put(amounts.home, o, t, "ids", routed + speeds.part * parts * amounts.features[t])
+        placed = rates.at("place", self.width) + rates.at("pick", self.width)
+        rows = self.direct * parts * self.home_P + self.merge * self.home_sums
+        amounts.put(amounts.home, o, t, "gradients", rows * placed)
+        if self.on > 1:  # on the host of the pieces, rows of the members arrive one by one
+            rows = self.merge * np.maximum(self.sums.apart * self.P - self.sums.union, 0.0)
+            amounts.put(amounts.cost, o, t, "gradients", rows * placed)
+
+    def add_update(self) -> None:
+        """Add the update of one piece with the gradients of all homes."""
+        amounts, o, t, ranks = self.amounts, self.o, self.t, self.ranks
+        model, work, rates = amounts.model, amounts.work, amounts.model.rates
+        state = work.cell_state[t] * work.attached[t]
+        update = rates.update(
+            ranks * work.ids[t] * self.q[t], ranks * self.P, self.distinct, model.update_far(self.distinct),
+            self.width, self.element, state, work.row_state[t],
+        )  # fmt: skip
+        rows = 3.0 * self.share * work.rows[t]
+        dense = rates.copied(rows * self.width * self.element) * ~work.attached[t]
+        amounts.put(amounts.cost, o, t, "update", update + dense)
+        bags = rates.at("update_bag", self.width)
+        amounts.put(amounts.fixed, o, t, "update", self.kept * ranks * self.P * bags)
+        if self.columns > 1:
+            self._add_row_sums()
+
+    def _add_row_sums(self) -> None:
+        """Add the sums over a row that its column blocks exchange, for row rules with sums over whole rows."""
+        amounts, o, t, distinct = self.amounts, self.o, self.t, self.distinct
+        work, rates = amounts.work, amounts.model.rates
+        others = self.columns - 1.0
+        if self.option.way is Way.GRID:
+            near, far = 0.0, others
+        elif amounts.hosts == 1:
+            near, far = others, 0.0
+        elif amounts.lower:  # as many blocks as possible share a host
+            far = max(0.0, self.columns - amounts.sizes[-1])
+            near = others - far if amounts.topology.nic == "device" else 0.0
+        else:  # blocks are on any ranks
+            far = others * (amounts.ranks - amounts.ranks / amounts.hosts) / (amounts.ranks - 1.0)
+            near = others - far
+        sums = 4.0 * distinct * (work.sums[t] + 1.0)
+        seconds = amounts.model.speeds.row_sum + rates.copied(6.0 * distinct * self.width * float(work.wide))
+        seconds = seconds + rates.exchanged(sums * near, sums * near)
+        talks = work.talks[t] > 0
+        amounts.put(amounts.cost, o, t, "update", np.where(talks, seconds, 0.0))
+        crossing = rates.exchanged(sums * far, sums * far, network=True)
+        amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], np.where(talks, crossing, 0.0))
+        amounts.use("row sums", o, t, talks)
+
+    def add_memory(self) -> None:
+        """Add weights, optimizer state and buffers of one piece, and the buffers of every home."""
+        amounts, o, t, ranks, width = self.amounts, self.o, self.t, self.ranks, self.width
+        model, work, cached = amounts.model, amounts.work, self.option.cached
+        copies = 1 + model.depth  # of ids: the present batch, and those that are routed ahead
+        # The first range is the longest one, the last the shortest.
+        fair = np.maximum(self.share * work.rows[t], 1e-300)
+        last = np.maximum(work.rows[t] - (self.rows - 1.0) * np.ceil(fair), 0.0)
+        held = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
+        weights = model.weights(t, held, width)
+        # Present bags are a concave function of the rows: a longer range has at most proportionally more of them.
+        part = held / fair
+        buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
+        # Bytes of a home beyond those for a whole table.
+        beyond = np.maximum(self.parts * self.home_P * width - amounts.bags[t] * work.dim[t], 0.0) * work.wide
+        beyond = beyond + np.maximum(self.parts * self.home_payload - amounts.payload[t], 0.0) * copies
+        if cached:
+            amounts.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
+            weights = model.lines(t, held, width)
+        amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
+        amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
+        amounts.divisible[t, o] = (self.option.way is Way.ROWS and self.rows > 1) & ~work.ordered[t]
+        # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
+        buffers = amounts.payload[t] * copies + amounts.bags[t] * width * work.wide
+        buffers = ranks * (buffers + amounts.ids[t] * KEY_BYTES)
+        every = work.rows[t].astype(np.float64)
+        weights = model.weights(t, every, width)
+        if cached:
+            amounts.least_memory[t, o, HOST] += np.floor(weights / self.rows).astype(np.int64)
+            weights = model.lines(t, every, width)
+        amounts.least_memory[t, o, model.tier] += np.floor((weights + buffers) / self.rows).astype(np.int64)

@@ -1,0 +1,130 @@
+"""`tilerec stats`: measure the distribution of the ids of a data set, for the planner.
+
+tilerec stats ml-latest-small --out stats.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.terminal import SafeConsole, print_error, print_plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tilerec.data.ids import IdSource
+    from tilerec.data.statistics import Statistics
+
+
+def stats(
+    data: Annotated[
+        str | None, typer.Argument(help="A file or folder: Criteo, MovieLens, delimited text or Parquet.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file to write; `tilerec plan` reads it.")] = Path(
+        "stats.json"
+    ),
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Count the row ids that this recipe trains on, instead of a file's ids."),
+    ] = None,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", help="auto, criteo, movielens, delimited or parquet. auto: from file name and header."
+        ),
+    ] = "auto",
+    features: Annotated[
+        str, typer.Option(help="Columns with ids, comma-separated. Default: those of the format.")
+    ] = "",
+    separator: Annotated[
+        str, typer.Option(help="Separator of the ids within one field of delimited text.")
+    ] = "",
+    on_bad_row: Annotated[
+        str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
+    ] = "error",
+) -> None:
+    """Read a data set once and write statistics of its ids: count, distinct count, skew."""
+    from tilerec.data.ids import BatchIds, open_ids
+    from tilerec.recipes.registry import make_run
+    from tilerec.train.override import override_all
+
+    try:
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(
+                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
+            )
+        names = tuple(name.strip() for name in features.split(",") if name.strip())
+        source: IdSource
+        if recipe is not None:
+            if names or separator or format_ != "auto":
+                raise ConfigError(
+                    "--recipe: got --features, --separator or --format, too; expected none of them, as the recipe "
+                    "defines its data. Leave them out."
+                )
+            run = override_all(make_run(recipe, data), [f"data.on_bad_row={on_bad_row}"] if data else [])
+            dataset = run.data.open()
+            source = BatchIds(lambda: dataset.train(run.train.batch_size), f"recipe {recipe}")
+        elif data is None:
+            raise ConfigError(
+                "DATA: got nothing; expected a file or folder. Give one, or --recipe for a recipe that generates data."
+            )
+        else:
+            source = open_ids(
+                data,
+                format=format_,  # type: ignore[arg-type] # `open_ids` checks both strings
+                features=names,
+                separator=separator,
+                on_bad_row=on_bad_row,  # type: ignore[arg-type]
+            )
+        found = _gather_statistics(source)
+        SafeConsole().print(_stats_table(found))
+        found.save(out)
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    skipped = f", {found.skipped:,} malformed lines skipped" if found.skipped else ""
+    print_plain(f"wrote {out}: {found.rows:,} samples{skipped}")
+
+
+def _gather_statistics(source: IdSource) -> Statistics:
+    """Read a source; show a progress bar if stderr is a terminal."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from tilerec.data.statistics import gather
+
+    console = SafeConsole(stderr=True)
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:,} samples"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("read", total=source.progress.total or None, rows=0)
+        return gather(
+            source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows)
+        )
+
+
+def _stats_table(found: Statistics) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("feature", "ids per sample", "distinct", "expected", "exponent", "error", "most frequent")
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    for name, one in found.features.items():
+        heavy = ", ".join(f"{str(value)[:16]} {100 * count / one.ids:.1f}%" for value, count in one.heavy[:1])
+        cells = (
+            f"{one.ids_per_sample:.3g}",
+            f"{one.distinct:,}",
+            f"{one.population:,}",
+            f"{one.exponent:.2f}",
+            f"{100 * one.distance:.1f}%",
+        )
+        table.add_row(Text(name), *cells, Text(heavy))
+    return table

@@ -1,0 +1,76 @@
+"""`RunResult`: the scores and counts of a finished run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.data.dataset import Dataset
+from tilerec.data.delimited import RowCount
+from tilerec.train.evaluate import Scores
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a finished run.
+
+    Attributes:
+        name: of the recipe.
+        steps, samples: number of training steps and samples.
+        seconds: of training, without the evaluations.
+        held_out: scores on the held-out part after the last step.
+        best: scores of the true probabilities on the held-out part, if the dataset has them.
+        best_expected_auc: AUC of the true probabilities, expected over labels drawn from them.
+        rows: counts of read and skipped rows of the source.
+        model: the trained model; on several ranks, with this rank's tiles.
+        log_dir: folder of the logs; "" for none.
+        ranks: number of ranks that trained together.
+        log_errors: one message per log that could not be written completely, on the rank that writes logs.
+    """
+
+    name: str
+    steps: int
+    samples: int
+    seconds: float
+    held_out: Scores
+    best: Scores | None
+    best_expected_auc: float | None
+    rows: RowCount
+    model: nn.Module
+    log_dir: str
+    ranks: int = 1
+    log_errors: tuple[str, ...] = ()
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training samples per second of training, including the time to read the data."""
+        return self.samples / self.seconds if self.seconds else math.nan
+
+
+def summary(result: RunResult) -> dict[str, object]:
+    """Return the result as JSON values."""
+    return {
+        "recipe": result.name,
+        "steps": result.steps,
+        "samples": result.samples,
+        "seconds": result.seconds,
+        "samples_per_second": result.samples_per_second,
+        "held_out": asdict(result.held_out),
+        "best": None if result.best is None else asdict(result.best),
+        "best_expected_auc": result.best_expected_auc,
+        "rows": asdict(result.rows),
+        "torch": torch.__version__,
+        "ranks": result.ranks,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def best_scores(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None]:
+    """Return the scores of the true probabilities, and their expected AUC, if the dataset has them."""
+    true = dataset.best_predictions()
+    if true is None:
+        return None, None
+    return Scores.of(true, labels), Scores.of(true, true).auc
