@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.registries import restored_registries
 from tilerec.comms import Codec, codec, register_codec
 from tilerec.compat.qcomms import QCommsConfig
 from tilerec.errors import ConfigError
@@ -47,6 +48,12 @@ def _example(name: str) -> ModuleType:
 
 def _main(name: str, *args: Any) -> Any:
     return _example(name).main(*args)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _examples_leave_no_names() -> Iterator[None]:
+    with restored_registries():
+        yield
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.registries import restored_registries
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -30,7 +32,6 @@ class TwinRule(PartialRowWiseAdamRule):
 
 
 Twin = dataclass(frozen=True)(type("Twin", (PartialRowWiseAdam,), {"rule": "twin_for_tests"}))
-register_optimizer(Twin, TwinRule)
 CUTS = {
     "columns": column_wise(),
     "rows": row_wise(),
@@ -38,6 +39,13 @@ CUTS = {
     "cached": table_wise(0, compute_kernel="fused_uvm_caching"),
     "bf16": explicit([(0, 20, 0, 4, 0), (0, 20, 4, 12, 1), (20, 50, 0, 12, (0, 1))]),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _twin_is_registered() -> Iterator[None]:
+    with restored_registries():
+        register_optimizer(Twin, TwinRule)
+        yield
 
 
 def trained(spec: OptimizerSpec) -> list[dict[str, Tensor]]:
