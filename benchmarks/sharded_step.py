@@ -123,7 +123,7 @@ class Ours(Runner):
         return values
 
     def tiles(self) -> Iterator[Tile]:
-        for t, table in enumerate(self.module._sharded_tables):
+        for t, table in enumerate(self.module._leaves.tables):
             for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
                 yield Tile(t, tile.r0, tile.c0, leaf.detach())
 

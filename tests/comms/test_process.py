@@ -19,7 +19,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig

@@ -12,7 +12,7 @@ from tilerec.comms.group import Group
 from tilerec.comms.threads import ThreadWorld
 from tilerec.errors import CommsError, ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

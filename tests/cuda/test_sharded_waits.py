@@ -21,7 +21,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import column_wise, row_wise, table_wise
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType

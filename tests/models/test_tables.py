@@ -11,7 +11,7 @@ from tilerec.modules.feature_processor import PositionWeightedModule
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.planner.helpers import row_wise
-from tilerec.sharding.embedding import RoutedFeatures
+from tilerec.sharding.exchange import RoutedFeatures
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig

@@ -17,7 +17,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.non_elementwise import needs_elements, warn_of_tiled_params
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

@@ -27,7 +27,7 @@ from tilerec.optim.sharded_state import (
     write_parts,
 )
 from tilerec.optim.wrapper import KeyedOptimizerWrapper
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.table import EmbeddingBagConfig

@@ -34,7 +34,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.parallel.two_d.shard_2d import shard_2d
-from tilerec.sharding import embedding as sharding_embedding
+from tilerec.sharding import tile_memory
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
 from tilerec.storage import cache_request
@@ -251,7 +251,7 @@ def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
                 }
                 reshard(model, own)
             assert kernels(other) == dict.fromkeys("abc", "fused_uvm_caching")
-            assert all(r.cache is not None for t in other.ebc._sharded_tables for r in t.tile_rows)
+            assert all(r.cache is not None for t in other.ebc._leaves.tables for r in t.tile_rows)
             assert_same(train(plain, group, range(2, 4)), train(other, group, range(2, 4)))
         assert_same(everything(plain), everything(other))
         with pytest.raises(ConfigError, match="Leave compute_kernel and cache_params out"):
@@ -275,8 +275,8 @@ def test_tables_that_are_cached_or_not_any_more_after_the_sharding_are_cut_anew_
             )
         assert kernels(plain) == dict.fromkeys("abc", "fused_uvm_caching")
         assert kernels(other) == dict.fromkeys("abc", "fused")
-        assert all(r.cache is not None for t in plain.ebc._sharded_tables for r in t.tile_rows)
-        assert all(r.cache is None for t in other.ebc._sharded_tables for r in t.tile_rows)
+        assert all(r.cache is not None for t in plain.ebc._leaves.tables for r in t.tile_rows)
+        assert all(r.cache is None for t in other.ebc._leaves.tables for r in t.tile_rows)
         assert_same(train(plain, group, range(2, 4)), train(other, group, range(2, 4)))
         assert_same(everything(plain), everything(other))
 
@@ -311,7 +311,7 @@ def test_a_batch_that_is_only_looked_at_lets_go_of_its_lines() -> None:
         kjt = batch(group.rank, 0)
         with torch.no_grad():
             assert torch.equal(plain.ebc(kjt).values(), other.ebc(other.ebc.prefetch(kjt)).values())
-        for table in other.ebc._sharded_tables:
+        for table in other.ebc._leaves.tables:
             assert all(not rows.cache.in_flight for rows in table.tile_rows)
 
     run_virtual_ranks(WORLD, run)
@@ -325,7 +325,7 @@ def test_a_prefetch_asks_once_for_all_tables_where_that_is_served(monkeypatch: p
     def run(group: Group) -> None:
         plain, other = both(base, group, Adam(0.1), "row_wise")
         kjt = batch(group.rank, 0)
-        mine = [rows.cache for table in other.ebc._sharded_tables for rows in table.tile_rows]
+        mine = [rows.cache for table in other.ebc._leaves.tables for rows in table.tile_rows]
 
         def counted(asks: Any, *rest: Any) -> None:
             if any(ask.cache is cache for ask in asks for cache in mine):
@@ -419,7 +419,7 @@ def test_no_host_memory_for_the_rows_is_told_in_bytes(monkeypatch: pytest.Monkey
     def none(*args: Any) -> list[Tensor]:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(sharding_embedding, "flat_memory", none)
+    monkeypatch.setattr(tile_memory, "flat_memory", none)
     with pytest.raises(
         ConfigError, match=r"Table 'a': no host memory for 0\.0 GiB of this rank's rows of \['a', 'b'\]"
     ):

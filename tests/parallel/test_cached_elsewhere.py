@@ -92,7 +92,7 @@ def test_replicas_that_are_averaged_average_the_newest_rows(settings: ReplicaSet
     def run(group: Group, base: Any) -> dict[str, Any]:
         module = copy.deepcopy(base)
         two = shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, settings)
-        caches = [rows.cache for table in module.ebc._sharded_tables for rows in table.tile_rows]
+        caches = [rows.cache for table in module.ebc._leaves.tables for rows in table.tile_rows]
         assert [own is not None for own in caches] == [
             table.rows.cache is not None for table in base.ebc._tables.values()
         ]

@@ -30,7 +30,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import (
     LAMB,
@@ -400,7 +400,7 @@ def run_rank(group: Group, case: Case, base: Any = None) -> Record:
             Held(tile, leaf.detach(), leaf.grad, dict(rows.state))
             for tile, leaf, rows in zip(t.tiles, t.leaves(), t.tile_rows, strict=False)
         ]
-        for t in module._sharded_tables
+        for t in module._leaves.tables
     }
     return Record(seen, [b.weights().grad for b in own] if case.weighted else [], held, module.clamped_ids)
 

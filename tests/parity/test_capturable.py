@@ -81,7 +81,7 @@ def test_averaged_moments_are_scaled_by_the_rate_that_updates_read(scale: float 
             out = harness.outputs(case, module, features)
             harness.loss(case, out, float(world.group_size)).backward()
             two.sync_if_due()
-        rows = [rows for table in module._sharded_tables for rows in table.tile_rows]
+        rows = [rows for table in module._leaves.tables for rows in table.tile_rows]
         assert all(own.updates == case.steps for own in rows)
         return [t for own in rows for t in (own.leaf.detach(), *own.slots)]
 

@@ -98,7 +98,7 @@ def run_rank(group: Group, case: Case, own: dict[str, Tiling], world: World, bas
             Held(tile, leaf.detach(), leaf.grad, dict(rows.state))
             for tile, leaf, rows in zip(t.tiles, t.leaves(), t.tile_rows, strict=False)
         ]
-        for t in module._sharded_tables
+        for t in module._leaves.tables
     }
     return Record(seen, [b.weights().grad for b in local] if case.weighted else [], held, module.clamped_ids)
 

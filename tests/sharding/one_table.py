@@ -10,7 +10,8 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, shard_collection
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig

@@ -9,7 +9,7 @@ import torch
 from tilerec.comms.group import Group
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling

@@ -17,12 +17,9 @@ from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import (
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    shard_collection,
-)
+from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.sharding.layout import rectangles
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -124,7 +121,7 @@ def test_values_survive_sharding(name: str) -> None:
 
     def fn(group: Group) -> None:
         module = shard(copy.deepcopy(whole), group, plan(name))
-        for table in module._sharded_tables:
+        for table in module._leaves.tables:
             full = whole.embedding_bags[table.config.name].weight
             for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
                 assert torch.equal(leaf, full[tile.r0 : tile.r1, tile.c0 : tile.c1])
@@ -139,7 +136,7 @@ def test_a_module_on_meta_gets_the_values_that_the_whole_table_would_have(name: 
     def fn(group: Group) -> int:
         module = shard(copy.deepcopy(on_meta), group, plan(name))
         cells = 0
-        for table in module._sharded_tables:
+        for table in module._leaves.tables:
             full = real.embedding_bags[table.config.name].weight
             for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
                 assert torch.equal(leaf, full[tile.r0 : tile.r1, tile.c0 : tile.c1])
@@ -165,7 +162,7 @@ def test_the_optimizers_state_goes_with_its_rows() -> None:
 
     def fn(group: Group) -> None:
         module = shard(copy.deepcopy(whole), group, plan("grid"))
-        for table in module._sharded_tables:
+        for table in module._leaves.tables:
             before = whole.embedding_bags[table.config.name].rows
             for tile, own in zip(table.tiles, table.tile_rows, strict=False):
                 assert torch.equal(own.state["sum"], before.state["sum"][tile.r0 : tile.r1])
@@ -307,7 +304,7 @@ def test_a_converted_module_trains_in_its_new_type(name: str) -> None:
         assert before.dtype == torch.bfloat16
         before.float().sum().backward()
         after = module(features).values()
-        for table in module._sharded_tables:
+        for table in module._leaves.tables:
             assert all(rows.leaf is leaf for rows, leaf in zip(table.tile_rows, table.leaves(), strict=True))
             assert all(leaf.dtype == torch.bfloat16 for leaf in table.leaves())
         assert not torch.equal(before, after)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

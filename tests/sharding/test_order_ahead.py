@@ -181,7 +181,7 @@ def test_tables_whose_replicas_tell_their_ids_with_the_gradients_have_none(asked
     def run(group: Group) -> None:
         module = attached(copy.deepcopy(base), SGD(lr=0.1), "data_parallel", group)
         step(module, group, 2)
-        assert not any(rows.orders.made for rows in module._rows())
+        assert not any(rows.orders.made for rows in module._leaves.rows())
 
     run_virtual_ranks(WORLD, run)
     assert asked == [False] * 2 * WORLD

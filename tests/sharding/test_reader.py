@@ -17,7 +17,7 @@ from tilerec.modules.row_reset import reset_rows
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings, Sync
 from tilerec.parallel.two_d.shard_2d import shard_2d
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig, PoolingType
@@ -99,7 +99,7 @@ def test_one_backward_of_two_lookups_reads_both_before_it_writes(tiling: str) ->
         (loss(module, batches[0]) + loss(module, batches[1])).backward()
         for kjt in batches:
             torch.testing.assert_close(kjt.weights().grad, want(base, kjt))
-        return max(table.rows.updates for table in module._sharded_tables if table.tiles)
+        return max(table.rows.updates for table in module._leaves.tables if table.tiles)
 
     assert run_virtual_ranks(2, fn) == [1, 1]
 
@@ -191,7 +191,7 @@ def test_rows_that_are_reset_in_between_are_known_on_every_rank(tiling: str) -> 
     def fn(group: Group) -> None:
         module, kjt = sharded(group, base, tiling), batch(group.rank, 0)
         out = loss(module, kjt)
-        for table in module._sharded_tables:
+        for table in module._leaves.tables:
             table._warned_of_eviction = True
             reset_rows(table, torch.arange(-1, 9))
         out.backward()

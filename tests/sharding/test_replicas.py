@@ -16,8 +16,8 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
-from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.replicas import GradientForm, ReplicaTable, choose_form, exchange_replica_gradients
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig

@@ -23,10 +23,10 @@ from tilerec.errors import InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.runtime import upload
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout, rectangles
 from tilerec.sharding.route import Router
 from tilerec.sharding.route import _counting as counting
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig

@@ -27,8 +27,8 @@ from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
 from tilerec.sharding.replica_groups import ReplicaGroups
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.update import with_moment_scale
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.spec.table import DataType, EmbeddingBagConfig

@@ -20,7 +20,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.wire import RowWire
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
@@ -227,7 +227,7 @@ def train(
             W
         ).backward()
         weights = {t: torch.zeros(ROWS[t], DIMS[t], dtype=base_dtype) for t in ROWS}
-        for table in module._sharded_tables:  # type: ignore[union-attr]
+        for table in module._leaves.tables:  # type: ignore[union-attr]
             for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
                 weights[table.config.name][tile.r0 : tile.r1, tile.c0 : tile.c1] = leaf.detach()
         return [out.detach() for out in outputs], coefficients, weights, group.traffic["gradients"]

@@ -152,7 +152,7 @@ def test_1990_a_frozen_table_sends_no_gradient_and_has_no_state(kind: str) -> No
         forward = traffic(module).total()
         y.sum().backward()
         bytes_of_state = sum(
-            value.nbytes for rows in module._rows() for value in rows.state.values() if value.dim()
+            value.nbytes for rows in module._leaves.rows() for value in rows.state.values() if value.dim()
         )
         names = set(module.fused_optimizer.params)
         assert names == {f"embedding_bags.{name}.weight" for name in ("ab", "b")[frozen]}

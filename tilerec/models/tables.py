@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilerec.errors import ConfigError
-from tilerec.modules.collection import feature_slots
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_processed import FeatureProcessedEmbeddingBagCollection
+from tilerec.modules.feature_reads import feature_reads
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 
@@ -17,7 +17,7 @@ Bags = EmbeddingBagCollection | FeatureProcessedEmbeddingBagCollection
 
 def output_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
     """Return the pooled output's keys, table by table: the feature, or `feature@table` if several tables read it."""
-    return [slot.name for slot in feature_slots(tables, "EmbeddingBagCollection")]
+    return [read.name for read in feature_reads(tables, "EmbeddingBagCollection")]
 
 
 def prefetched(tables: Bags, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -29,8 +29,8 @@ from tilerec.modules.feature_processor import (
 )
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule as HashZchManagedCollisionModule
 from tilerec.modules.id_counts import FeatureCounts as FeatureCounts
+from tilerec.modules.id_counts import IdPlace as IdPlace
 from tilerec.modules.id_counts import IdStats as IdStats
-from tilerec.modules.id_place import IdPlace as IdPlace
 from tilerec.modules.interaction import InteractionArch as InteractionArch
 from tilerec.modules.interaction import InteractionDCNArch as InteractionDCNArch
 from tilerec.modules.interaction import InteractionProjectionArch as InteractionProjectionArch

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.feature_reads import key_positions
 from tilerec.modules.inverse_indices import check_samples
 from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.runtime.fetch import host_readable
@@ -32,25 +33,20 @@ def check_batch(tables: TableCollection, managed: Collection[str], features: Key
     if not isinstance(features, KeyedJaggedTensor):
         raise InputError(f"{who}: got a {type(features).__name__}; expected a KeyedJaggedTensor.")
     keys = features.keys()
-    for slot in tables._slots:
-        if slot.feature not in keys:
-            raise InputError(
-                f"{who}: feature '{slot.feature}' of table '{slot.table}' is not in the batch, whose keys are "
-                f"{keys[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
-            )
+    key_positions(who, tables._reads, keys)
     if getattr(tables, "_is_weighted", False):
         features.weights()
     if features.variable_stride_per_key() and isinstance(tables, EmbeddingBagCollection):
-        check_samples(who, [slot.feature for slot in tables._slots], features)
+        check_samples(who, [read.feature for read in tables._reads], features)
     own = {config.name: config.num_embeddings for config in tables._configs if config.name not in managed}
-    if own and tables._on_bad_id == "error" and host_readable(features.values()):
+    if own and not tables._id_clamp.active and host_readable(features.values()):
         starts = dict(zip(keys, features.offset_per_key(), strict=False))
         sizes = dict(zip(keys, features.length_per_key(), strict=True))
-        for slot in tables._slots:
-            if slot.table in own and sizes[slot.feature]:
-                start = starts[slot.feature]
-                ids_N = features.values()[start : start + sizes[slot.feature]]
-                _check_rows(ids_N, start, own[slot.table], f"{slot.feature}@{slot.table}")
+        for read in tables._reads:
+            if read.table in own and sizes[read.feature]:
+                start = starts[read.feature]
+                ids_N = features.values()[start : start + sizes[read.feature]]
+                _check_rows(ids_N, start, own[read.table], f"{read.feature}@{read.table}")
 
 
 def _check_rows(ids_N: Tensor, start: int, rows: int, name: str) -> None:

@@ -1,11 +1,10 @@
-"""Base class of pooled and sequence collections: named tables, routes from features to tables, gradient sinks.
+"""Base class of pooled and sequence collections: named tables, lookups of a batch's features, gradient sinks.
 
 Nouns
-  slot of a feature  a (table, feature) pair, in the order of the tables and, within a table, of its feature names
-  embedding name     the feature's name; `feature@table` if a feature reads several tables
-  route              for one batch's keys: the key, table and output of each slot, split into lookups whose gradients
-                     have one destination (attached optimizers, or `.grad`)
-  sink               the receiver of a table's gradients if it has an attached optimizer
+  read    a table and a feature whose ids it is read with (`feature_reads.py`)
+  lookup  for one batch's keys: reads that one op call looks up, because their gradients have one destination (attached
+          optimizers, or `.grad`)
+  sink    the receiver of a table's gradients if it has an attached optimizer
 """
 
 from __future__ import annotations
@@ -15,56 +14,40 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from tilerec.errors import ConfigError, InputError
+from tilerec.modules.batch_format import check_format
 from tilerec.modules.cached_lookup import check_trained, key_segments
 from tilerec.modules.data_parallel import check_not_in_ddp
+from tilerec.modules.feature_reads import feature_reads, key_positions
+from tilerec.modules.id_clamp import IdClamp, OnBadId
 from tilerec.modules.initial_values import draw_seed
-from tilerec.modules.table import Table, Tables
+from tilerec.modules.table import Table, Tables, tables_below
 from tilerec.ops.runtime.graph_break import graph_break
-from tilerec.ops.runtime.upload import constants, upload
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig, DataType, data_type_to_dtype, dtype_to_data_type
 from tilerec.storage.cache_stats import CacheStats
-from tilerec.storage.flat_storage import flat_memory, lay_flat
 from tilerec.storage.located_batch import FeatureBatch
 from tilerec.storage.prefetched_results import PrefetchedResults, Sources
-from tilerec.storage.table_rows import stats_of
-from tilerec.torch_private import functorch_is_active, is_functorch_wrapped, submodules
-
-OnBadId = Literal["error", "clamp"]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One (table, feature) pair."""
-
-    table: str
-    feature: str
-    name: str  # embedding name
-    dim: int
-    mean: bool
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Slots that one op call looks up."""
+    """Reads that one op call looks up."""
 
-    slots: tuple[int, ...]
-    tables: tuple[int, ...]  # per slot, position among the collection's tables
-    keys: tuple[int, ...]  # per slot, position in the batch's keys
+    reads: tuple[int, ...]
+    tables: tuple[int, ...]  # per read, position among the collection's tables
+    keys: tuple[int, ...]  # per read, position in the batch's keys
     means: tuple[int, ...]
-    names: str  # "feature@table" per slot, for messages
+    names: str  # "feature@table" per read, for messages
     attached: bool
     cached: bool  # whether one of the tables has a cache
-    size: int  # position among the clamped ids (`_checked`); 0 if nothing is clamped
+    form: int  # of its ids (`IdClamp`)
 
 
 class Operands(NamedTuple):
@@ -81,42 +64,6 @@ class Operands(NamedTuple):
     no_sinks: Tensor
 
 
-def feature_slots(configs: Sequence[AnyTableConfig], kind: str) -> tuple[Slot, ...]:
-    """Return all slots of a collection after a check of the tables' names."""
-    seen: set[str] = set()
-    for config in configs:
-        if not isinstance(config.name, str):
-            raise ConfigError(
-                f"{kind}: got table name {config.name!r} of type {type(config.name).__name__}; expected a str."
-            )
-        if not config.name or "." in config.name or "," in config.name or "@" in config.name:
-            raise ConfigError(
-                f"{kind}: got table name {config.name!r}; expected a non-empty name without '.', ',' or '@'."
-            )
-        if config.name in seen:
-            raise ConfigError(
-                f"{kind}: got two tables named '{config.name}'; expected unique names within a collection."
-            )
-        seen.add(config.name)
-        for feature in config.feature_names:
-            if not feature or "," in feature or "@" in feature:
-                raise ConfigError(
-                    f"Table '{config.name}': got feature {feature!r}; expected a non-empty name without ',' or '@'."
-                )
-    readers = Counter(feature for config in configs for feature in config.feature_names)
-    return tuple(
-        Slot(
-            config.name,
-            feature,
-            feature if readers[feature] == 1 else f"{feature}@{config.name}",
-            config.embedding_dim,
-            getattr(getattr(config, "pooling", None), "name", "") == "MEAN",
-        )
-        for config in configs
-        for feature in config.feature_names
-    )
-
-
 class TableCollection(nn.Module):
     """Tables of one collection and the routing of a batch's features to them (abstract; see the two collections)."""
 
@@ -130,12 +77,9 @@ class TableCollection(nn.Module):
     ) -> None:
         super().__init__()
         kind = type(self).__name__
-        if on_bad_id not in get_args(OnBadId):
-            raise ConfigError(
-                f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}."
-            )
         self._configs = tuple(tables)
-        self._slots = feature_slots(self._configs, kind)
+        self._reads = feature_reads(self._configs, kind)
+        self._id_clamp = IdClamp(kind, on_bad_id, self._configs, self._reads)
         self._holder = holder
         self._output_dtype = (
             data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
@@ -146,38 +90,17 @@ class TableCollection(nn.Module):
         self._clamped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._ahead = PrefetchedResults()  # per batch, offsets and clamped ids
         self._routes: dict[Any, tuple[Lookup, ...]] = {}
-        self._readers = readers(self._configs)
-        self._sizes = self._slot_sizes()
         self.seed = draw_seed()
-        memory = self._memory(device)
-        made = {c.name: Table(c, memory[c.name], self.seed) for c in self._configs}
-        self.add_module(holder, Tables(made))
+        self.add_module(holder, Tables.of(self._configs, device, self.seed))
         self._renew_sinks()
-
-    def _memory(self, device: torch.device | str | None) -> dict[str, Tensor]:
-        """Return uninitialised table memory by name, contiguous in one storage per data type."""
-        places: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(c.torch_dtype for c in self._configs):
-            group = [c for c in self._configs if c.torch_dtype == dtype]
-            memory = flat_memory([(c.num_embeddings, c.embedding_dim) for c in group], dtype, device)
-            places.update(zip([c.name for c in group], memory, strict=True))
-        return places
-
-    def _slot_sizes(self) -> tuple[int, ...]:
-        """Return, per slot, the index of its table's size among its feature's sizes; ids are clamped to that size."""
-        if self._on_bad_id == "error":
-            return (0,) * len(self._slots)
-        rows = {c.name: c.num_embeddings for c in self._configs}
-        return tuple(self._readers[slot.feature].index(rows[slot.table]) for slot in self._slots)
 
     def _lay_flat(self) -> None:
         """Lay the collection's own tables out contiguously; tables tied to another collection stay in its storage."""
-        lay_flat(t.weight for t in self._tables.values() if t.seed == self.seed and not t.tied)
+        cast(Tables, getattr(self, self._holder)).lay_flat(self.seed)
 
     @property
     def _tables(self) -> dict[str, Table]:
-        holder = cast(nn.Module, submodules(self)[self._holder])
-        return cast("dict[str, Table]", submodules(holder))
+        return tables_below(self, self._holder)
 
     @property
     def device(self) -> torch.device:
@@ -216,32 +139,26 @@ class TableCollection(nn.Module):
     def _route(
         self, keys: Sequence[str], attached: tuple[bool, ...], cached: tuple[bool, ...], split: Sequence[Any]
     ) -> tuple[Lookup, ...]:
-        """Return the lookups of a batch with these keys; slots with different marks in `split` never share a lookup."""
-        position = {key: k for k, key in enumerate(keys)}
+        """Return the lookups of a batch with these keys; reads with different marks in `split` never share a lookup."""
+        position = key_positions(type(self).__name__, self._reads, keys)
         order = {config.name: t for t, config in enumerate(self._configs)}
         groups: dict[Any, list[int]] = {}
-        for s, slot in enumerate(self._slots):
-            if slot.feature not in position:
-                raise InputError(
-                    f"{type(self).__name__}: feature '{slot.feature}' of table '{slot.table}' is not in the "
-                    "batch, whose keys "
-                    f"are {list(keys)[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
-                )
-            t = order[slot.table]
-            groups.setdefault((attached[t], cached[t], self._sizes[s], split[s]), []).append(s)
+        for r, read in enumerate(self._reads):
+            t = order[read.table]
+            groups.setdefault((attached[t], cached[t], self._id_clamp.forms[r], split[r]), []).append(r)
         lookups = []
-        for (is_attached, is_cached, size, _), members in groups.items():
-            slots = [self._slots[s] for s in members]
+        for (is_attached, is_cached, form, _), members in groups.items():
+            reads = [self._reads[r] for r in members]
             lookups.append(
                 Lookup(
                     tuple(members),
-                    tuple(order[slot.table] for slot in slots),
-                    tuple(position[slot.feature] for slot in slots),
-                    tuple(int(slot.mean) for slot in slots),
-                    ",".join(f"{slot.feature}@{slot.table}" for slot in slots),
+                    tuple(order[read.table] for read in reads),
+                    tuple(position[read.feature] for read in reads),
+                    tuple(int(read.mean) for read in reads),
+                    ",".join(f"{read.feature}@{read.table}" for read in reads),
                     is_attached,
                     is_cached,
-                    size,
+                    form,
                 )
             )
         return tuple(lookups)
@@ -348,28 +265,25 @@ class TableCollection(nn.Module):
         for the stream on which they were computed.
         """
         new = features.offsets_or_none() is None
-        every = self._in_tables(features) if self._on_bad_id == "clamp" else [features.values()]
-        if new or self._on_bad_id == "clamp":
+        every = self._id_clamp(features)
+        if new or self._id_clamp.active:
             self._ahead.keep(_sources(features), [features.offsets(), *every], features.device())
-        return [every[lookup.size] for lookup in lookups]
+        return [every[lookup.form] for lookup in lookups]
 
     def _order_ahead(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor) -> None:
         """Sort the ids of a prefetched lookup for its update."""
 
     def _split(self) -> Sequence[Any]:
-        """Return a mark per slot; slots with different marks need separate lookups."""
-        return (0,) * len(self._slots)
+        """Return a mark per read; reads with different marks need separate lookups."""
+        return (0,) * len(self._reads)
 
     def _has_caches(self) -> bool:
         return any(table.rows.cache is not None for table in self._tables.values())
 
     def cache_stats(self, reset: bool = False) -> dict[str, CacheStats]:
         """Return hits, misses and traffic of each cached table on this rank, since it was cached or last reset."""
-        return {
-            name: stats_of(table._all_rows(), reset)
-            for name, table in self._tables.items()
-            if any(rows.cache is not None for rows in table._all_rows())
-        }
+        found = {name: table.cache_stats(reset) for name, table in self._tables.items()}
+        return {name: stats for name, stats in found.items() if stats is not None}
 
     def _renew_sinks(self) -> None:
         self._handles = [table.rows.handle for table in self._tables.values()]
@@ -377,15 +291,15 @@ class TableCollection(nn.Module):
         self._no_sinks = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def _checked(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Return the batch's ids for every `Lookup.size`; with `on_bad_id="clamp"`, clamp and count bad ids."""
+        """Return the batch's ids for every `Lookup.form`; with `on_bad_id="clamp"`, clamp and count bad ids."""
         self._check(features)
-        ids = features.values()
         made = None
         if not torch.compiler.is_compiling() and self._ahead:
             made = self._ahead.take(_sources(features), stays=not torch.is_grad_enabled())
-        if self._on_bad_id == "error":
+        ids = features.values()
+        if not self._id_clamp.active:
             return [ids]
-        every = self._in_tables(features) if made is None else made[1:]
+        every = self._id_clamp(features) if made is None else made[1:]
         bad = (every[0] != ids).sum()
         # The count stays on the ids' device, so the host does not wait for a number that it may never read.
         self._clamped = self._clamped.to(bad.device, non_blocking=True) + bad
@@ -398,70 +312,14 @@ class TableCollection(nn.Module):
         return every
 
     def _check(self, features: KeyedJaggedTensor) -> None:
-        """Raise an `InputError` unless `features` is a valid batch of ids."""
-        if not isinstance(features, KeyedJaggedTensor):
-            raise InputError(
-                f"{type(self).__name__}: got a {type(features).__name__}; expected a KeyedJaggedTensor. Make one with "
-                "KeyedJaggedTensor.from_lengths_sync(keys, values, lengths), or from_jt_dict(dict of JaggedTensors)."
-            )
-        if not torch.compiler.is_compiling() and functorch_is_active():
-            self._refuse_transforms(features)
-        ids = features.values()
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise InputError(
-                f"{type(self).__name__}: got ids of dtype {ids.dtype}; expected int32 or int64. Cast the batch's "
-                "values."
-            )
-        parts = features._parts
-        given = (
-            ("lengths", parts.segments.given_lengths),
-            ("offsets", parts.segments.given_offsets),
-            ("weights", parts.weights),
-        )
-        for name, tensor in given:
-            if tensor is not None and tensor.device != ids.device:
-                raise InputError(
-                    f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. "
-                    "Move the batch with .to()."
-                )
+        """Raise an error unless `features` is a valid batch of ids."""
+        check_format(type(self).__name__, features, self._tables.values())
 
-    def _in_tables(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Return clamped ids for each table size of a feature, from the smallest; several tables may read a feature."""
-        ids, keys = features.values(), features.keys()
-        key_N = torch.ops.tilerec.segment_ids(key_starts(features), ids.shape[0])
-        return [
-            self._clamp(ids, keys, key_N, size)
-            for size in range(max(map(len, self._readers.values()), default=1))
-        ]
-
-    def _refuse_transforms(self, features: KeyedJaggedTensor) -> None:
-        """Raise if a torch.func transform differentiates a table or the weights.
-
-        Lookups have no rule for torch.func: forward mode would return zeros silently, and reverse mode would raise
-        obscure errors.
-        """
-        tensors = [
-            *(table._parameters["weight"] for table in self._tables.values()),
-            features.weights_or_none(),
-        ]
-        for tensor in tensors:
-            if tensor is not None and (tensor.requires_grad or is_functorch_wrapped(tensor)):
-                raise RuntimeError(
-                    f"{type(self).__name__}: lookups do not support torch.func transforms (grad, vjp, jvp, vmap, ...). "
-                    "Use torch.autograd.grad over torch.func.functional_call, or freeze the tables "
-                    "(requires_grad_(False)) and transform the rest."
-                )
-
-    def _clamp(self, ids: Tensor, keys: Sequence[str], key_N: Tensor, size: int) -> Tensor:
-        """Return ids clamped to the `size`-th of their feature's table sizes; keys that no table reads keep theirs."""
-        info = torch.iinfo(ids.dtype)
-        rows = [
-            self._readers[k][min(size, len(self._readers[k]) - 1)] if k in self._readers else None
-            for k in keys
-        ]
-        last_K = constants([info.max if n is None else n - 1 for n in rows], ids.device)
-        first_K = constants([info.min if n is None else 0 for n in rows], ids.device)
-        return torch.minimum(torch.maximum(ids, first_K[key_N].to(ids.dtype)), last_K[key_N].to(ids.dtype))
+    def _replace_config(self, config: AnyTableConfig) -> None:
+        """Replace a table's config after the table got another number of rows."""
+        self._configs = tuple(config if own.name == config.name else own for own in self._configs)
+        self._id_clamp = IdClamp(type(self).__name__, self._on_bad_id, self._configs, self._reads)
+        self._routes.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> TableCollection:
         super()._apply(fn, recurse)
@@ -477,25 +335,6 @@ class TableCollection(nn.Module):
         self._lay_flat()
 
 
-def readers(configs: Sequence[AnyTableConfig]) -> dict[str, list[int]]:
-    """Return, by feature, the distinct sizes of the tables that read it, in ascending order."""
-    sizes: dict[str, set[int]] = {}
-    for config in configs:
-        for feature in config.feature_names:
-            sizes.setdefault(feature, set()).add(config.num_embeddings)
-    return {feature: sorted(several) for feature, several in sizes.items()}
-
-
 def _sources(features: KeyedJaggedTensor) -> Sources | None:
     """Return the tensors and keys that prefetched results are computed from, as their cache key."""
     return Sources.of((features.values(), features.offsets()), tuple(features.keys()))
-
-
-def key_starts(features: KeyedJaggedTensor) -> Tensor:
-    """Return the start of each key's values, and the end of the last: int64 [K + 1]."""
-    offsets = features.offsets()
-    if features.variable_stride_per_key():
-        bags = upload(list(accumulate(features.stride_per_key(), initial=0)), offsets.device)
-    else:
-        bags = torch.arange(len(features.keys()) + 1, device=offsets.device) * features.stride()
-    return offsets[bags]

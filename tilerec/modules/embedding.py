@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tilerec.modules.cached_lookup import eager_forward
-from tilerec.modules.collection import Lookup, OnBadId, TableCollection, key_starts
+from tilerec.modules.collection import Lookup, TableCollection
+from tilerec.modules.id_clamp import OnBadId, key_starts
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import sort_in_advance
 from tilerec.ops.gradient.record import GradientRecord
@@ -56,7 +57,7 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         super().__init__(tables, device, "embeddings", output_dtype, on_bad_id)
         self._need_indices = need_indices
-        self._dims = tuple(slot.dim for slot in self._slots)
+        self._dims = tuple(read.dim for read in self._reads)
         self._ordered = PrefetchedResults()  # per batch and lookup, ids in the order of its features
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -81,7 +82,7 @@ class EmbeddingCollection(TableCollection):
         sizes = features.length_per_key()
         results: dict[str, JaggedTensor] = {}
         for lookup in self._lookups(keys, attached, cached, self._split()):
-            own_ids, own_sizes = ids[lookup.size], [sizes[k] for k in lookup.keys]
+            own_ids, own_sizes = ids[lookup.form], [sizes[k] for k in lookup.keys]
             own_sinks = sinks if lookup.attached else no_sinks
             location = self._location(features, lookup, own_ids)
             if location is None and lookup.keys != tuple(range(len(keys))):
@@ -92,15 +93,15 @@ class EmbeddingCollection(TableCollection):
             out, _ = sequence_lookup(
                 leaves, own_sinks, own_ids, own_starts, lookup.tables, dtype, lookup.names, location=location
             )
-            for s, k, rows in zip(lookup.slots, lookup.keys, out.split(own_sizes), strict=True):
+            for s, k, rows in zip(lookup.reads, lookup.keys, out.split(own_sizes), strict=True):
                 feature = features[keys[k]]
-                results[self._slots[s].name] = JaggedTensor(
+                results[self._reads[s].name] = JaggedTensor(
                     rows,
                     feature.values() if self._need_indices else None,
                     feature.lengths(),
                     feature.offsets_or_none(),  # if None, computed at first use
                 )
-        return {slot.name: results[slot.name] for slot in self._slots}
+        return {read.name: results[read.name] for read in self._reads}
 
     def _in_order(
         self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
@@ -127,8 +128,8 @@ class EmbeddingCollection(TableCollection):
         if lookup.keys != tuple(range(len(sizes))):
             own_ids = self._by_keys(features, lookup, ids, bags)
             sources = _sources(features, lookup)
-            self._ordered.keep(sources, [own_ids], ids.device, MAX_RESULTS * len(self._slots))
-        rows, dim = [table.rows for table in self._tables.values()], self._dims[lookup.slots[0]]
+            self._ordered.keep(sources, [own_ids], ids.device, MAX_RESULTS * len(self._reads))
+        rows, dim = [table.rows for table in self._tables.values()], self._dims[lookup.reads[0]]
         starts = list(accumulate(bags, initial=0))[:-1]
         count = len(bags)
         sort_in_advance(
@@ -156,11 +157,11 @@ class EmbeddingCollection(TableCollection):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the embedding names of each table, in the order of the tables."""
-        return [[slot.name for slot in self._slots if slot.table == config.name] for config in self._configs]
+        return [[read.name for read in self._reads if read.table == config.name] for config in self._configs]
 
 
 def _sources(features: KeyedJaggedTensor, lookup: Lookup) -> Sources | None:
     """Return the tensors and keys that a lookup's reordered ids are computed from, as their cache key."""
     return Sources.of(
-        (features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.size)
+        (features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.form)
     )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tilerec.modules.cached_lookup import eager_forward
-from tilerec.modules.collection import Lookup, OnBadId, TableCollection
+from tilerec.modules.collection import Lookup, TableCollection
+from tilerec.modules.id_clamp import OnBadId
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import bag_starts, pooled_blocks, sort_in_advance
@@ -61,8 +62,8 @@ class EmbeddingBagCollection(TableCollection):
     ) -> None:
         super().__init__(tables, device, "embedding_bags", output_dtype, on_bad_id)
         self._is_weighted = is_weighted
-        self._dims = [slot.dim for slot in self._slots]
-        self._columns = Columns([slot.name for slot in self._slots], self._dims)
+        self._dims = [read.dim for read in self._reads]
+        self._columns = Columns([read.name for read in self._reads], self._dims)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool.
@@ -88,21 +89,21 @@ class EmbeddingBagCollection(TableCollection):
         leaves, attached, cached, sinks, no_sinks = self._operands()
         dtype = self._dtype(leaves)
         lookups = self._lookups(features.keys(), attached, cached, self._split())
-        blocks: list[Tensor | None] = [None] * len(self._slots)
+        blocks: list[Tensor | None] = [None] * len(self._reads)
         for lookup in lookups:
             own_sinks = sinks if lookup.attached else no_sinks
-            own_ids = ids[lookup.size]
+            own_ids = ids[lookup.form]
             out, _ = pooled_lookup(
                 leaves, own_sinks, own_ids, offsets, weights, lookup.tables, lookup.keys, lookup.means, batches, dtype,
                 lookup.names, location=self._location(features, lookup, own_ids),
             )  # fmt: skip
             if len(lookups) == 1 and not variable:
                 return KeyedTensor.from_columns(self._columns, out)
-            dims = [self._dims[s] for s in lookup.slots]
+            dims = [self._dims[s] for s in lookup.reads]
             parts = (
                 self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
             )
-            for s, part in zip(lookup.slots, parts, strict=True):
+            for s, part in zip(lookup.reads, parts, strict=True):
                 blocks[s] = part
         if not blocks:  # no table reads a feature
             return KeyedTensor.from_columns(
@@ -128,7 +129,7 @@ class EmbeddingBagCollection(TableCollection):
         variable = features.variable_stride_per_key()
         batches = features.stride_per_key() if variable else [features.stride()]
         starts, bags = bag_starts(lookup.keys, batches)
-        dims = [self._dims[s] for s in lookup.slots]
+        dims = [self._dims[s] for s in lookup.reads]
         places, strides = pooled_blocks(dims, bags, len(batches) == 1)
         weights = features.weights() if self._is_weighted else None
         sort_in_advance(
@@ -142,17 +143,17 @@ class EmbeddingBagCollection(TableCollection):
         self, features: KeyedJaggedTensor, lookup: Lookup, out: Tensor, dims: list[int], batches: list[int]
     ) -> list[Tensor]:
         """Return the blocks `[B, dim]` of a variable batch, expanded by each feature's inverse indices."""
-        check_samples(type(self).__name__, [self._slots[s].feature for s in lookup.slots], features)
+        check_samples(type(self).__name__, [self._reads[s].feature for s in lookup.reads], features)
         bag_of = sample_bags(features)
         if len(batches) == 1:  # with one key, the op returned the uniform layout
             return [
-                part[bag_of[self._slots[s].feature]]
-                for part, s in zip(out.split(dims, dim=1), lookup.slots, strict=True)
+                part[bag_of[self._reads[s].feature]]
+                for part, s in zip(out.split(dims, dim=1), lookup.reads, strict=True)
             ]
         parts = out.split([batches[k] * dim for k, dim in zip(lookup.keys, dims, strict=True)])
         return [
-            part.view(batches[k], dim)[bag_of[self._slots[s].feature]]
-            for part, k, dim, s in zip(parts, lookup.keys, dims, lookup.slots, strict=True)
+            part.view(batches[k], dim)[bag_of[self._reads[s].feature]]
+            for part, k, dim, s in zip(parts, lookup.keys, dims, lookup.reads, strict=True)
         ]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

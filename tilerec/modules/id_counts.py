@@ -114,6 +114,37 @@ class IdStats:
         )
 
 
+@dataclass(frozen=True)
+class IdPlace:
+    """Place of an id in a table; `row` is None if the id has none.
+
+    Args:
+        row: of the table. An id without a row reads `shared_row`; if that is None too, the id is dropped.
+        since, last: training steps of the id's insertion and of its last use.
+        hits: uses since the insertion.
+        expires: by the table's clock; None if nothing expires.
+        probes: slots read to find the id, or to find that it is absent.
+        sooner: number of ids of the bucket that the policy would evict before this one; None without a policy.
+        how: the eviction rule and `sooner` in words.
+        rank: the rank that holds the bucket.
+    """
+
+    table: str
+    feature: str
+    id: int
+    bucket: int
+    row: int | None
+    shared_row: int | None
+    since: int | None
+    last: int | None
+    hits: int | None
+    expires: int | None
+    probes: int
+    sooner: int | None
+    how: str
+    rank: int = 0
+
+
 class Summary(NamedTuple):
     """One rank's part of a table's statistics; `stats_of` combines the ranks'."""
 

@@ -5,6 +5,7 @@ Legend: N ids, M evicted rows, E rows with own ids (places), U live ids, B bucke
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,9 +16,8 @@ from torch import Tensor
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.evict import Evicting
-from tilerec.modules.id_counts import KINDS, IdStats, Summary, add_counts, stats_of
+from tilerec.modules.id_counts import KINDS, IdPlace, IdStats, Summary, add_counts, stats_of
 from tilerec.modules.id_map_settings import IdMapSettings
-from tilerec.modules.id_place import IdPlace, place_of
 from tilerec.modules.id_resize import ResizedIdMap, resize_id_map, resized_buckets
 from tilerec.modules.id_state import HASH_NAMES, BucketStateView, mismatch_error, zeros
 from tilerec.ops.hash.definition import (
@@ -26,6 +26,7 @@ from tilerec.ops.hash.definition import (
     IdOutcome,
     Policy,
     empty_state,
+    score,
     zch_assign_,
     zch_assign_each_,
     zch_buckets,
@@ -253,11 +254,56 @@ class IdMap:
             raise InputError(
                 f"{self.who}: got feature '{feature}'; expected one of {list(self.features)[:20]}."
             )
-        return place_of(
-            self.who.removeprefix("Table '").removesuffix("'"), feature, id_, self.settings.key_of(self.who, id_),
-            self.state, self.range, self.buckets, self.settings.evicting, shares=self.settings.shares, step=step,
-            now=now,
+        buckets, state, shares = self.buckets, self.state, self.settings.shares
+        key = self.settings.key_of(self.who, id_)
+        ids_N = torch.tensor([key], device=state.ids_E.device)
+        found = zch_find(ids_N, state, self.range)
+        place = int(found.rows_N[0])
+        row = since = last = hits = expires = sooner = None
+        if place < 0:
+            how = f"it has no row, and {'shares one' if shares else 'is dropped'}"
+        else:
+            at = place - buckets.first * buckets.slots
+            row = int(buckets.rows_of(found.rows_N)[0])
+            since, last, hits = (int(t[at]) for t in (state.since_E, state.last_E, state.hits_E))
+            expires = int(state.expires_E[at]) if state.expires_E.numel() else None
+            sooner, how = self._sooner(at, step, now)
+        return IdPlace(
+            self.who.removeprefix("Table '").removesuffix("'"), feature, operator.index(id_),
+            int(zch_buckets(ids_N, buckets.count)[0]), row, int(buckets.shared_rows(ids_N)[0]) if shares else None,
+            since, last, hits, expires, int(found.probes_N[0]), sooner, how,
         )  # fmt: skip
+
+    def _sooner(self, at: int, step: int, now: Callable[[], int]) -> tuple[int | None, str]:
+        """Return how many ids of the bucket would be evicted before the one at this place, and the rule in words.
+
+        Args:
+            now: the clock; called only if ids expire.
+        """
+        evicting, state, slots = self.settings.evicting, self.state, self.buckets.slots
+        if evicting is None:
+            return None, "never: this table does not evict"
+        policy, exponent = evicting.policy, evicting.exponent
+        first = at // slots * slots
+        here = slice(first, first + slots)
+        ends = state.expires_E[here].tolist() if state.expires_E.numel() else [0] * slots
+        used, last, hits = (t[here].tolist() for t in (state.used_E, state.last_E, state.hits_E))
+        scores = {
+            i: score(policy, step=step + 1, last=last[i], hits=hits[i], expires=ends[i], exponent=exponent)
+            for i in range(slots)
+            if used[i]
+        }
+        i = at - first
+        sooner = sum(other < scores[i] for other in scores.values())
+        if policy is Policy.TTL:
+            how = f"by a new id of its window, once the clock (now {now()}) reaches {ends[i]}"
+        else:
+            how = {
+                Policy.LRU: f"least recently used first: last used in step {last[i]} of {step}",
+                Policy.LFU: f"least frequently used first: {hits[i]} uses, the last in step {last[i]}",
+                Policy.DISTANCE_LFU: f"lowest uses / age^{exponent:g} first: {scores[i][0]:.3g}",
+            }[policy]
+        return sooner, f"{how}; {sooner} of the {len(scores)} ids of its bucket would be evicted before it"
 
     # -------------------------------------------------------------------------------------------------------- state
 

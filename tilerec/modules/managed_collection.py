@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.collection import key_starts
-from tilerec.modules.id_counts import IdStats
-from tilerec.modules.id_place import IdPlace
+from tilerec.modules.feature_reads import raise_missing_feature
+from tilerec.modules.id_clamp import key_starts
+from tilerec.modules.id_counts import IdPlace, IdStats
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
@@ -125,10 +125,7 @@ class ManagedCollisionCollection(nn.Module):
             module.id_map.check_lengths(mutate_miss_lengths)
             for name in names:
                 if name not in sizes:
-                    raise InputError(
-                        f"{type(self).__name__}: feature '{name}' of table '{table}' is not in the batch, whose keys "
-                        f"are {keys[:20]}. Add it (an empty feature has lengths of 0) or drop it from the table."
-                    )
+                    raise_missing_feature(type(self).__name__, name, table, keys)
             parts = [features.values()[starts[name] : starts[name] + sizes[name]] for name in names]
             joined = torch.cat(parts) if len(parts) > 1 else parts[0]
             ids[table] = module.id_map.hashed(joined) if self._need_preprocess else joined.to(torch.int64)

@@ -35,10 +35,9 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.evicted_rows import EvictedRows
-from tilerec.modules.id_counts import KINDS, IdStats
+from tilerec.modules.id_counts import KINDS, IdPlace, IdStats
 from tilerec.modules.id_map import IdMap, Mapped, empty_id_state
 from tilerec.modules.id_map_settings import IdMapSettings, hours, read_clock
-from tilerec.modules.id_place import IdPlace
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.id_state import HASH_NAMES, BucketStateView, read_state
 from tilerec.modules.remapped_bags import remapped_feature

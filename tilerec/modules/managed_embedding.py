@@ -19,8 +19,7 @@ from tilerec.modules.batch_checks import check_batch
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.modules.id_counts import IdStats
-from tilerec.modules.id_place import IdPlace
+from tilerec.modules.id_counts import IdPlace, IdStats
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.row_reset import reset_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,9 @@ from tilerec.errors import ConfigError
 from tilerec.modules.initial_values import fill_initial
 from tilerec.ops.random.definition import table_key
 from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
+from tilerec.storage.cache_stats import CacheStats
+from tilerec.storage.flat_storage import flat_memory, lay_flat
+from tilerec.storage.table_rows import TableRows, TilePosition, rows_of, stats_of
 from tilerec.torch_private import submodules
 
 
@@ -95,6 +97,11 @@ class Table(nn.Module):
         """Write pending transfers and cached rows to the weight and its optimizer's state."""
         for rows in self._all_rows():
             rows.settle()
+
+    def cache_stats(self, reset: bool) -> CacheStats | None:
+        """Return the statistics of the caches, None without a cache; `reset` zeroes them."""
+        rows = self._all_rows()
+        return stats_of(rows, reset) if any(own.cache is not None for own in rows) else None
 
     def __getattr__(self, name: str) -> Any:
         # nn.Module resolves parameters here. A read of a cached weight by name writes the cached rows back first.
@@ -184,6 +191,20 @@ class Tables(nn.Module):
         for name, table in tables.items():
             self[name] = table
 
+    @staticmethod
+    def of(configs: Sequence[AnyTableConfig], device: torch.device | str | None, seed: int) -> Tables:
+        """Return new tables with initial values, contiguous in one storage per data type."""
+        memory: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(c.torch_dtype for c in configs):
+            group = [c for c in configs if c.torch_dtype == dtype]
+            places = flat_memory([(c.num_embeddings, c.embedding_dim) for c in group], dtype, device)
+            memory.update(zip([c.name for c in group], places, strict=True))
+        return Tables({c.name: Table(c, memory[c.name], seed) for c in configs})
+
+    def lay_flat(self, seed: int) -> None:
+        """Lay out the collection's own tables contiguously; those tied to another collection stay in its storage."""
+        lay_flat(t.weight for t in self.values() if t.seed == seed and not t.tied)
+
     def __getitem__(self, name: str) -> Table:
         return cast(Table, submodules(self)[name])
 
@@ -210,3 +231,8 @@ class Tables(nn.Module):
     def items(self) -> ItemsView[str, Table]:
         """Return names and tables."""
         return cast("ItemsView[str, Table]", submodules(self).items())
+
+
+def tables_below(module: nn.Module, holder: str) -> dict[str, Table]:
+    """Return the tables in a module's child `holder`, by name. Reads the module dicts directly, as it runs per step."""
+    return cast("dict[str, Table]", submodules(cast(nn.Module, submodules(module)[holder])))

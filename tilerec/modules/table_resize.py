@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.modules.collection import TableCollection, readers
+from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
 
@@ -53,10 +53,7 @@ def resize_table(
                 value.copy_(before)
             elif not value.is_meta:
                 value[new_rows_M.to(value.device)] = before[old_rows_M.to(value.device)]
-    collection._configs = tuple(config if c.name == name else c for c in collection._configs)
-    collection._readers = readers(collection._configs)
-    collection._sizes = collection._slot_sizes()
-    collection._routes.clear()
+    collection._replace_config(config)
     collection._renew_sinks()
     collection._lay_flat()
 

@@ -15,9 +15,10 @@ from tilerec.optim.step_checks import check_optimizers_at_next_step
 from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_to_replicas
 from tilerec.parallel.prepared_model import PreparedModel
 from tilerec.parallel.table_optimizers import caches_of
-from tilerec.sharding.embedding import has_pending_init, initialized_memory, shard_collection
 from tilerec.sharding.replica_groups import ReplicaGroups
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.shard_ids import IdRanks, shard_ids
+from tilerec.sharding.tile_memory import has_pending_init, initialized_memory
 from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling
 from tilerec.storage.row_cache import RowCache

@@ -16,9 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilerec.ops.gradient.definition import submit
+from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import kept_for_retained_graph
-from tilerec.sharding.row_exchange import BagLocation, PooledRows, RowExchange
-from tilerec.storage.located_batch import RowSource
+from tilerec.sharding.dense_gradients import dense_grads
+from tilerec.sharding.exchange import Exchange, LookedUpBatch
+from tilerec.sharding.row_exchange import BagLocation
+from tilerec.sharding.tile_leaves import TileLeaves
+from tilerec.sharding.update import TileRows
+from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.torch_private import graph_task_id, will_execute
 
 
@@ -98,6 +103,7 @@ class Gradients:
     Lists per table are the same on every rank, so that all ranks take the same branches.
     """
 
+    exchange: Exchange
     current: Callable[[], bool]  # returns False after a reshard
     leaves: list[nn.Parameter]
     bare: list[nn.Parameter]  # empty leaves, of the tables of which this rank holds no rows
@@ -107,12 +113,46 @@ class Gradients:
     attached: list[bool]  # per table: trained, and updated in the backward pass
     # Slots whose rows are split over owners by columns, where each owner skips non-finite rows; with the wire dtype.
     guarded: list[tuple[int, torch.dtype]]
-    dense: Callable[[Any], dict[int, Tensor]]  # returns the dense gradients of a record, by leaf
-    sources: Sequence[RowSource]  # owners of the leaves' rows
+    rows: list[TileRows]  # of the leaves
+
+    @staticmethod
+    def of(own: TileLeaves, exchange: Exchange, current: Callable[[], bool]) -> Gradients:
+        """Return the destinations under the present settings of the tables."""
+        bare = [t for t, table in enumerate(own.tables) if not table.tiles]
+        held = [t for t, table in enumerate(own.tables) for _ in table.tiles]
+        attached = own.attached()
+        guarded = [
+            (s, dtype)
+            for s, t, dtype in exchange.column_cut
+            if attached[t] and is_elementwise(own.tables[t].rows.spec)
+        ]
+        return Gradients(
+            exchange, current, own.held(), [own.first[t] for t in bare], held + bare, own.sinks(), own.trained(),
+            attached, guarded, own.rows(),
+        )  # fmt: skip
 
     def bare_tables(self) -> list[tuple[nn.Parameter, int]]:
         """Return the bare leaves, each with its table."""
         return list(zip(self.bare, self.tables[len(self.leaves) :], strict=True))
+
+    def dense(self, record: GradientRecord, leaf_of: Sequence[int]) -> dict[int, Tensor]:
+        """Return the gradients of the leaves that have no optimizer attached, by leaf.
+
+        Args:
+            leaf_of: per feature of the record, the leaf that it read.
+        """
+        wanted = [i for i, leaf in enumerate(self.leaves) if self.sinks[i] == -1 and leaf.requires_grad]
+        if not wanted:
+            return {}
+        owners, exchange = [rows.peers.replicas for rows in self.rows], self.exchange
+        return dense_grads(
+            exchange.group, self.leaves, owners, leaf_of, wanted, record, exact=exchange.exact, teams=exchange.teams
+        )  # fmt: skip
+
+
+def is_elementwise(spec: OptimizerSpec | None) -> bool:
+    """Return True if a rule is element-wise: owners of a row's columns then exchange no sums."""
+    return spec is not None and not spec.phases
 
 
 class _Combine(torch.autograd.Function):
@@ -165,7 +205,7 @@ class _Combine(torch.autograd.Function):
         if routed.weights_need_grad:  # true if any rank needs them: a collective
             count, dtype = ctx.weights
             sample_grad = combiner.sample_weight_grads(
-                routed, rows, gradients.sources, gradients.leaves, count, as_read
+                routed, rows, gradients.rows, gradients.leaves, count, as_read
             )
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
         sinks = [
@@ -173,7 +213,7 @@ class _Combine(torch.autograd.Function):
         ]
         record = combiner.record(looked.routed, rows, sinks, routed.present)
         submit(record)
-        dense = gradients.dense(record) if -1 in gradients.sinks else {}
+        dense = gradients.dense(record, combiner.leaf_order)
         if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
             ctx.spent, ctx.looked = True, None
         else:
@@ -222,13 +262,22 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
 
 
 def combine(
-    combiner: RowExchange, looked: PooledRows, output: Output, gradients: Gradients, anchor: Tensor | None,
-    sample_weights: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the flat output of a lookup; with `anchor`, differentiable on every rank, even one that holds no rows."""
-    if anchor is None or not torch.is_grad_enabled():
+    looked: LookedUpBatch, output: Output, own: TileLeaves, exchange: Exchange, current: Callable[[], bool]
+) -> Tensor:
+    """Return the flat output of a lookup.
+
+    If a table trains, it is differentiable on every rank, even on one that holds no rows.
+
+    Args:
+        current: returns False after a reshard.
+    """
+    batch, rows = looked.batch, looked.looked
+    combiner = batch.stages.combiner
+    if not torch.is_grad_enabled() or not (any(own.trained()) or batch.routed.weights_need_grad):
         with torch.no_grad():
-            return output.divide_(combiner.combine(looked, output.places, output.size))
+            return output.divide_(combiner.combine(rows, output.places, output.size))
+    gradients = Gradients.of(own, exchange, current)
+    sample_weights = batch.sample_weights if batch.stages.router.weighted else None
     return _Combine.apply(
-        combiner, looked, output, gradients, anchor, sample_weights, *gradients.leaves, *gradients.bare
+        combiner, rows, output, gradients, exchange.anchor, sample_weights, *gradients.leaves, *gradients.bare
     )

@@ -10,8 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.modules.id_counts import IdStats, Summary
-from tilerec.modules.id_place import IdPlace
+from tilerec.modules.id_counts import IdPlace, IdStats, Summary
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import (
@@ -21,7 +20,8 @@ from tilerec.modules.managed_embedding import (
 )
 from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
-from tilerec.sharding.embedding import LookedUpBatch, RoutedFeatures, ShardedCollection
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.exchange import LookedUpBatch, RoutedFeatures
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

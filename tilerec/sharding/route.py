@@ -9,8 +9,7 @@ The header is the only host synchronization of a step. One device-to-host copy (
 other ranks and the results of this rank's device, its sizes and faults. Until then, results of `route_ids` have their
 maximum length. A rank that refuses its own batch sets a flag in its header, so every rank raises and none hangs.
 
-Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (the union of its parts' present bags), V
-items: upper bound of P and N (the batch's ids, for each route of the key that most routes read).
+Legend: W ranks, K parts, P present bags, N ids, M merges, U bags of a merge (`merged_bags.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from tilerec.ops.gradient.definition import bag_starts
 from tilerec.ops.runtime.upload import cached_per_stream, current_stream, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, header_sizes_of, raise_difference
 from tilerec.sharding.layout import ExchangeLayout
+from tilerec.sharding.merged_bags import BagUnion, MergedBags
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.prefetched_results import StreamEvent
 
@@ -137,11 +137,7 @@ class Router:
         for p, part in enumerate(layout.parts):
             wire_slots[layout.wire[p]] = part.slot
         self._slot_of = wire_slots + [layout.parts[merge.parts[0]].slot for merge in layout.own_merges]
-        self._merge_slots = [layout.parts[merge.parts[0]].slot for merge in layout.own_merges]
-        self._merge_of = [-1] * len(layout.parts)  # in wire order
-        for m, merge in enumerate(layout.own_merges):
-            for p in merge.parts:
-                self._merge_of[layout.wire[p]] = m
+        self._merged_bags = MergedBags(layout)
         self._room = header_sizes_of(group)
         self._indices: dict[tuple[torch.device, int], Tensor] = {}  # on devices, per stream
         # A single rank with one row range per table: its lookups can read batches as they are.
@@ -200,7 +196,7 @@ class Router:
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
         counts_K2 = summary[1:].view(-1, 2)
-        marks = self._mark(slots, counts_K2, batch.bags)
+        marks = self._merged_bags.mark(slots, counts_K2, batch.bags)
         headers = self._exchange_headers(flags, summary, marks.sizes_M)
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
@@ -212,7 +208,7 @@ class Router:
             lengths, slots = lengths[:present], slots[:present]
         if local.numel() > moved:
             local, positions = local[:moved], positions[:moved]
-        unions = self._unite(marks, headers.counts, headers.sizes)
+        unions = self._merged_bags.unite(marks, headers.counts, headers.sizes)
         return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
 
     def _can_read_in_place(self, batch: RouteInput, keys: Sequence[int]) -> bool:
@@ -276,43 +272,6 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------ home
 
-    def _mark(self, slots: Tensor, counts_K2: Tensor, bags: list[int]) -> _Marks:
-        """Mark the bags that are present in any part of each merge, for all merges at once, without a host wait."""
-        device = slots.device
-        starts = list(itertools.accumulate([bags[slot] for slot in self._merge_slots], initial=0))
-        total = starts[-1]
-        if not self._merge_slots:
-            nothing = torch.empty(0, dtype=torch.int64, device=device)
-            return _Marks(nothing, nothing, nothing, nothing)
-        # Bags of no merge, and elements after the last present bag, go to one position past the end.
-        firsts = [total if m < 0 else starts[m] for m in self._merge_of]
-        numbers = upload([*firsts, total, *starts], device)
-        first_K, edges = numbers[: len(firsts) + 1], numbers[len(firsts) + 1 :]
-        present_K = counts_K2[:, 0]
-        first_P = torch.repeat_interleave(
-            first_K, torch.cat((present_K, slots.numel() - present_K.sum(0, True))), output_size=slots.numel()
-        )
-        place_P = torch.where(first_P < total, first_P + slots, total)
-        mark = torch.zeros(total + 1, dtype=torch.bool, device=device).index_fill_(0, place_P, True)[:total]
-        before = torch.zeros(total + 1, dtype=torch.int32, device=device)
-        torch.cumsum(mark, 0, dtype=torch.int32, out=before[1:])
-        at_edges = before[edges].to(torch.int64)
-        return _Marks(mark, edges, before[place_P] - before[first_P], at_edges[1:] - at_edges[:-1])
-
-    def _unite(self, marks: _Marks, counts: list[tuple[int, int]], sizes: list[int]) -> list[_Union]:
-        """Return per merge its bags, and the positions of each part's bags among them."""
-        if not sizes:
-            return []
-        total = sum(sizes)
-        starts_U = torch.repeat_interleave(marks.edges[:-1], marks.sizes_M, output_size=total)
-        slots_U = (torch.nonzero_static(marks.mark, size=total)[:, 0] - starts_U).to(torch.int32)
-        starts = list(itertools.accumulate([p for p, _ in counts], initial=0))
-        unions = []
-        for merge, slots in zip(self.layout.own_merges, slots_U.split(sizes), strict=True):
-            wires = [self.layout.wire[p] for p in merge.parts]
-            unions.append(_Union(slots, [marks.ranks_P[starts[w] : starts[w + 1]] for w in wires]))
-        return unions
-
     def _exchange_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> _Headers:
         """Exchange headers with every rank. The host waits only here.
 
@@ -365,67 +324,19 @@ class Router:
 
     def _exchange_payloads(
         self, batch: RouteInput, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor,
-        slots: Tensor, positions: Tensor, unions: list[_Union],
+        slots: Tensor, positions: Tensor, unions: list[BagUnion],
     ) -> Routed:  # fmt: skip
-        layout, weighted = self.layout, weights is not None
-        counts, received = headers.counts, headers.received
-        words = self._id_words + self._weight_words * weighted
-        pieces: list[Tensor] = []
-        out_splits, sent_ids = [], []
-        ids_words = local.view(torch.int32)
+        layout, counts, received = self.layout, headers.counts, headers.received
+        values = [(local.view(torch.int32), self._id_words)]
         if weights is not None:
-            weight_words = weights.detach()[positions].to(self.wide).view(torch.int32)
-        k = p_at = n_at = 0
-        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
-            first = len(pieces)
-            n = 0
-            length_runs = _Runs()
-            for p_k, n_k in counts[k : k + size]:
-                if not self.each_id and p_k != n_k:
-                    length_runs.add(p_at, p_k)
-                p_at += p_k
-                n += n_k
-            pieces.extend([lengths[begin:end] for begin, end in length_runs.runs])
-            k += size
-            pieces.append(ids_words[n_at * self._id_words : (n_at + n) * self._id_words])
-            if weights is not None:
-                pieces.append(weight_words[n_at * self._weight_words : (n_at + n) * self._weight_words])
-            n_at += n
-            for m in merges:
-                union = unions[m]
-                pieces.extend(ranks for ranks in union.ranks if ranks.numel() != union.slots.numel())
-            sent_ids.append(n)
-            out_splits.append(sum(piece.numel() for piece in pieces[first:]))
-        payload = torch.cat(pieces) if pieces else lengths
-
-        in_splits: list[int] = []
-        received_ids: list[int] = []
-        present: list[int] = []
-        all_unions: list[int] = []
-        members: list[int] = []
-        for parts, merges_in, header in zip(layout.received, layout.merging, received, strict=True):
-            pairs = list(
-                zip(header[1 : 1 + 2 * len(parts) : 2], header[2 : 2 + 2 * len(parts) : 2], strict=True)
-            )
-            n = sum(n_k for _, n_k in pairs)
-            total = n * words
-            if not self.each_id:
-                total += sum(p_k for p_k, n_k in pairs if p_k != n_k)
-            at = 1 + 2 * len(parts)
-            for merge in merges_in:
-                union_size, own = header[at], header[at + 1 : at + 1 + len(merge.parts)]
-                at += 1 + len(merge.parts)
-                all_unions.append(union_size)
-                members.extend(own)
-                total += sum(p_k for p_k in own if p_k != union_size)
-            in_splits.append(total)
-            received_ids.append(n)
-            present.extend(p_k for p_k, _ in pairs)
+            values.append((weights.detach()[positions].to(self.wide).view(torch.int32), self._weight_words))
+        payload, out_splits, sent_ids = self._packed(lengths, values, counts, unions)
+        expected = self._expected(received, sum(words for _, words in values))
         if layout.alone:
             handle: Handle = LocalHandle(payload)
         else:
-            into = torch.empty(sum(in_splits), dtype=torch.int32, device=payload.device)
-            handle = self.group.all_to_all("ids", into, payload, in_splits, out_splits)
+            into = torch.empty(sum(expected.sizes), dtype=torch.int32, device=payload.device)
+            handle = self.group.all_to_all("ids", into, payload, expected.sizes, out_splits)
 
         # Bag numbers of parts, then of merges, concatenated; -1 stands for a full list of bags.
         own_counts = [*(p_k for p_k, _ in counts), *(union.slots.numel() for union in unions)]
@@ -440,12 +351,71 @@ class Router:
         routed = Routed(
             batch.bags, own_counts, slot_starts,
             _compact(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
-            _compact(positions) if weights_need_grad else None, sent_ids, present, received_ids, weights_need_grad,
-            all_unions, members,
+            _compact(positions) if weights_need_grad else None, sent_ids, expected.present, expected.ids,
+            weights_need_grad, expected.unions, expected.members,
         )  # fmt: skip
         sent = StreamEvent(payload.device) if payload.is_cuda else None
-        routed.pending = lambda: self._receive(routed, handle, sent, in_splits, received, weighted)
+        routed.pending = lambda: self._receive(
+            routed, handle, sent, expected.sizes, received, weights is not None
+        )
         return routed
+
+    def _packed(
+        self, lengths: Tensor, values: list[tuple[Tensor, int]], counts: list[tuple[int, int]],
+        unions: list[BagUnion],
+    ) -> tuple[Tensor, list[int], list[int]]:  # fmt: skip
+        """Return the payload, its size for each owner, and the number of ids for each owner.
+
+        Args:
+            values: words of the ids, then of the weights if there are any, each with the words of one id.
+        """
+        pieces: list[Tensor] = []
+        splits, sent_ids = [], []
+        k = p_at = n_at = 0
+        for size, merges in zip(self._sent_sizes, self._merges_to, strict=True):
+            first, n = len(pieces), 0
+            length_runs = _Runs()
+            for p_k, n_k in counts[k : k + size]:
+                if not self.each_id and p_k != n_k:
+                    length_runs.add(p_at, p_k)
+                p_at += p_k
+                n += n_k
+            pieces.extend([lengths[begin:end] for begin, end in length_runs.runs])
+            k += size
+            pieces.extend([part[n_at * words : (n_at + n) * words] for part, words in values])
+            n_at += n
+            for m in merges:
+                union = unions[m]
+                pieces.extend(ranks for ranks in union.ranks if ranks.numel() != union.slots.numel())
+            sent_ids.append(n)
+            splits.append(sum(piece.numel() for piece in pieces[first:]))
+        return torch.cat(pieces) if pieces else lengths, splits, sent_ids
+
+    def _expected(self, received: list[list[int]], words: int) -> _Expected:
+        """Return the counts of the payloads that arrive.
+
+        Args:
+            received: see `_Headers`.
+            words: of an id with its weight.
+        """
+        found = _Expected([], [], [], [], [])
+        for parts, merges, header in zip(self.layout.received, self.layout.merging, received, strict=True):
+            at = 1 + 2 * len(parts)
+            pairs = list(zip(header[1:at:2], header[2:at:2], strict=True))
+            n = sum(n_k for _, n_k in pairs)
+            total = n * words
+            if not self.each_id:
+                total += sum(p_k for p_k, n_k in pairs if p_k != n_k)
+            for merge in merges:
+                union_size, own = header[at], header[at + 1 : at + 1 + len(merge.parts)]
+                at += 1 + len(merge.parts)
+                found.unions.append(union_size)
+                found.members.extend(own)
+                total += sum(p_k for p_k in own if p_k != union_size)
+            found.sizes.append(total)
+            found.ids.append(n)
+            found.present.extend(p_k for p_k, _ in pairs)
+        return found
 
     # ------------------------------------------------------------------------------------------------ owner
 
@@ -531,21 +501,14 @@ class _Headers:
 
 
 @dataclass(frozen=True)
-class _Union:
-    """Bags of a merge `[U]`, and for each of its parts the positions of its present bags among them."""
+class _Expected:
+    """Counts of the payloads that this rank receives, as in `Routed`."""
 
-    slots: Tensor
-    ranks: list[Tensor]
-
-
-@dataclass(frozen=True)
-class _Marks:
-    """Marks of all merges, concatenated, on the device: the host does not wait for them."""
-
-    mark: Tensor  # per bag of each merge: True if it is present in any of the parts
-    edges: Tensor  # start of each merge in `mark`, and the end
-    ranks_P: Tensor  # per present bag of all parts, its position in the union of its merge
-    sizes_M: Tensor  # U of each merge
+    sizes: list[int]  # words from each home
+    ids: list[int]
+    present: list[int]
+    unions: list[int]
+    members: list[int]
 
 
 _ONES = -1

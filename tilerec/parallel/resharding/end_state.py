@@ -9,7 +9,8 @@ from torch import nn
 
 from tilerec.parallel.plan_of import store_plan, stored_plans
 from tilerec.parallel.resharding.table_move import TableMove
-from tilerec.sharding.embedding import Exchange, ShardedCollection
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.exchange import Exchange
 from tilerec.sharding.layout import TableLayout
 from tilerec.sharding.retile import new_peers, tiles_or_empty
 from tilerec.sharding.table import ShardedTable

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.modules.collection import readers
 from tilerec.modules.initial_values import fill_initial
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
@@ -143,10 +142,7 @@ class ResizedTable:
         self._steppers.refresh()
         for state, parts in self._row_states:
             state.take(parts)
-        collection._configs = tuple(config if c.name == config.name else c for c in collection._configs)
-        collection._readers = readers(collection._configs)
-        collection._sizes = collection._slot_sizes()
-        collection._routes.clear()
+        collection._replace_config(config)
         collection.exchange = self._exchange
         collection.exchange.enter()
         collection._renew_sinks()

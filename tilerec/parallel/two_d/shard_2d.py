@@ -31,7 +31,7 @@ from tilerec.parallel.two_d.group_plan import plan_parts
 from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.planner.sharder import checked_sharders
-from tilerec.sharding.embedding import has_pending_init
+from tilerec.sharding.tile_memory import has_pending_init
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 

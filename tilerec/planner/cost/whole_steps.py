@@ -30,7 +30,7 @@ from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import Reads, TableWork, Workload
-from tilerec.sharding.embedding import shard_collection
+from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.strategies import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, OptimizerSpec, RowWiseAdagrad

@@ -1,0 +1,94 @@
+"""Memory of a rank's tiles of a collection, allocated before the tables are converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.initial_values import fill_initial
+from tilerec.modules.table import Table
+from tilerec.sharding.table import ShardedTable
+from tilerec.spec.tile import Tiling, rectangles
+from tilerec.storage.flat_storage import flat_memory
+
+OWN_STORAGE_FROM_BYTES = 1 << 20
+"""Minimum bytes of a rank's tiles of one table for a storage of their own."""
+
+SHARED_STORAGE_BYTES = 4 << 20
+"""Approximate bytes of a storage that smaller tables share."""
+
+
+def has_pending_init(table: Table) -> bool:
+    """Return True if a user's `init_fn` has yet to fill the table's values."""
+    return table.weight.is_meta and table.config.init_fn is not None
+
+
+@torch.no_grad()
+def initialized_memory(
+    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int],
+    hosted: Set[str] = frozenset(),
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Return the memory of a rank's tiles by table, for `shard_collection`, filled where the user gave an `init_fn`.
+
+    Args:
+        seen: `id` of the rows of tables that an earlier collection shares: these get their memory there.
+        hosted: tables in host memory.
+    """
+    memory = tile_memory(module, tilings, rank, device, seen, hosted)
+    for name, table in module._tables.items():
+        if has_pending_init(table) and name in memory:
+            held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
+            for tile, own in zip(held, memory[name], strict=False):
+                if own.numel():
+                    fill_initial(own, table.config, table.rows.place.key, tile.r0, tile.c0)
+    return memory
+
+
+def tile_memory(
+    module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
+    seen: Set[int] = frozenset(), hosted: Set[str] = frozenset(),
+) -> dict[str, list[Tensor]]:  # fmt: skip
+    """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
+
+    A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
+    each of which is freed when all its tables have moved.
+    """
+    shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for name, table in module._tables.items():
+        if (
+            isinstance(table, ShardedTable) or id(table.rows) in seen
+        ):  # another collection that shares the table provides the memory
+            continue
+        weight, tiling = table.weight, tilings[name]
+        where = weight.device if not weight.is_meta else torch.device(device or "cpu")
+        if name in hosted:
+            where = torch.device("cpu")
+        held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
+        own = held or [(0, tiling.dim)]
+        size = sum(rows * width for rows, width in own) * weight.element_size()
+        apart = size >= OWN_STORAGE_FROM_BYTES
+        filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
+        shared = f"\0{filled[weight.dtype, where] // SHARED_STORAGE_BYTES}"  # a name that no table has
+        key = (weight.dtype, where, name if apart else shared)
+        shapes.setdefault(key, []).extend((name, shape) for shape in own)
+    places: dict[str, list[Tensor]] = {}
+    for (dtype, where, _), group in shapes.items():
+        try:
+            memory = flat_memory([shape for _, shape in group], dtype, where)
+        except RuntimeError as error:
+            here = sorted({name for name, _ in group} & set(hosted))
+            if not here:
+                raise
+            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
+            raise ConfigError(
+                f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
+                "the plan places there behind caches; place them on more hosts, or on fewer ranks of each."
+            ) from error
+        for (name, _), own_memory in zip(group, memory, strict=True):
+            places.setdefault(name, []).append(own_memory)
+    return places
