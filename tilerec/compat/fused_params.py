@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, unique
 from typing import Any
 
@@ -54,26 +54,31 @@ _DEFAULTS = {
 }
 """Keys that hold numbers, with FBGEMM's defaults."""
 
-_KEYS_USED: dict[EmbOptimType, tuple[str, ...]] = {
-    EmbOptimType.SGD: ("learning_rate",),
-    EmbOptimType.EXACT_SGD: ("learning_rate",),
-    EmbOptimType.EXACT_ADAGRAD: ("learning_rate", "eps", "weight_decay", "initial_accumulator_value"),
-    EmbOptimType.ROWWISE_ADAGRAD: (
-        "learning_rate",
-        "eps",
-        "weight_decay",
-        "weight_decay_mode",
-        "max_norm",
-        "initial_accumulator_value",
-    ),
-    EmbOptimType.ADAM: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
-    EmbOptimType.LAMB: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: ("learning_rate", "eps", "weight_decay", "beta1", "beta2"),
-    EmbOptimType.LARS_SGD: ("learning_rate", "weight_decay", "momentum", "eta"),
-    EmbOptimType.NONE: (),
+_DECAY = {"learning_rate": "lr", "eps": "eps", "weight_decay": "weight_decay"}
+_START = {"initial_accumulator_value": "initial_accumulator_value"}
+_ROWWISE = {**_DECAY, **_START, "weight_decay_mode": "weight_decay_mode", "max_norm": "max_norm"}
+_ADAM = {**_DECAY, "beta1": "betas", "beta2": "betas"}
+_LARS = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "momentum": "momentum",
+    "eta": "trust_coefficient",
 }
-_KEYS_USED[EmbOptimType.EXACT_ROWWISE_ADAGRAD] = _KEYS_USED[EmbOptimType.ROWWISE_ADAGRAD]
+
+_SPECS: dict[EmbOptimType, tuple[type[OptimizerSpec] | None, dict[str, str]]] = {
+    EmbOptimType.SGD: (SGD, {"learning_rate": "lr"}),
+    EmbOptimType.EXACT_SGD: (SGD, {"learning_rate": "lr"}),
+    EmbOptimType.EXACT_ADAGRAD: (Adagrad, {**_DECAY, **_START}),
+    EmbOptimType.ROWWISE_ADAGRAD: (RowWiseAdagrad, _ROWWISE),
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: (RowWiseAdagrad, _ROWWISE),
+    EmbOptimType.ADAM: (Adam, _ADAM),
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _ADAM),
+    EmbOptimType.LAMB: (LAMB, _ADAM),
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _ADAM),
+    EmbOptimType.LARS_SGD: (LarsSGD, _LARS),
+    EmbOptimType.NONE: (None, {}),
+}
+"""Optimizer of each name, and its arguments by FBGEMM's key."""
 
 _WITHOUT_EFFECT = {
     "bounds_check_mode": "ids are checked by the collection (on_bad_id=)",
@@ -143,11 +148,20 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> Optim
         EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']"
     )
     rounding = given.pop("stochastic_rounding", True)
-    for key in sorted(set(given) - set(_KEYS_USED[kind])):
+    spec, argument_of = _SPECS[kind]
+    for key in sorted(set(given) - set(argument_of)):
         warnings.warn(f"{who}: fused_params['{key}'] has no effect with {kind.name}.", stacklevel=4)
-    mode = _decay_mode(given.get("weight_decay_mode"), who)
-    make = _MAKERS[kind]
-    return make({**_DEFAULTS, **given, "weight_decay_mode": mode}, {"stochastic_rounding": bool(rounding)})
+    n = {**_DEFAULTS, **given, "weight_decay_mode": _decay_mode(given.get("weight_decay_mode"), who)}
+    if spec is None:
+        return None
+    if spec is RowWiseAdagrad and n["weight_decay_mode"] == "none":  # FBGEMM ignores the decay in this mode
+        n.update(weight_decay=0.0, weight_decay_mode="l2")
+    if spec is Adam and n["weight_decay"]:
+        spec = AdamW
+    arguments = {argument: n[key] for key, argument in argument_of.items()}
+    if "betas" in arguments:
+        arguments["betas"] = n["beta1"], n["beta2"]
+    return spec(**arguments, stochastic_rounding=bool(rounding))
 
 
 def _decay_mode(mode: Any, who: str) -> str:
@@ -163,67 +177,3 @@ def _decay_mode(mode: Any, who: str) -> str:
             f"{who}: fused_params['weight_decay_mode']: got {mode!r}; expected 'l2' or 'decoupled'."
         )
     return modes[word]
-
-
-def _adam_like(
-    cls: Callable[..., OptimizerSpec],
-) -> Callable[[dict[str, Any], dict[str, Any]], OptimizerSpec]:
-    return lambda n, more: cls(
-        n["learning_rate"],
-        betas=(n["beta1"], n["beta2"]),
-        eps=n["eps"],
-        weight_decay=n["weight_decay"],
-        **more,
-    )
-
-
-def _sgd(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
-    return SGD(n["learning_rate"], **more)
-
-
-def _adagrad(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
-    return Adagrad(
-        n["learning_rate"],
-        eps=n["eps"],
-        weight_decay=n["weight_decay"],
-        initial_accumulator_value=n["initial_accumulator_value"],
-        **more,
-    )
-
-
-def _rowwise_adagrad(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
-    decays = n["weight_decay_mode"] != "none"  # FBGEMM ignores the decay in this mode
-    return RowWiseAdagrad(
-        n["learning_rate"],
-        eps=n["eps"],
-        weight_decay=n["weight_decay"] if decays else 0.0,
-        weight_decay_mode=n["weight_decay_mode"] if decays else "l2",
-        max_norm=n["max_norm"],
-        initial_accumulator_value=n["initial_accumulator_value"],
-        **more,
-    )
-
-
-def _lars(n: dict[str, Any], more: dict[str, Any]) -> OptimizerSpec:
-    return LarsSGD(
-        n["learning_rate"],
-        weight_decay=n["weight_decay"],
-        momentum=n["momentum"],
-        trust_coefficient=n["eta"],
-        **more,
-    )
-
-
-_MAKERS: dict[EmbOptimType, Callable[[dict[str, Any], dict[str, Any]], OptimizerSpec | None]] = {
-    EmbOptimType.SGD: _sgd,
-    EmbOptimType.EXACT_SGD: _sgd,
-    EmbOptimType.EXACT_ADAGRAD: _adagrad,
-    EmbOptimType.ROWWISE_ADAGRAD: _rowwise_adagrad,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
-    EmbOptimType.ADAM: lambda n, more: _adam_like(AdamW if n["weight_decay"] else Adam)(n, more),
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: _adam_like(PartialRowWiseAdam),
-    EmbOptimType.LAMB: _adam_like(LAMB),
-    EmbOptimType.PARTIAL_ROWWISE_LAMB: _adam_like(PartialRowWiseLAMB),
-    EmbOptimType.LARS_SGD: _lars,
-    EmbOptimType.NONE: lambda n, more: None,
-}

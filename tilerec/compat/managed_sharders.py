@@ -8,7 +8,7 @@ only on their bucket, and row numbers are sent as integers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, cast, final
 
 from torch import nn
 
@@ -26,6 +26,7 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddings,
 )
+from tilerec.modules.table import Table
 from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
@@ -43,29 +44,16 @@ class ManagedCollisionCollectionSharder(ModuleSharder[ManagedCollisionCollection
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+    _kinds = ManagedCollisionCollection, ShardedManagedCollisionCollection
 
     def __init__(self, qcomm_codecs_registry: Registry | None = None) -> None:
-        name, reason = (
-            "qcomm_codecs_registry",
-            "ids and row numbers are integers, which are sent unchanged",
-        )
+        name, reason = "qcomm_codecs_registry", "ids and row numbers are integers, which are sent unchanged"
         warn_ignored_settings(type(self).__name__, {name: qcomm_codecs_registry}, {name: reason}, 2)
         super().__init__()
         self._registry = qcomm_codecs_registry
 
-    @property
-    def module_type(self) -> type[ManagedCollisionCollection]:
-        return ManagedCollisionCollection
-
-    @property
-    def sharded_module_type(self) -> type[nn.Module]:
-        return ShardedManagedCollisionCollection
-
-    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return no parameters: ids are buffers, placed with the rows of their table."""
-        if not isinstance(module, ManagedCollisionCollection):
-            raise _wrong_kind(self, module)
-        return {}
+    def _tables_of(self, module: nn.Module) -> dict[str, Table]:
+        return {}  # ids are buffers, placed with the rows of their table
 
 
 @final
@@ -82,29 +70,20 @@ class ManagedCollisionEmbeddingBagCollectionSharder(ModuleSharder[ManagedCollisi
     """
 
     _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+    _kinds = ManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingBagCollection
 
     def __init__(
-        self,
-        ebc_sharder: EmbeddingBagCollectionSharder | None = None,
-        mc_sharder: ManagedCollisionCollectionSharder | None = None,
-        fused_params: Mapping[str, Any] | None = None,
+        self, ebc_sharder: EmbeddingBagCollectionSharder | None = None,
+        mc_sharder: ManagedCollisionCollectionSharder | None = None, fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Registry | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         who, kind = type(self).__name__, EmbeddingBagCollectionSharder
         _check(who, "ebc_sharder", ebc_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
         tables_sharder = ebc_sharder or kind(fused_params, qcomm_codecs_registry)
         super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingBagCollection]:
-        return ManagedCollisionEmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[nn.Module]:
-        return ShardedManagedCollisionEmbeddingBagCollection
-
-    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return _parameters(self, module)
+    def _tables_of(self, module: nn.Module) -> dict[str, Table]:
+        return cast(ManagedCollisionEmbeddings, module).embedding_module._tables
 
 
 @final
@@ -117,29 +96,20 @@ class ManagedCollisionEmbeddingCollectionSharder(ModuleSharder[ManagedCollisionE
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+    _kinds = ManagedCollisionEmbeddingCollection, ShardedManagedCollisionEmbeddingCollection
 
     def __init__(
-        self,
-        ec_sharder: EmbeddingCollectionSharder | None = None,
-        mc_sharder: ManagedCollisionCollectionSharder | None = None,
-        fused_params: Mapping[str, Any] | None = None,
+        self, ec_sharder: EmbeddingCollectionSharder | None = None,
+        mc_sharder: ManagedCollisionCollectionSharder | None = None, fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Registry | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         who, kind = type(self).__name__, EmbeddingCollectionSharder
         _check(who, "ec_sharder", ec_sharder, kind, mc_sharder, fused_params, qcomm_codecs_registry)
         tables_sharder = ec_sharder or kind(fused_params, qcomm_codecs_registry)
         super().__init__(tables_sharder.fused_params, tables_sharder.qcomm_codecs_registry)
 
-    @property
-    def module_type(self) -> type[ManagedCollisionEmbeddingCollection]:
-        return ManagedCollisionEmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[nn.Module]:
-        return ShardedManagedCollisionEmbeddingCollection
-
-    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        return _parameters(self, module)
+    def _tables_of(self, module: nn.Module) -> dict[str, Table]:
+        return cast(ManagedCollisionEmbeddings, module).embedding_module._tables
 
 
 def _check(
@@ -156,15 +126,3 @@ def _check(
         raise ConfigError(
             f"{who}: got fused_params or qcomm_codecs_registry beside {name}; give them to the {kind.__name__} only."
         )
-
-
-def _parameters(sharder: ModuleSharder, module: nn.Module) -> dict[str, nn.Parameter]:
-    if not isinstance(module, ManagedCollisionEmbeddings) or not isinstance(module, sharder.module_type):
-        raise _wrong_kind(sharder, module)
-    return {name: table.weight for name, table in module.embedding_module._tables.items()}
-
-
-def _wrong_kind(sharder: ModuleSharder, module: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"{type(sharder).__name__}: got a {type(module).__name__}; expected a {sharder.module_type.__name__}."
-    )

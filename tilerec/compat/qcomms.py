@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass, field
 from enum import Enum, EnumMeta, unique
 from typing import Any
 
@@ -90,30 +90,18 @@ class QCommsConfig:
 
     forward_precision: CommType | str = CommType.FP32
     backward_precision: CommType | str = CommType.FP32
-    forward_loss_scale: InitVar[float | None] = None
-    backward_loss_scale: InitVar[float | None] = None
-    fp8_quantize_dim: InitVar[int | None] = None
-    fp8_quantize_dim_bwd: InitVar[int | None] = None
-    fp8_bwd_uses_143: InitVar[bool | None] = False
-    fp8_output_dtype: InitVar[Any] = None
-    mx4_quantize_dim: InitVar[int | None] = None
-    mx4_quantize_dim_bwd: InitVar[int | None] = None
-    mx4_rounding_mode: InitVar[Any] = None
-    output_dtype: InitVar[Any] = None
+    forward_loss_scale: float | None = field(default=None, repr=False, compare=False)
+    backward_loss_scale: float | None = field(default=None, repr=False, compare=False)
+    fp8_quantize_dim: int | None = field(default=None, repr=False, compare=False)
+    fp8_quantize_dim_bwd: int | None = field(default=None, repr=False, compare=False)
+    fp8_bwd_uses_143: bool | None = field(default=False, repr=False, compare=False)
+    fp8_output_dtype: Any = field(default=None, repr=False, compare=False)
+    mx4_quantize_dim: int | None = field(default=None, repr=False, compare=False)
+    mx4_quantize_dim_bwd: int | None = field(default=None, repr=False, compare=False)
+    mx4_rounding_mode: Any = field(default=None, repr=False, compare=False)
+    output_dtype: Any = field(default=None, repr=False, compare=False)
 
-    def __post_init__(
-        self,
-        forward_loss_scale: float | None,
-        backward_loss_scale: float | None,
-        fp8_quantize_dim: int | None,
-        fp8_quantize_dim_bwd: int | None,
-        fp8_bwd_uses_143: bool | None,
-        fp8_output_dtype: Any,
-        mx4_quantize_dim: int | None,
-        mx4_quantize_dim_bwd: int | None,
-        mx4_rounding_mode: Any,
-        output_dtype: Any,
-    ) -> None:
+    def __post_init__(self) -> None:
         for name in ("forward_precision", "backward_precision"):
             given = getattr(self, name)
             if isinstance(given, str) and given in CODECS and given not in [kind.value for kind in CommType]:
@@ -123,18 +111,9 @@ class QCommsConfig:
             except ConfigError:
                 raise ConfigError(f"QCommsConfig: {name}: got {given!r}; {_SUPPORTED}.") from None
             object.__setattr__(self, name, format)
-        settings = {
-            "forward_loss_scale": None if forward_loss_scale == 1 else forward_loss_scale,
-            "backward_loss_scale": None if backward_loss_scale == 1 else backward_loss_scale,
-            "fp8_quantize_dim": fp8_quantize_dim,
-            "fp8_quantize_dim_bwd": fp8_quantize_dim_bwd,
-            "fp8_bwd_uses_143": fp8_bwd_uses_143,
-            "fp8_output_dtype": fp8_output_dtype,
-            "mx4_quantize_dim": mx4_quantize_dim,
-            "mx4_quantize_dim_bwd": mx4_quantize_dim_bwd,
-            "mx4_rounding_mode": mx4_rounding_mode,
-            "output_dtype": output_dtype,
-        }
+        settings = {name: getattr(self, name) for name in _WITHOUT_EFFECT}
+        for name in ("forward_loss_scale", "backward_loss_scale"):
+            settings[name] = None if settings[name] == 1 else settings[name]
         warn_ignored_settings("QCommsConfig", settings, _WITHOUT_EFFECT, 3)
 
     def wire(self) -> Wire:

@@ -5,9 +5,8 @@ The plan alone places tables, so every kind of collection is sharded with or wit
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, final
+from typing import Any, Generic, cast, final
 
 from torch import nn
 from typing_extensions import TypeVar
@@ -18,6 +17,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.modules.table import Table
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.ignored_settings import warn_ignored_settings
@@ -30,7 +30,7 @@ Registry = Wire | Mapping[str, Any]
 M = TypeVar("M", bound=nn.Module, covariant=True, default=nn.Module)
 
 
-class ModuleSharder(ABC, Generic[M]):
+class ModuleSharder(Generic[M]):
     """Base of the sharders; `M` is the kind of collection.
 
     Args:
@@ -43,6 +43,7 @@ class ModuleSharder(ABC, Generic[M]):
     """
 
     _op: CommOp
+    _kinds: tuple[type[nn.Module], type[nn.Module]]  # before and after `shard`
 
     def __init__(
         self,
@@ -56,14 +57,14 @@ class ModuleSharder(ABC, Generic[M]):
         self._registry = qcomm_codecs_registry
 
     @property
-    @abstractmethod
     def module_type(self) -> type[M]:
         """The kind of collection to which the sharder applies."""
+        return cast("type[M]", self._kinds[0])
 
     @property
-    @abstractmethod
     def sharded_module_type(self) -> type[nn.Module]:
         """The class of such a collection after `shard`."""
+        return self._kinds[1]
 
     @property
     def fused_params(self) -> dict[str, Any]:
@@ -92,11 +93,14 @@ class ModuleSharder(ABC, Generic[M]):
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the weights of a collection's tables, by name."""
-        if not isinstance(module, self.module_type) or not isinstance(module, TableCollection):
+        if not isinstance(module, self.module_type):
             raise ConfigError(
                 f"{type(self).__name__}: got a {type(module).__name__}; expected a {self.module_type.__name__}."
             )
-        return {name: table.weight for name, table in module._tables.items()}
+        return {name: table.weight for name, table in self._tables_of(module).items()}
+
+    def _tables_of(self, module: nn.Module) -> dict[str, Table]:
+        return cast(TableCollection, module)._tables
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return all sharding types; every device supports them."""
@@ -118,6 +122,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
     """
 
     _op = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL
+    _kinds = EmbeddingBagCollection, ShardedEmbeddingBagCollection
 
     def __init__(
         self,
@@ -130,14 +135,6 @@ class EmbeddingBagCollectionSharder(ModuleSharder[EmbeddingBagCollection]):
         reason = "tables and outputs keep the collection's order under every plan"
         warn_ignored_settings(type(self).__name__, {name: sharded_module_order_overwrite}, {name: reason}, 2)
 
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        return EmbeddingBagCollection
-
-    @property
-    def sharded_module_type(self) -> type[TableCollection]:
-        return ShardedEmbeddingBagCollection
-
 
 @final
 class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
@@ -149,6 +146,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
+    _kinds = EmbeddingCollection, ShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -160,14 +158,6 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         reason = "ids that a batch repeats are sent each time; results are the same"
         name = "use_index_dedup"
         warn_ignored_settings(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        return EmbeddingCollection
-
-    @property
-    def sharded_module_type(self) -> type[TableCollection]:
-        return ShardedEmbeddingCollection
 
 
 def get_default_sharders() -> list[ModuleSharder]:
