@@ -46,9 +46,9 @@ from tilerec.comms.process import ProcessGroupComms  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.plan_of import plan_of  # noqa: E402
-from tilerec.parallel.resharding.move_price import move_loads  # noqa: E402
 from tilerec.parallel.resharding.move_schedule import schedule, seconds_of  # noqa: E402
 from tilerec.parallel.resharding.rebalance import rebalance  # noqa: E402
+from tilerec.parallel.resharding.rebalance_proposal import move_loads  # noqa: E402
 from tilerec.parallel.resharding.reshard import reshard  # noqa: E402
 from tilerec.parallel.resharding.running_plan import complete_plan  # noqa: E402
 from tilerec.parallel.shard import shard  # noqa: E402

@@ -383,17 +383,17 @@ def _host_memory_that_the_backend_does_not_send() -> None:
         mine, theirs = [me + 1.0] * 2, [peer + 1.0] * 2
         both, sent = torch.zeros(4, dtype=dtype), torch.tensor([*mine, *mine], dtype=dtype)
         handle: Any = group.all_to_all("rows", both, sent, [2, 2], [2, 2])
-        assert handle._back is not None
+        assert handle.back is not None
         assert both.tolist() == [0.0] * 4
         assert handle.wait().tolist() == both.tolist() == [1.0, 1.0, 2.0, 2.0]
         heard = torch.zeros(2, dtype=dtype)
         letters: Any = group.exchange("rows", {peer: heard}, {peer: torch.tensor(mine, dtype=dtype)})
-        assert [tensor is heard for tensor, _ in letters._staged] == [True]
+        assert [tensor is heard for tensor, _ in letters.staged] == [True]
         letters.wait()
         assert heard.tolist() == theirs
     total = torch.tensor([me + 1.0])
     reduced: Any = group.all_reduce_("sums", total)
-    assert reduced._back is not None
+    assert reduced.back is not None
     assert reduced.wait().item() == total.item() == 3.0
 
 

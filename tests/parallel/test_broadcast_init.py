@@ -11,9 +11,9 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
-from tilerec.parallel import broadcast_init as values
-from tilerec.parallel import tensor_digest
-from tilerec.parallel.broadcast_init import broadcast_from_rank_0, broadcast_tensor
+from tilerec.parallel.broadcast_init import broadcast_from_rank_0
+from tilerec.sharding import broadcast
+from tilerec.sharding.broadcast import broadcast_tensor
 from tilerec.spec.optimizer import Adagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing.virtual import run_virtual_ranks
@@ -34,7 +34,7 @@ def tables() -> EmbeddingBagCollection:
 def test_any_difference_is_seen_and_only_its_tensors_travel(
     what: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_digest, "BLOCK_ROWS", block)
+    monkeypatch.setattr(broadcast, "BLOCK_ROWS", block)
     base = tables()
 
     def run(group: Group) -> tuple[list[Tensor], int]:
@@ -64,7 +64,7 @@ def test_any_difference_is_seen_and_only_its_tensors_travel(
 
 @pytest.mark.parametrize("chunk", [1, 16, 1 << 24])
 def test_values_travel_in_chunks_and_into_any_strides(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "CHUNK", chunk)
+    monkeypatch.setattr(broadcast, "CHUNK", chunk)
 
     def run(group: Group) -> None:
         for shape in ((), (0, 3), (4, 3)):

@@ -79,13 +79,8 @@ class Group(ABC):
 
     @final
     def all_to_all(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> Handle:
+        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:  # fmt: skip
         """Send part p of `input` to every rank p; receive part p of `output` from every rank p.
 
         Args:
@@ -208,7 +203,7 @@ class Group(ABC):
         ones = [1] * self.size
         self._all_to_all("barrier", torch.zeros_like(here_W), here_W, ones, ones).wait().cpu()
 
-    @final
+    @abstractmethod
     def begin(self, operation: str) -> None:
         """Return when all ranks have begun this operation, which is not part of the training step.
 
@@ -218,7 +213,6 @@ class Group(ABC):
         Raises:
             CommsError: on all ranks, if a rank has begun another operation or waits for this rank in another call.
         """
-        self._begin(operation)
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
@@ -229,17 +223,9 @@ class Group(ABC):
         """Close a channel that `split` or `partition` opened; a second call does nothing. Never waits."""
 
     @abstractmethod
-    def _begin(self, operation: str) -> None: ...
-
-    @abstractmethod
     def _all_to_all(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> Handle: ...
+        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle: ...  # fmt: skip
 
     @abstractmethod
     def _exchange(

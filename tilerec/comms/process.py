@@ -21,6 +21,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
 
@@ -38,18 +39,9 @@ from tilerec.torch_private import timeout_of
 # Interval at which a waiting call checks whether a peer has aborted.
 _POLL_INTERVAL = timedelta(seconds=0.25)
 # Dtypes that both gloo and NCCL support; others are sent as bytes.
-_NATIVE = frozenset(
-    (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    )
-)
+_NATIVE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8
+}  # fmt: skip
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 # One `DeadlockDetector` per process group, shared by all groups over it and the channels opened from them.
@@ -163,8 +155,8 @@ class ProcessGroupComms(Group):
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def _begin(self, operation: str) -> None:
-        """Wait for all ranks through the store: messages could pair with those of ranks in another call."""
+    def begin(self, operation: str) -> None:
+        # Waits through the store: messages could pair with those of ranks in another call.
         self._raise_if_failed(operation)
         if self.size == 1:
             return
@@ -207,13 +199,8 @@ class ProcessGroupComms(Group):
             raise self._error(title, error) from error
 
     def _all_to_all(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> _CollectiveHandle:
+        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> _CollectiveHandle:  # fmt: skip
         title = f"all_to_all '{name}'"
         self._raise_if_failed(title)
         if self.size == 1:
@@ -350,66 +337,56 @@ class ProcessGroupComms(Group):
 
 
 @final
+@dataclass
 class _CollectiveHandle:
-    """The handle of a collective."""
+    """The handle of a collective.
 
-    def __init__(
-        self,
-        group: ProcessGroupComms,
-        title: str,
-        works: Sequence[dist.Work],
-        output: Tensor,
-        alive: tuple[Tensor, ...],
-        call: Call | None,
-        back: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        self._group = group
-        self._title = title
-        self._works = works
-        self._output = output
-        # Buffers that the call reads until it ends.
-        self._alive = alive
-        self._call = call
-        # The output, and its staging buffer on another device.
-        self._back = back
+    Args:
+        alive: buffers that the call reads until it ends.
+        back: the output, and its staging buffer on another device.
+    """
+
+    group: ProcessGroupComms
+    title: str
+    works: Sequence[dist.Work]
+    output: Tensor
+    alive: tuple[Tensor, ...]
+    call: Call | None
+    back: tuple[Tensor, Tensor] | None = None
 
     def wait(self) -> Tensor:
-        device = self._output.device if self._back is None else self._back[1].device
-        for work in self._works:
-            self._group._finish(self._title, work, device, self._call)
-        if self._back is not None:
-            self._back[0].detach().copy_(self._back[1])
-        self._works, self._alive, self._back = (), (), None
-        return self._output
+        device = self.output.device if self.back is None else self.back[1].device
+        for work in self.works:
+            self.group._finish(self.title, work, device, self.call)
+        if self.back is not None:
+            self.back[0].detach().copy_(self.back[1])
+        self.works, self.alive, self.back = (), (), None
+        return self.output
 
 
 @final
+@dataclass
 class _ExchangeHandle:
-    """The handle of an exchange."""
+    """The handle of an exchange.
 
-    def __init__(
-        self,
-        group: ProcessGroupComms,
-        title: str,
-        works: Sequence[dist.Work],
-        staged: list[tuple[Tensor, Tensor]],
-        alive: list[Tensor],
-    ) -> None:
-        self._group = group
-        self._title = title
-        self._works = works
-        # Pairs of destination tensor and staging buffer.
-        self._staged = staged
-        # Buffers that the call reads or writes until it ends.
-        self._alive = alive
+    Args:
+        staged: pairs of destination tensor and staging buffer.
+        alive: buffers that the call reads or writes until it ends.
+    """
+
+    group: ProcessGroupComms
+    title: str
+    works: Sequence[dist.Work]
+    staged: list[tuple[Tensor, Tensor]]
+    alive: list[Tensor]
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             # No polling here: gloo closes a connection if the wait for its message is interrupted.
-            self._group._finish(self._title, work, self._alive[0].device, None)
-        for tensor, wire in self._staged:
+            self.group._finish(self.title, work, self.alive[0].device, None)
+        for tensor, wire in self.staged:
             _bytes(tensor).copy_(wire)
-        self._works, self._staged, self._alive = (), [], []
+        self.works, self.staged, self.alive = (), [], []
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -165,13 +166,8 @@ class ThreadGroup(Group):
         """Do nothing: a channel of threads holds no resources."""
 
     def _all_to_all(
-        self,
-        name: str,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-    ) -> _CallHandle:
+        self, name: str, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> _CallHandle:  # fmt: skip
         share = (output, input, tuple(output_splits), tuple(input_splits))
         return self._call("all_to_all", name, share, _move_parts, output)
 
@@ -192,7 +188,9 @@ class ThreadGroup(Group):
             for peer, tensor in receives.items():
                 messages.append(channel.post(world, name, peer, self.rank, "wants", tensor))
             world._raise_if_failed(where)
-        return _ExchangeHandle(world, f"exchange '{name}'", where, messages, channel.ranks, self.rank)
+        return _ExchangeHandle(
+            world, f"exchange '{name}'", where, messages, channel.ranks, channel.ranks[self.rank]
+        )
 
     def _call(
         self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None
@@ -227,20 +225,17 @@ class ThreadGroup(Group):
                     world._raise_if_failed(where)
                 call.done = True
                 world._changed.notify_all()
-        return _CallHandle(world, title, where, call, channel.ranks, self.rank, output)
+        return _CallHandle(world, title, where, call, channel.ranks, channel.ranks[self.rank], output)
 
-    def _begin(self, operation: str) -> None:
+    def begin(self, operation: str) -> None:
         self._call("operation", operation, None, _finish_begin, None).result()
 
     def _describe(self, title: str) -> str:
         return f"{title} on rank {self._channel.ranks[self.rank]}"
 
 
-class _Absent:
-    """Placeholder for the share of a rank that has not arrived yet."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()
+"""Placeholder for the share of a rank that has not arrived yet."""
 
 
 class _Call:
@@ -258,14 +253,14 @@ class _Call:
         self.result: object = None
 
 
+@dataclass
 class _Post:
     """One message whose sender, receiver or both have arrived."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.ready: torch.cuda.Event | None = None
-        self.moved: torch.cuda.Event | None = None
-        self.done = False
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ready: torch.cuda.Event | None = None
+    moved: torch.cuda.Event | None = None
+    done: bool = False
 
 
 class _Channel:
@@ -313,64 +308,57 @@ Finish = Callable[[_Channel, list[object]], tuple[str, object]]
 
 
 @final
+@dataclass
 class _CallHandle:
-    """The handle of a call."""
+    """The handle of a call. `ranks`: of the channel; `rank`: this one."""
 
-    def __init__(
-        self, world: ThreadWorld, title: str, where: str, call: _Call, ranks: tuple[int, ...], place: int,
-        output: Tensor | None,
-    ) -> None:  # fmt: skip
-        self._world = world
-        self._title, self._where = title, where
-        self._rank = ranks[place]
-        self._call = call
-        self._ranks = ranks
-        self._output = output
+    world: ThreadWorld
+    title: str
+    where: str
+    call: _Call
+    ranks: tuple[int, ...]
+    rank: int
+    output: Tensor | None
 
     def result(self) -> object:
-        call = self._call
+        call = self.call
         if not call.done:
-            self._world._wait(self._rank, self._title, self._where, lambda: call.done, self._missing)
+            self.world._wait(self.rank, self.title, self.where, lambda: call.done, self._missing)
         return call.result
 
     def wait(self) -> Tensor:
         self.result()
-        _wait_for_event(self._call.moved)
-        assert self._output is not None, "only calls with an output tensor are handed out"
-        return self._output
+        _wait_for_event(self.call.moved)
+        assert self.output is not None, "only calls with an output tensor are handed out"
+        return self.output
 
     def _missing(self) -> list[int]:
-        return [rank for rank, share in zip(self._ranks, self._call.shares, strict=True) if share is _ABSENT]
+        return [rank for rank, share in zip(self.ranks, self.call.shares, strict=True) if share is _ABSENT]
 
 
 @final
+@dataclass
 class _ExchangeHandle:
-    """The pending messages of one exchange."""
+    """The pending messages of one exchange. `ranks`: of the channel; `rank`: this one."""
 
-    def __init__(
-        self, world: ThreadWorld, title: str, where: str, messages: list[tuple[int, _Post]], ranks: tuple[int, ...],
-        place: int,
-    ) -> None:  # fmt: skip
-        self._world = world
-        self._title, self._where = title, where
-        self._rank = ranks[place]
-        self._messages = messages
-        self._ranks = ranks
+    world: ThreadWorld
+    title: str
+    where: str
+    messages: list[tuple[int, _Post]]
+    ranks: tuple[int, ...]
+    rank: int
+
+    def _done(self) -> bool:
+        return all(post.done for _, post in self.messages)
 
     def wait(self) -> None:
-        if not all(post.done for _, post in self._messages):
-            self._world._wait(
-                self._rank,
-                self._title,
-                self._where,
-                lambda: all(post.done for _, post in self._messages),
-                self._missing,
-            )
-        for _, post in self._messages:
+        if not self._done():
+            self.world._wait(self.rank, self.title, self.where, self._done, self._missing)
+        for _, post in self.messages:
             _wait_for_event(post.moved)
 
     def _missing(self) -> list[int]:
-        return sorted({self._ranks[peer] for peer, post in self._messages if not post.done})
+        return sorted({self.ranks[peer] for peer, post in self.messages if not post.done})
 
 
 def _recorded(tensor: Tensor | None) -> torch.cuda.Event | None:

@@ -18,6 +18,8 @@ Legend of the shapes in names: B samples, I features, R low rank, E experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,22 +27,39 @@ from torch import nn
 from tilerec.modules.utils import TensorFunction, check_last_dim, check_size
 
 
-def _xavier_normal(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a stack of matrices (last two dimensions) with standard deviation sqrt(2 / (rows + columns)).
+class _CrossLayers(nn.Module):
+    """Parameters and checks of the cross networks, which have one parameter of each kind per layer."""
 
-    For a stack of experts, torch's own initialiser would count the number of experts in the fan and shrink every
-    matrix.
-    """
-    parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    nn.init.normal_(parameter, std=(2.0 / (shape[-2] + shape[-1])) ** 0.5)
-    return parameter
+    def __init__(
+        self, in_features: int, num_layers: int, device: torch.device | None, dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        self._in_features = check_size(f"{kind}: in_features", in_features)
+        self._num_layers = check_size(f"{kind}: num_layers", num_layers, least=0)
+        self._placed: dict[str, Any] = {"device": device, "dtype": dtype}
+
+    def _matrices(self, *shape: int) -> nn.ParameterList:
+        """Return a stack of matrices (last two dimensions) per layer: deviation sqrt(2 / (rows + columns)).
+
+        For a stack of experts, torch's own initialiser would count the number of experts in the fan and shrink every
+        matrix.
+        """
+        made = [nn.Parameter(torch.empty(shape, **self._placed)) for _ in range(self._num_layers)]
+        for parameter in made:
+            nn.init.normal_(parameter, std=(2.0 / (shape[-2] + shape[-1])) ** 0.5)
+        return nn.ParameterList(made)
+
+    def _zeros(self, *shape: int) -> nn.ParameterList:
+        return nn.ParameterList(
+            nn.Parameter(torch.zeros(shape, **self._placed)) for _ in range(self._num_layers)
+        )
+
+    def _check(self, input: torch.Tensor) -> None:
+        check_last_dim(type(self).__name__, input, self._in_features, dims=2)
 
 
-def _zeros(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
-
-
-class CrossNet(nn.Module):
+class CrossNet(_CrossLayers):
     """Full-rank cross network, `x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l` (DCN-V2, 2008.13535, eq. 1).
 
     Args:
@@ -56,31 +75,22 @@ class CrossNet(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        num_layers: int,
-        *,
-        device: torch.device | None = None,
+        self, in_features: int, num_layers: int, *, device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self._in_features = check_size("CrossNet: in_features", in_features)
-        self._num_layers = check_size("CrossNet: num_layers", num_layers, least=0)
-        layers = range(num_layers)
-        self.kernels = nn.ParameterList(
-            _xavier_normal(in_features, in_features, device=device, dtype=dtype) for _ in layers
-        )
-        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, num_layers, device, dtype)
+        self.kernels = self._matrices(in_features, in_features)
+        self.bias = self._zeros(in_features, 1)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        check_last_dim("CrossNet", input, self._in_features, dims=2)
+        self._check(input)
         x_BI = input
         for kernel_II, bias_I1 in zip(self.kernels, self.bias, strict=True):
             x_BI = torch.addcmul(x_BI, input, F.linear(x_BI, kernel_II, bias_I1.squeeze(1)))
         return x_BI
 
 
-class LowRankCrossNet(nn.Module):
+class LowRankCrossNet(_CrossLayers):
     """Cross network with kernels of rank `low_rank`, `x_{l+1} = x_0 ⊙ (W_l V_l x_l + b_l) + x_l` (DCN-V2, eq. 2).
 
     Args:
@@ -96,36 +106,24 @@ class LowRankCrossNet(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        num_layers: int,
-        low_rank: int = 1,
-        *,
-        device: torch.device | None = None,
+        self, in_features: int, num_layers: int, low_rank: int = 1, *, device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self._in_features = check_size("LowRankCrossNet: in_features", in_features)
-        self._num_layers = check_size("LowRankCrossNet: num_layers", num_layers, least=0)
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, num_layers, device, dtype)
         self._low_rank = check_size("LowRankCrossNet: low_rank", low_rank)
-        layers = range(num_layers)
-        self.W_kernels = nn.ParameterList(
-            _xavier_normal(in_features, low_rank, device=device, dtype=dtype) for _ in layers
-        )
-        self.V_kernels = nn.ParameterList(
-            _xavier_normal(low_rank, in_features, device=device, dtype=dtype) for _ in layers
-        )
-        self.bias = nn.ParameterList(_zeros(in_features, device=device, dtype=dtype) for _ in layers)
+        self.W_kernels = self._matrices(in_features, low_rank)
+        self.V_kernels = self._matrices(low_rank, in_features)
+        self.bias = self._zeros(in_features)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        check_last_dim("LowRankCrossNet", input, self._in_features, dims=2)
+        self._check(input)
         x_BI = input
         for w_IR, v_RI, bias_I in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
             x_BI = torch.addcmul(x_BI, input, F.linear(F.linear(x_BI, v_RI), w_IR, bias_I))
         return x_BI
 
 
-class VectorCrossNet(nn.Module):
+class VectorCrossNet(_CrossLayers):
     """Cross network with one vector per layer, `x_{l+1} = x_0 (w_l · x_l) + b_l + x_l` (DCN, 1708.05123, eq. 3).
 
     Args:
@@ -139,31 +137,22 @@ class VectorCrossNet(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        num_layers: int,
-        *,
-        device: torch.device | None = None,
+        self, in_features: int, num_layers: int, *, device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self._in_features = check_size("VectorCrossNet: in_features", in_features)
-        self._num_layers = check_size("VectorCrossNet: num_layers", num_layers, least=0)
-        layers = range(num_layers)
-        self.kernels = nn.ParameterList(
-            _xavier_normal(in_features, 1, device=device, dtype=dtype) for _ in layers
-        )
-        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, num_layers, device, dtype)
+        self.kernels = self._matrices(in_features, 1)
+        self.bias = self._zeros(in_features, 1)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        check_last_dim("VectorCrossNet", input, self._in_features, dims=2)
+        self._check(input)
         x_BI = input
         for kernel_I1, bias_I1 in zip(self.kernels, self.bias, strict=True):
             x_BI = torch.addcmul(x_BI + bias_I1.squeeze(1), input, x_BI @ kernel_I1)
         return x_BI
 
 
-class LowRankMixtureCrossNet(nn.Module):
+class LowRankMixtureCrossNet(_CrossLayers):
     """Mixture of low-rank crosses with a non-linearity inside (DCN-V2, eq. 3 and 4; equations at the head of the file).
 
     The gates sum to 1, so the experts' weighted sum is one product with the concatenated `U`. No [B, E, I] tensor is
@@ -185,40 +174,25 @@ class LowRankMixtureCrossNet(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        num_layers: int,
-        num_experts: int = 1,
-        low_rank: int = 1,
-        activation: nn.Module | TensorFunction = torch.relu,
-        *,
-        device: torch.device | None = None,
+        self, in_features: int, num_layers: int, num_experts: int = 1, low_rank: int = 1,
+        activation: nn.Module | TensorFunction = torch.relu, *, device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self._in_features = check_size("LowRankMixtureCrossNet: in_features", in_features)
-        self._num_layers = check_size("LowRankMixtureCrossNet: num_layers", num_layers, least=0)
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, num_layers, device, dtype)
         self._num_experts = check_size("LowRankMixtureCrossNet: num_experts", num_experts)
         self._low_rank = check_size("LowRankMixtureCrossNet: low_rank", low_rank)
-        layers = range(num_layers)
-        self.U_kernels = nn.ParameterList(
-            _xavier_normal(num_experts, in_features, low_rank, device=device, dtype=dtype) for _ in layers
-        )
-        self.V_kernels = nn.ParameterList(
-            _xavier_normal(num_experts, low_rank, in_features, device=device, dtype=dtype) for _ in layers
-        )
-        self.bias = nn.ParameterList(_zeros(in_features, 1, device=device, dtype=dtype) for _ in layers)
+        self.U_kernels = self._matrices(num_experts, in_features, low_rank)
+        self.V_kernels = self._matrices(num_experts, low_rank, in_features)
+        self.bias = self._zeros(in_features, 1)
         if num_experts > 1:
             self.gates = nn.ModuleList(
                 nn.Linear(in_features, 1, bias=False, device=device, dtype=dtype) for _ in range(num_experts)
             )
-        self.C_kernels = nn.ParameterList(
-            _xavier_normal(num_experts, low_rank, low_rank, device=device, dtype=dtype) for _ in layers
-        )
+        self.C_kernels = self._matrices(num_experts, low_rank, low_rank)
         self._activation = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        check_last_dim("LowRankMixtureCrossNet", input, self._in_features, dims=2)
+        self._check(input)
         experts, rank, width = self._num_experts, self._low_rank, self._in_features
         gates_EI = torch.cat([gate.weight for gate in self.gates]) if experts > 1 else None  # type: ignore[misc]
         x_BI = input

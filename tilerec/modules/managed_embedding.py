@@ -154,12 +154,10 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
     _kind = EmbeddingBagCollection
 
     def __init__(
-        self,
-        embedding_bag_collection: EmbeddingBagCollection,
-        managed_collision_collection: ManagedCollisionCollection,
-        return_remapped_features: bool = False,
+        self, embedding_bag_collection: EmbeddingBagCollection,
+        managed_collision_collection: ManagedCollisionCollection, return_remapped_features: bool = False,
         allow_in_place_embed_weight_update: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             embedding_bag_collection, managed_collision_collection, return_remapped_features,
             allow_in_place_embed_weight_update,
@@ -194,12 +192,9 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
     _kind = EmbeddingCollection
 
     def __init__(
-        self,
-        embedding_collection: EmbeddingCollection,
-        managed_collision_collection: ManagedCollisionCollection,
-        return_remapped_features: bool = False,
-        allow_in_place_embed_weight_update: bool = False,
-    ) -> None:
+        self, embedding_collection: EmbeddingCollection, managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False, allow_in_place_embed_weight_update: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             embedding_collection, managed_collision_collection, return_remapped_features,
             allow_in_place_embed_weight_update,

@@ -112,6 +112,13 @@ def _fresh_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
+def _check_levels(sizes: tuple[int, ...]) -> None:
+    if not sizes:
+        raise ConfigError(
+            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
+        )
+
+
 def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int, ...]) -> nn.ModuleList:
     """Return nested `nn.ModuleList`s of shape `sizes`, filled with independently initialised copies of `module`.
 
@@ -119,10 +126,7 @@ def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int,
     >>> len(lists), len(lists[0])
     (2, 4)
     """
-    if not sizes:
-        raise ConfigError(
-            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
-        )
+    _check_levels(sizes)
     if len(sizes) == 1:
         return nn.ModuleList(_fresh_copy(module) for _ in range(sizes[0]))
     return nn.ModuleList(construct_modulelist_from_single_module(module, sizes[1:]) for _ in range(sizes[0]))
@@ -136,10 +140,7 @@ def convert_list_of_modules_to_modulelist(
     Raises:
         ConfigError: a level's length differs from its entry in `sizes`.
     """
-    if not sizes:
-        raise ConfigError(
-            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
-        )
+    _check_levels(sizes)
     level = list(modules)
     if len(level) != sizes[0]:
         raise ConfigError(

@@ -16,12 +16,9 @@ from torch import Tensor
 from tilerec.comms.group import Group
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
-from tilerec.parallel.tensor_digest import tensor_digest
+from tilerec.sharding.broadcast import broadcast_tensor, tensor_digest
 from tilerec.sharding.table import ShardedTable
 from tilerec.storage.table_rows import TilePosition
-
-CHUNK = 1 << 24
-"""Bytes per message."""
 
 
 @torch.no_grad()
@@ -56,21 +53,6 @@ def _tensors(table: Table) -> list[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_tensor(group: Group, tensor: Tensor) -> None:
-    """Overwrite a tensor with rank 0's values. Collective."""
-    if not tensor.numel():
-        return
-    flat = tensor.detach().contiguous().view(-1)
-    for part in flat.split(max(1, CHUNK // tensor.element_size())):
-        if group.rank:
-            group.exchange("initial values", {0: part}, {}).wait()
-        else:
-            group.exchange("initial values", {}, dict.fromkeys(range(1, group.size), part)).wait()
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
-
-
-@torch.no_grad()
 def broadcast_to_replicas(group: Group, tables: Sequence[Table]) -> None:
     """Overwrite all replicas of each tile with the values of the lowest rank that owns it. Collective.
 
@@ -88,8 +70,4 @@ def broadcast_to_replicas(group: Group, tables: Sequence[Table]) -> None:
     for place, (values, (first, *others)) in sorted(own.items(), key=lambda item: item[0]):
         if len({everyone[rank][place] for rank in (first, *others)}) == 1:
             continue
-        for part in values.view(-1).split(max(1, CHUNK // values.element_size())):
-            if group.rank == first:
-                group.exchange("initial values", {}, dict.fromkeys(others, part)).wait()
-            else:
-                group.exchange("initial values", {first: part}, {}).wait()
+        broadcast_tensor(group, values, (first, *others))

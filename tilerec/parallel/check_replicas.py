@@ -9,7 +9,7 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.parallel.tensor_digest import tensor_digest
+from tilerec.sharding.broadcast import tensor_digest
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.ops.runtime.gpu import is_gpu
-from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.env import ShardingEnv
+from tilerec.sharding.broadcast import broadcast_tensor
 from tilerec.torch_private import ignore_in_ddp
 
 

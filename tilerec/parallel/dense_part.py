@@ -11,8 +11,8 @@ from tilerec.comms.agreement import digest, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table, Tables
-from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from tilerec.sharding.broadcast import broadcast_tensor
 
 
 @dataclass(frozen=True)

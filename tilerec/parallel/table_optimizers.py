@@ -331,50 +331,38 @@ def warn_of_unused_sharders(
     """
     giving = {id(sharder) for sharder, _ in gifts}
     for sharder in sharders:
-        who, kind = type(sharder).__name__, sharder.module_type.__name__
+        kind = sharder.module_type.__name__
         own = [path for path, part in collections.items() if sharder_of(part, sharders) is sharder]
-        used_settings = [
-            word
-            for word, value in (
-                ("fused_params", sharder.optimizer),
-                ("qcomm_codecs_registry", None if sharder.wire == Wire() else sharder.wire),
-                ("fused_params about the cache", sharder.cache),
-            )
-            if value is not None
-        ]
-        if used_settings and not own:
-            warnings.warn(
-                f"{who}: its {' and '.join(used_settings)} have no effect: the model has no {kind}; it has "
-                f"{sorted({type(part).__name__ for part in collections.values()})}.",
-                stacklevel=6,
-            )
-            continue
-        if sharder.optimizer is not None and id(sharder) not in giving:
-            warnings.warn(
-                f"{who}: its fused_params have no effect: every table of a {kind} has an optimizer attached, is "
-                "frozen, or is 'dense' in the plan.",
-                stacklevel=6,
-            )
-        if sharder.cache is not None and not any(
-            sharding.kernel is CACHED and sharding.cache is None
-            for path in own
-            for sharding in given.plan[path].values()
-        ):
-            warnings.warn(
-                f"{who}: its fused_params about the cache have no effect: the plan has no table of a {kind} as "
-                "'fused_uvm_caching' without cache_params.",
-                stacklevel=6,
-            )
-        # A planner with this sharder has written its format into the plan.
-        if "qcomm_codecs_registry" in used_settings and all(
-            sharding.wire not in (None, sharder.wire)
-            for path in own
-            for sharding in given.plan[path].values()
-        ):
-            warnings.warn(
-                f"{who}: its qcomm_codecs_registry has no effect: the plan has others for every table of a {kind}.",
-                stacklevel=6,
-            )
+        planned = [sharding for path in own for sharding in given.plan[path].values()]
+        cache, wire = sharder.cache, None if sharder.wire == Wire() else sharder.wire
+        settings = {
+            "fused_params": sharder.optimizer,
+            "qcomm_codecs_registry": wire,
+            "fused_params about the cache": cache,
+        }
+        used = [word for word, value in settings.items() if value is not None]
+        found: list[str] = []
+        if used and not own:
+            kinds = sorted({type(part).__name__ for part in collections.values()})
+            found = [f"{' and '.join(used)} have no effect: the model has no {kind}; it has {kinds}."]
+        elif own:
+            if sharder.optimizer is not None and id(sharder) not in giving:
+                found.append(
+                    f"fused_params have no effect: every table of a {kind} has an optimizer attached, is frozen, or is "
+                    "'dense' in the plan."
+                )
+            if cache is not None and not any(s.kernel is CACHED and s.cache is None for s in planned):
+                found.append(
+                    f"fused_params about the cache have no effect: the plan has no table of a {kind} as "
+                    "'fused_uvm_caching' without cache_params."
+                )
+            # A planner with this sharder has written its format into the plan.
+            if wire is not None and all(s.wire not in (None, wire) for s in planned):
+                found.append(
+                    f"qcomm_codecs_registry has no effect: the plan has others for every table of a {kind}."
+                )
+        for text in found:
+            warnings.warn(f"{type(sharder).__name__}: its {text}", stacklevel=6)
 
 
 def _listed(names: Sequence[Name] | Mapping[Name, Table], most: int = 8) -> str:

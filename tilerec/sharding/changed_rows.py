@@ -30,6 +30,13 @@ class ChangedRows:
         # Finishes a sync that is in flight, which reads and writes the rows.
         self.pending: Callable[[], None] | None = None
 
+    @staticmethod
+    def of(marks: Tensor, updates: int, state_updates: int) -> ChangedRows:
+        """Return the record of a tile with these marks and counts."""
+        made = ChangedRows(0, marks.device)
+        made.marks, made.updates, made.state_updates = marks, updates, state_updates
+        return made
+
     def mark(self, rows_N: Tensor) -> None:
         """Mark rows as changed; a row may occur more than once."""
         if self.marks.device != rows_N.device:

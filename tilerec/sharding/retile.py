@@ -4,8 +4,8 @@ Nouns
   row state    tensors per row that belong to other objects (`RowState`); they move together with the table's tiles
 
 These stay the same objects: the table, its first leaf, as many further leaves as there are both before and after, and
-the hyper-parameters (`HyperGroup`). The gradient sinks (`TileRows`) are new, so the backward of a lookup in the old
-tiles finds no sink.
+the hyper-parameters (`SharedParamGroup`). The gradient sinks (`TileRows`) are new, so the backward of a lookup in the
+old tiles finds no sink.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tilerec.sharding.layout import rectangles
-from tilerec.sharding.table import ShardedTable, leaf_name, peers_of
+from tilerec.sharding.table import ShardedTable, leaf_name, peers_of, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
@@ -43,24 +42,9 @@ class RowState(ABC):
         """Replace the state by `parts`, one tensor per new tile; the new tiles are in place. Must not fail."""
 
 
-def tiles_or_empty(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
-    """Return a rank's tiles; a single empty tile if it has none."""
-    own = tuple(tile for tile in rectangles(tiling) if rank in tile.owners)
-    return own or (Tile(0, 0, 0, tiling.dim, ()),)
-
-
 def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topology) -> UpdatePeers:
     """Return the ranks that take part in a tile's updates under a tiling."""
     old = table.tile_rows[0].peers
-    if not place.owners:
-        return UpdatePeers(
-            old.group,
-            (old.group.rank,),
-            ((old.group.rank, 0, tiling.dim),),
-            (),
-            old.exact,
-            old.teams,
-        )
     return peers_of(tiling, place, old.group, topology, old.exact, old.teams)
 
 

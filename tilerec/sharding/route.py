@@ -111,7 +111,7 @@ class Router:
         self, layout: ExchangeLayout, group: Group, *, weighted: bool, each_id: bool, wide: torch.dtype,
         names: Sequence[int] = (), everyone: Group | None = None,
     ) -> None:  # fmt: skip
-        """Args: see `Teams` for `names` and `everyone`."""
+        """Args: see `ReplicaGroups` for `names` and `everyone`."""
         self._ranks = tuple(names) or tuple(range(group.size))
         self.layout, self.group, self.everyone = layout, group, everyone
         self.weighted, self.each_id, self.wide = weighted, each_id, wide
@@ -331,7 +331,7 @@ class Router:
         if weights is not None:
             values.append((weights.detach()[positions].to(self.wide).view(torch.int32), self._weight_words))
         payload, out_splits, sent_ids = self._packed(lengths, values, counts, unions)
-        expected = self._expected(received, sum(words for _, words in values))
+        expected = self._expected(received, weights is not None)
         if layout.alone:
             handle: Handle = LocalHandle(payload)
         else:
@@ -355,9 +355,7 @@ class Router:
             weights_need_grad, expected.unions, expected.members,
         )  # fmt: skip
         sent = StreamEvent(payload.device) if payload.is_cuda else None
-        routed.pending = lambda: self._receive(
-            routed, handle, sent, expected.sizes, received, weights is not None
-        )
+        routed.pending = lambda: self._receive(routed, handle, sent, expected, weights is not None)
         return routed
 
     def _packed(
@@ -391,83 +389,66 @@ class Router:
             splits.append(sum(piece.numel() for piece in pieces[first:]))
         return torch.cat(pieces) if pieces else lengths, splits, sent_ids
 
-    def _expected(self, received: list[list[int]], words: int) -> _Expected:
-        """Return the counts of the payloads that arrive.
+    # ------------------------------------------------------------------------------------------------ owner
+
+    def _expected(self, received: list[list[int]], weighted: bool) -> _Expected:
+        """Return the contents of the payloads that arrive.
 
         Args:
             received: see `_Headers`.
-            words: of an id with its weight.
         """
-        found = _Expected([], [], [], [], [])
+        found = _Expected()
+        at = members_at = 0
         for parts, merges, header in zip(self.layout.received, self.layout.merging, received, strict=True):
-            at = 1 + 2 * len(parts)
-            pairs = list(zip(header[1:at:2], header[2:at:2], strict=True))
-            n = sum(n_k for _, n_k in pairs)
-            total = n * words
-            if not self.each_id:
-                total += sum(p_k for p_k, n_k in pairs if p_k != n_k)
-            for merge in merges:
-                union_size, own = header[at], header[at + 1 : at + 1 + len(merge.parts)]
-                at += 1 + len(merge.parts)
-                found.unions.append(union_size)
-                found.members.extend(own)
-                total += sum(p_k for p_k in own if p_k != union_size)
-            found.sizes.append(total)
+            begin, n, h = at, 0, 1 + 2 * len(parts)
+            for p_k, n_k in zip(header[1:h:2], header[2:h:2], strict=True):
+                found.present.append(p_k)
+                n += n_k
+                if self.each_id or p_k == n_k:
+                    found.lengths.add(_ONES, p_k)
+                else:
+                    found.lengths.add(at, p_k)
+                    at += p_k
             found.ids.append(n)
-            found.present.extend(p_k for p_k, _ in pairs)
+            found.id_words.append((at, at + n * self._id_words))
+            at += n * self._id_words
+            if weighted:
+                found.weight_words.append((at, at + n * self._weight_words))
+                at += n * self._weight_words
+            for merge in merges:
+                union, own = header[h], header[h + 1 : h + 1 + len(merge.parts)]
+                h += 1 + len(merge.parts)
+                found.unions.append(union)
+                found.members.extend(own)
+                for count in own:
+                    if count == union:
+                        found.member_starts.append(-1)
+                        continue
+                    found.member_starts.append(members_at)
+                    found.member_words.append((at, at + count))
+                    at += count
+                    members_at += count
+            found.sizes.append(at - begin)
         return found
 
-    # ------------------------------------------------------------------------------------------------ owner
-
     def _receive(
-        self, routed: Routed, handle: Handle, sent: StreamEvent | None, splits: list[int], received: list[list[int]],
-        weighted: bool,
-    ) -> None:  # fmt: skip
+        self, routed: Routed, handle: Handle, sent: StreamEvent | None, expected: _Expected, weighted: bool
+    ) -> None:
         """Unpack the payloads: concatenate the ids of all homes, and compute the offsets of their bags.
 
         Args:
             sent: on a GPU, the point in the stream where the batch was sent; another stream may be current now.
         """
-        layout, payload = self.layout, handle.wait()
+        payload = handle.wait()
         if sent is not None:
             sent.wait([payload])
-        ids, weights, member_slots = [], [], []
-        lengths = _Runs()
-        at = member = merge_at = member_at = 0
-        for parts, merges, header in zip(layout.received, layout.merging, received, strict=True):
-            n = 0
-            for k in range(len(parts)):
-                p_k, n_k = header[1 + 2 * k], header[2 + 2 * k]
-                n += n_k
-                if self.each_id or p_k == n_k:
-                    lengths.add(_ONES, p_k)
-                else:
-                    lengths.add(at, p_k)
-                    at += p_k
-            ids.append(payload[at : at + n * self._id_words])
-            at += n * self._id_words
-            if weighted:
-                weights.append(payload[at : at + n * self._weight_words])
-                at += n * self._weight_words
-            for merge in merges:
-                union = routed.unions[merge_at]
-                merge_at += 1
-                for _ in merge.parts:
-                    count = routed.member_counts[member]
-                    member += 1
-                    if count == union:
-                        routed.member_starts.append(-1)
-                        continue
-                    routed.member_starts.append(member_at)
-                    member_slots.append(payload[at : at + count])
-                    at += count
-                    member_at += count
-        assert at == payload.numel() == sum(splits), "headers must describe the payloads"
-        routed.ids = _joined(ids, payload).view(self.id_dtype)
-        routed.offsets = _offsets(lengths, payload)
+        assert payload.numel() == sum(expected.sizes), "headers must describe the payloads"
+        routed.ids = _joined(expected.id_words, payload).view(self.id_dtype)
+        routed.offsets = _offsets(expected.lengths, payload)
         if weighted:
-            routed.sample_weights = _joined(weights, payload).view(self.wide)
-        routed.member_slots = _joined(member_slots, payload)
+            routed.sample_weights = _joined(expected.weight_words, payload).view(self.wide)
+        routed.member_starts = expected.member_starts
+        routed.member_slots = _joined(expected.member_words, payload)
 
 
 def _compact(part: Tensor) -> Tensor:
@@ -500,17 +481,6 @@ class _Headers:
     refusers: int  # sum of the numbers of these ranks
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """Counts of the payloads that this rank receives, as in `Routed`."""
-
-    sizes: list[int]  # words from each home
-    ids: list[int]
-    present: list[int]
-    unions: list[int]
-    members: list[int]
-
-
 _ONES = -1
 
 
@@ -534,6 +504,25 @@ class _Runs:
             self.runs.append([begin, begin + count])
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """Contents of the payloads that this rank receives; the first lists are those of `Routed`.
+
+    Words are ranges of the payloads, which are concatenated in the order of their homes.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    present: list[int] = field(default_factory=list)
+    unions: list[int] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
+    member_starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # words from each home
+    lengths: _Runs = field(default_factory=_Runs)  # of all bags
+    id_words: list[tuple[int, int]] = field(default_factory=list)
+    weight_words: list[tuple[int, int]] = field(default_factory=list)
+    member_words: list[tuple[int, int]] = field(default_factory=list)
+
+
 def _offsets(lengths: _Runs, payload: Tensor) -> Tensor:
     """Return the offsets of bags whose lengths are the runs of the payload."""
     if all(begin == _ONES for begin, _ in lengths.runs):
@@ -547,8 +536,9 @@ def _offsets(lengths: _Runs, payload: Tensor) -> Tensor:
     return offsets
 
 
-def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(pieces) if pieces else like.new_empty(0)
+def _joined(ranges: list[tuple[int, int]], payload: Tensor) -> Tensor:
+    pieces = [payload[begin:end] for begin, end in ranges]
+    return torch.cat(pieces) if pieces else payload.new_empty(0)
 
 
 @cached_per_stream(8)

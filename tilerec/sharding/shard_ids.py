@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
@@ -17,6 +17,7 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddings,
 )
+from tilerec.sharding.broadcast import broadcast_tensor, tensor_digest
 from tilerec.sharding.buckets_view import BucketsView
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sharding.managed_collision import (
@@ -147,25 +148,13 @@ def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> N
             module.numbers()["step"],
         )
     ]
-    weights = [_digest(tensor) for tensor in tensors]
-    digests = group.all_gather_object(weights)
+    digests = group.all_gather_object([tensor_digest(tensor) for tensor in tensors])
     if all(digest == digests[0] for digest in digests):
         return
     for tensor in tensors:
-        if not tensor.numel():
-            continue
         # As int64: communication backends do not support every integer dtype.
-        words = tensor.detach().to(group.device, torch.int64).contiguous().view(-1)
-        if group.rank:
-            group.exchange("initial ids", {0: words}, {}).wait()
-            tensor.copy_(words.view(tensor.shape).to(tensor.dtype))
-        else:
-            group.exchange("initial ids", {}, dict.fromkeys(range(1, group.size), words)).wait()
+        words = tensor.detach().to(group.device, torch.int64, copy=True)
+        broadcast_tensor(group, words)
+        tensor.copy_(words)
     for module in collection.modules_by_table.values():
         module.step = int(module._step)
-
-
-def _digest(tensor: Tensor) -> tuple[int, int]:
-    words = tensor.detach().to(torch.int64).reshape(-1)
-    places = torch.arange(1, words.numel() + 1, device=words.device)
-    return int(words.sum()), int((words * (places * 2654435761 | 1)).sum())

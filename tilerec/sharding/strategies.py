@@ -57,48 +57,27 @@ def table_wise(name: str, rows: int, dim: int, ranks: Sequence[int] | None, topo
 
 
 def column_wise(
-    name: str,
-    rows: int,
-    dim: int,
-    ranks: Sequence[int] | None,
-    topology: Topology,
-    *,
+    name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
     widths: Sequence[int] | None = None,
-) -> Tiling:
+) -> Tiling:  # fmt: skip
     """Place column block i on `ranks[i]` (None: the first ranks, as many as cut the columns evenly)."""
-    if ranks is None:
-        everyone = _everyone(topology)
-        ranks = everyone[: column_pieces(dim, len(everyone)) if widths is None else len(widths)]
-    cuts = _column_cuts(name, "column_wise", dim, len(ranks), widths)
-    return Tiling.of(name, rows, dim, _columns(rows, cuts, ranks))
+    own = _all_if_none(ranks, topology)
+    return _in_columns(name, "column_wise", rows, dim, own, widths, given=ranks is not None)
 
 
 def table_column_wise(
-    name: str,
-    rows: int,
-    dim: int,
-    ranks: Sequence[int] | None,
-    topology: Topology,
-    *,
+    name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
     widths: Sequence[int] | None = None,
-) -> Tiling:
+) -> Tiling:  # fmt: skip
     """Place column blocks as `column_wise` does, on ranks of one host (None: allowed if there is one host)."""
     own = _on_one_host(name, "table_column_wise", ranks, topology)
-    if ranks is None:
-        own = own[: column_pieces(dim, len(own)) if widths is None else len(widths)]
-    cuts = _column_cuts(name, "table_column_wise", dim, len(own), widths)
-    return Tiling.of(name, rows, dim, _columns(rows, cuts, own))
+    return _in_columns(name, "table_column_wise", rows, dim, own, widths, given=ranks is not None)
 
 
 def row_wise(
-    name: str,
-    rows: int,
-    dim: int,
-    ranks: Sequence[int] | None,
-    topology: Topology,
-    *,
+    name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
     sizes: Sequence[int] | None = None,
-) -> Tiling:
+) -> Tiling:  # fmt: skip
     """Place row range i on `ranks[i]` (None: all). Ranks for which no row remains hold nothing."""
     own = tuple(_all_if_none(ranks, topology))
     if sizes is None:
@@ -108,14 +87,9 @@ def row_wise(
 
 
 def table_row_wise(
-    name: str,
-    rows: int,
-    dim: int,
-    ranks: Sequence[int] | None,
-    topology: Topology,
-    *,
+    name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
     sizes: Sequence[int] | None = None,
-) -> Tiling:
+) -> Tiling:  # fmt: skip
     """Place row ranges as `row_wise` does, on ranks of one host (None: allowed if there is one host)."""
     own = _on_one_host(name, "table_row_wise", ranks, topology)
     if sizes is None:
@@ -124,14 +98,9 @@ def table_row_wise(
 
 
 def grid(
-    name: str,
-    rows: int,
-    dim: int,
-    ranks: Sequence[int] | None,
-    topology: Topology,
-    *,
+    name: str, rows: int, dim: int, ranks: Sequence[int] | None, topology: Topology, *,
     widths: Sequence[int] | None = None,
-) -> Tiling:
+) -> Tiling:  # fmt: skip
     """Place a column block on each run of ranks of one host, with its rows in ranges over that run.
 
     `ranks` (None: all, host after host) may return to a host: the host then holds another block.
@@ -279,13 +248,8 @@ def _stacked(rows: int, dim: int, cuts: tuple[int, ...], owners: tuple[tuple[int
 
 
 def _rows(
-    name: str,
-    kind: str,
-    rows: int,
-    columns: tuple[int, int],
-    ranks: Sequence[int],
-    sizes: Sequence[int] | None,
-) -> list[tuple[int, int, int, int, int]]:
+    name: str, kind: str, rows: int, columns: tuple[int, int], ranks: Sequence[int], sizes: Sequence[int] | None
+) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
     own = _distinct(name, kind, ranks) if sizes is None else tuple(ranks)
     if sizes is None:
         cuts = ceil_chunks(rows, len(own))
@@ -294,8 +258,15 @@ def _rows(
     return [(r0, r1, *columns, rank) for r0, r1, rank in zip(cuts, cuts[1:], own, strict=False)]
 
 
-def _columns(rows: int, cuts: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, int, int, int, int]]:
-    return [(0, rows, c0, c1, rank) for c0, c1, rank in zip(cuts, cuts[1:], ranks, strict=False)]
+def _in_columns(
+    name: str, kind: str, rows: int, dim: int, ranks: Sequence[int], widths: Sequence[int] | None, *, given: bool
+) -> Tiling:  # fmt: skip
+    """Return column blocks on `ranks`; if the user has not given these, on as many as cut the columns evenly."""
+    if not given:
+        ranks = ranks[: column_pieces(dim, len(ranks)) if widths is None else len(widths)]
+    cuts = _column_cuts(name, kind, dim, len(ranks), widths)
+    tiles = [(0, rows, c0, c1, rank) for c0, c1, rank in zip(cuts, cuts[1:], ranks, strict=False)]
+    return Tiling.of(name, rows, dim, tiles)
 
 
 def _column_cuts(

@@ -314,15 +314,18 @@ def check_rule(table: Table, tiling: Tiling) -> None:
             )
 
 
+def tiles_or_empty(tiling: Tiling, rank: int) -> tuple[Tile, ...]:
+    """Return a rank's tiles; a single empty tile if it has none."""
+    own = tuple(tile for tile in rectangles(tiling) if rank in tile.owners)
+    return own or (Tile(0, 0, 0, tiling.dim, ()),)
+
+
 def peers_of(
-    tiling: Tiling,
-    tile: Tile,
-    group: Group,
-    topology: Topology,
-    exact: bool,
-    teams: ReplicaGroups | None = None,
-) -> UpdatePeers:
-    """Return the ranks that take part in a tile's updates; see `UpdatePeers`."""
+    tiling: Tiling, tile: Tile, group: Group, topology: Topology, exact: bool, teams: ReplicaGroups | None = None
+) -> UpdatePeers:  # fmt: skip
+    """Return the ranks that take part in a tile's updates; see `UpdatePeers`. An empty tile has no owners."""
+    if not tile.owners:
+        return UpdatePeers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact, teams)
     me, team_of = group.rank, None if teams is None else teams.of
     beside = sorted(
         (other for other in rectangles(tiling) if (other.r0, other.r1) == (tile.r0, tile.r1)),
@@ -343,16 +346,9 @@ def peers_of(
 
 @torch.no_grad()
 def shard_table(
-    table: Table,
-    tiling: Tiling,
-    group: Group,
-    topology: Topology,
-    memory: Sequence[Tensor],
-    exact: bool,
-    teams: ReplicaGroups | None = None,
-    *,
-    written: bool = False,
-) -> None:
+    table: Table, tiling: Tiling, group: Group, topology: Topology, memory: Sequence[Tensor], exact: bool,
+    teams: ReplicaGroups | None = None, *, written: bool = False,
+) -> None:  # fmt: skip
     """Convert a table into this rank's tiles of it, in place, with their values and optimizer state.
 
     Tables tied to it (tables of other collections that share its rows) are converted to the same tiles.
@@ -365,8 +361,8 @@ def shard_table(
         written: `memory` holds the values already.
     """
     whole, old = table.weight, table.rows
-    tiles = tuple(tile for tile in rectangles(tiling) if group.rank in tile.owners)
-    places = tiles or (Tile(0, 0, 0, tiling.dim, (group.rank,)),)
+    places = tiles_or_empty(tiling, group.rank)
+    tiles = tuple(tile for tile in places if tile.owners)
     made: list[TileRows] = []
     for tile, own in zip(places, memory, strict=True):
         if not own.is_meta and own.numel() and not written:
@@ -375,11 +371,7 @@ def shard_table(
             else:
                 own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # has its own version counter
-        peers = (
-            peers_of(tiling, tile, group, topology, exact, teams)
-            if tiles
-            else UpdatePeers(group, (group.rank,), ((group.rank, 0, tiling.dim),), (), exact, teams)
-        )
+        peers = peers_of(tiling, tile, group, topology, exact, teams)
         rows = TileRows(table.config.name, TilePosition(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
         rows.takes_gradients, rows.origin = old.takes_gradients, old.handle
         rows.bind(leaf)

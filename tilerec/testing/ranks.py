@@ -359,6 +359,6 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports torch._dynamo when its first optimizer is created.
-    wanted = ["tilerec.testing.worker", "tilerec", "tilerec.sharding.embedding", "torch._dynamo"]
+    wanted = ["tilerec.testing.worker", "tilerec", "tilerec.sharding.shard_collection", "torch._dynamo"]
     context.set_forkserver_preload(wanted + [name for name in _SLOW_IMPORTS if name in sys.modules])
     return context

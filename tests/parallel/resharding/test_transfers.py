@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.parity.harness import TILINGS, WORLDS
-from tilerec.parallel.resharding.move_batches import order_of
+from tilerec.parallel.resharding.move_schedule import order_of
 from tilerec.parallel.resharding.transfers import (
     ALIGNMENT,
     Transfer,

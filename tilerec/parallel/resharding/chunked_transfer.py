@@ -80,10 +80,7 @@ class TableTransfer:
 
     def bytes_between(self) -> dict[tuple[int, int], int]:
         """Return (source, target) -> bytes over all ranks. Pairs with source == target are copies within a rank."""
-        found: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for _, transfer, row_bytes in self.transfers():
-            found[(transfer.source, transfer.target)] += transfer.rectangle.rows * row_bytes
-        return dict(found)
+        return {pair: size for pair, (size, _, _) in self.packed_between().items()}
 
     def packed_between(self) -> dict[tuple[int, int], tuple[int, int, int]]:
         """Return (source, target) -> (bytes, those that the source packs, those that the target unpacks).

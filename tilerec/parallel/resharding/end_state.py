@@ -12,8 +12,8 @@ from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.exchange import Exchange
 from tilerec.sharding.layout import TableLayout
-from tilerec.sharding.retile import new_peers, tiles_or_empty
-from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.retile import new_peers
+from tilerec.sharding.table import ShardedTable, tiles_or_empty
 from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ShardingPlan, Wire
 from tilerec.spec.tile import Tiling

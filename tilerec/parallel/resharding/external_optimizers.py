@@ -13,6 +13,7 @@ equal on every tile.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -294,14 +295,14 @@ def _replace(optimizer: Optimizer, before: Sequence[nn.Parameter], after: Sequen
             continue
         # Remove new leaves too: if two optimizers share the group, the first one has already inserted them.
         old = {id(leaf) for leaf in (*before, *after)}
+        kept = [id(p) not in old for p in params]
+        place = sum(kept[:at])
         names = group.get("param_names")
         if names is not None:
-            base = names[at]
-            kept = [name for name, p in zip(names, params, strict=True) if id(p) not in old]
-            place = sum(id(p) not in old for p in params[:at])
-            names[:] = [*kept[:place], *(_leaf_of(base, i) for i in range(len(after))), *kept[place:]]
-        place = sum(id(p) not in old for p in params[:at])
-        rest = [p for p in params if id(p) not in old]
+            rest_of_names = list(itertools.compress(names, kept))
+            own = [_leaf_of(names[at], i) for i in range(len(after))]
+            names[:] = [*rest_of_names[:place], *own, *rest_of_names[place:]]
+        rest = list(itertools.compress(params, kept))
         changed = [*rest[:place], *after, *rest[place:]]
         if isinstance(params, list):
             params[:] = changed

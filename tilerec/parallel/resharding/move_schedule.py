@@ -1,5 +1,11 @@
 """Schedule of a move: its batches, its message size and its predicted seconds. `Mover` runs it, `rebalance` prices it.
 
+    extra(rank)  =  bytes held while tables move  -  max(bytes held before the move, bytes held after it)
+
+While a table moves, its old and its new tiles both exist. If a rank ends with more bytes than it has at the start, it
+has memory for new tiles. A rank that frees one table before it receives another needs less extra memory. The order and
+the batches of the tables are chosen to need little of it.
+
     seconds  =  sum over batches of the busiest rank's (sends + receives + new memory)  +  calls  +  tables
 
 A message cut by columns costs one more copy. New memory costs a copy, because the system clears it. Memory beyond the
@@ -15,12 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilerec.errors import ConfigError
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, directions, sent_by_rank
-from tilerec.parallel.resharding.move_batches import order_of
 from tilerec.spec.speeds import Speeds
 from tilerec.spec.topology import Topology
+
+Bytes = NDArray[np.int64]
 
 LEAST_TRANSIT, MOST_TRANSIT, TRANSIT_PART = 1 << 20, 64 << 20, 4
 """Bytes of a rank's messages in one round: largest tile / TRANSIT_PART, within the two bounds or less by the budget."""
@@ -84,21 +92,6 @@ def schedule(loads: Sequence[TableTransfer], ranks: int, budget: int | None) -> 
     )
 
 
-def _extra(
-    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
-) -> int:
-    """Return the largest bytes that any rank holds beyond max(before the move, after it)."""
-    before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
-    if not len(before):
-        return 0
-    held, most = before.sum(0), 0
-    baseline = np.maximum(held, after.sum(0))
-    for batch in map(list, batches):
-        most = max(most, int((held + after[batch].sum(0) - baseline).max()))
-        held = held + (after[batch] - before[batch]).sum(0)
-    return most
-
-
 def seconds_of(loads: Sequence[TableTransfer], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
     """Return the predicted seconds of a move at a machine's speeds."""
     if not loads:
@@ -136,3 +129,85 @@ def seconds_of(loads: Sequence[TableTransfer], plan: Schedule, topology: Topolog
         rounds = max((-(-size // plan.most) for size in between.values()), default=0)
         total += max(spent) + (CALLS_OF_BATCH + rounds) * call
     return total
+
+
+@dataclass(frozen=True)
+class MoveOrder:
+    """Order of a move.
+
+    Attributes:
+        batches: tables by number; the tables of a batch move at once.
+        extra: largest extra bytes of any rank if tables move one by one, without message buffers.
+    """
+
+    batches: tuple[tuple[int, ...], ...]
+    extra: int
+
+
+def order_of(
+    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], most: int | None
+) -> MoveOrder:
+    """Return an order with little extra memory, greedily: the next table is the one that needs the least.
+
+    Args:
+        before_TR, after_TR: bytes of each table on each rank.
+        most: extra bytes up to which tables move in one batch. None: the bytes that the largest single move needs.
+
+    Example: two tables of 2 bytes move from rank 0 to 1, one of 4 bytes from rank 1 to 0. Each rank holds 4 bytes
+    before and after. In the order 2, 4, 2 no rank holds more than 6 bytes, so extra is 2. With the table of 4 bytes
+    first, extra is 4.
+    """
+    before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
+    if not len(before):
+        return MoveOrder((), 0)
+    held = before.sum(0)
+    baseline = np.maximum(held, after.sum(0))
+    left = list(range(len(before)))
+    order: list[int] = []
+    extra = 0
+    while left:
+        needs = (held + after[left] - baseline).max(1)
+        # Among equals, the table whose tiles grow least on any rank.
+        freed = (after[left] - before[left]).max(1)
+        i = int(np.lexsort((freed, needs))[0])
+        table = left.pop(i)
+        extra = max(extra, int(needs[i]))
+        order.append(table)
+        held = held + after[table] - before[table]
+    return MoveOrder(_batches(order, before, after, baseline, extra if most is None else most), max(0, extra))
+
+
+def _batches(
+    order: Sequence[int], before: Bytes, after: Bytes, baseline: Bytes, most: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return batches of consecutive tables of the order, each as large as `most` extra bytes allow."""
+    held = before.sum(0)
+    batches: list[list[int]] = []
+    coming = np.zeros_like(held)
+    for table in order:
+        together = coming + after[table]
+        if batches and int((held + together - baseline).max()) <= most:
+            batches[-1].append(table)
+            coming = together
+            continue
+        if batches:
+            done = batches[-1]
+            held = held + (after[done] - before[done]).sum(0)
+        batches.append([table])
+        coming = after[table].copy()
+    return tuple(map(tuple, batches))
+
+
+def _extra(
+    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], batches: Sequence[Sequence[int]]
+) -> int:
+    """Return the largest bytes that any rank holds beyond max(before the move, after it)."""
+    before, after = np.array(before_TR, np.int64), np.array(after_TR, np.int64)
+    if not len(before):
+        return 0
+    held, most = before.sum(0), 0
+    baseline = np.maximum(held, after.sum(0))
+    for batch in map(list, batches):
+        most = max(most, int((held + after[batch].sum(0) - baseline).max()))
+        held = held + (after[batch] - before[batch]).sum(0)
+    return most

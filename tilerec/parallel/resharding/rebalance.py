@@ -2,8 +2,6 @@
 
     load ──► seconds of a step now ──► a plan for this load ──► seconds under it ──► seconds of the move ──► move or not
 
-    pays   if   (before - after) x horizon  >  move      and      before - after  >=  least_gain x before
-
 Rank 0 decides and sends the plan and the reasons to all other ranks.
 """
 

@@ -6,6 +6,7 @@ checks ──► all ranks agree ──► build new ids and tiles beside the cu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.errors import ConfigError
+from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.parallel.plan_of import plan_of, store_plan
-from tilerec.parallel.resharding.capacity_change import check_capacity
+from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.table_resize import ResizedTable
 from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
@@ -27,6 +29,7 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddings,
 )
 from tilerec.sharding.resize_ids import build_ids, replace_ids, scaled_tiling
+from tilerec.sharding.table import ShardedTable
 
 
 def resize_ids(
@@ -66,32 +69,32 @@ def resize_ids(
     collection = cast(ShardedManagedCollisionCollection, embeddings.managed_collision_collection)
     group = collection.exchange.group
     group.begin("resize_ids")
+    held = cast(ShardedTable, embeddings.embedding_module._tables[table])
+    old = collection.modules_by_table[table]._buckets
     with agreeing(group, "the new capacity") as found:
         found.update(table=table, rows=zch_size, buckets=total_num_buckets)
-        change = check_capacity(
-            embeddings, table, zch_size, total_num_buckets, plan_of(plan_holder), path, optimizers
-        )
-        found["optimizers"] = change.steppers.described()
+        new = _new_buckets(collection, held, table, zch_size, total_num_buckets)
+        tiling, plan = scaled_tiling(table, held.tiling, old, new), plan_of(plan_holder)
+        steppers = ExternalOptimizers({table: held} if held.rows.spec is None else {}, optimizers)
+        found["optimizers"] = steppers.described()
+    plan = plan.replaced(path, table, replace(plan.plan[path][table], tiling=tiling))
     embeddings.settle()
-    held, exchange = change.held, collection.exchange
+    exchange = collection.exchange
     ranges = [row_ranges(held.tiling.tiles_of(exchange.member_of(rank))) for rank in range(group.size)]
-    ids = build_ids(collection, table, change.new, ranges)
+    ids = build_ids(collection, table, new, ranges)
     tables = cast(ShardedCollection, embeddings.embedding_module)
     with on_all_ranks(group, f"table '{table}'", "building its new tiles"):
-        tiles = ResizedTable(
-            tables, held, change.tiling, ids.old_rows_M, ids.new_rows_M, change.steppers, table
-        )
+        tiles = ResizedTable(tables, held, tiling, ids.old_rows_M, ids.new_rows_M, steppers, table)
     moved_of_all = cast(
         "list[tuple[int, list[int]]]",
         group.all_gather_object((ids.moved.kept, ids.moved.dropped_ids.tolist())),
     )
     dropped = torch.tensor([id_ for _, own in moved_of_all for id_ in own], dtype=torch.int64)
-    old = change.old
     replace_ids(collection, table, ids)
     tiles.switch()
-    store_plan(plan_holder, change.plan)
+    store_plan(plan_holder, plan)
     if two_d is not None:
-        two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, change.new))
+        two_d.retile(path, table, lambda tiling: scaled_tiling(table, tiling, old, new))
     return ids.moved._replace(kept=sum(kept for kept, _ in moved_of_all), dropped_ids=dropped)
 
 
@@ -112,3 +115,27 @@ def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionE
             )
         )
     return next(iter(found.items()))
+
+
+def _new_buckets(
+    collection: ShardedManagedCollisionCollection, held: ShardedTable, table: str, zch_size: int | None,
+    total_num_buckets: int | None,
+) -> Buckets:  # fmt: skip
+    """Return the buckets of a table's new capacity.
+
+    Raises:
+        ConfigError: the sizes do not fit, the table is tied, or ranks would share a bucket.
+    """
+    if len(held.rows.holders) > 1:
+        raise ConfigError(
+            f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "
+            "tying."
+        )
+    new = collection.modules_by_table[table].id_map.resized(zch_size, total_num_buckets)
+    size = collection.exchange.group.size
+    if new.count < size:
+        raise ConfigError(
+            f"Table '{table}': {new.count} buckets cannot be shared by {size} ranks, which hold whole buckets; use at "
+            f"least {size} buckets."
+        )
+    return new

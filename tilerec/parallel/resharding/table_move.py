@@ -22,8 +22,8 @@ from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
-from tilerec.sharding.retile import RowState, new_peers, replace_tiles, tiles_or_empty
-from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.retile import RowState, new_peers, replace_tiles
+from tilerec.sharding.table import ShardedTable, tiles_or_empty
 from tilerec.sharding.update import UpdatePeers
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -278,11 +278,11 @@ class TableMove:
     def _touched(self, rows: int, marks: Tensor | None) -> ChangedRows:
         assert self._ready is not None
         numbers = self._ready.numbers
-        made = ChangedRows(0, self.table.weight.device)
-        made.updates = numbers[("updates",)]
-        made.state_updates = numbers[("state updates",)]
-        made.marks = made.marks.new_zeros(rows) if marks is None else marks
-        return made
+        if marks is None:
+            marks = torch.zeros(
+                rows, dtype=torch.uint8, device=ChangedRows(0, self.table.weight.device).marks.device
+            )
+        return ChangedRows.of(marks, numbers[("updates",)], numbers[("state updates",)])
 
     def switch(self) -> Exception | None:
         """Replace the old tiles by the new ones on this rank, by assignments alone.

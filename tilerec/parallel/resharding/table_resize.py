@@ -20,8 +20,8 @@ from tilerec.modules.initial_values import fill_initial
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.embedding import ShardedCollection
-from tilerec.sharding.retile import RowState, new_peers, replace_tiles, tiles_or_empty
-from tilerec.sharding.table import ShardedTable
+from tilerec.sharding.retile import RowState, new_peers, replace_tiles
+from tilerec.sharding.table import ShardedTable, tiles_or_empty
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.storage.flat_storage import flat_memory
 
@@ -133,9 +133,7 @@ class ResizedTable:
         after = replace_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads)
         for rows, marks, old in zip(table.tile_rows, self._marks, touched, strict=True):
             if marks is not None and old is not None:
-                rows.touched = ChangedRows(0, rows.leaf.device)
-                rows.touched.marks = marks
-                rows.touched.updates, rows.touched.state_updates = old.updates, old.state_updates
+                rows.touched = ChangedRows.of(marks, old.updates, old.state_updates)
         self._steppers.follow(
             self._name, before, after, {n: held for n, held in self._states_by_stepper.items() if any(held)}
         )

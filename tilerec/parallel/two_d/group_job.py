@@ -10,13 +10,13 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.modules.table import Table
-from tilerec.parallel.broadcast_init import broadcast_tensor
 from tilerec.parallel.prepared_model import prepare_sharding
 from tilerec.parallel.shard_job import ShardJob
 from tilerec.parallel.two_d.group_plan import PlannedPart
 from tilerec.parallel.two_d.replica_sync import ReplicaSync
 from tilerec.parallel.two_d.running_groups import RunningGroup
 from tilerec.parallel.two_d.settings import ReplicaSettings
+from tilerec.sharding.broadcast import broadcast_tensor
 from tilerec.sharding.changed_rows import SLOTS, WEIGHTS
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.shard_ids import IdRanks, check_ids

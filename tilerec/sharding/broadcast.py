@@ -1,12 +1,19 @@
-"""`tensor_digest`: 16 bytes that differ if one word of a tensor differs, or two words are exchanged."""
+"""Equal values on all ranks: a digest that detects differences, and the broadcast of a tensor from one rank."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tilerec.comms.group import Group
+
 BLOCK_ROWS = 1 << 20
 """Rows per step of a digest."""
+
+CHUNK = 1 << 24
+"""Bytes per message of a broadcast."""
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,3 +33,23 @@ def tensor_digest(tensor: Tensor) -> tuple[int, int]:
         sums += torch.stack(((by_row * rows).sum(), (by_column * columns).sum()))
     first, second = sums.tolist()
     return first, second
+
+
+@torch.no_grad()
+def broadcast_tensor(group: Group, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+    """Overwrite a tensor with the values of the first of these ranks. Collective among them.
+
+    Args:
+        ranks: the ranks that call, in the same order; None: all, from rank 0.
+    """
+    if not tensor.numel():
+        return
+    first, *others = range(group.size) if ranks is None else ranks
+    flat = tensor.detach().contiguous().view(-1)
+    for part in flat.split(max(1, CHUNK // tensor.element_size())):
+        if group.rank == first:
+            group.exchange("initial values", {}, dict.fromkeys(others, part)).wait()
+        else:
+            group.exchange("initial values", {first: part}, {}).wait()
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
