@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.table import ShardedTable, leaf_name, peers_of, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
@@ -49,18 +50,15 @@ def new_peers(table: ShardedTable, tiling: Tiling, place: Tile, topology: Topolo
 
 
 def replace_tiles(
-    table: ShardedTable,
-    tiling: Tiling,
-    peers: Sequence[UpdatePeers],
-    memory: Sequence[Tensor],
-    state: Sequence[dict[str, Tensor]],
-    grads: Sequence[Tensor | None],
-) -> list[nn.Parameter]:
+    table: ShardedTable, tiling: Tiling, peers: Sequence[UpdatePeers], memory: Sequence[Tensor],
+    state: Sequence[dict[str, Tensor]], grads: Sequence[Tensor | None], touched: Sequence[ChangedRows | None],
+) -> list[nn.Parameter]:  # fmt: skip
     """Replace the tiles of this table and of all tables tied to it; nothing is copied.
 
     Args:
-        peers, memory, state, grads: for each tile of `tiles_or_empty`: its `UpdatePeers`, its memory `[rows, width]`,
-            the optimizer's slots and counts (empty without an optimizer), and its `.grad`.
+        peers, memory, state, grads, touched: for each tile of `tiles_or_empty`: its `UpdatePeers`, its memory
+            `[rows, width]`, the optimizer's slots and counts (empty without an optimizer), its `.grad`, and the rows
+            that replicas have yet to average (None if they never differ).
 
     Returns:
         The leaves, old objects first. Old leaves that are no longer used become empty.
@@ -78,6 +76,7 @@ def replace_tiles(
                 cast(Any, leaf)._ddp_ignored = True
         leaf.grad = grads[i]
         made.append(_like(old[min(i, len(old) - 1)], leaf, place, peers[i], state[i], fresh=i >= len(old)))
+        made[-1].touched = touched[i]
     made[0].skipped_rows += sum(rows.skipped_rows for rows in old[len(places) :])
     for i, leaf in enumerate(before[len(places) :], start=len(places)):
         replace_memory(leaf, leaf.new_empty(0, tiling.dim))

@@ -301,9 +301,8 @@ class TableMove:
             self._memory[("weight",)],
             made.states,
             cast("Sequence[Tensor | None]", grads),
+            made.touched,
         )
-        for rows, touched in zip(table.tile_rows, made.touched, strict=True):
-            rows.touched = touched
         first_error: Exception | None = None
         try:
             self._steppers.follow(self.key, before, after, made.steppers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -128,12 +128,15 @@ class ResizedTable:
     def switch(self) -> None:
         """Replace the old tiles by the new ones on this rank. Must not fail."""
         collection, table, config = self._collection, self._table, self._config
-        before, touched = table.leaves(), [rows.touched for rows in table.tile_rows]
+        before = table.leaves()
+        touched = [
+            None if marks is None else ChangedRows.of(marks, old.touched.updates, old.touched.state_updates)
+            for marks, old in zip(self._marks, cast("list[Any]", table.tile_rows), strict=True)
+        ]
         table.config = config
-        after = replace_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads)
-        for rows, marks, old in zip(table.tile_rows, self._marks, touched, strict=True):
-            if marks is not None and old is not None:
-                rows.touched = ChangedRows.of(marks, old.updates, old.state_updates)
+        after = replace_tiles(
+            table, self._tiling, self._peers, self._memory, self._states, self._grads, touched
+        )
         self._steppers.follow(
             self._name, before, after, {n: held for n, held in self._states_by_stepper.items() if any(held)}
         )

@@ -31,7 +31,6 @@ from tilerec.parallel.two_d.collection_config import (
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import AverageHook, GroupConfig, ReplicaSettings, Sync
 from tilerec.parallel.two_d.shard_2d import shard_2d
-from tilerec.parallel.two_d.sync_before_state import sync_before_state_dict
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.topology import Topology
 
@@ -127,7 +126,7 @@ class DMPCollection(DistributedModelParallel):
             self._two_d = shard_2d(module, checked, group, settings, topology, tables_device, sharders, who)
 
         self._build(module, env_of(who, "global_pg", global_pg), device, dense, shard_onto)
-        sync_before_state_dict(self.module, self._two_d)
+        self._two_d.sync_before_state_dict(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model; with gradients and after `sync_interval` updates, begin with a `sync()`.
@@ -207,5 +206,5 @@ class DMPCollection(DistributedModelParallel):
         twin = super().copy(device)
         assert isinstance(twin, DMPCollection)
         twin._two_d = self._two_d.of_copy(twin.module)
-        sync_before_state_dict(twin.module, twin._two_d)
+        twin._two_d.sync_before_state_dict(twin.module)
         return twin

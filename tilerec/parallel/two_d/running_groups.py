@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import AverageHook, ReplicaSettings, check_hook
 from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.tile import Tiling
+from tilerec.torch_private import state_dict_pre_hooks
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ class TwoD:
         for average in self.averages:
             average()
 
+    def sync_before_state_dict(self, module: nn.Module) -> None:
+        """Average replicas before every `state_dict` of a module, so that the saved state is that of all of them."""
+        hooks = state_dict_pre_hooks(module)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _SyncBeforeStateDict)]:
+            del hooks[key]
+        module.register_state_dict_pre_hook(_SyncBeforeStateDict(self))
+
     def settle(self) -> None:
         """Complete a `sync(wait=False)`."""
         for average in self.averages:
@@ -150,6 +158,19 @@ class TwoD:
             mesh=torch.tensor(ranks, dtype=torch.int, device="cpu"),
             mesh_dim_names=("replicate", "shard"),
         )
+
+
+class _SyncBeforeStateDict:
+    """Hook that averages replicas before every `state_dict` of a module."""
+
+    def __init__(self, two_d: TwoD) -> None:
+        self.two_d = two_d
+
+    def __call__(self, *_: object) -> None:
+        self.two_d.sync_all()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SyncBeforeStateDict:
+        return self  # `sync_before_state_dict` replaces it on a copied model
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, TwoD | None]:
