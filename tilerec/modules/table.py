@@ -97,8 +97,8 @@ class Table(nn.Module):
             rows.settle()
 
     def __getattr__(self, name: str) -> Any:
-        # nn.Module resolves parameters here. A read of a cached weight by name writes the cached rows back first.
-        if name.startswith("weight"):
+        # nn.Module resolves parameters here. A read of a leaf by its name writes the cached rows back first.
+        if name in self.__dict__.get("_parameters", ()):
             for rows in self._all_rows():
                 if rows.cache is not None:
                     rows.settle()
