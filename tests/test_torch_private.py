@@ -165,6 +165,16 @@ def test_a_disabled_function_breaks_the_graph() -> None:
     assert seen == [False]
 
 
+def test_writes_are_counted_through_views_and_by_hand() -> None:
+    x = torch.zeros(3)
+    before = private.version_of(x)
+    x[:1].fill_(1)
+    torch.autograd.graph.increment_version(x)
+    assert private.version_of(x) == before + 2
+    with torch.inference_mode():
+        assert private.version_of(torch.zeros(1)) == 0
+
+
 def test_an_op_has_a_schema_with_named_arguments() -> None:
     assert [argument.name for argument in private.schema_of("aten", "relu").arguments] == ["self"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -23,6 +24,8 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
+from tilerec.data.share import Share, bounds, cut, shares
+from tilerec.data.synthetic import SyntheticClicks
 from tilerec.errors import CommsError, ConfigError, InputError, TilerecError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.check_replicas import check_replicas
@@ -42,7 +45,6 @@ from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
 from tilerec.train.override import override, override_all, settings
-from tilerec.train.rank_batches import bounds, cut, shares
 from tilerec.train.report import report
 from tilerec.train.run_logger import Event, Terminal, Watcher, finite
 
@@ -571,13 +573,18 @@ def test_copies_that_drift_end_the_run_at_the_next_comparison() -> None:
 class BrokenOnRank1(SyntheticData):
     """Rank 1 finds a malformed line in its third batch."""
 
-    def train_shares(
-        self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
-    ) -> Iterator[Any]:
-        for step, share in enumerate(super().train_shares(dataset, batch_size, epoch, rank, world_size)):
-            if rank == 1 and step == 2:
-                raise InputError("line 3 is malformed")
-            yield share
+    def open(self) -> SyntheticClicks:
+        dataset = super().open()
+        complete = dataset.train_shares
+
+        def train_shares(*args: Any, rank: int = 0, **kwargs: Any) -> Iterator[Share]:
+            for step, share in enumerate(complete(*args, rank=rank, **kwargs)):
+                if rank == 1 and step == 2:
+                    raise InputError("line 3 is malformed")
+                yield share
+
+        dataset.train_shares = train_shares  # type: ignore[method-assign]
+        return dataset
 
 
 def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(
@@ -668,12 +675,11 @@ def test_shares_cover_a_batch_once_and_differ_by_one_sample_at_most(total: int, 
 
 
 def test_a_source_that_draws_shares_alone_draws_those_of_the_whole_batches() -> None:
-    data = SyntheticData(num_rows=(30, 20), max_lengths=(3, 1), min_lengths=(0, 1), train_rows=2500)
-    dataset = data.open()
+    dataset = SyntheticData(num_rows=(30, 20), max_lengths=(3, 1), min_lengths=(0, 1), train_rows=2500).open()
     for rank in range(3):
-        drawn = list(data.train_shares(dataset, 700, 1, rank, 3))
+        drawn = list(dataset.train_shares(700, 1, rank=rank, world_size=3))
         kept = list(shares(dataset.train(700, 1), rank, 3))
-        assert [(s.first, s.total) for s in drawn] == [(s.first, s.total) for s in kept]
+        assert [(s.first, s.total, s.end) for s in drawn] == [(s.first, s.total, s.end) for s in kept]
         for own, other in zip(drawn, kept, strict=True):
             assert torch.equal(own.batch.dense_features, other.batch.dense_features)
             assert torch.equal(own.batch.labels, other.batch.labels)
@@ -681,6 +687,20 @@ def test_a_source_that_draws_shares_alone_draws_those_of_the_whole_batches() -> 
             assert torch.equal(ours.values(), theirs.values())
             assert torch.equal(ours.lengths(), theirs.lengths())
             assert ours.stride() == theirs.stride() == own.batch.batch_size
+
+
+@pytest.mark.parametrize("start", [0, 700, 2100, 2500])
+def test_a_pass_continues_at_the_end_of_any_share_on_any_number_of_ranks(start: int) -> None:
+    dataset = SyntheticData(num_rows=(30,), train_rows=2500).open()
+    complete = list(dataset.train_shares(700, 1, rank=0, world_size=1))
+    wanted = [share for share in complete if share.end > start]
+    for source in (dataset.train_shares, functools.partial(Dataset.train_shares, dataset)):
+        parts = [list(source(700, 1, rank=rank, world_size=3, start=start)) for rank in range(3)]
+        for i, whole in enumerate(wanted):
+            assert [part[i].end for part in parts] == [whole.end] * 3
+            labels = torch.cat([part[i].batch.labels for part in parts])
+            assert torch.equal(labels, whole.batch.labels)
+        assert {len(part) for part in parts} == {len(wanted)}
 
 
 KEYS = ["a", "b", "c"]

@@ -115,6 +115,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor's memory was written, as torch counts; 0 for inference tensors, which have no counter.
+
+    Ops of tilerec write through raw pointers, and raise the counter by the public
+    `torch.autograd.graph.increment_version`. Substitute for the read: none.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 # ------------------------------------------------------------------------------------------------------------ CUDA
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)

@@ -66,7 +66,7 @@ def run_on_ranks(ahead: bool) -> Run:
     torch.manual_seed(0)
     model = world.build(RUN, dataset, device)
     bring = DevicePrefetcher(model, device)
-    for share in itertools.islice(world.train_shares(RUN, dataset, 0), STEPS):
+    for share in itertools.islice(dataset.train_shares(RUN.train.batch_size), STEPS):
         batch = bring(share.batch) if ahead else share.batch.to(device)
         assert isinstance(batch.sparse_features, KeyedJaggedTensor) != ahead
         model(batch.dense_features, batch.sparse_features).square().sum().backward()

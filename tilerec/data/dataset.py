@@ -10,14 +10,23 @@ import torch
 
 from tilerec.data.batch import Batch
 from tilerec.data.delimited import RowCount
+from tilerec.data.share import Share, shares
 
 
 @dataclass(frozen=True)
 class SparseFeature:
-    """A key of the batch's sparse features, and the number of rows of its table: ids are in [0, num_rows)."""
+    """A key of the batch's sparse features, and its table.
+
+    Attributes:
+        name: the key.
+        num_rows: rows of the table; ids are in [0, num_rows).
+        table: the table's name. Features with the same name share one table, and have the same `num_rows`. "": the
+            feature has its own table.
+    """
 
     name: str
     num_rows: int
+    table: str = ""
 
 
 class Dataset(ABC):
@@ -36,9 +45,31 @@ class Dataset(ABC):
     def dense_features(self) -> tuple[str, ...]:
         """Names of the columns of `Batch.dense_features`; may be empty."""
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the columns of `Batch.labels`; one name for labels [B]."""
+        return ("click",)
+
     @abstractmethod
     def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
         """Yield the batches of one pass over the training part. The last batch may be smaller; none is empty."""
+
+    def train_shares(
+        self, batch_size: int, epoch: int = 0, *, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[Share]:
+        """Yield a rank's share of each global batch of `train`.
+
+        The default reads every batch completely, and keeps the share. Override it for sources that can read a share
+        alone, or begin in the middle.
+
+        Args:
+            batch_size: of the global batches.
+            start: number of samples of the pass to leave out, a multiple of `batch_size`: the `end` of the last share
+                of an interrupted pass. The remaining shares are the same as without it.
+        """
+        for share in shares(self.train(batch_size, epoch), rank, world_size):
+            if share.end > start:
+                yield share
 
     @abstractmethod
     def held_out(self, batch_size: int) -> Iterator[Batch]:

@@ -34,6 +34,7 @@ from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
 from tilerec.data.power_law import check_power_law, power_law_ranks, scattered_ids
 from tilerec.data.rows import mix
+from tilerec.data.share import Share, bounds
 from tilerec.errors import ConfigError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -143,6 +144,17 @@ class SyntheticClicks(Dataset):
         first = epoch * self._train_rows
         for start in _starts(self._train_rows, batch_size):
             yield self.batch(first + start, min(batch_size, self._train_rows - start))
+
+    def train_shares(
+        self, batch_size: int, epoch: int = 0, *, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[Share]:
+        """Yield a rank's share of each global batch, as in `Dataset`, and generate only the share."""
+        before = epoch * self._train_rows
+        for first in _starts(self._train_rows, batch_size):
+            if first >= start:
+                total = min(batch_size, self._train_rows - first)
+                own, end = (first + bound for bound in bounds(total, rank, world_size))
+                yield Share(self.batch(before + own, end - own), own, total, first + total)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         for start in _starts(self._held_out_rows, batch_size):

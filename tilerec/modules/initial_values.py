@@ -59,6 +59,7 @@ def fill_initial(
     if config.init_fn is None:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
         torch.ops.tilerec.random_fill_(out, key, row_offset, column_offset, "uniform", low, high)
+        torch.autograd.graph.increment_version(out)  # the op writes outside of autograd
         return
     stop, columns = row_offset + out.shape[0], slice(column_offset, column_offset + out.shape[1])
     if not out.numel():

@@ -104,8 +104,8 @@ class Table(nn.Module):
         return stats_of(rows, reset) if any(own.cache is not None for own in rows) else None
 
     def __getattr__(self, name: str) -> Any:
-        # nn.Module resolves parameters here. A read of a cached weight by name writes the cached rows back first.
-        if name.startswith("weight"):
+        # nn.Module resolves parameters here. A read of a leaf by its name writes the cached rows back first.
+        if name in self.__dict__.get("_parameters", ()):
             for rows in self._all_rows():
                 if rows.cache is not None:
                     rows.settle()

@@ -21,6 +21,7 @@ from tilerec.planner.cost.ways import Way
 from tilerec.planner.pins import groups_of, pins_of
 from tilerec.planner.plan_price import PlanPrice
 from tilerec.planner.plan_price import priced as price_of
+from tilerec.planner.price_walk import walk_downhill
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.request_problem import build_problem, searched_instance
 from tilerec.planner.search.instance import SHARE, Instance, Ints, Proof, Solution, Status, evaluate
@@ -310,7 +311,21 @@ def _of_lowest_price(decision: Decision) -> Decision:
         assert found.priced is not None
         if not found.priced.over.any() and found.priced.cost_ps < best.priced.cost_ps:
             best = found
-    return best
+    return _walked(best)
+
+
+def _walked(decision: Decision) -> Decision:
+    """Return the decision at the end of a walk by price, if the price is above the cost that the search estimated."""
+
+    def price(solution: Solution) -> PlanPrice:
+        return price_of(decision.request, replace(decision, solution=solution).shardings())
+
+    solution, priced = decision.solution, decision.priced
+    assert priced is not None
+    if priced.cost_ps <= solution.cost + solution.cost // NEAR:
+        return decision
+    solution, priced = walk_downhill(decision.instance, solution, priced, price)
+    return replace(decision, solution=solution, priced=priced)
 
 
 def _of_pins_only(decision: Decision) -> Decision:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tilerec.data.criteo import Criteo
-from tilerec.data.dataset import Dataset
 from tilerec.data.movielens import MovieLens
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
 from tilerec.train.config import DataConfig
-from tilerec.train.rank_batches import Share, bounds
 
 _V = TypeVar("_V", int, float)
 
@@ -62,16 +59,6 @@ class SyntheticData(DataConfig):
             main_scale=self.main_scale,
             pair_scale=self.pair_scale,
         )
-
-    def train_shares(
-        self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
-    ) -> Iterator[Share]:
-        """Yield a rank's share of each global batch, as in `DataConfig`, and generate only the share."""
-        assert isinstance(dataset, SyntheticClicks)
-        for start in range(0, self.train_rows, batch_size):
-            total = min(batch_size, self.train_rows - start)
-            first, last = (start + bound for bound in bounds(total, rank, world_size))
-            yield Share(dataset.batch(epoch * self.train_rows + first, last - first), first, total)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.merged_bags import BagUnion, MergedBags
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.prefetched_results import StreamEvent
+from tilerec.storage.tensor_mark import mark_of
 
 REFUSED, WEIGHTS_NEED_GRAD = 1, 2
 """Flag bits of a header's first word; the bits above them are the digest of its rank's `LookupFacts`."""
@@ -62,12 +63,12 @@ class Routed:
     member_starts: list[int] = field(default_factory=list)
     member_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     pending: Any = None
-    # Tensors of a batch that the lookup reads without a copy, each with its version when it was routed.
-    in_place: tuple[tuple[Tensor, int], ...] = ()
+    # Tensors of a batch that the lookup reads without a copy, each with its mark when it was routed.
+    in_place: tuple[tuple[Tensor, Any], ...] = ()
 
     def check(self) -> None:
         """Raise an `InputError` if a batch that is read without a copy was written to after it was routed."""
-        if any(tensor._version != version for tensor, version in self.in_place):
+        if any(mark_of(tensor) != mark for tensor, mark in self.in_place):
             raise InputError(
                 "A batch was written to after it was routed, and a single rank's tables read batches without a copy "
                 "(ids, offsets and sample weights, in the forward and in the backward); route a clone of it, or write "
@@ -239,16 +240,12 @@ class Router:
         begins_K, ends_K = offsets[edges].view(2, -1)
         sample_weights = None if weights is None else weights.detach().to(self.wide).contiguous()
         self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
-        read = [
-            tensor
-            for tensor in (ids, offsets, sample_weights)
-            if tensor is not None and not tensor.is_inference()
-        ]
+        read = [tensor for tensor in (ids, offsets, sample_weights) if tensor is not None]
         return Routed(
             bags, list(bags), [-1] * len(bags), torch.empty(0, dtype=torch.int32, device=device),
             _counting(ids.numel(), device) if needs else None, [ids.numel()], list(bags), [ids.numel()], needs, [], [],
             ids=ids, offsets=_counting(ids.numel() + 1, device) if self.each_id else offsets,
-            sample_weights=sample_weights, in_place=tuple([(tensor, tensor._version) for tensor in read]),
+            sample_weights=sample_weights, in_place=tuple([(tensor, mark_of(tensor)) for tensor in read]),
         )  # fmt: skip
 
     def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:

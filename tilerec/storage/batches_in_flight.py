@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
+
+from tilerec.storage.tensor_mark import mark_of
 
 Segments = tuple[tuple[int, int], ...]
 """Ranges [begin, end) of a batch's ids that read one table."""
@@ -27,17 +29,17 @@ class Bags:
     """Bag ranges of a batch under one offsets tensor; other offsets may divide the same ids into as many bags."""
 
     offsets: Tensor
-    version: int
+    mark: tuple[Any, ...]  # of the offsets
     ranges: tuple[tuple[int, int, int, int], ...]
     """Per range: first bag, number of bags, first id, end of ids."""
 
     @staticmethod
     def of(offsets: Tensor, ranges: Sequence[tuple[int, int, int, int]]) -> Bags:
         """Return the ranges under the current version of `offsets`."""
-        return Bags(offsets, _version(offsets), tuple(ranges))
+        return Bags(offsets, mark_of(offsets), tuple(ranges))
 
     def has_offsets(self, offsets: Tensor) -> bool:
-        return self.version == _version(offsets) and _same_memory(self.offsets, offsets)
+        return self.mark == mark_of(offsets)
 
 
 @dataclass(eq=False)
@@ -45,7 +47,7 @@ class BatchInFlight:
     """A batch in flight. It keeps its ids alive, so no other batch can be allocated at their address."""
 
     ids: Tensor
-    version: int
+    mark: tuple[Any, ...]  # of the ids
     segments: Segments
     serial: int
     bit: int
@@ -54,7 +56,7 @@ class BatchInFlight:
     bags: Bags | None = None  # per segment, if known
 
     def has(self, ids: Tensor) -> bool:
-        return self.version == _version(ids) and _same_memory(self.ids, ids)
+        return self.mark == mark_of(ids)
 
 
 @final
@@ -79,7 +81,7 @@ class BatchesInFlight:
 
     def add(self, ids: Tensor, segments: Segments, serial: int, bit: int) -> BatchInFlight:
         count = sum([end - begin for begin, end in segments])
-        batch = BatchInFlight(ids, _version(ids), tuple(sorted(segments)), serial, bit, count)
+        batch = BatchInFlight(ids, mark_of(ids), tuple(sorted(segments)), serial, bit, count)
         self._batches.append(batch)
         return batch
 
@@ -153,17 +155,3 @@ class BatchesInFlight:
                     if (first, bags) == (start, count):
                         return begin, end
         return None
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same address, shape, strides and dtype."""
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-    )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

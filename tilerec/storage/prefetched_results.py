@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.runtime.upload import capturing
+from tilerec.storage.tensor_mark import mark_of
 
 MAX_RESULTS = 4
 """Maximum number of results kept for later batches."""
@@ -42,21 +43,17 @@ class Sources:
         """Return the sources; None if a tensor is an inference tensor, which has no version counter."""
         if any([t is not None and t.is_inference() for t in tensors]):  # noqa: C419 - called at every step
             return None
-        return Sources(tuple(tensors), tuple([_identity(t) for t in tensors]), others)
+        return Sources(tuple(tensors), _marks(tensors), others)
 
     def same(self, now: Sources) -> bool:
         """Return True if these sources equal `now` and have not been written to since."""
         if self.others != now.others or self.marks != now.marks:
             return False
-        return self.marks == tuple(
-            [_identity(t) for t in self.tensors]
-        )  # detects writes through any reference to the tensors
+        return self.marks == _marks(self.tensors)  # detects writes through any reference
 
 
-def _identity(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    if tensor is None:
-        return None
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor._version)
+def _marks(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple([None if t is None else mark_of(t) for t in tensors])
 
 
 @final

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +12,6 @@ from torch import nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
-from tilerec.train.rank_batches import Share, shares
 
 
 class DataConfig(ABC):
@@ -22,19 +20,6 @@ class DataConfig(ABC):
     @abstractmethod
     def open(self) -> Dataset:
         """Open and return the dataset; raise `InputError` if the source cannot be read."""
-
-    def train_shares(
-        self, dataset: Dataset, batch_size: int, epoch: int, rank: int, world_size: int
-    ) -> Iterator[Share]:
-        """Yield a rank's share of each global batch of a pass.
-
-        The default reads the whole batch and keeps the share. Override it for sources that can read only a share.
-
-        Args:
-            dataset: the result of `open`.
-            batch_size: of the global batches.
-        """
-        return shares(dataset.train(batch_size, epoch), rank, world_size)
 
 
 class ModelConfig(ABC):

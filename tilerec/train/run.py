@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
+from tilerec.data.share import Share
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
@@ -29,7 +30,6 @@ from tilerec.train.device_prefetcher import DevicePrefetcher
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
-from tilerec.train.rank_batches import Share
 from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.world import World
 
@@ -115,7 +115,9 @@ class Run:
 
     def _shares(self) -> Iterator[Share]:
         for epoch in range(self._options.epochs):
-            for share in self._world.train_shares(self._config, self._dataset, epoch):
+            for share in self._dataset.train_shares(
+                self._options.batch_size, epoch, rank=self._world.rank, world_size=self._world.size
+            ):
                 if self._options.max_steps and self.steps == self._options.max_steps:
                     return
                 yield share

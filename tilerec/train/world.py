@@ -5,7 +5,7 @@ ranks:
 
     tables                sharded into tiles by the plan; the backward pass updates them
     other parameters      replicated on every rank; torch's `DistributedDataParallel` averages their gradients
-    batches               divided into shares (`rank_batches.py`); a scaled loss gives the same updates as one process
+    batches               divided into shares (`data/share.py`); a scaled loss gives the same updates as one process
     reported numbers      summed over ranks; predictions are gathered, so AUC is exact
 
 Legend: N samples of all ranks, n of this one, W ranks.
@@ -24,6 +24,7 @@ from tilerec.comms.agreement import agree
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
+from tilerec.data.share import shares
 from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
@@ -32,7 +33,6 @@ from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import predict
 from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
-from tilerec.train.rank_batches import Share, shares
 from tilerec.train.run_plan import run_plan
 
 
@@ -82,13 +82,6 @@ class World:
         return DistributedDataParallel(
             model, process_group=self._group.process_group, gradient_as_bucket_view=True
         )
-
-    def train_shares(self, config: RunConfig, dataset: Dataset, epoch: int) -> Iterator[Share]:
-        """Yield this rank's share of each global batch of a pass."""
-        batch_size = config.train.batch_size
-        if self.size == 1:
-            return shares(dataset.train(batch_size, epoch), 0, 1)
-        return config.data.train_shares(dataset, batch_size, epoch, self.rank, self.size)
 
     def mean(self, total: Tensor) -> Tensor:
         """Return the mean of the ranks' numbers, on every rank. Collective."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.torch_private import keeps_graph
+from tilerec.torch_private import keeps_graph, version_of
 
 
 @final
@@ -52,7 +52,7 @@ class SavedRows:
         copy: Callable[[Sequence[int]], list[Tensor]],
     ) -> None:  # fmt: skip
         self._tables, self._leaves, self._name = tuple(tables), dict(leaves), name
-        self._versions = {t: _version(leaf) for t, leaf in self._leaves.items()}
+        self._versions = {t: version_of(leaf) for t, leaf in self._leaves.items()}
         self._copy = copy
         self._copies: dict[int, Tensor] = {}  # by feature
         self._kept: set[int] = set()  # tables with saved rows, which may be written
@@ -70,7 +70,7 @@ class SavedRows:
 
     def _written(self, table: int) -> bool:
         leaf = self._leaves.get(table)
-        return leaf is not None and _version(leaf) != self._versions[table]
+        return leaf is not None and version_of(leaf) != self._versions[table]
 
     @torch.no_grad()
     def rows(self) -> list[Tensor] | None:
@@ -126,7 +126,3 @@ def id_segments(offsets: Tensor, starts: Sequence[int], bags: Sequence[int]) -> 
     edges = torch.tensor([*first, *[s + b for s, b in zip(first, bags, strict=True)]], dtype=torch.int64)
     bounds = offsets[edges.to(offsets.device)].tolist()
     return list(zip(bounds[: len(starts)], bounds[len(starts) :], strict=True))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

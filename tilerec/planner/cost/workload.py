@@ -13,7 +13,6 @@ Legend: T tables, F features (reads).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -309,23 +308,16 @@ class _Zipf:
             # One id per bucket at first, then buckets that grow by a quarter.
             edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
         self.edges = edges
-        self.weights: list[Floats] = []  # frequency of one id, by bucket; below: its share of all ids
-        self.counts: list[Floats] = []
-        total = np.zeros(len(which))
-        for low, high in itertools.pairwise(edges):
-            counts = np.clip(distinct + 1.0 - low, 0.0, high - low)
-            middle = low + (np.maximum(counts, 1.0) - 1.0) / 2.0
-            weights = exponential(-exponent * _log(middle))
-            self.counts.append(counts)
-            self.weights.append(weights)
-            total = total + counts * weights
-        self.weights = [weights / total for weights in self.weights]
+        low, high = np.array(edges[:-1])[:, None], np.array(edges[1:])[:, None]
+        self.counts = np.clip(distinct + 1.0 - low, 0.0, high - low)  # [buckets, tables] ids
+        middle = low + (np.maximum(self.counts, 1.0) - 1.0) / 2.0
+        weights = exponential(-exponent * _log(middle))
+        # Python's `sum` adds bucket after bucket, in the same order on every machine.
+        self.weights = weights / sum(self.counts * weights)  # [buckets, tables] one id's share of all ids
 
     def distinct(self, draws: Floats) -> Floats:
         """Return the expected number of distinct ids among so many draws, by table."""
-        found = np.zeros(len(self.which))
-        for counts, share in zip(self.counts, self.weights, strict=True):
-            found = found + counts * (1.0 - missed(share, draws))
+        found: Floats = sum(self.counts * (1.0 - missed(self.weights, draws)))
         return np.minimum(found, draws)
 
     def below(self, position: Ints, row: Any) -> Floats:

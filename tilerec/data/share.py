@@ -27,13 +27,16 @@ class Share:
 
     Attributes:
         batch: the samples; may be empty.
-        first: position of the first sample in the pass over the data.
+        first: position of the share's first sample in the pass over the data.
         total: B.
+        end: number of samples of the pass up to the end of the global batch. A pass that stops after this batch
+            continues from here (`Dataset.train_shares(start=)`), on any number of ranks.
     """
 
     batch: Batch
     first: int
     total: int
+    end: int
 
 
 def bounds(total: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -46,8 +49,9 @@ def shares(batches: Iterable[Batch], rank: int, world_size: int) -> Iterator[Sha
     start = 0
     for batch in batches:
         first, last = bounds(batch.batch_size, rank, world_size)
-        yield Share(cut(batch, first, last), start + first, batch.batch_size)
-        start += batch.batch_size
+        own, end = start + first, start + batch.batch_size
+        yield Share(cut(batch, first, last), own, batch.batch_size, end)
+        start = end
 
 
 def cut(batch: Batch, first: int, last: int) -> Batch:
