@@ -61,9 +61,10 @@ class ShardedCollection(TableCollection):
             InputError: the batch of this rank or of another rank (then named) is wrong. Every rank raises. A single
                 rank with whole tables routes nothing: there the lookup raises.
         """
-        stages = self.exchange.stages(self._leaves.accum_dtype())
+        leaves = self._leaves
+        stages = self.exchange.stages(leaves.accum_dtype())
         try:
-            batch, keys = self._batch(features)
+            batch, keys = self._batch(features, leaves)
         except Exception as error:
             stages.router.refuse(error, self.device)
         routed = stages.router(batch, keys)
@@ -73,7 +74,7 @@ class ShardedCollection(TableCollection):
         """Return per read the divisors of its bags' sums, applied on the home rank; None where nothing divides."""
         return ()
 
-    def _batch(self, features: KeyedJaggedTensor) -> tuple[RouteInput, list[int]]:
+    def _batch(self, features: KeyedJaggedTensor, leaves: TileLeaves) -> tuple[RouteInput, list[int]]:
         every = self._checked(features)
         keys = list(features.keys())
         position = key_positions(type(self).__name__, self._reads, keys)
@@ -99,12 +100,12 @@ class ShardedCollection(TableCollection):
                 key + self._id_clamp.forms[route.slot] * len(keys)
                 for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
-        facts = self._leaves.follow_first().facts(self.exchange.number, self.exchange.name)
+        facts = leaves.follow_first().facts(self.exchange.number, self.exchange.name)
         return RouteInput(ids, offsets, weights, batches, bags, facts), at
 
-    def _is_current(self, routed: RoutedFeatures) -> bool:
+    def _is_current(self, routed: RoutedFeatures, leaves: TileLeaves) -> bool:
         """Return True if tiling and accumulation dtype have not changed since this batch was routed."""
-        return self.exchange.made(routed.stages) and routed.stages.router.wide == self._leaves.accum_dtype()
+        return self.exchange.made(routed.stages) and routed.stages.router.wide == leaves.accum_dtype()
 
     @_eager
     def lookup(self, routed: RoutedFeatures) -> LookedUpBatch:
@@ -113,11 +114,11 @@ class ShardedCollection(TableCollection):
         A batch is routed again, on every rank, if the tables were resharded (`reshard`) or became float64 since it
         was routed.
         """
-        if not self._is_current(routed):
+        leaves, grad_enabled = self._leaves, torch.is_grad_enabled()
+        if not self._is_current(routed, leaves):
             routed.behind()
             routed = self.route(routed.wait().features)
         routed.behind()
-        leaves, grad_enabled = self._leaves, torch.is_grad_enabled()
         rows = leaves.rows()
         if self.exchange.teams is not None and self.exchange.teams.apart:
             for own in rows:
@@ -147,10 +148,11 @@ class ShardedCollection(TableCollection):
             The routed batch, to pass to the forward. (The forward of an unsharded collection takes the features.)
         """
         routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        if not self._is_current(routed):
+        leaves = self._leaves
+        if not self._is_current(routed, leaves):
             return routed
         routed.behind()
-        rows = self._leaves.rows()
+        rows = leaves.rows()
         if any(own.cache is not None for own in rows):
             routed.stages.combiner.prefetch(routed.routed, rows)
         if routed.made is not None:
@@ -208,8 +210,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         ]
         return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))
 
-    def _batch(self, features: KeyedJaggedTensor) -> tuple[RouteInput, list[int]]:
-        batch = super()._batch(features)
+    def _batch(self, features: KeyedJaggedTensor, leaves: TileLeaves) -> tuple[RouteInput, list[int]]:
+        batch = super()._batch(features, leaves)
         if features.variable_stride_per_key():
             check_samples(type(self).__name__, [read.feature for read in self._reads], features)
         return batch

@@ -40,7 +40,7 @@ class TileLeaves:
 
     def accum_dtype(self) -> torch.dtype:
         """Return the dtype in which rows are added."""
-        return torch.float64 if any(leaf.dtype == torch.float64 for leaf in self.first) else torch.float32
+        return torch.float64 if torch.float64 in {leaf.dtype for leaf in self.first} else torch.float32
 
     def held(self) -> list[nn.Parameter]:
         """Return the leaves with rows, in the order in which the layout lists the rectangles that this rank holds."""
@@ -58,7 +58,8 @@ class TileLeaves:
         """Return per leaf of `held` the handle of the sink of its gradients; -1: a dense `.grad`, or no gradient."""
         return [
             rows.handle if rows.takes_gradients and leaf.requires_grad and rows.leaf is leaf else -1
-            for rows, leaf in zip(self.rows(), self.held(), strict=True)
+            for table in self.tables
+            for rows, leaf, _ in zip(table.tile_rows, table.leaves(), table.tiles, strict=False)
         ]
 
     def trained(self) -> list[bool]:
@@ -71,8 +72,8 @@ class TileLeaves:
         A weight swapped in by torch.func.functional_call has no sink.
         """
         return [
-            leaf.requires_grad and table.rows.takes_gradients and table.rows.leaf is leaf
-            for leaf, table in zip(self.first, self.tables, strict=True)
+            leaf.requires_grad and rows.takes_gradients and rows.leaf is leaf
+            for leaf, rows in zip(self.first, [table.rows for table in self.tables], strict=True)
         ]
 
     def check_cached(self) -> None:
@@ -84,10 +85,9 @@ class TileLeaves:
         """Return the facts of a lookup that must be equal on all ranks; if they differ, no rank routes."""
         trained, attached = self.trained(), self.attached()
         trains = torch.is_grad_enabled() and any(trained)
-        rules = {
-            name: table.rows.group
-            for name, table, updated in zip(self._names, self.tables, attached, strict=True)
-            if trains and updated and table.rows.group is not None
-        }
-        training = bytes(TRAINED * t | ATTACHED * a for t, a in zip(trained, attached, strict=True))
+        rules = {}
+        for name, table, updated in zip(self._names, self.tables, attached, strict=True) if trains else ():
+            if updated and table.rows.group is not None:
+                rules[name] = table.rows.group
+        training = bytes([TRAINED * t | ATTACHED * a for t, a in zip(trained, attached, strict=True)])
         return LookupFacts(number, collection, self._names, trains, training, rules)
