@@ -226,6 +226,7 @@ def install(clock: Clock) -> None:
     JITFunction.run = clock.watch("launch", JITFunction.run)  # type: ignore[method-assign]
     for name in TORCH:
         setattr(torch, name, clock.watch("torch", getattr(torch, name)))
+    from tilerec.ops import gpu_backends
     from tilerec.ops.gradient import definition as gradient
     from tilerec.storage.table_rows import TableRows, _SkippedRowsReport
 
@@ -236,8 +237,7 @@ def install(clock: Clock) -> None:
         replace_everywhere(function, clock.watch("backward", function))
     for name in ("submit_pooled_", "submit_sequence_"):
         gradient.LIBRARY.impl(name, getattr(gradient, name[:-1]), "CPU", allow_override=True)
-    for backend in backends:
-        backend.register("CPU")
+    gpu_backends.register("CPU", [backend.KERNELS for backend in backends])
 
 
 def measured(clock: Clock, call: Callable[[], Any], rounds: int, times: int = 100) -> dict[str, float]:

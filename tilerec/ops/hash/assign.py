@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, check_assign, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
 from tilerec.ops.hash.state import AssignCall
@@ -19,8 +19,7 @@ _ARGUMENTS = (
     "(Tensor ids_N, Tensor?[] entries, Tensor(a!)[] state, int[] table, SymInt[] numbers, float exponent, "
     "Tensor?[] clocks)"
 )
-LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
+_FORM: dict[str, Any] = {"unpack": AssignCall.unpack, "check": check_assign, "check_fake": True}
 
 
 class Bucket(NamedTuple):
@@ -73,6 +72,18 @@ class Bucket(NamedTuple):
         self.since[slot] = self.last[slot] = step
 
 
+def _fake_assign(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids_N, evictions = call.ids_N, torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty_like(ids_N),
+        torch.empty_like(ids_N, dtype=torch.uint8),
+        torch.empty_like(ids_N, dtype=torch.int32),
+        ids_N.new_empty(evictions),
+        ids_N.new_empty(evictions),
+    )
+
+
+@LIBRARY.op(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_assign, **_FORM)
 def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Assign a row to every id, in order.
 
@@ -170,21 +181,9 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
     )
 
 
-def zch_assign_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ids_N, evictions = call.ids_N, torch.library.get_ctx().new_dynamic_size()
-    return (
-        torch.empty_like(ids_N),
-        torch.empty_like(ids_N, dtype=torch.uint8),
-        torch.empty_like(ids_N, dtype=torch.int32),
-        ids_N.new_empty(evictions),
-        ids_N.new_empty(evictions),
-    )
-
-
-Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]"
-
-
-def assign_each_from(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def assign_each_from(
+    assign: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return `zch_assign_each_` based on `zch_assign_`, which lists the same evictions in the same order."""
 
     def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,7 +200,14 @@ def assign_each_from(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tens
     return zch_assign_each_
 
 
-def zch_assign_each_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_assign_each(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = call.ids_N
     uint8, int32 = (torch.empty_like(ids_N, dtype=kind) for kind in (torch.uint8, torch.int32))
     return torch.empty_like(ids_N), uint8, int32, torch.empty_like(ids_N)
+
+
+LIBRARY.op(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)", _fake_assign_each, **_FORM)(
+    assign_each_from(zch_assign_reference)
+)
+# On CPU it calls the backend's `zch_assign_`.
+LIBRARY.impl("zch_assign_each_", assign_each_from(torch.ops.tilerec.zch_assign_.default), "CPU")

@@ -13,33 +13,41 @@ Legend: N entries, E rows of the tile, C its columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.random.definition import check_fill
+from tilerec.ops.random.definition import check_tile
 from tilerec.ops.runtime.library import LIBRARY
 
-LIBRARY.define(
-    "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
-    "float low, float high, float[] numbers) -> ()"
-)
+
+class RenewCall(NamedTuple):
+    """One call of `renew_rows_`; its fields are the op's arguments."""
+
+    rows_N: Tensor
+    tile: Tensor | None
+    beside: Sequence[Tensor]
+    row_offset: int
+    column_offset: int
+    key: Sequence[int]
+    low: float
+    high: float
+    numbers: Sequence[float]
+
+    @property
+    def reset(self) -> list[Tensor]:
+        """The tile, if there is one, and the tensors beside it."""
+        return [*([] if self.tile is None else [self.tile]), *self.beside]
 
 
-def check_row_reset(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    numbers: Sequence[float],
-) -> int:
-    """Return the number of rows on this rank; raise a `ConfigError` for arguments that do not match."""
+def check_row_reset(call: RenewCall) -> None:
+    """Raise a `ConfigError` for arguments that do not match."""
+    rows_N, tile, beside, row_offset, column_offset, key, _, _, numbers = call
     if tile is not None:
-        check_fill(tile, key, row_offset, column_offset, "uniform")
-    held = [tensor.shape[0] for tensor in (*([] if tile is None else [tile]), *beside)]
+        check_tile(tile, key, row_offset, column_offset, "uniform")
+    held = [tensor.shape[0] for tensor in call.reset]
     if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
         raise ConfigError(
             f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
@@ -49,20 +57,16 @@ def check_row_reset(
         raise ConfigError(
             f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}; expected a flat list of int64."
         )
-    return held[0] if held else 0
 
 
-def renew_rows_reference_(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    low: float,
-    high: float,
-    numbers: Sequence[float],
-) -> None:
+@LIBRARY.op(
+    "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
+    "float low, float high, float[] numbers) -> ()",
+    unpack=RenewCall,
+    check=check_row_reset,
+    check_fake=True,
+)
+def renew_rows_reference_(call: RenewCall) -> None:
     """Write initial values into some rows of a tile, and a number into the same rows of each tensor in `beside`.
 
     Args:
@@ -73,7 +77,8 @@ def renew_rows_reference_(
     Tile of rows 4 to 7, beside [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile gets its initial
     values, and beside is [1, 0, 3, 4].
     """
-    held = check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers = call
+    held = call.reset[0].shape[0] if call.reset else 0
     own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
@@ -103,21 +108,3 @@ def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
 def _indexable(tensor: Tensor) -> Tensor:
     """Return a view in a dtype that torch can write by index: fp8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-LIBRARY.impl("renew_rows_", renew_rows_reference_, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("renew_rows_")
-def _fake_renew_rows(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    low: float,
-    high: float,
-    numbers: Sequence[float],
-) -> None:
-    check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)

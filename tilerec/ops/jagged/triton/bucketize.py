@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.item_copies import ITEMS
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
@@ -17,6 +16,7 @@ from tilerec.ops.jagged.triton.offsets import (
     check_offsets,
     offset_error_raiser,
 )
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
@@ -64,7 +64,7 @@ def local_ids(out, ids, keys, positions, cuts, items, TILE: tl.constexpr):
 def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     known = (torch.int32, torch.int64)
     if ids_N.dtype not in known or lengths_S.dtype not in known:
-        return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
+        return LIBRARY.references["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
     device = ids_N.device
     raise_due(device)
     ids_N, cuts_C1 = ids_N.contiguous(), as_int64(cuts_C1)

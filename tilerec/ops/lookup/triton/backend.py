@@ -47,7 +47,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.gradient.definition import bag_starts, new_ticket, pooled_blocks
-from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
+from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall
 from tilerec.ops.lookup.checks import (
     INDEX_TYPES,
     check_batch,
@@ -59,7 +59,12 @@ from tilerec.ops.lookup.checks import (
     raise_other_dim,
     raise_uncovered,
 )
-from tilerec.ops.lookup.definition import REFERENCE_OF_CALLS, raise_bad_id
+from tilerec.ops.lookup.definition import (
+    pooled_lookup_reference,
+    raise_bad_id,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
+)
 from tilerec.ops.lookup.triton.layout import (
     Family,
     LookupConstants,
@@ -76,11 +81,9 @@ from tilerec.ops.lookup.triton.parts import CHUNK, LONG, OFFSET
 from tilerec.ops.lookup.triton.pooled import chunk_kernel, pooled_kernel
 from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel, sample_weight_kernel
 from tilerec.ops.lookup.triton.sequence import sequence_kernel
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.readback import runs_synchronously
 from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import group_rows, reads, tile_width
 
@@ -181,7 +184,7 @@ def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
     check_batch(ids, offsets, sample_weights)
     device, types = ids.device, types_of(weights)
     if not _serves(types, dtype, device):
-        return REFERENCE_OF_CALLS["pooled_lookup"](call)
+        return pooled_lookup_reference(call)
     _check_same_device(device, "offsets", offsets)
     _check_same_device(device, "sample_weights", sample_weights)
     raise_due(device)
@@ -242,7 +245,7 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
     check_batch(ids, offsets, None)
     device, types = ids.device, types_of(weights)
     if not _serves(types, grad.dtype, device):
-        return REFERENCE_OF_CALLS["sample_weight_grad"](call)
+        return sample_weight_grad_reference(call)
     _check_same_device(device, "offsets", offsets)
     _check_same_device(device, "grad", grad)
     raise_due(device)
@@ -354,7 +357,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     check_starts(starts, len(tables))
     device, types = ids.device, types_of(weights)
     if not tables or not _serves(types, dtype, device):
-        return REFERENCE_OF_CALLS["sequence_lookup"](call)
+        return sequence_lookup_reference(call)
     raise_due(device)
     pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
     layout = _sequence_layout(
@@ -362,7 +365,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     )
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
-        return REFERENCE_OF_CALLS["sequence_lookup"](call)
+        return sequence_lookup_reference(call)
     raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
     starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
@@ -400,18 +403,9 @@ def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.devi
     return upload(bounds, device)
 
 
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, as functions of the ops' arguments."""
-    return taking_arguments(
-        {
-            "pooled_lookup": pooled_lookup,
-            "sequence_lookup": sequence_lookup,
-            "sample_weight_grad": sample_weight_grad,
-        }
-    )
-
-
-def register(key: str = "CUDA") -> None:
-    """Register the kernels for the three ops on this device type."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "pooled_lookup": pooled_lookup,
+    "sequence_lookup": sequence_lookup,
+    "sample_weight_grad": sample_weight_grad,
+}
+"""Kernels by op name."""

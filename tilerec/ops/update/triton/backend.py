@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.addresses import capturing, constants, current_stream
-from tilerec.ops.runtime.triton.library import on_own_device
-from tilerec.ops.update.calls import Gradients, RuleTables, UpdateCall, taking_arguments
+from tilerec.ops.update.calls import Gradients, RuleTables, UpdateCall
 from tilerec.ops.update.checks import check_names, check_tables
 from tilerec.ops.update.counts import check_counts
 from tilerec.ops.update.definition import update_rows_reference_
@@ -140,20 +138,11 @@ def _update_group(
     )  # fmt: skip
 
 
-def register(key: str = "CUDA") -> None:
-    """Register the kernels for the update ops on devices of this dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
-
-
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, as functions of the ops' arguments."""
-    return taking_arguments(
-        {
-            "update_rows_": update_rows_,
-            "order_rows": order_rows,
-            "sum_row_gradients_of_tables": sum_row_gradients_of_tables,
-            "rule_partials_of_tables": rule_partials_of_tables,
-            "rule_apply_to_tables_": rule_apply_to_tables_,
-        }
-    )
+KERNELS: dict[str, Callable[..., Any]] = {
+    "update_rows_": update_rows_,
+    "order_rows": order_rows,
+    "sum_row_gradients_of_tables": sum_row_gradients_of_tables,
+    "rule_partials_of_tables": rule_partials_of_tables,
+    "rule_apply_to_tables_": rule_apply_to_tables_,
+}
+"""Kernels by op name."""
