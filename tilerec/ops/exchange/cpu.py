@@ -68,17 +68,9 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
     free.restype = None
 
     def route_ids(
-        ids: Tensor,
-        offsets: Tensor,
-        keys: Sequence[int],
-        batches: Sequence[int],
-        cuts: Sequence[int],
-        ranges: Sequence[int],
-        wire: Sequence[int],
-        each_id: bool,
-        dtype: torch.dtype,
-        names: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
+        ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert len(keys) == len(ranges), "route_ids: one number of parts per route"
         assert dtype in INDEX_TYPES, "route_ids: local ids are int32 or int64"
         ids = (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()

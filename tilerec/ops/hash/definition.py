@@ -83,15 +83,9 @@ def zch_assign_each_(
 
 
 def zch_resize(
-    state: HashState,
-    table: HashRange,
-    new_buckets: int,
-    new_slots: int,
-    *,
-    step: int,
-    policy: Policy = Policy.LRU,
+    state: HashState, table: HashRange, new_buckets: int, new_slots: int, *, step: int, policy: Policy = Policy.LRU,
     exponent: float = 1.0,
-) -> ResizedState:
+) -> ResizedState:  # fmt: skip
     """Return the state for new numbers of buckets and slots: `HashRange(new_buckets, new_slots, table.max_probe, ...)`.
 
     One number of buckets must divide the other, and the held buckets must form whole new buckets. A split bucket's

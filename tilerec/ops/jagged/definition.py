@@ -326,13 +326,9 @@ def select_segments(
 
 
 def select_jagged(
-    order_P: Tensor,
-    lengths_S: Tensor,
-    values_N: Tensor,
-    weights_N: Tensor | None = None,
-    offsets_S1: Tensor | None = None,
-    total: int | None = None,
-) -> Selected:
+    order_P: Tensor, lengths_S: Tensor, values_N: Tensor, weights_N: Tensor | None = None,
+    offsets_S1: Tensor | None = None, total: int | None = None,
+) -> Selected:  # fmt: skip
     """Return lengths, values and weights of the segments `order_P` (keys, samples or bags; repeats allowed).
 
     `offsets_S1` saves a cumulative sum. `total`, the number of selected items, saves a synchronization: without it, it

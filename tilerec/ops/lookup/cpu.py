@@ -59,13 +59,9 @@ class _Layout:
 
 @functools.lru_cache(maxsize=128)
 def _layout(
-    tables: tuple[int, ...],
-    keys: tuple[int, ...],
-    means: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    pooled: bool,
-) -> _Layout | None:
+    tables: tuple[int, ...], keys: tuple[int, ...], means: tuple[int, ...], shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...], pooled: bool,
+) -> _Layout | None:  # fmt: skip
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
     check_layout(shapes, tables, keys, means, pooled)
@@ -90,13 +86,9 @@ _NO_ROWS, _BAD_DIM = 4, 5
 
 
 def _raise(
-    report: ReportRecord,
-    names: str,
-    weights: Sequence[Tensor],
-    tables: Sequence[int],
-    ids: Tensor,
+    report: ReportRecord, names: str, weights: Sequence[Tensor], tables: Sequence[int], ids: Tensor,
     pooled: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Raise the error that a report describes."""
     if report.status == NO_MEMORY:
         raise MemoryError("A lookup: out of memory for its workspace.")

@@ -264,13 +264,8 @@ _kept_plan = cached_per_stream(64)(_plan)
 
 
 def _move(
-    op: str,
-    flat: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lists: Sequence[Sequence[int]],
-    adds: Sequence[int] | None,
-) -> None:
+    op: str, flat: Tensor, rows: Tensor, slots: Tensor, lists: Sequence[Sequence[int]], adds: Sequence[int] | None,
+) -> None:  # fmt: skip
     """`lists`: of the segments, in the order of the ops' arguments."""
     device, (counts, _, slot_starts, _, _) = flat.device, lists
     raise_due(device)

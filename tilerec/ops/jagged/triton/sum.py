@@ -17,12 +17,12 @@ from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
     as_int64,
-    ceil_div,
     check_offsets,
     check_order,
     offset_error_raiser,
 )
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton.addresses import ceil_div
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of

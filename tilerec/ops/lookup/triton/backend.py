@@ -68,13 +68,10 @@ from tilerec.ops.lookup.definition import (
 from tilerec.ops.lookup.triton.layout import (
     Family,
     LookupConstants,
-    ceil_div,
     check_memory,
     check_tables,
-    distances_of,
     launches_of,
     layout_of,
-    power_of_two,
     types_of,
 )
 from tilerec.ops.lookup.triton.parts import CHUNK, LONG, OFFSET
@@ -82,7 +79,14 @@ from tilerec.ops.lookup.triton.pooled import chunk_kernel, pooled_kernel
 from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel, sample_weight_kernel
 from tilerec.ops.lookup.triton.sequence import sequence_kernel
 from tilerec.ops.runtime.readback import runs_synchronously
-from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
+from tilerec.ops.runtime.triton.addresses import (
+    base_and_distances,
+    cached_per_stream,
+    ceil_div,
+    constants,
+    power_of_two,
+    upload,
+)
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import group_rows, reads, tile_width
@@ -110,13 +114,6 @@ _WAVES = 4  # groups of a program if ids are few
 @functools.lru_cache(maxsize=256)
 def _serves(rows: tuple[torch.dtype, ...], dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in OUTPUTS and all(reads(own, device) for own in rows)
-
-
-def _check_same_device(device: torch.device, name: str, other: Tensor | None) -> None:
-    if other is not None and other.device != device:
-        raise InputError(
-            f"A lookup's {name} are on {other.device}, the ids on {device}; move one of them with .to()."
-        )
 
 
 def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
@@ -185,8 +182,6 @@ def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
     device, types = ids.device, types_of(weights)
     if not _serves(types, dtype, device):
         return pooled_lookup_reference(call)
-    _check_same_device(device, "offsets", offsets)
-    _check_same_device(device, "sample_weights", sample_weights)
     raise_due(device)
     shared = layout_of(weights, ids, layout, types, dtype.itemsize, True, names)
     out = torch.empty(_shape_of(shared, layout, offsets, names), dtype=dtype, device=device)
@@ -246,8 +241,6 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
     device, types = ids.device, types_of(weights)
     if not _serves(types, grad.dtype, device):
         return sample_weight_grad_reference(call)
-    _check_same_device(device, "offsets", offsets)
-    _check_same_device(device, "grad", grad)
     raise_due(device)
     shared = layout_of(weights, ids, layout, types, grad.dtype.itemsize, False, "")
     wanted = _shape_of(shared, layout, offsets, "")
@@ -320,29 +313,24 @@ class _Sequence(NamedTuple):
 
 @cached_per_stream(128)
 def _sequence_layout(
-    tables: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    pointers: tuple[int, ...],
-    names: str,
-    out_size: int,
-    device: torch.device,
-) -> _Sequence:
+    tables: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...],
+    pointers: tuple[int, ...], names: str, out_size: int, device: torch.device,
+) -> _Sequence:  # fmt: skip
     check_layout(shapes, tables, (), (), False)
     check_memory(pointers, shapes, tables, names)
     dim = shapes[tables[0]][1]
     for f, t in enumerate(tables):
         if shapes[t][1] != dim:
             raise_other_dim(names, tables, f, shapes[t][1], dim)
-    families = []
+    families, sizes = [], list(map(math.prod, shapes))
     for dtype in dict.fromkeys(dtypes[t] for t in tables):
         own = [t for t in dict.fromkeys(tables) if dtypes[t] == dtype]
-        start, distances = distances_of(own, pointers, shapes, dtype.itemsize)
+        start, distances = base_and_distances(pointers, sizes, own, dtype.itemsize)
         distance = dict(zip(own, distances, strict=True))
         numbers = [
             n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)
         ]
-        places = [pointers[t] // dtype.itemsize for t in own if math.prod(shapes[t])]
+        places = [pointers[t] // dtype.itemsize for t in own if sizes[t]]
         tile = tile_width(dim, dtype.itemsize)
         vec, out_vec = power_of_two([*places, dim], 16 // dtype.itemsize), power_of_two([dim], 16 // out_size)
         sent = constants(tuple(numbers), device)

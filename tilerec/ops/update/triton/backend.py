@@ -29,7 +29,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device, refuse
 from tilerec.ops.update.triton.launch import device_guard, launch_update, pointer_or
 from tilerec.ops.update.triton.order import order_rows, reuse_order
 from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
-from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.record import read_record
 from tilerec.ops.update.triton.row_sums import sum_row_gradients_of_tables
 from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
@@ -61,13 +61,6 @@ def update_rows_(call: UpdateCall) -> Tensor:
     layout = _layout_of(op, tables, gradients, made.slots, names, graph)
     if layout is None:
         return update_rows_reference_(call)
-    same_device(
-        op,
-        device,
-        gradients=gradients.grad,
-        offsets=gradients.offsets,
-        sample_weights=gradients.sample_weights,
-    )
     record = read_record(op, layout, gradients, True)
     if graph and counts is None:
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
@@ -79,7 +72,7 @@ def update_rows_(call: UpdateCall) -> Tensor:
                 reuse_order(call.ordered, layout, record),
             )  # fmt: skip
         if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
-            paces = paces_on_device(op, made, tables, device, True)
+            paces = paces_on_device(made, tables, device, True)
         if by_key is None:
             return constants(EMPTY_STATUS[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
@@ -112,7 +105,6 @@ def _layout_of(
     if not is_supported(device, gradients.grad, tables):
         return None
     check_tables(op, tables, kinds)
-    same_device(op, device, weights=tables.weights, slots=tables.slots)
     layout = tables_of(op, device, TableAddresses.of(tables, kinds, names))
     if len(_KNOWN) >= 256:
         _KNOWN.clear()

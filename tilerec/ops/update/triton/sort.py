@@ -16,13 +16,13 @@ Legend: F features, N occurrences (bound), T tables.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilerec.ops.runtime.triton.addresses import ceil_div, power_of_two
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
@@ -163,20 +163,9 @@ def programs_of(total: int, features: int) -> int:
     return max(1, min(ceil_div(total, _POSITIONS), ceil_div(4096, features)))
 
 
-def power_of_two(values: Sequence[int], most: int) -> int:
-    """Return the largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
-    divisor = math.gcd(most, *values)
-    return divisor & -divisor
-
-
 def next_power_of_two(n: int) -> int:
     """Return the least power of two from `n` >= 1 on; Triton's own takes some microseconds. Example: 5 -> 8."""
     return 1 << (n - 1).bit_length()
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up; `triton.cdiv` takes a microsecond."""
-    return -(-a // b)
 
 
 def steps_of(tables: int) -> int:
