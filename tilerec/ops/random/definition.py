@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.library import LIBRARY, new_record
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -95,12 +95,12 @@ class FillCall(NamedTuple):
     @staticmethod
     def of_tile(out: Tensor, key: Sequence[int], row_offset: int, *rest: Any) -> FillCall:
         """Return the call from the arguments of `random_fill_`."""
-        return FillCall(out, None, key, row_offset, *rest)
+        return new_record(FillCall, (out, None, key, row_offset, *rest))
 
     @staticmethod
     def of_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], *rest: Any) -> FillCall:
         """Return the call from the arguments of `random_rows_`."""
-        return FillCall(out, rows_R, key, 0, *rest)
+        return new_record(FillCall, (out, rows_R, key, 0, *rest))
 
 
 def check_tile(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.random.definition import check_tile
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.library import LIBRARY, new_record
 
 
 class RenewCall(NamedTuple):
@@ -35,6 +35,12 @@ class RenewCall(NamedTuple):
     low: float
     high: float
     numbers: Sequence[float]
+
+    @property
+    def held(self) -> int:
+        """Number of rows on this rank."""
+        some = self.beside[:1] if self.tile is None else [self.tile]
+        return some[0].shape[0] if some else 0
 
     @property
     def reset(self) -> list[Tensor]:
@@ -62,7 +68,7 @@ def check_row_reset(call: RenewCall) -> None:
 @LIBRARY.op(
     "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
     "float low, float high, float[] numbers) -> ()",
-    unpack=RenewCall,
+    unpack=lambda *args: new_record(RenewCall, args),
     check=check_row_reset,
     check_fake=True,
 )
@@ -78,7 +84,7 @@ def renew_rows_reference_(call: RenewCall) -> None:
     values, and beside is [1, 0, 3, 4].
     """
     rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers = call
-    held = call.reset[0].shape[0] if call.reset else 0
+    held = call.held
     own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return

@@ -112,15 +112,20 @@ def _taking_arguments(form: _Form, kernel: Kernel) -> Kernel:
     if unpack is None and check is None:
         return kernel
 
-    @functools.wraps(kernel)
-    def run(*args: Any) -> Any:
-        if unpack is not None:
-            args = (unpack(*args),)
-        if check is not None:
-            check(*args)
+    # One function per form: this is part of the cost of every call.
+    def checked(*args: Any) -> Any:
+        check(*args)  # type: ignore[misc]
         return kernel(*args)
 
-    return run
+    def unpacked(*args: Any) -> Any:
+        return kernel(unpack(*args))  # type: ignore[misc]
+
+    def both(*args: Any) -> Any:
+        call = unpack(*args)  # type: ignore[misc]
+        check(call)  # type: ignore[misc]
+        return kernel(call)
+
+    return functools.wraps(kernel)(checked if unpack is None else unpacked if check is None else both)
 
 
 def _return_nothing(*_: Any) -> None:
