@@ -37,15 +37,9 @@ class RenewCall(NamedTuple):
     numbers: Sequence[float]
 
     @property
-    def held(self) -> int:
-        """Number of rows on this rank."""
-        some = self.beside[:1] if self.tile is None else [self.tile]
-        return some[0].shape[0] if some else 0
-
-    @property
-    def reset(self) -> list[Tensor]:
+    def reset(self) -> Sequence[Tensor]:
         """The tile, if there is one, and the tensors beside it."""
-        return [*([] if self.tile is None else [self.tile]), *self.beside]
+        return self.beside if self.tile is None else [self.tile, *self.beside]
 
 
 def check_row_reset(call: RenewCall) -> None:
@@ -54,7 +48,7 @@ def check_row_reset(call: RenewCall) -> None:
     if tile is not None:
         check_tile(tile, key, row_offset, column_offset, "uniform")
     held = [tensor.shape[0] for tensor in call.reset]
-    if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
+    if len(set(held)) > 1 or len(numbers) != len(beside):
         raise ConfigError(
             f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
             "expected equal numbers of rows, and one number per tensor in `beside`."
@@ -84,14 +78,14 @@ def renew_rows_reference_(call: RenewCall) -> None:
     values, and beside is [1, 0, 3, 4].
     """
     rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers = call
-    held = call.held
+    held = call.reset[0].shape[0] if call.reset else 0
     own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
     local_M = own_M - row_offset if row_offset else own_M
     if tile is not None:
         made = tile.new_empty(own_M.shape[0], tile.shape[1])
-        torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
+        torch.ops.tilerec.random_rows_.default(made, own_M, key, column_offset, "uniform", low, high)
         _indexable(tile).index_copy_(0, local_M, _indexable(made))
     for tensor, number in zip(beside, numbers, strict=True):
         if tensor.dtype in (torch.float32, torch.float64):
@@ -104,9 +98,9 @@ def renew_rows_reference_(call: RenewCall) -> None:
 def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
     """Return the rows inside the tile, int64 [M]. If all are (usual on the CPU), return `rows_N` without a copy."""
     first, last = max(row_offset, 0), row_offset + held
-    if rows_N.numel() and rows_N.device.type == "cpu":
+    if rows_N.numel() and rows_N.is_cpu:
         least, most = rows_N.aminmax()
-        if int(least) >= first and int(most) < last:
+        if least.item() >= first and most.item() < last:
             return rows_N
     return rows_N[(rows_N >= first) & (rows_N < last)]
 

@@ -97,7 +97,7 @@ def renew_rows_(call: RenewCall) -> None:
     if not all(reads(tensor.dtype, tensor.device) and tensor.is_contiguous() for tensor in call.reset):
         renew_rows_reference_(call)
         return
-    held = call.held
+    held = call.reset[0].shape[0] if call.reset else 0
     rows_N = rows_N.contiguous()
     count = rows_N.shape[0]
     if not count or not held:
