@@ -9,7 +9,6 @@ additions.
 Cost of the sort: `torch.sort` is a library radix sort. It sorts all bits of the key type, 8 at a time, and carries an
 int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key. A sort of 24 bits with an int32 payload would
 move 2 * 3 * (4 + 4), and one of int64 keys moves 2 * 8 * (8 + 8). Hence the narrowest key type that holds the rows.
-`sort_keys` takes the number of bits, so that another sort can replace it.
 
 Legend: F features, N occurrences (bound), T tables.
 """
@@ -35,15 +34,6 @@ PER_TABLE = 16
 _POSITIONS = 512
 # Registers of a thread of `sum_chunks`: 64 leave room for 32 programs on a multiprocessor, its maximum.
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 64}
-
-
-def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return keys ascending, and the occurrence of each (int64); equal keys keep their order.
-
-    `bits`: of the largest key; keys have its `key_type`.
-    """
-    sorted_N, occurrence_N = torch.sort(keys_N, stable=True)
-    return sorted_N, occurrence_N
 
 
 @dataclass(frozen=True)
@@ -112,7 +102,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor)
         status.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
         FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
     )  # fmt: skip
-    ordered, occurrences = sort_keys(keys, bits)
+    ordered, occurrences = torch.sort(keys, stable=True)
     # In sorted order, so that an update reads neighbouring numbers, each once, without an index.
     places = places.gather(0, occurrences)
     return SortedKeys(ordered, places, None if scales is None else scales.gather(0, occurrences))
