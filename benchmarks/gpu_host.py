@@ -235,7 +235,8 @@ def install(clock: Clock) -> None:
         replace_everywhere(function, clock.watch("backward", function))
     for name in ("submit_pooled_", "submit_sequence_"):
         gradient.LIBRARY.impl(name, getattr(gradient, name[:-1]), "CPU", allow_override=True)
-    gpu_backends.register("CPU", [backend.KERNELS for backend in backends])
+    # The modules' functions are watched by now, those in `KERNELS` are not.
+    gpu_backends.register("CPU", [{name: vars(b)[name] for name in b.KERNELS} for b in backends])
 
 
 def measured(clock: Clock, call: Callable[[], Any], rounds: int, times: int = 100) -> dict[str, float]:
