@@ -48,7 +48,7 @@ def check_row_reset(call: RenewCall) -> None:
     if tile is not None:
         check_tile(tile, key, row_offset, column_offset, "uniform")
     held = [tensor.shape[0] for tensor in call.reset]
-    if len(set(held)) > 1 or len(numbers) != len(beside):
+    if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
         raise ConfigError(
             f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
             "expected equal numbers of rows, and one number per tensor in `beside`."
