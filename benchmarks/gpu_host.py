@@ -171,10 +171,8 @@ WATCHED = {
         "lookup.triton.backend:check_batch",
         "lookup.triton.backend:_shape_of",
         "lookup.triton.layout:check_tables",
-        "lookup.triton.backend:_check_same_device",
         "lookup.triton.backend:check_starts",
         "update.triton.backend:check_tables",
-        "update.triton.record:same_device",
         "update.triton.backend:_layout_of",
         "lookup.triton.backend:_serves",
     ),
@@ -226,6 +224,7 @@ def install(clock: Clock) -> None:
     JITFunction.run = clock.watch("launch", JITFunction.run)  # type: ignore[method-assign]
     for name in TORCH:
         setattr(torch, name, clock.watch("torch", getattr(torch, name)))
+    from tilerec.ops import gpu_backends
     from tilerec.ops.gradient import definition as gradient
     from tilerec.storage.table_rows import TableRows, _SkippedRowsReport
 
@@ -236,8 +235,8 @@ def install(clock: Clock) -> None:
         replace_everywhere(function, clock.watch("backward", function))
     for name in ("submit_pooled_", "submit_sequence_"):
         gradient.LIBRARY.impl(name, getattr(gradient, name[:-1]), "CPU", allow_override=True)
-    for backend in backends:
-        backend.register("CPU")
+    # The modules' functions are watched by now, those in `KERNELS` are not.
+    gpu_backends.register("CPU", [{name: vars(b)[name] for name in b.KERNELS} for b in backends])
 
 
 def measured(clock: Clock, call: Callable[[], Any], rounds: int, times: int = 100) -> dict[str, float]:

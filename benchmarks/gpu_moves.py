@@ -30,12 +30,13 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 from tilerec.ops import backends  # noqa: F401, E402
 from tilerec.ops.exchange import definition as exchange_reference  # noqa: E402
 from tilerec.ops.exchange.triton import backend as exchange  # noqa: E402
-from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths  # noqa: E402
+from tilerec.ops.jagged.definition import offsets_from_lengths  # noqa: E402
 from tilerec.ops.jagged.triton import backend as jagged  # noqa: E402
 from tilerec.ops.quantize import definition as quant_reference  # noqa: E402
 from tilerec.ops.quantize import triton as quant  # noqa: E402
+from tilerec.ops.runtime.library import LIBRARY  # noqa: E402
 
-KERNELS = jagged.kernels()
+KERNELS = LIBRARY.taking_arguments(jagged.KERNELS)
 
 
 class Case(NamedTuple):
@@ -66,7 +67,7 @@ def cases(device: torch.device, shrink: int) -> Iterator[Case]:
         return Case(
             f"{name}, {what}",
             lambda: KERNELS[name](*arguments),
-            lambda: REFERENCE[name](*arguments),
+            lambda: LIBRARY.references[name](*arguments),
             moved,
             bits,
         )
@@ -139,12 +140,12 @@ def cases(device: torch.device, shrink: int) -> Iterator[Case]:
         moved = (256 + 68) * total
         yield Case(
             f"pack {format}, rows of 64", lambda f=format: quant.pack_segments(flat, counts, widths, f),
-            lambda f=format: quant_reference._pack_segments_reference(flat, counts, widths, f), moved,
+            lambda f=format: quant_reference.pack_segments_reference(flat, counts, widths, f), moved,
         )  # fmt: skip
         yield Case(
             f"unpack {format}, rows of 64",
             lambda f=format, p=packed: quant.unpack_segments(p, counts, widths, f, torch.float32),
-            lambda f=format, p=packed: quant_reference._unpack_segments_reference(p, counts, widths, f, torch.float32),
+            lambda f=format, p=packed: quant_reference.unpack_segments_reference(p, counts, widths, f, torch.float32),
             moved,
         )  # fmt: skip
 

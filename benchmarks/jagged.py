@@ -107,13 +107,13 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
     import torch
 
     from tilerec.ops.jagged.cpu import kernels
-    from tilerec.ops.jagged.definition import REFERENCE
     from tilerec.ops.runtime.cpu.library import library, status
+    from tilerec.ops.runtime.library import LIBRARY
 
     loaded = library()
     if loaded is None:
         raise SystemExit(str(status()))
-    native = kernels(loaded)
+    native = LIBRARY.taking_arguments(kernels(loaded))
     arguments = op_arguments(bags, mean_length)
     print(f"{bags} bags of 0 to {2 * mean_length} ids; torch {torch.__version__}; {status()}")
     print(
@@ -122,7 +122,7 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
     for name, args in arguments.items():
         pairs = [
             result if isinstance(result, tuple) else (result,)
-            for result in (native[name](*args), REFERENCE[name](*args))
+            for result in (native[name](*args), LIBRARY.references[name](*args))
         ]
         if not all(torch.equal(one, other) for one, other in zip(*pairs, strict=True)):
             raise SystemExit(f"{name}: the results differ; no times are printed.")
@@ -133,7 +133,7 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
             torch.set_num_threads(threads)
             times: dict[str, list[float]] = {"native": [], "reference": []}
             for _ in range(rounds):
-                for which, table in (("native", native), ("reference", REFERENCE)):
+                for which, table in (("native", native), ("reference", LIBRARY.references)):
                     start = time.perf_counter()
                     table[name](*args)
                     times[which].append((time.perf_counter() - start) * 1e6)

@@ -17,12 +17,13 @@ from tilerec.ops.hash.place import high, low, mixed
 
 pytest.importorskip("triton")
 
-from tilerec.ops.hash.triton.backend import kernels
+from tilerec.ops.hash.triton import backend as hash_backend
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.reports import raise_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-KERNELS: dict[str, Callable[..., Any]] = flat(kernels())
+KERNELS: dict[str, Callable[..., Any]] = flat(LIBRARY.taking_arguments(hash_backend.KERNELS))
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from torch import Tensor
 from tests.cuda.sizes import SIMULATED, real, size, some
 from tilerec.errors import InputError
 from tilerec.ops.exchange import definition as exchange_reference
-from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths
+from tilerec.ops.jagged.definition import offsets_from_lengths
 from tilerec.ops.quantize import definition as quant_reference
+from tilerec.ops.runtime.library import LIBRARY
 
 pytest.importorskip("triton")
 
@@ -27,7 +28,7 @@ from tilerec.ops.runtime.triton import reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
-JAGGED = jagged.kernels()
+JAGGED = LIBRARY.taking_arguments(jagged.KERNELS)
 BAGS = size(20_000, 60)
 
 
@@ -110,7 +111,7 @@ def test_jagged_ops_have_the_bits_of_the_cpu_and_never_wait(
     JAGGED[name](*on_device)  # compiled
     with without_waiting():
         result = JAGGED[name](*on_device)
-    alike(result, REFERENCE[name](*arguments))
+    alike(result, LIBRARY.references[name](*arguments))
     with without_waiting():
         again = JAGGED[name](*on_device)
     alike(again, tuple(r.cpu() for r in result) if isinstance(result, tuple) else result.cpu())
@@ -122,7 +123,7 @@ def test_many_buckets_have_the_bits_of_the_cpu(buckets: int) -> None:
     lengths = torch.randint(0, 9, (size(4000, 60),))
     ids = torch.randint(-5, 1005, (int(lengths.sum()),), dtype=torch.int32)
     arguments = (ids, lengths, torch.randint(0, 1000, (buckets + 1,)).sort().values)
-    alike(JAGGED["bucketize_by_cuts"](*there(arguments)), REFERENCE["bucketize_by_cuts"](*arguments))
+    alike(JAGGED["bucketize_by_cuts"](*there(arguments)), LIBRARY.references["bucketize_by_cuts"](*arguments))
 
 
 def test_what_is_wrong_is_told_later_with_the_cpus_message_and_the_process_goes_on() -> None:
@@ -290,7 +291,7 @@ def test_packed_rows_have_the_cpus_bytes(widths: list[int], format: str) -> None
         for count, width in zip(counts, widths, strict=True)
     ]
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    wanted = quant_reference._pack_segments_reference(flat, counts, widths, format)
+    wanted = quant_reference.pack_segments_reference(flat, counts, widths, format)
     on_device = flat.to(DEVICE)
     quant.pack_segments(on_device, counts, widths, format)
     with without_waiting():
@@ -298,7 +299,7 @@ def test_packed_rows_have_the_cpus_bytes(widths: list[int], format: str) -> None
     alike(packed, wanted)
     alike(
         quant.unpack_segments(packed, counts, widths, format, torch.float32),
-        quant_reference._unpack_segments_reference(wanted, counts, widths, format, torch.float32),
+        quant_reference.unpack_segments_reference(wanted, counts, widths, format, torch.float32),
     )
 
 
@@ -308,7 +309,7 @@ def test_every_e4m3_step_is_rounded_as_torch_does() -> None:
     middles = (codes[1:] + codes[:-1]) / 2
     around = [torch.nextafter(middles, torch.tensor(sign * torch.inf)) for sign in (-1, 1)]
     numbers = torch.cat([codes, middles, *around, torch.tensor([448.0])])
-    wanted = quant_reference._pack_segments_reference(numbers, [1], [numbers.numel()], "fp8")
+    wanted = quant_reference.pack_segments_reference(numbers, [1], [numbers.numel()], "fp8")
     alike(quant.pack_segments(numbers.to(DEVICE), [1], [numbers.numel()], "fp8"), wanted)
 
 
@@ -318,7 +319,7 @@ def test_every_e4m3_step_is_rounded_as_torch_does() -> None:
 @pytest.fixture
 def served() -> Iterator[None]:
     library = torch.library.Library("tilerec", "IMPL")
-    made: dict[str, Callable[..., Any]] = {**JAGGED, **exchange.kernels(), **quant.kernels()}
+    made: dict[str, Callable[..., Any]] = {**JAGGED, **exchange.KERNELS, **quant.KERNELS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once per process that a kernel is replaced
         for name, kernel in made.items():
@@ -339,7 +340,7 @@ def test_selections_are_differentiated_without_waiting() -> None:
     with without_waiting():
         op(values, offsets, order, out_offsets, total).sum().backward()
     copies = torch.zeros(values.shape[0], dtype=torch.int64)
-    segment = REFERENCE["select_segments"](
+    segment = LIBRARY.references["select_segments"](
         torch.arange(values.shape[0]), offsets.cpu(), order.cpu(), out_offsets.cpu(), total
     )
     copies.index_add_(0, segment, torch.ones_like(segment))

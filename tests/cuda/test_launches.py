@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.cuda.sizes import real, size
+from tests.ops.random_ops import random_fill_reference_
 from tilerec.errors import InputError
-from tilerec.ops.random.definition import random_fill_reference_
 from tilerec.ops.runtime import readback as later
 from tilerec.ops.runtime import upload
 
 pytest.importorskip("triton")
 
 from tests.ops.triton import lookup_kernels
-from tilerec.ops.random.triton import backend as random
+from tests.ops.triton import random_kernels as random
 from tilerec.ops.runtime.triton import reports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

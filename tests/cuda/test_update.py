@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from tests.cuda.sizes import real, size, some
+from tests.ops.random_ops import random_fill_reference_
+from tests.ops.triton.random_kernels import random_fill_
 from tests.ops.triton.test_parts import PHASED, parts_of, scalars_for
 from tests.ops.triton.test_update import RULES, SGD, pooled, single, slots_for
 from tests.ops.triton.update_kernels import (
@@ -30,8 +32,6 @@ from tests.ops.update_ops import (
 )
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops import backends
-from tilerec.ops.random.definition import random_fill_reference_
-from tilerec.ops.random.triton.backend import random_fill_
 from tilerec.ops.runtime.readback import wait_all
 from tilerec.ops.update.rules import make_rule
 from tilerec.ops.update.triton.apply_runs import update_runs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.definition import REFERENCE as PACKED
 from tilerec.ops.hash.definition import HashState, empty_state
 from tilerec.ops.hash.state import AssignCall, HashRange, ResizeCall
+from tilerec.ops.runtime.library import LIBRARY
 
 
 def equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -54,6 +54,7 @@ def flat(kernels: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., A
     }
 
 
+PACKED = {name: kernel for name, kernel in LIBRARY.references.items() if name.startswith("zch_")}
 REFERENCE = flat(PACKED)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tilerec.ops.lookup.definition import REFERENCE
+from tilerec.ops.lookup import definition as definition
+from tilerec.ops.runtime.library import LIBRARY
 
-pooled_lookup_reference = REFERENCE["pooled_lookup"]
-sequence_lookup_reference = REFERENCE["sequence_lookup"]
-sample_weight_grad_reference = REFERENCE["sample_weight_grad"]
+pooled_lookup_reference = LIBRARY.references["pooled_lookup"]
+sequence_lookup_reference = LIBRARY.references["sequence_lookup"]
+sample_weight_grad_reference = LIBRARY.references["sample_weight_grad"]

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilerec.errors import InputError
 from tilerec.ops.jagged import definition as jagged
-from tilerec.ops.jagged.definition import REFERENCE
+from tilerec.ops.jagged.checks import CHECKS
+from tilerec.ops.runtime.library import LIBRARY
 
 OPS = torch.ops.tilerec
 LENGTHS = st.lists(st.integers(0, 4), max_size=9)
@@ -32,7 +33,7 @@ def _bags(values: Tensor, lengths: list[int]) -> list[Tensor]:
 def _both(name: str, *arguments: Any) -> Any:
     """The op's result, after checking that the reference gives the same."""
     result = getattr(OPS, name)(*arguments)
-    expected = REFERENCE[name](*arguments)
+    expected = LIBRARY.references[name](*arguments)
     results, expecteds = (result, expected) if isinstance(result, tuple) else ((result,), (expected,))
     for one, other in zip(results, expecteds, strict=True):
         assert one.dtype == other.dtype
@@ -294,17 +295,17 @@ class _NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("name", list(_arguments()))
 def test_no_reference_waits_for_the_device_or_leaves_it(name: str) -> None:
     arguments = _arguments()[name]
-    expected = REFERENCE[name](*arguments)
+    expected = LIBRARY.references[name](*arguments)
     # A tensor made without saying where would be on "meta" and could not meet the arguments.
     with torch.device("meta"), _NoWaiting():
-        result = REFERENCE[name](*arguments)
+        result = LIBRARY.references[name](*arguments)
     results, expecteds = (result, expected) if isinstance(result, tuple) else ((result,), (expected,))
     for one, other in zip(results, expecteds, strict=True):
         assert torch.equal(one, other)
 
 
 def test_every_op_has_a_test_of_torchs_checks() -> None:
-    assert set(_arguments()) == set(REFERENCE)
+    assert set(_arguments()) == set(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float16])

@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
+from tests.ops.random_ops import random_fill_reference_, random_rows_reference_
 from tilerec.errors import ConfigError
 from tilerec.ops import backends  # noqa: F401
 from tilerec.ops.random.definition import (
     philox,
-    random_fill_reference_,
-    random_rows_reference_,
     random_words,
     stochastic_round,
     table_key,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tilerec.ops import backends as backends
-from tilerec.ops.update.definition import REFERENCE
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.rules import make_rule
 
 OPS = torch.ops.tilerec
-update_rows_reference_ = REFERENCE["update_rows_"]
-sum_row_gradients_of_tables_reference = REFERENCE["sum_row_gradients_of_tables"]
-rule_partials_of_tables_reference = REFERENCE["rule_partials_of_tables"]
-rule_apply_to_tables_reference_ = REFERENCE["rule_apply_to_tables_"]
+update_rows_reference_ = LIBRARY.references["update_rows_"]
+sum_row_gradients_of_tables_reference = LIBRARY.references["sum_row_gradients_of_tables"]
+rule_partials_of_tables_reference = LIBRARY.references["rule_partials_of_tables"]
+rule_apply_to_tables_reference_ = LIBRARY.references["rule_apply_to_tables_"]
 
 
 def _sum_row_gradients(of_tables: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:

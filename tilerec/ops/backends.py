@@ -1,44 +1,46 @@
 """Registration of all ops: plain-PyTorch reference kernels, and native CPU and Triton kernels if available.
 
-Importing this file makes every op usable. Each family's `backends.py` imports its own backends; no other file does.
+Importing this file makes every op usable. No other file imports backends, except those of their own family.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tilerec.ops.cache import backends as cache
-from tilerec.ops.exchange import backends as exchange
+from tilerec.ops.cache import definition as cache
+from tilerec.ops.exchange import definition as exchange
 from tilerec.ops.gradient import definition as gradient
-from tilerec.ops.hash import backends as hash
-from tilerec.ops.jagged import backends as jagged
-from tilerec.ops.lookup import backends as lookup
-from tilerec.ops.quantize import backends as quantize
-from tilerec.ops.random import backends as random
+from tilerec.ops.hash import definition as hash
+from tilerec.ops.jagged import definition as jagged
+from tilerec.ops.lookup import definition as lookup
+from tilerec.ops.quantize import definition as quantize
+from tilerec.ops.random import renew
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
-from tilerec.ops.update import backends as update
+from tilerec.ops.update import definition as update
 
-WITHOUT_BACKENDS = (gradient,)
-"""Families of ops that compute nothing on a device: importing them registers all their kernels."""
+REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, quantize, renew, update)
+"""Files that define the ops. Importing them registers the reference kernels."""
 
 
 def _register_cpu() -> bool:
     native = library()
     if native is None:
         return False
-    for family in (exchange, hash, jagged, lookup, random, update):
-        family.register_cpu(native)
+    from tilerec.ops import cpu_backends
+
+    cpu_backends.register(native)
     return True
 
 
 def _register_gpu() -> bool:
     if not serves_gpus():
         return False
-    for family in (cache, exchange, hash, jagged, lookup, quantize, random, update):
-        family.register_gpu()
+    from tilerec.ops import gpu_backends
+
+    gpu_backends.register()
     return True
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.optim.sharded_state import TiledTable, write_parts
-from tilerec.optim.stateful import is_stateful
+from tilerec.optim.sharded_state import TiledTable, is_stateful, write_parts
 
 
 def write_setting(group: MutableMapping[str, Any], setting: str, value: Any) -> None:

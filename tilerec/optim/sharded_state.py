@@ -16,14 +16,28 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
-from tilerec.optim.stateful import is_stateful
 from tilerec.storage.table_rows import rows_of
+
+
+class Stateful(Protocol):
+    """An object in an optimizer's state that saves and loads itself, such as quantised moments."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return tensors and numbers by name."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Load a result of `state_dict`."""
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Return True for an object with a `state_dict()` and a `load_state_dict()`."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class TiledTable(ABC):

@@ -16,6 +16,7 @@ from tests.ops.hash_pair import REFERENCE, Pair, flat
 from tilerec.ops.hash.cpu import kernels
 from tilerec.ops.hash.definition import IdOutcome, Policy, empty_state
 from tilerec.ops.runtime.cpu.library import library
+from tilerec.ops.runtime.library import LIBRARY as OPS
 
 LIBRARY = library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library 
 @pytest.fixture(scope="module")
 def native() -> dict[str, Callable[..., Any]]:
     assert LIBRARY is not None
-    return flat(kernels(LIBRARY))
+    return flat(OPS.taking_arguments(kernels(LIBRARY)))
 
 
 @pytest.fixture
@@ -113,7 +114,15 @@ def test_native_equals_reference_on_random_histories(
     torch.set_num_threads(threads)
     buckets, slots = shape
     begin, end = sorted(round(part * buckets) for part in cut)
-    pair = Pair(flat(kernels(LIBRARY)), buckets, slots, begin, end - begin, expires=True, counters=5)
+    pair = Pair(
+        flat(OPS.taking_arguments(kernels(LIBRARY))),
+        buckets,
+        slots,
+        begin,
+        end - begin,
+        expires=True,
+        counters=5,
+    )
     generator = torch.Generator().manual_seed(seed)
     for step, (count, space) in enumerate(batches):
         ids = pair.own(torch.randint(-space, space, (count,), generator=generator))

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged.checks import checked
+from tilerec.ops.jagged.checks import CHECKS
 from tilerec.ops.jagged.cpu import kernels
-from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.runtime.cpu.library import library
+from tilerec.ops.runtime.library import LIBRARY as OPS
 
 LIBRARY = library()
+REFERENCE = {name: OPS.references[name] for name in CHECKS}
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native CPU library is not built")
 
 
 @pytest.fixture(scope="module")
 def native() -> dict[str, Callable[..., Any]]:
     assert LIBRARY is not None
-    return kernels(LIBRARY)
+    return OPS.taking_arguments(kernels(LIBRARY))
 
 
 def _batch(seed: int, item: tuple[int, ...] = ()) -> dict[str, tuple[Any, ...]]:
@@ -218,7 +219,7 @@ def test_shapes_that_do_not_fit_are_refused_by_every_kernel(
     kernel = {
         "native": native[name],
         "dispatcher": getattr(torch.ops.tilerec, name),
-        "reference": checked(name, REFERENCE[name]),
+        "reference": REFERENCE[name],
     }[through]
     with pytest.raises(InputError, match=rf"{name}: .*{message}"):
         kernel(*arguments)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from tests.ops.random_ops import random_fill_reference_
 from tilerec.ops import backends
-from tilerec.ops.random.definition import random_fill_reference_, table_key
+from tilerec.ops.random.definition import table_key
 from tilerec.ops.runtime.cpu.library import DTYPES, library
 
 pytestmark = pytest.mark.skipif(not backends.NATIVE_CPU, reason="the native library is not built")

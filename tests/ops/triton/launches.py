@@ -132,21 +132,13 @@ def _counts_updates(func: Any, tensors: Sequence[Tensor]) -> bool:
 @functools.cache
 def hosts() -> dict[str, Callable[..., Any]]:
     """The functions that serve our ops on GPUs, by op."""
-    from tilerec.ops.cache.triton import backend as cache
-    from tilerec.ops.exchange.triton import backend as exchange
-    from tilerec.ops.hash.triton import backend as hash
-    from tilerec.ops.jagged.triton import backend as jagged
-    from tilerec.ops.lookup.triton import backend as lookup
-    from tilerec.ops.quantize import triton as quant
-    from tilerec.ops.random.triton import backend as random
-    from tilerec.ops.update.triton import backend as update
+    from tilerec.ops import gpu_backends
 
     found: dict[str, Callable[..., Any]] = {}
     real = LIBRARY.impl
     LIBRARY.impl = lambda name, function, key, **_: found.update({name: function})  # type: ignore[method-assign]
     try:
-        for backend in (cache, exchange, hash, jagged, lookup, quant, random, update):
-            backend.register()
+        gpu_backends.register()
     finally:
         LIBRARY.impl = real  # type: ignore[method-assign]
     return found

@@ -12,6 +12,7 @@ from tests.ops.triton.interpreter import quick
 from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops import gpu_backends
 from tilerec.ops.lookup.triton import backend as lookup
 from tilerec.ops.runtime.triton.reports import new_report
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -49,7 +50,7 @@ def trained() -> list[torch.Tensor]:
 def main() -> None:
     wanted = trained()
     assert len(wanted) == 4 + 6
-    lookup.register("CPU")
+    gpu_backends.register("CPU", [lookup.KERNELS])
     lookup._STEPS = 2  # for 8: the interpreter takes four times as long for those
     launches = []
     lookup.new_report = lambda device: launches.append(device) or new_report(device)  # type: ignore[func-returns-value]

@@ -10,7 +10,6 @@ from tilerec.ops.lookup.triton import backend as lookup
 from tilerec.ops.random.triton import backend as random
 from tilerec.ops.runtime import upload as sending
 from tilerec.ops.runtime.triton.addresses import (
-    alignment,
     base,
     cached_per_stream,
     constants,
@@ -42,25 +41,6 @@ def test_distances_count_from_the_first_tensor_that_has_memory() -> None:
     assert base(tensors) is tensors[1]
     assert distances(tensors) == [0, 0, -10]
     assert distances([torch.zeros(0, 4)]) == [0]
-
-
-def test_alignment_is_what_every_row_begins_at_a_multiple_of() -> None:
-    flat = torch.zeros(128)
-    assert alignment([flat[:48].view(4, 12), flat[64:96].view(4, 8)], [12, 8]) == 4
-    assert alignment([flat[:48].view(4, 12), flat[64:88].view(4, 6)], [12, 6]) == 2
-    assert alignment([flat[1:49].view(4, 12)], [12]) == 1
-    assert alignment([flat[2:50].view(4, 12)], [12]) == 2
-    assert alignment([flat[:9].view(3, 3)], [3]) == 1
-
-
-def test_alignment_is_16_bytes_at_most() -> None:
-    for dtype, most in (
-        (torch.float64, 2),
-        (torch.float32, 4),
-        (torch.bfloat16, 8),
-        (torch.float8_e4m3fn, 16),
-    ):
-        assert alignment([torch.zeros(4, 64).to(dtype)], [64]) == most
 
 
 def test_constants_are_made_once_and_uploads_every_time() -> None:

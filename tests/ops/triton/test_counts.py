@@ -71,9 +71,7 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
         value = lr if tensor is None else float(tensor)
         counts = counts_of(*before)
         frozen = with_lr(hyper, lr if tensor is None else 7.0)
-        told = paces_on_device(
-            "op", prepare_rule(rule, frozen), _tables(counts, tensor), torch.device("cpu"), True
-        )
+        told = paces_on_device(prepare_rule(rule, frozen), _tables(counts, tensor), torch.device("cpu"), True)
         want = pace_table(
             prepare_rule(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu")
         )
@@ -86,7 +84,7 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
 def test_more_tables_than_a_program_takes() -> None:
     made = prepare_rule(*RULES["adam"][:2])
     counts = counts_of(*range(70))
-    told = paces_on_device("op", made, _tables(counts), torch.device("cpu"), True).view(-1, PACES)
+    told = paces_on_device(made, _tables(counts), torch.device("cpu"), True).view(-1, PACES)
     assert told[:, 0].tolist() == [int(c) for c in counts] == list(range(1, 71))
     e0 = [struct.unpack("f", struct.pack("i", bits))[0] for bits in told[:, 1].tolist()]
     assert e0 == pytest.approx([0.1 / (1 - 0.9 ** (t + 1)) for t in range(70)], rel=1e-6)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops import test_hash
-from tests.ops.hash_pair import REFERENCE, Pair, copy_of, equal, flat
+from tests.ops.hash_pair import PACKED, REFERENCE, Pair, copy_of, equal, flat
 
 # With these kernels behind the ops (`_served_by_triton`). Left out: cases of thousands of insertions, and random ones.
 from tests.ops.test_hash import (  # noqa: F401
@@ -52,7 +52,6 @@ from tilerec.modules import (
     ManagedCollisionEmbeddingBagCollection,
 )
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.ops.hash.definition import REFERENCE as PACKED_REFERENCE
 from tilerec.ops.hash.definition import IdOutcome, Policy, empty_state
 from tilerec.ops.hash.place import high, low, mixed
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -62,14 +61,16 @@ from tilerec.spec.table import EmbeddingBagConfig
 pytest.importorskip("triton")
 
 from tilerec.ops.hash.triton import assign as hash_assign
+from tilerec.ops.hash.triton import backend as hash_backend
 from tilerec.ops.hash.triton import resize as hash_resize
-from tilerec.ops.hash.triton.backend import kernels
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import library
 
 pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
 )
-KERNELS: dict[str, Callable[..., Any]] = flat(kernels())
+TAKING_ARGUMENTS = LIBRARY.taking_arguments(hash_backend.KERNELS)
+KERNELS: dict[str, Callable[..., Any]] = flat(TAKING_ARGUMENTS)
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def served_by(kernels_: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _served_by_triton() -> Iterator[None]:
-    with served_by(kernels()), quick():
+    with served_by(TAKING_ARGUMENTS), quick():
         yield
 
 
@@ -317,7 +318,7 @@ def trained_with_managed_collision() -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # few rows a bucket
 def test_managed_collision_over_these_kernels_trains_the_same() -> None:
     mine = trained_with_managed_collision()
-    with served_by(PACKED_REFERENCE):
+    with served_by(PACKED):
         equal(mine, trained_with_managed_collision())
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.ops.triton.gates import Compiled, Gate, compiled
 from tests.ops.triton.interpreter import quick
 from tilerec.errors import InputError
-from tilerec.ops.jagged.definition import REFERENCE, offsets_from_lengths
+from tilerec.ops.jagged.definition import offsets_from_lengths
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
     not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
 )
 
-KERNELS: dict[str, Callable[..., Any]] = jagged.kernels()
+KERNELS: dict[str, Callable[..., Any]] = LIBRARY.taking_arguments(jagged.KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def offsets_of(lengths: list[int]) -> Tensor:
 
 def same(name: str, *arguments: Any) -> Any:
     """The kernel's result, after checking that the reference gives the same bits."""
-    result, expected = KERNELS[name](*arguments), REFERENCE[name](*arguments)
+    result, expected = KERNELS[name](*arguments), LIBRARY.references[name](*arguments)
     results, expecteds = (result, expected) if isinstance(result, tuple) else ((result,), (expected,))
     for one, other in zip(results, expecteds, strict=True):
         assert one.dtype == other.dtype
@@ -76,7 +77,9 @@ def same(name: str, *arguments: Any) -> Any:
 
 def near(name: str, *arguments: Any) -> None:
     """As `same`, to one step of bfloat16: the interpreter cuts numbers off where a GPU rounds them."""
-    torch.testing.assert_close(KERNELS[name](*arguments), REFERENCE[name](*arguments), rtol=2**-7, atol=0.0)
+    torch.testing.assert_close(
+        KERNELS[name](*arguments), LIBRARY.references[name](*arguments), rtol=2**-7, atol=0.0
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ def test_strided_arguments_are_read_as_they_are() -> None:
     same("select_segments", values, offsets, torch.tensor([1, 9, 0])[::2], torch.tensor([0, 1, 4]), 4)
     strided = (torch.arange(20)[1::4], torch.tensor([2, 9, 3])[::2], torch.tensor([0, 4, 7, 7, 9])[::2])
     got = KERNELS["bucketize_by_cuts"](*strided)
-    wanted = REFERENCE["bucketize_by_cuts"](*(tensor.contiguous() for tensor in strided))
+    wanted = LIBRARY.references["bucketize_by_cuts"](*(tensor.contiguous() for tensor in strided))
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 

@@ -15,8 +15,8 @@ from tests.ops.triton.test_update import RULES, Call, pooled, single
 from tests.ops.triton.update_kernels import order_rows, sum_row_gradients_of_tables, update_rows_
 from tests.ops.update_ops import update_rows_reference_
 from tilerec.errors import InputError
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import library
-from tilerec.ops.update.order import REFERENCE
 from tilerec.ops.update.triton import backend as update
 
 pytestmark = pytest.mark.skipif(
@@ -45,7 +45,9 @@ def test_kernels_order_as_the_reference(name: str) -> None:
     """Tables of one group, so keys go by the tables' order; sentinels' places mean nothing."""
     record = RECORDS[name]()
     weights = [torch.randn(6, 4), torch.randn(6, 4)][: max(record[4]) + 1]
-    got, want = (function(weights, *record[1:]) for function in (order_rows, REFERENCE["order_rows"]))
+    got, want = (
+        function(weights, *record[1:]) for function in (order_rows, LIBRARY.references["order_rows"])
+    )
     known = int((want[0] < want[3][-1]).sum())
     assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want]
     assert torch.equal(got[0], want[0])

@@ -63,7 +63,7 @@ def lists_of(segments: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 def packed_alike(flat: Tensor, segments: list[tuple[int, int]], format: str) -> Tensor:
     lists = lists_of(segments)
     packed = quant.pack_segments(flat, *lists, format)
-    wanted = reference._pack_segments_reference(flat, *lists, format)
+    wanted = reference.pack_segments_reference(flat, *lists, format)
     assert packed.dtype == wanted.dtype
     assert torch.equal(packed, wanted)
     return packed
@@ -72,7 +72,7 @@ def packed_alike(flat: Tensor, segments: list[tuple[int, int]], format: str) -> 
 def unpacked_alike(packed: Tensor, segments: list[tuple[int, int]], format: str) -> Tensor:
     lists = lists_of(segments)
     flat = quant.unpack_segments(packed, *lists, format, torch.float32)
-    wanted = reference._unpack_segments_reference(packed, *lists, format, torch.float32)
+    wanted = reference.unpack_segments_reference(packed, *lists, format, torch.float32)
     assert torch.equal(flat.view(torch.int32), wanted.view(torch.int32))
     return flat
 
@@ -131,7 +131,7 @@ def test_tiny_huge_and_zero_rows_are_alike(format: str) -> None:
 def test_what_is_not_finite_spoils_its_own_row_only(bad: float, format: str) -> None:
     flat = torch.tensor([1.0, -2.0, 3.0, bad, -5.0, 6.0])
     packed = quant.pack_segments(flat, [3], [2], format)
-    wanted = reference._pack_segments_reference(flat, [3], [2], format)
+    wanted = reference.pack_segments_reference(flat, [3], [2], format)
     assert torch.equal(packed[[0, 1, 2, 3, 4, 5, 10, 11]], wanted[[0, 1, 2, 3, 4, 5, 10, 11]])
     rows = quant.unpack_segments(packed, [3], [2], format, torch.float32).view(3, 2)
     assert rows[1].isnan().all()
@@ -145,7 +145,7 @@ def test_rows_of_other_floats_are_packed_alike(dtype: torch.dtype, format: str) 
     flat = (rows_of([(34, 1)]).clamp(-1e4, 1e4)).to(dtype)
     packed = packed_alike(flat, segments, format)
     got = quant.unpack_segments(packed, *lists_of(segments), format, dtype)
-    wanted = reference._unpack_segments_reference(packed, *lists_of(segments), format, dtype)
+    wanted = reference.unpack_segments_reference(packed, *lists_of(segments), format, dtype)
     assert got.dtype == dtype
     # The interpreter cuts bfloat16 off where a GPU rounds it.
     torch.testing.assert_close(got, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 0.0, atol=0.0)

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from tests.ops.random_ops import random_fill_reference_
 from tests.ops.triton.interpreter import quick
+from tests.ops.triton.random_kernels import random_fill_, random_rows_
 from tilerec.errors import ConfigError
-from tilerec.ops.random.definition import random_fill_reference_, random_words, stochastic_round
+from tilerec.ops.random.definition import random_words, stochastic_round
 from tilerec.ops.random.triton.backend import (
-    random_fill_,
-    random_rows_,
     round_at_random,
     round_to_nearest,
     words,

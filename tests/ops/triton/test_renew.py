@@ -23,7 +23,7 @@ from tests.ops.test_renew import (  # noqa: F401
     test_where_no_row_lies_nothing_is_written,
 )
 from tests.ops.triton.interpreter import quick
-from tilerec.ops.random.triton.renew import renew_rows_
+from tests.ops.triton.random_kernels import renew_rows_
 
 pytestmark = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="kernels run on the GPU here: see tests/cuda"

@@ -442,11 +442,11 @@ def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch:
 
 def test_errors_of_input_are_those_of_the_host() -> None:
     """A kernel that tells of a bad id has done nothing wrong."""
-    from tilerec.ops.hash.triton.backend import kernels
+    from tilerec.ops.hash.triton.backend import KERNELS
 
     state = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
     with sanitized() as watch, pytest.raises(InputError):
-        kernels()["zch_find"](torch.arange(50), state[0], torch.zeros(4, dtype=torch.bool), 0, 16, 1, 1)
+        KERNELS["zch_find"](torch.arange(50), state[0], torch.zeros(4, dtype=torch.bool), 0, 16, 1, 1)
     assert watch.launches["find_kernel"] == 1
 
 

@@ -20,7 +20,6 @@ from tilerec.ops.update.triton.sort import (
     key_type,
     power_of_two,
     programs_of,
-    sort_keys,
     sort_occurrences,
     steps_of,
 )
@@ -61,13 +60,6 @@ def test_keys_are_as_narrow_as_the_rows_allow() -> None:
     assert [key_type(bits) for bits in (1, 15, 16, 31, 32, 60)] == [
         torch.int16, torch.int16, torch.int32, torch.int32, torch.int64, torch.int64,
     ]  # fmt: skip
-
-
-def test_equal_keys_keep_their_order() -> None:
-    keys = torch.tensor([3, 1, 3, 1, 0], dtype=torch.int32)
-    ordered, occurrences = sort_keys(keys, 2)
-    assert ordered.tolist() == [0, 1, 1, 3, 3]
-    assert occurrences.tolist() == [4, 1, 3, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tilerec.ops.update.triton.backend import kernels
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.update.triton.backend import KERNELS
 
-_KERNELS = kernels()
+_KERNELS = LIBRARY.taking_arguments(KERNELS)
 update_rows_ = _KERNELS["update_rows_"]
 order_rows = _KERNELS["order_rows"]
 sum_row_gradients_of_tables = _KERNELS["sum_row_gradients_of_tables"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.ops.triton.interpreter import quick
 from tests.ops.triton.sanitizer import sanitized_if_asked
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.ops import gpu_backends
 from tilerec.ops.random.triton import backend as random
 from tilerec.ops.update.triton import backend as update
 from tilerec.optim import apply_optimizer_in_backward
@@ -62,8 +63,7 @@ def train(name: str, dtype: torch.dtype) -> list[Tensor]:
 
 def main() -> None:
     expected = {(n, t): train(n, t) for n in OPTIMIZERS for t in (torch.float32, torch.bfloat16)}
-    for backend in (update, random):
-        backend.register("CPU")
+    gpu_backends.register("CPU", [update.KERNELS, random.KERNELS])
     calls = []
     real = update.launch_update
 

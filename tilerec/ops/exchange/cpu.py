@@ -18,6 +18,7 @@ from torch import Tensor
 from tilerec.ops.exchange.definition import (
     _pick_rows_reference_,
     _place_rows_reference_,
+    pick_rows_from,
     raise_bad_offsets,
     raise_few_offsets,
 )
@@ -25,7 +26,6 @@ from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import ReportRecord, RouteRecord, SegmentsRecord
-from tilerec.ops.runtime.library import LIBRARY
 
 # `value` of a TR_BAD_ARGUMENT (native/exchange.h).
 _FEW_OFFSETS = 3
@@ -68,17 +68,9 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
     free.restype = None
 
     def route_ids(
-        ids: Tensor,
-        offsets: Tensor,
-        keys: Sequence[int],
-        batches: Sequence[int],
-        cuts: Sequence[int],
-        ranges: Sequence[int],
-        wire: Sequence[int],
-        each_id: bool,
-        dtype: torch.dtype,
-        names: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
+        ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         assert len(keys) == len(ranges), "route_ids: one number of parts per route"
         assert dtype in INDEX_TYPES, "route_ids: local ids are int32 or int64"
         ids = (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
@@ -152,80 +144,34 @@ def _is_supported(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
 def _place_rows_(library: ctypes.CDLL) -> Callable[..., None]:
     move = _move_rows("place_rows_", library.tr_place_rows)
 
-    def place_rows_(
-        out: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        counts: Sequence[int],
-        widths: Sequence[int],
-        slot_starts: Sequence[int],
-        places: Sequence[int],
-        strides: Sequence[int],
-        adds: Sequence[int],
-        fresh: bool = False,
-    ) -> None:
-        if not _is_supported(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(adds)):
-            _place_rows_reference_(
-                out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh
-            )
+    def place_rows_(out: Tensor, rows: Tensor, slots: Tensor, *rest: Any) -> None:
+        lists, fresh = rest[:6], rest[6:] == (True,)
+        if not _is_supported(out, rows, slots) or (out.dtype not in _SUM_BYTES and any(lists[-1])):
+            _place_rows_reference_(out, rows, slots, *rest)
         else:
-            move(out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh=fresh)
+            move(out, rows, slots, *lists, fresh=fresh)
 
     return place_rows_
-
-
-def _pick_rows(library: ctypes.CDLL) -> Callable[..., Tensor]:
-    pick_rows_ = _pick_rows_(library)
-
-    def pick_rows(
-        source: Tensor,
-        slots: Tensor,
-        counts: Sequence[int],
-        widths: Sequence[int],
-        slot_starts: Sequence[int],
-        places: Sequence[int],
-        strides: Sequence[int],
-    ) -> Tensor:
-        size = sum([count * width for count, width in zip(counts, widths, strict=True)])
-        rows = reused_empty(max(size, 0), source.dtype)
-        pick_rows_(rows, source, slots, counts, widths, slot_starts, places, strides)
-        return rows
-
-    return pick_rows
 
 
 def _pick_rows_(library: ctypes.CDLL) -> Callable[..., None]:
     move = _move_rows("pick_rows_", library.tr_pick_rows)
 
-    def pick_rows_(
-        rows: Tensor,
-        source: Tensor,
-        slots: Tensor,
-        counts: Sequence[int],
-        widths: Sequence[int],
-        slot_starts: Sequence[int],
-        places: Sequence[int],
-        strides: Sequence[int],
-    ) -> None:
+    def pick_rows_(rows: Tensor, source: Tensor, slots: Tensor, *lists: Sequence[int]) -> None:
         if _is_supported(source, rows, slots):
-            move(source, rows, slots, counts, widths, slot_starts, places, strides)
+            move(source, rows, slots, *lists)
         else:
-            _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
+            _pick_rows_reference_(rows, source, slots, *lists)
 
     return pick_rows_
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Return the kernels by op name."""
+    pick_rows_ = _pick_rows_(library)
     return {
         "route_ids": _route_ids(library),
         "place_rows_": _place_rows_(library),
-        "pick_rows": _pick_rows(library),
-        "pick_rows_": _pick_rows_(library),
+        "pick_rows": pick_rows_from(pick_rows_, reused_empty),
+        "pick_rows_": pick_rows_,
     }
-
-
-def register(library: ctypes.CDLL) -> None:
-    """Register the native kernels for CPU tensors."""
-    for name, kernel in kernels(library).items():
-        LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -15,7 +15,7 @@ Legend: R routes, K parts, N ids, P present bags, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,22 +27,7 @@ from tilerec.ops.lookup.checks import check_covered, raise_uncovered
 from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.runtime.library import LIBRARY
 
-LIBRARY.define(
-    "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
-    "bool each_id, ScalarType dtype, str names) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
-    "int[] places, int[] strides, int[] adds, bool fresh=False) -> ()"
-)
-LIBRARY.define(
-    "pick_rows(Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, int[] places, "
-    "int[] strides) -> Tensor"
-)
-LIBRARY.define(
-    "pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, int[] counts, int[] widths, int[] slot_starts, "
-    "int[] places, int[] strides) -> ()"
-)
+_SEGMENTS = "int[] counts, int[] widths, int[] slot_starts, int[] places, int[] strides"
 
 
 def _feature(names: str, route: int) -> str:
@@ -117,18 +102,30 @@ def _check_offsets(
         raise_bad_offsets(names, r, first + at, int(bounds[at]), ids)
 
 
+def _fake_route_ids(
+    ids: Tensor, offsets: Tensor, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: bool,
+    dtype: torch.dtype, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    context = torch.library.get_ctx()
+    present, count = context.new_dynamic_size(), context.new_dynamic_size()
+    return (
+        ids.new_empty(1 + 2 * sum(place >= 0 for place in wire), dtype=torch.int64),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=dtype),
+        ids.new_empty(present, dtype=torch.int32),
+        ids.new_empty(count, dtype=torch.int64),
+    )
+
+
+@LIBRARY.op(
+    "route_ids(Tensor ids, Tensor offsets, int[] keys, SymInt[] batches, int[] cuts, int[] ranges, int[] wire, "
+    "bool each_id, ScalarType dtype, str names) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_route_ids,
+)
 def _route_ids_reference(
-    ids: Tensor,
-    offsets: Tensor,
-    keys: Sequence[int],
-    batches: Sequence[int],
-    cuts: Sequence[int],
-    ranges: Sequence[int],
-    wire: Sequence[int],
-    each_id: bool,
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
+    ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Sort the ids of R routes by part, in wire order; within a part, in the order of the batch.
 
     Args:
@@ -160,39 +157,14 @@ def _route_ids_reference(
     Example: one route, cuts (0, 2, 4), wire (1, 0), ids (3, 0 | 1), offsets (0, 2, 3) -> summary (0, 1, 1, 2, 2),
     lengths (1, 1, 1), local ids (1 | 0, 1), slots (0 | 0, 1), positions (0, 1, 2).
     """
-    device, parts = ids.device, sum(place >= 0 for place in wire)
     check_route(cuts, ranges, wire)
-    first_bags, bags = bag_starts(keys, batches)
-    lower: list[int] = []  # first row of every part; rows are numbered through all routes
-    base = at = 0
-    pieces: list[tuple[Tensor, Tensor, Tensor]] = []
-    for r, (first, count, ranges_r) in enumerate(zip(first_bags, bags, ranges, strict=True)):
-        own = cuts[at : at + ranges_r + 1]
-        at += ranges_r + 1
-        bounds = offsets[first : first + count + 1]
-        _check_offsets(offsets, bounds, first, count, ids.numel(), names, r, keys[r])
-        begin, end = int(bounds[0]), int(bounds[-1])
-        ids_n = ids[begin:end].to(torch.int64)
-        bad = (ids_n < 0) | (ids_n >= own[-1])
-        if bool(bad.any()):
-            position = int(bad.nonzero()[0])
-            raise_bad_id(names, r, begin + position, int(ids_n[position]), own[-1])
-        if each_id:
-            bag_n = torch.arange(end - begin, device=device)
-        else:
-            bag_n = torch.repeat_interleave(torch.arange(count, device=device), bounds[1:] - bounds[:-1])
-        pieces.append((ids_n + base, bag_n, torch.arange(begin, end, device=device)))
-        lower.extend(base + cut for cut in own[:-1])
-        base += own[-1]
-    if not pieces:
-        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+    routes = _read_routes(ids, offsets, keys, batches, cuts, ranges, each_id, names)
+    if not routes:
+        nothing = torch.zeros(0, dtype=torch.int32, device=ids.device)
         return nothing.new_zeros(1).long(), nothing, nothing.to(dtype), nothing.clone(), nothing.long()
     check_covered(offsets, ids)
-    linear_N, bag_N, position_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
-    lower_K = torch.tensor(lower, device=device)
-    part_N = torch.searchsorted(lower_K, linear_N, right=True) - 1
-    wire_N = torch.tensor(wire, device=device)[part_N]
-    local_N = linear_N - lower_K[part_N]
+    part_N, local_N, bag_N, position_N = (torch.cat(column) for column in zip(*routes, strict=True))
+    wire_N = torch.tensor(wire, device=ids.device)[part_N]
     if min(wire) < 0:  # drop ids that another route of the same feature sends
         kept = wire_N >= 0
         wire_N, bag_N, position_N, local_N = wire_N[kept], bag_N[kept], position_N[kept], local_N[kept]
@@ -202,9 +174,9 @@ def _route_ids_reference(
     begins[1:] = (wire_N[1:] != wire_N[:-1]) | (bag_N[1:] != bag_N[:-1])
     starts_P = begins.nonzero()[:, 0]
     ends_P = torch.cat((starts_P[1:], starts_P.new_tensor([wire_N.numel()])))[: starts_P.numel()]
-    counts_K2 = torch.stack(
-        (torch.bincount(wire_N[starts_P], minlength=parts), torch.bincount(wire_N, minlength=parts)), dim=1
-    )
+    counted = wire_N[starts_P], wire_N
+    parts = sum(place >= 0 for place in wire)
+    counts_K2 = torch.stack([torch.bincount(places, minlength=parts) for places in counted], dim=1)
     return (
         torch.nn.functional.pad(counts_K2.view(-1), (1, 0)),
         (ends_P - starts_P).to(torch.int32),
@@ -214,6 +186,35 @@ def _route_ids_reference(
     )
 
 
+def _read_routes(
+    ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
+    ranges: Sequence[int], each_id: bool, names: str,
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Return per route the part, the local id, the bag and the position of its ids; raise errors of a bad batch."""
+    routes = []
+    first_part = first_cut = 0
+    for r, (first, count, parts) in enumerate(zip(*bag_starts(keys, batches), ranges, strict=True)):
+        own = cuts[first_cut : first_cut + parts + 1]
+        bounds = offsets[first : first + count + 1]
+        _check_offsets(offsets, bounds, first, count, ids.numel(), names, r, keys[r])
+        begin, end = int(bounds[0]), int(bounds[-1])
+        ids_n = ids[begin:end].to(torch.int64)
+        bad = (ids_n < 0) | (ids_n >= own[-1])
+        if bool(bad.any()):
+            position = int(bad.nonzero()[0])
+            raise_bad_id(names, r, begin + position, int(ids_n[position]), own[-1])
+        position_n = torch.arange(begin, end, device=ids.device)
+        if each_id:
+            bag_n = position_n - begin
+        else:
+            bag_n = torch.repeat_interleave(torch.arange(count, device=ids.device), bounds.diff())
+        lower = torch.tensor(own[:-1], dtype=torch.int64, device=ids.device)
+        part_n = torch.searchsorted(lower, ids_n, right=True) - 1
+        routes.append((first_part + part_n, ids_n - lower[part_n], bag_n, position_n))
+        first_part, first_cut = first_part + parts, first_cut + parts + 1
+    return routes
+
+
 class _Segment(NamedTuple):
     here: Tensor  # its rows, `[count, width]`
     there: Tensor  # view of the other tensor, one row per slot
@@ -221,15 +222,11 @@ class _Segment(NamedTuple):
     number: int
 
 
-def _segments(
-    rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
-    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
-) -> list[_Segment]:  # fmt: skip
-    """Return the segments that have rows, after checking all segments."""
+def _segments(rows: Tensor, other: Tensor, slots: Tensor, *lists: Sequence[int]) -> list[_Segment]:
+    """Return the segments that have rows, after checking all segments. `lists`: as in `_SEGMENTS`."""
     at, found = 0, []
     flat = other.view(-1)
-    lists = zip(counts, widths, slot_starts, places, strides, strict=True)
-    for s, (count, width, start, place, stride) in enumerate(lists):
+    for s, (count, width, start, place, stride) in enumerate(zip(*lists, strict=True)):
         assert min(count, width, stride) >= 0, f"segment {s} has a negative shape"
         assert at + count * width <= rows.numel(), f"segment {s} has more rows than there are"
         here = rows[at : at + count * width].view(count, width)
@@ -250,18 +247,14 @@ def _segments(
     return found
 
 
+@LIBRARY.op(
+    f"place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {_SEGMENTS}, int[] adds, bool fresh=False) -> ()"
+)
 def _place_rows_reference_(
-    out: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-    adds: Sequence[int],
+    out: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int],
     fresh: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write the segments of `rows` (1-D, concatenated) into `out` (contiguous); `adds` selects addition per segment.
 
     Segments and their rows are processed in order, so sums of several rows have the same order on every machine. A
@@ -289,70 +282,35 @@ def _place_rows_reference_(
             there[slots_P] = here
 
 
-def _pick_rows_reference(
-    source: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-) -> Tensor:
-    """Gather the segments of `source` (contiguous) into a 1-D tensor: the transpose of `place_rows_`."""
-    rows = torch.empty(
-        sum(count * width for count, width in zip(counts, widths, strict=True)),
-        dtype=source.dtype,
-        device=source.device,
-    )
-    _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
-    return rows
+@LIBRARY.op(f"pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, {_SEGMENTS}) -> ()")
+def _pick_rows_reference_(rows: Tensor, source: Tensor, slots: Tensor, *lists: Sequence[int]) -> None:
+    """Gather the segments of `source` (contiguous) into a 1-D tensor (contiguous, at least as long).
 
-
-def _pick_rows_reference_(
-    rows: Tensor,
-    source: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-) -> None:
-    """Run `pick_rows` into an existing 1-D tensor `rows` (contiguous, at least as long)."""
-    for here, there, slots_P, _ in _segments(
-        rows, source, slots, counts, widths, slot_starts, places, strides
-    ):
+    It is the transpose of `place_rows_`; `lists` are the lists of that op, without `adds`.
+    """
+    for here, there, slots_P, _ in _segments(rows, source, slots, *lists):
         here.copy_(there[slots_P])
 
 
-LIBRARY.impl("pick_rows_", _pick_rows_reference_, "CompositeExplicitAutograd")
-LIBRARY.impl("route_ids", _route_ids_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("place_rows_", _place_rows_reference_, "CompositeExplicitAutograd")
-LIBRARY.impl("pick_rows", _pick_rows_reference, "CompositeExplicitAutograd")
+def pick_rows_from(
+    pick_rows_: Callable[..., None], empty: Callable[..., Tensor] = torch.empty
+) -> Callable[..., Tensor]:
+    """Return `pick_rows`: `pick_rows_` into a new tensor, made by `empty`."""
+
+    def pick_rows(
+        source: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int], *lists: Sequence[int]
+    ) -> Tensor:
+        size = sum([count * width for count, width in zip(counts, widths, strict=True)])
+        rows = empty(max(size, 0), dtype=source.dtype, device=source.device)
+        pick_rows_(rows, source, slots, counts, widths, *lists)
+        return rows
+
+    return pick_rows
 
 
-@LIBRARY.fake("route_ids")
-def _fake_route_ids(
-    ids: Any, offsets: Any, keys: Any, batches: Any, cuts: Any, ranges: Any, wire: Any, each_id: Any, dtype: Any,
-    names: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    context = torch.library.get_ctx()
-    present, count = context.new_dynamic_size(), context.new_dynamic_size()
-    return (
-        ids.new_empty(1 + 2 * sum(place >= 0 for place in wire), dtype=torch.int64),
-        ids.new_empty(present, dtype=torch.int32),
-        ids.new_empty(count, dtype=dtype),
-        ids.new_empty(present, dtype=torch.int32),
-        ids.new_empty(count, dtype=torch.int64),
-    )
-
-
-@LIBRARY.fake("pick_rows_")
-@LIBRARY.fake("place_rows_")
-def _fake_place_rows(*args: Any) -> None:
-    return None
-
-
-@LIBRARY.fake("pick_rows")
-def _fake_pick_rows(source: Any, slots: Any, counts: Any, widths: Any, *rest: Any) -> Tensor:
-    return source.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)))
+_pick_rows_reference = LIBRARY.op(
+    f"pick_rows(Tensor source, Tensor slots, {_SEGMENTS}) -> Tensor",
+    lambda source, _, counts, widths, *__: source.new_empty(
+        sum(count * width for count, width in zip(counts, widths, strict=True))
+    ),
+)(pick_rows_from(_pick_rows_reference_))

@@ -349,15 +349,10 @@ def _use_ticket(ticket: Tensor) -> int:
     return int(serial)
 
 
-LIBRARY.define(
+@LIBRARY.op(
     "submit_pooled_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor offsets, Tensor? sample_weights, "
     "int[] dims, int[] tables, int[] keys, int[] means, SymInt[] batches) -> ()"
 )
-LIBRARY.define(
-    "submit_sequence_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor starts, int[] tables) -> ()"
-)
-
-
 def submit_pooled(
     sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     dims: Sequence[int], *layout: Sequence[int],
@@ -390,6 +385,9 @@ def _pooled_layout(
     return of_features, tuple(starts), tuple(bags), tuple(places), tuple(strides)
 
 
+@LIBRARY.op(
+    "submit_sequence_(Tensor(a!) sinks, Tensor ticket, Tensor grad, Tensor ids, Tensor starts, int[] tables) -> ()"
+)
 def submit_sequence(
     sinks: Tensor, ticket: Tensor, grad: Tensor, ids: Tensor, starts: Tensor, tables: Sequence[int],
     first_ids: Sequence[int] | None = None,
@@ -410,20 +408,6 @@ def submit_sequence(
             tuple(bounds[:-1] if first_ids is None else first_ids), bags, places, dims, (0,) * len(bags),
         )
     )  # fmt: skip
-
-
-LIBRARY.impl("submit_pooled_", submit_pooled, "CompositeExplicitAutograd")
-LIBRARY.impl("submit_sequence_", submit_sequence, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("submit_pooled_")
-def _fake_submit_pooled(*args: Any) -> None:
-    return None
-
-
-@LIBRARY.fake("submit_sequence_")
-def _fake_submit_sequence(*args: Any) -> None:
-    return None
 
 
 def bag_starts(keys: Sequence[int], batches: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, raise_bad_count, raise_bad_ttl
+from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, check_assign, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
 from tilerec.ops.hash.state import AssignCall
@@ -19,8 +19,7 @@ _ARGUMENTS = (
     "(Tensor ids_N, Tensor?[] entries, Tensor(a!)[] state, int[] table, SymInt[] numbers, float exponent, "
     "Tensor?[] clocks)"
 )
-LIBRARY.define(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-LIBRARY.define(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)")
+_FORM: dict[str, Any] = {"unpack": AssignCall.unpack, "check": check_assign, "check_fake": True}
 
 
 class Bucket(NamedTuple):
@@ -53,26 +52,92 @@ class Bucket(NamedTuple):
         return seen >= threshold
 
     def victim(self, window: Iterable[int], policy: int, exponent: float, step: int, now: int) -> int | None:
+        def score(slot: int) -> Score:
+            return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+
         may_go = (
             slot
             for slot in window
             if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
         )
-        return min(may_go, key=lambda slot: self.score(slot, policy, exponent, step), default=None)
-
-    def score(self, slot: int, policy: int, exponent: float, step: int) -> Score:
-        return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
-
-    def hit(self, slot: int, step: int, count: int, until: int) -> None:
-        self.last[slot] = step
-        self.hits[slot] += count
-        self.expires[slot] = max(self.expires[slot], until)
+        return min(may_go, key=score, default=None)
 
     def put(self, slot: int, id_: int, step: int, count: int, until: int) -> None:
         self.ids[slot], self.used[slot], self.hits[slot], self.expires[slot] = id_, True, count, until
         self.since[slot] = self.last[slot] = step
 
+    def assign(self, entry: Entry, call: AssignCall, step: int, now: int) -> Assignment:
+        window = window_of(entry.start, call.table.slots, call.table.max_probe)
+        slot, found, probes = self.search(entry.id_, window)
+        until = now + entry.ttl
+        if found and slot is not None:
+            self.last[slot] = step
+            self.hits[slot] += entry.occurrences
+            self.expires[slot] = max(self.expires[slot], until)
+            return Assignment(IdOutcome.HIT, probes, slot)
+        if not entry.insert:
+            return Assignment(IdOutcome.MISSING, probes)
+        if not self.admits(entry.places, entry.occurrences, call.threshold):
+            return Assignment(IdOutcome.NOT_ADMITTED, probes)
+        outcome, evicted = IdOutcome.INSERTED, None
+        if slot is None:
+            slot = self.victim(window, call.policy, call.exponent, step, now) if call.evicts(step) else None
+            if slot is None:
+                return Assignment(IdOutcome.REJECTED, probes)
+            outcome, evicted = IdOutcome.EVICTED, self.ids[slot]
+        self.put(slot, entry.id_, step, entry.occurrences, until)
+        return Assignment(outcome, probes, slot, evicted)
 
+
+class Entry(NamedTuple):
+    """One of a batch's ids."""
+
+    id_: int
+    start: int
+    occurrences: int
+    insert: bool
+    ttl: int
+    places: tuple[int, int]  # of its two counters
+
+
+class Assignment(NamedTuple):
+    """Result for one entry."""
+
+    outcome: IdOutcome
+    probes: int
+    slot: int | None = None
+    evicted: int | None = None  # id that lost the slot
+
+
+def _entries(call: AssignCall, mixed_N: Tensor) -> list[Entry]:
+    """Return the batch's entries; raise an error for a count or a time to live out of range."""
+    op, total = "zch_assign_", call.ids_N.shape[0]
+    counts = [1] * total if call.counts_N is None else call.counts_N.tolist()
+    inserts = [True] * total if call.may_insert_N is None else call.may_insert_N.tolist()
+    ttls = [call.ttl] * total if call.ttl_N is None else call.ttl_N.tolist()
+    for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
+        if not 1 <= count <= COUNTER_LIMIT:
+            raise_bad_count(op, n, count)
+        if not 0 <= time <= MAX_TIME:
+            raise_bad_ttl(op, n, time)
+    second_N, each = mixed(mixed_N ^ SECOND), call.state.counters_BC.shape[1]
+    places = zip(high(second_N, each).tolist(), low(second_N, each).tolist(), strict=True)
+    starts = low(mixed_N, call.table.slots).tolist()
+    return list(map(Entry, call.ids_N.tolist(), starts, counts, inserts, ttls, places))
+
+
+def _fake_assign(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids_N, evictions = call.ids_N, torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty_like(ids_N),
+        torch.empty_like(ids_N, dtype=torch.uint8),
+        torch.empty_like(ids_N, dtype=torch.int32),
+        ids_N.new_empty(evictions),
+        ids_N.new_empty(evictions),
+    )
+
+
+@LIBRARY.op(f"zch_assign_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_assign, **_FORM)
 def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Assign a row to every id, in order.
 
@@ -95,67 +160,27 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
     1 bucket of 2 slots, LRU, step 9, both used: ids [5, 6], last [3, 9]. Assigning [7, 8]: 7 evicts 5 (6 is touched)
     and takes its row, last is [9, 9]; 8 is rejected. rows [0, -1], outcomes [2, 3], evicted rows [0], ids [5].
     """
-    op, ids_N, (first, slots, max_probe) = (
-        "zch_assign_",
-        call.ids_N,
-        (call.table.first, call.table.slots, call.table.max_probe),
-    )
-    ids_E, used_E, since_E, last_E, hits_E, expires_E, counters_BC = call.state
+    ids_N, (_, slots, _, first) = call.ids_N, call.table
+    *state_E, expires_E, counters_BC = call.state
     step, now = call.numbers()
-    evicts = call.evicts(step)
     mixed_N = mixed(ids_N)
-    bucket_N = local_buckets(op, ids_N, mixed_N, first, call.held, call.table.buckets)
-    ids, starts = ids_N.tolist(), low(mixed_N, slots).tolist()
-    counts = [1] * len(ids) if call.counts_N is None else call.counts_N.tolist()
-    inserts = [True] * len(ids) if call.may_insert_N is None else call.may_insert_N.tolist()
-    ttls = [call.ttl] * len(ids) if call.ttl_N is None else call.ttl_N.tolist()
-    for n, (count, time) in enumerate(zip(counts, ttls, strict=True)):
-        if not 1 <= count <= COUNTER_LIMIT:
-            raise_bad_count(op, n, count)
-        if not 0 <= time <= MAX_TIME:
-            raise_bad_ttl(op, n, time)
+    bucket_N = local_buckets("zch_assign_", ids_N, mixed_N, first, call.held, call.table.buckets)
+    entries = _entries(call, mixed_N)
     expiring = expires_E.shape[0] > 0
-    second_N = mixed(mixed_N ^ SECOND)
-    places = list(
-        zip(
-            high(second_N, counters_BC.shape[1]).tolist(),
-            low(second_N, counters_BC.shape[1]).tolist(),
-            strict=True,
-        )
-    )
+    state_E += [expires_E] if expiring else []
 
-    rows, outcomes, probes = [-1] * len(ids), [0] * len(ids), [0] * len(ids)
+    rows, outcomes, probes = [-1] * len(entries), [0] * len(entries), [0] * len(entries)
     evictions: dict[int, tuple[int, int]] = {}
     for bucket, positions in by_bucket(bucket_N):
         here = slice(bucket * slots, (bucket + 1) * slots)
-        state_E = [ids_E, used_E, since_E, last_E, hits_E, *([expires_E] if expiring else [])]
         state = [values_E[here].tolist() for values_E in state_E]
-        bucket_ids, used, since, last, hits = state[:5]
-        expires = state[5] if expiring else [0] * slots
-        content = Bucket(bucket_ids, used, since, last, hits, expires, counters_BC[bucket].tolist())
+        content = Bucket._make([*state, *([] if expiring else [[0] * slots]), counters_BC[bucket].tolist()])
         for n in positions:
-            window = window_of(starts[n], slots, max_probe)
-            until = now + ttls[n]
-            slot, found, probes[n] = content.search(ids[n], window)
-            if found and slot is not None:
-                content.hit(slot, step, counts[n], until)
-                outcome = IdOutcome.HIT
-            elif not inserts[n]:
-                outcome = IdOutcome.MISSING
-            elif not content.admits(places[n], counts[n], call.threshold):
-                outcome = IdOutcome.NOT_ADMITTED
-            else:
-                outcome = IdOutcome.INSERTED
-                if slot is None:
-                    slot = content.victim(window, call.policy, call.exponent, step, now) if evicts else None
-                    outcome = IdOutcome.REJECTED if slot is None else IdOutcome.EVICTED
-                if slot is not None:
-                    if outcome == IdOutcome.EVICTED:
-                        evictions[n] = ((first + bucket) * slots + slot, content.ids[slot])
-                    content.put(slot, ids[n], step, counts[n], until)
-            outcomes[n] = outcome
-            if slot is not None and outcome <= IdOutcome.EVICTED:
+            outcomes[n], probes[n], slot, evicted = content.assign(entries[n], call, step, now)
+            if slot is not None:
                 rows[n] = (first + bucket) * slots + slot
+            if evicted is not None:
+                evictions[n] = rows[n], evicted
         for values_E, values in zip(state_E, state, strict=True):
             values_E[here] = tensor_like(values, values_E.dtype, values_E)
         counters_BC[bucket] = tensor_like(content.counters, counters_BC.dtype, counters_BC)
@@ -170,21 +195,9 @@ def zch_assign_reference(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tens
     )
 
 
-def zch_assign_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ids_N, evictions = call.ids_N, torch.library.get_ctx().new_dynamic_size()
-    return (
-        torch.empty_like(ids_N),
-        torch.empty_like(ids_N, dtype=torch.uint8),
-        torch.empty_like(ids_N, dtype=torch.int32),
-        ids_N.new_empty(evictions),
-        ids_N.new_empty(evictions),
-    )
-
-
-Assign: TypeAlias = "Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]"
-
-
-def assign_each_from(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+def assign_each_from(
+    assign: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Return `zch_assign_each_` based on `zch_assign_`, which lists the same evictions in the same order."""
 
     def zch_assign_each_(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,7 +214,14 @@ def assign_each_from(assign: Assign) -> Callable[..., tuple[Tensor, Tensor, Tens
     return zch_assign_each_
 
 
-def zch_assign_each_fake(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_assign_each(call: AssignCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_N = call.ids_N
     uint8, int32 = (torch.empty_like(ids_N, dtype=kind) for kind in (torch.uint8, torch.int32))
     return torch.empty_like(ids_N), uint8, int32, torch.empty_like(ids_N)
+
+
+LIBRARY.op(f"zch_assign_each_{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)", _fake_assign_each, **_FORM)(
+    assign_each_from(zch_assign_reference)
+)
+# On CPU it calls the backend's `zch_assign_`.
+LIBRARY.impl("zch_assign_each_", assign_each_from(torch.ops.tilerec.zch_assign_.default), "CPU")

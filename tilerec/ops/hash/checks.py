@@ -9,8 +9,7 @@ Legend: as in `definition.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -119,12 +118,12 @@ def _policy(op: str, policy: int, exponent: float, state: HashState) -> None:
         raise ConfigError(f"{op}: policy TTL needs `expires`, one per row. Make the state with expires=True.")
 
 
-def _zch_buckets(ids_N: Tensor, buckets: int) -> None:
+def check_buckets(ids_N: Tensor, buckets: int) -> None:
     _ids("zch_buckets", ids_N)
     _number("zch_buckets", "the number of buckets", buckets, 1, MOST)
 
 
-def _zch_find(
+def check_find(
     ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
 ) -> None:
     op = "zch_find"
@@ -133,7 +132,7 @@ def _zch_find(
     _number(op, "max_probe", max_probe, 1, MOST)
 
 
-def _zch_assign_(call: AssignCall) -> None:
+def check_assign(call: AssignCall) -> None:
     op, ids_N, counters_BC = "zch_assign_", call.ids_N, call.state.counters_BC
     _ids(op, ids_N)
     for name, values, dtype in (
@@ -171,7 +170,7 @@ def _zch_assign_(call: AssignCall) -> None:
     _policy(op, call.policy, call.exponent, call.state)
 
 
-def _zch_resize(call: ResizeCall) -> None:
+def check_resize(call: ResizeCall) -> None:
     op, (buckets, slots, max_probe, first), new_buckets = "zch_resize", call.table, call.new_buckets
     held = _state(op, _by_name(call.state), first, buckets, slots)
     _number(op, "the new number of buckets", new_buckets, 1, MOST)
@@ -190,32 +189,3 @@ def _zch_resize(call: ResizeCall) -> None:
             f"{op}: buckets [{first}, {first + held}) do not merge {merged} by {merged} into whole ones. "
             f"Pass a range whose ends are multiples of {merged}."
         )
-
-
-CHECKS: dict[str, Callable[..., None]] = {
-    "zch_buckets": _zch_buckets,
-    "zch_find": _zch_find,
-    "zch_assign_": _zch_assign_,
-    "zch_assign_each_": _zch_assign_,
-    "zch_resize": _zch_resize,
-}
-"""Checks by op name: they raise for invalid arguments, given in the form that kernels take."""
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "zch_assign_": AssignCall.unpack,
-    "zch_assign_each_": AssignCall.unpack,
-    "zch_resize": ResizeCall.unpack,
-}
-
-
-def checked(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel preceded by its op's checks; it converts the op's arguments to the record that kernels take."""
-    check, unpack = CHECKS[op], _CALLS.get(op)
-
-    def run(*arguments: Any) -> Any:
-        if unpack is not None:
-            arguments = (unpack(*arguments),)
-        check(*arguments)
-        return kernel(*arguments)
-
-    return run

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tilerec.ops.hash.checks import (
-    checked,
     raise_bad_count,
     raise_bad_ttl,
     raise_misplaced_id,
@@ -25,7 +24,6 @@ from tilerec.ops.hash.state import AssignCall, ResizeCall
 from tilerec.ops.runtime.cpu.library import BAD_ID, NO_MEMORY, advise_huge_pages
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import Zch, ZchResizing
-from tilerec.ops.runtime.library import LIBRARY
 
 _BAD_COUNT = 1  # TR_ZCH_BAD_COUNT of native/hash.h; the other one is TR_ZCH_BAD_TTL
 
@@ -156,17 +154,10 @@ def _zch_resize(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, behind their ops' checks."""
-    made: dict[str, Callable[..., Any]] = {
+    """Return the kernels by op name."""
+    return {
         "zch_buckets": _zch_buckets(library),
         "zch_find": _zch_find(library),
         "zch_assign_": _zch_assign_(library),
         "zch_resize": _zch_resize(library),
     }
-    return {name: checked(name, kernel) for name, kernel in made.items()}
-
-
-def register(library: ctypes.CDLL) -> None:
-    """Register the native kernels for CPU tensors."""
-    for name, kernel in kernels(library).items():
-        LIBRARY.impl(name, kernel, "CPU", allow_override=True)

@@ -21,9 +21,9 @@ backend may process them concurrently, with bitwise equal results.
 Shapes
     N ids, E' = B' * S held rows, M evictions, C counters per bucket
 
-This file registers the ops and contains, at its end, typed functions that call them. Other files of this folder:
+This file has typed functions that call the ops. Other files of this folder:
 
-    find.py, assign.py, resize.py   schemas, references (any device; Python loops over the used buckets), fake kernels
+    find.py, assign.py, resize.py   the ops: references (any device; Python loops over the used buckets), fake kernels
     place.py                        positions where an id may be
     policy.py                       eviction policies
     state.py                        records of state and results
@@ -31,24 +31,15 @@ This file registers the ops and contains, at its end, typed functions that call 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.assign import (
-    assign_each_from,
-    zch_assign_each_fake,
-    zch_assign_fake,
-    zch_assign_reference,
-)
+from tilerec.ops.hash import assign as assign
+from tilerec.ops.hash import find as find
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
-from tilerec.ops.hash.checks import checked
-from tilerec.ops.hash.find import zch_buckets_fake, zch_buckets_reference, zch_find_fake, zch_find_reference
 from tilerec.ops.hash.policy import IdOutcome as IdOutcome
 from tilerec.ops.hash.policy import Policy, Score, score_of
-from tilerec.ops.hash.resize import resized_counters, zch_resize_fake, zch_resize_reference
+from tilerec.ops.hash.resize import resized_counters
 from tilerec.ops.hash.state import (
     AssignCall,
     Assigned,
@@ -61,32 +52,8 @@ from tilerec.ops.hash.state import (
 )
 from tilerec.ops.hash.state import AssignOptions as AssignOptions
 from tilerec.ops.hash.state import empty_state as empty_state
-from tilerec.ops.runtime.library import LIBRARY
 
 _OPS = torch.ops.tilerec
-
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "zch_buckets": (zch_buckets_reference, zch_buckets_fake),
-    "zch_find": (zch_find_reference, zch_find_fake),
-    "zch_assign_": (zch_assign_reference, zch_assign_fake),
-    "zch_assign_each_": (assign_each_from(zch_assign_reference), zch_assign_each_fake),
-    "zch_resize": (zch_resize_reference, zch_resize_fake),
-}
-
-REFERENCE: dict[str, Callable[..., Any]] = {
-    name: checked(name, reference) for name, (reference, _) in _KERNELS.items()
-}
-"""Reference kernels by op name, behind their checks. Tests compare every backend with them."""
-
-for _name, (_, _fake) in _KERNELS.items():
-    LIBRARY.impl(_name, REFERENCE[_name], "CompositeExplicitAutograd")
-    LIBRARY.fake(_name)(checked(_name, _fake))
-# `zch_assign_each_` on CPU calls the backend's `zch_assign_`.
-LIBRARY.impl("zch_assign_each_", assign_each_from(_OPS.zch_assign_.default), "CPU")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# typed functions that call the ops
 
 
 def zch_buckets(ids_N: Tensor, buckets: int) -> Tensor:
@@ -116,15 +83,9 @@ def zch_assign_each_(
 
 
 def zch_resize(
-    state: HashState,
-    table: HashRange,
-    new_buckets: int,
-    new_slots: int,
-    *,
-    step: int,
-    policy: Policy = Policy.LRU,
+    state: HashState, table: HashRange, new_buckets: int, new_slots: int, *, step: int, policy: Policy = Policy.LRU,
     exponent: float = 1.0,
-) -> ResizedState:
+) -> ResizedState:  # fmt: skip
     """Return the state for new numbers of buckets and slots: `HashRange(new_buckets, new_slots, table.max_probe, ...)`.
 
     One number of buckets must divide the other, and the held buckets must form whole new buckets. A split bucket's

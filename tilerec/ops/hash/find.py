@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilerec.ops.hash.checks import check_buckets, check_find
 from tilerec.ops.hash.place import by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
 from tilerec.ops.runtime.library import LIBRARY
 
-LIBRARY.define("zch_buckets(Tensor ids_N, int buckets) -> Tensor")
 
-
+@LIBRARY.op(
+    "zch_buckets(Tensor ids_N, int buckets) -> Tensor",
+    lambda ids_N, buckets: torch.empty_like(ids_N),
+    check=check_buckets,
+    check_fake=True,
+)
 def zch_buckets_reference(ids_N: Tensor, buckets: int) -> Tensor:
     """Return the bucket of every id, int64.
 
@@ -19,16 +24,13 @@ def zch_buckets_reference(ids_N: Tensor, buckets: int) -> Tensor:
     return high(mixed(ids_N), buckets)
 
 
-def zch_buckets_fake(ids_N: Tensor, buckets: int) -> Tensor:
-    return torch.empty_like(ids_N)
-
-
-LIBRARY.define(
+@LIBRARY.op(
     "zch_find(Tensor ids_N, Tensor ids_E, Tensor used_E, int first, int buckets, int slots, int max_probe)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    lambda ids_N, *_: (torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)),
+    check=check_find,
+    check_fake=True,
 )
-
-
 def zch_find_reference(
     ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
 ) -> tuple[Tensor, Tensor]:
@@ -53,9 +55,3 @@ def zch_find_reference(
                     rows[n] = (first + bucket) * slots + slot
                     break
     return tensor_like(rows, torch.int64, ids_N), tensor_like(probes, torch.int32, ids_N)
-
-
-def zch_find_fake(
-    ids_N: Tensor, ids_E: Tensor, used_E: Tensor, first: int, buckets: int, slots: int, max_probe: int
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids_N), torch.empty_like(ids_N, dtype=torch.int32)

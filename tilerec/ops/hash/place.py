@@ -1,9 +1,6 @@
 """Positions where an id may be: its bucket, its first slot, and the slots probed after that.
 
-    mixed  = the finaliser of splitmix64 (Steele, Lea, Flood 2014) of the id's 64 bits; any int64 is an id
-    bucket = ((mixed >> 32) * B) >> 32           start = ((mixed & 0xffffffff) * S) >> 32
-
-so k B buckets split bucket b into k b ... k b + k - 1. Terms as in `definition.py`.
+Terms and formulas as in `definition.py`.
 """
 
 from __future__ import annotations

@@ -7,16 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilerec.ops.hash.checks import COUNTER_LIMIT, raise_misplaced_id
+from tilerec.ops.hash.checks import COUNTER_LIMIT, check_resize, raise_misplaced_id
 from tilerec.ops.hash.place import by_bucket, high, low, mixed, tensor_like, window_of
 from tilerec.ops.hash.policy import score_of
 from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.runtime.library import LIBRARY
-
-LIBRARY.define(
-    "zch_resize(Tensor[] state, int[] table, SymInt[] numbers, float exponent)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def _first_fit(order: Sequence[int], starts: Sequence[int], slots: int, max_probe: int) -> dict[int, int]:
@@ -50,9 +45,22 @@ def _cut(starts: Sequence[int], slots: int) -> int:
     return cut
 
 
-def zch_resize_reference(
-    call: ResizeCall,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake_resize(call: ResizeCall) -> tuple[Tensor, ...]:
+    rows = call.become(call.held) * call.new_slots
+    *state, expires_E, _ = call.state
+    expires = expires_E.new_empty(rows if expires_E.shape[0] else 0)
+    return (*(values.new_empty(rows) for values in state), expires, torch.empty_like(call.state.ids_E))
+
+
+@LIBRARY.op(
+    "zch_resize(Tensor[] state, int[] table, SymInt[] numbers, float exponent)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_resize,
+    unpack=ResizeCall.unpack,
+    check=check_resize,
+    check_fake=True,
+)
+def zch_resize_reference(call: ResizeCall) -> tuple[Tensor, ...]:
     """Return the state for another number of slots, or k times (or a k-th of) the buckets; the old state is unchanged.
 
     In every new bucket the ids that `policy` would evict last are placed first, each in the first empty slot of its
@@ -108,14 +116,7 @@ def zch_resize_reference(
         values[target] = values_E[source]
     moved_E[source] = target + new_first * new_slots
     new_E += [] if expiring else [expires_E.new_zeros(0)]
-    return (*new_E, moved_E)  # type: ignore[return-value]
-
-
-def zch_resize_fake(call: ResizeCall) -> tuple[Tensor, ...]:
-    rows = call.become(call.held) * call.new_slots
-    *state, expires_E, _ = call.state
-    expires = expires_E.new_empty(rows if expires_E.shape[0] else 0)
-    return (*(values.new_empty(rows) for values in state), expires, torch.empty_like(call.state.ids_E))
+    return (*new_E, moved_E)
 
 
 def resized_counters(counters_BC: Tensor, buckets: int, new_buckets: int) -> Tensor:

@@ -204,13 +204,8 @@ class ResizedState(NamedTuple):
 
 
 def empty_state(
-    held: int,
-    slots: int,
-    *,
-    expires: bool = False,
-    counters: int = 0,
-    device: torch.device | str | None = None,
-) -> HashState:
+    held: int, slots: int, *, expires: bool = False, counters: int = 0, device: torch.device | str | None = None,
+) -> HashState:  # fmt: skip
     """Return the state of `held` empty buckets; `counters` per bucket are for admission."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

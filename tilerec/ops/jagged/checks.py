@@ -134,14 +134,3 @@ def raise_bad_order(op: str, position: int, segment: int) -> NoReturn:
         f"{op}: order[{position}] is segment {segment}, which does not exist or has fewer items than the output's "
         f"offsets require."
     )
-
-
-def checked(op: str, kernel: Callable[..., object]) -> Callable[..., object]:
-    """Return the kernel, preceded by its op's checks."""
-    check = CHECKS[op]
-
-    def run(*arguments: object) -> object:
-        check(*arguments)
-        return kernel(*arguments)
-
-    return run

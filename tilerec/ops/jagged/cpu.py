@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.jagged.checks import checked, raise_bad_offsets, raise_bad_order
-from tilerec.ops.jagged.definition import REFERENCE
+from tilerec.ops.jagged.checks import raise_bad_offsets, raise_bad_order
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, INDEX_TYPES, NO_MEMORY, OK
 from tilerec.ops.runtime.cpu.records import ReportRecord
 from tilerec.ops.runtime.library import LIBRARY
@@ -56,7 +55,7 @@ class _Kernels:
 
     def offsets_from_lengths(self, lengths_S: Tensor) -> Tensor:
         if lengths_S.dtype not in INDEX_TYPES:
-            return REFERENCE["offsets_from_lengths"](lengths_S)
+            return LIBRARY.references["offsets_from_lengths"](lengths_S)
         lengths_S = lengths_S.contiguous()
         offsets_S1 = torch.empty(lengths_S.shape[0] + 1, dtype=torch.int64)
         self._call(
@@ -90,7 +89,9 @@ class _Kernels:
         dtype = grad_M.dtype
         sum_M = (grad_M.float() if dtype in _HALVES else grad_M).contiguous()
         if sum_M.dtype not in (torch.float32, torch.float64):
-            return REFERENCE["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
+            return LIBRARY.references["select_segments_backward"](
+                grad_M, offsets_S1, order_P, out_offsets_P1, total
+            )
         offsets_S1, order_P, out_offsets_P1 = _int64(offsets_S1), _int64(order_P), _int64(out_offsets_P1)
         out_N = torch.empty((total, *sum_M.shape[1:]), dtype=sum_M.dtype)
         self._call(
@@ -104,7 +105,7 @@ class _Kernels:
         self, ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         if ids_N.dtype not in INDEX_TYPES or lengths_S.dtype not in INDEX_TYPES:
-            return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
+            return LIBRARY.references["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
         ids_N, lengths_S, cuts_C1 = ids_N.contiguous(), lengths_S.contiguous(), _int64(cuts_C1)
         buckets = cuts_C1.shape[0] - 1
         lengths_CS = torch.empty(buckets * lengths_S.shape[0], dtype=lengths_S.dtype)
@@ -118,7 +119,7 @@ class _Kernels:
 
     def jagged_to_padded(self, values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
         if values_N.element_size() > 8:
-            return REFERENCE["jagged_to_padded"](values_N, offsets_B1, length, padding)
+            return LIBRARY.references["jagged_to_padded"](values_N, offsets_B1, length, padding)
         values_N, offsets_B1 = values_N.contiguous(), _int64(offsets_B1)
         bags = offsets_B1.shape[0] - 1
         element = torch.full((1,), padding, dtype=values_N.dtype)
@@ -143,7 +144,7 @@ class _Kernels:
         dtype = values_N.dtype
         sum_N = (values_N.float() if dtype in _HALVES else values_N).contiguous()
         if sum_N.dtype not in _SUM_TYPES:
-            return REFERENCE["segment_sum"](values_N, offsets_S1)
+            return LIBRARY.references["segment_sum"](values_N, offsets_S1)
         offsets_S1 = _int64(offsets_S1)
         out_S = torch.empty((offsets_S1.shape[0] - 1, *sum_N.shape[1:]), dtype=sum_N.dtype)
         self._call(
@@ -163,15 +164,9 @@ class _Kernels:
 
 
 def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, behind their ops' checks."""
+    """Return the kernels by op name."""
     made = _Kernels(library)
-    return {name: checked(name, getattr(made, name)) for name in _SIGNATURES}
-
-
-def register(library: ctypes.CDLL) -> None:
-    """Register these kernels over the reference for CPU tensors."""
-    for name, kernel in kernels(library).items():
-        LIBRARY.impl(name, kernel, "CPU", allow_override=True)
+    return {name: getattr(made, name) for name in _SIGNATURES}
 
 
 def _int64(tensor: Tensor) -> Tensor:

@@ -29,19 +29,26 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged.checks import checked
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.jagged.checks import CHECKS
+from tilerec.ops.runtime.library import LIBRARY, Function
 from tilerec.torch_private import BelowAutograd
 
 _OPS = torch.ops.tilerec
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# offsets_from_lengths
-
-LIBRARY.define("offsets_from_lengths(Tensor lengths_S) -> Tensor")
+def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
+    return LIBRARY.op(schema, fake, check=CHECKS[schema.partition("(")[0]])
 
 
+def _fake_items(items: Tensor, *arguments: Any) -> Tensor:
+    """Return as many items as the last argument."""
+    return items.new_empty((arguments[-1], *items.shape[1:]))
+
+
+@_op(
+    "offsets_from_lengths(Tensor lengths_S) -> Tensor",
+    lambda lengths_S: lengths_S.new_empty(lengths_S.shape[0] + 1, dtype=torch.int64),
+)
 def _offsets_from_lengths(lengths_S: Tensor) -> Tensor:
     """Return starts of segments and the end of the last one, always in int64, so a sum past 2**31 is safe.
 
@@ -52,16 +59,10 @@ def _offsets_from_lengths(lengths_S: Tensor) -> Tensor:
     return offsets_S1
 
 
-def _offsets_from_lengths_fake(lengths_S: Tensor) -> Tensor:
-    return lengths_S.new_empty(lengths_S.shape[0] + 1, dtype=torch.int64)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# segment_ids
-
-LIBRARY.define("segment_ids(Tensor offsets_S1, SymInt total) -> Tensor")
-
-
+@_op(
+    "segment_ids(Tensor offsets_S1, SymInt total) -> Tensor",
+    lambda offsets_S1, total: offsets_S1.new_empty(total, dtype=torch.int64),
+)
 def _segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     """Return the segment of every item, int64.
 
@@ -71,22 +72,6 @@ def _segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     return torch.repeat_interleave(segments_S, offsets_S1.diff(), output_size=total)
 
 
-def _segment_ids_fake(offsets_S1: Tensor, total: int) -> Tensor:
-    return offsets_S1.new_empty(total, dtype=torch.int64)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# select_segments and its transpose
-
-LIBRARY.define(
-    "select_segments(Tensor values_N, Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total) -> Tensor"
-)
-LIBRARY.define(
-    "select_segments_backward(Tensor grad_M, Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total)"
-    " -> Tensor"
-)
-
-
 def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int) -> Tensor:
     """Return the position in the input of every output item."""
     segment_M = _segment_ids(out_offsets_P1, total)
@@ -94,6 +79,10 @@ def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tenso
     return torch.arange(total, device=order_P.device) + shift_P.index_select(0, segment_M)
 
 
+_SELECTION = "Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total"
+
+
+@_op(f"select_segments(Tensor values_N, {_SELECTION}) -> Tensor", _fake_items)
 def _select_segments(
     values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
@@ -108,12 +97,7 @@ def _select_segments(
     return values_N.index_select(0, _source_positions(offsets_S1, order_P, out_offsets_P1, total))
 
 
-def _select_segments_fake(
-    values_N: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
-) -> Tensor:
-    return values_N.new_empty((total, *values_N.shape[1:]))
-
-
+@_op(f"select_segments_backward(Tensor grad_M, {_SELECTION}) -> Tensor", _fake_items)
 def _select_segments_backward(
     grad_M: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
 ) -> Tensor:
@@ -131,14 +115,14 @@ def _select_segments_backward(
     return _segment_sum(grad_M.index_select(0, by_item_M), _offsets_from_lengths(copies_N))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# bucketize_by_cuts
-
-LIBRARY.define(
-    "bucketize_by_cuts(Tensor ids_N, Tensor lengths_S, Tensor cuts_C1) -> (Tensor, Tensor, Tensor)"
+@_op(
+    "bucketize_by_cuts(Tensor ids_N, Tensor lengths_S, Tensor cuts_C1) -> (Tensor, Tensor, Tensor)",
+    lambda ids_N, lengths_S, cuts_C1: (
+        lengths_S.new_empty((cuts_C1.shape[0] - 1) * lengths_S.shape[0]),
+        ids_N.new_empty(ids_N.shape[0]),
+        ids_N.new_empty(ids_N.shape[0], dtype=torch.int64),
+    ),
 )
-
-
 def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Distribute ids to buckets of rows: bucket c owns rows [cuts[c], cuts[c + 1]).
 
@@ -166,21 +150,12 @@ def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tup
     return lengths_CS.to(lengths_S.dtype), local_N.index_select(0, position_N).to(ids_N.dtype), position_N
 
 
-def _bucketize_by_cuts_fake(
-    ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    buckets = cuts_C1.shape[0] - 1
-    lengths_CS = lengths_S.new_empty(buckets * lengths_S.shape[0])
-    return lengths_CS, ids_N.new_empty(ids_N.shape[0]), ids_N.new_empty(ids_N.shape[0], dtype=torch.int64)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# jagged_to_padded and padded_to_jagged
-
-LIBRARY.define("jagged_to_padded(Tensor values_N, Tensor offsets_B1, SymInt length, float padding) -> Tensor")
-LIBRARY.define("padded_to_jagged(Tensor padded_BL, Tensor offsets_B1, SymInt total) -> Tensor")
-
-
+@_op(
+    "jagged_to_padded(Tensor values_N, Tensor offsets_B1, SymInt length, float padding) -> Tensor",
+    lambda values_N, offsets_B1, length, _: values_N.new_empty(
+        (offsets_B1.shape[0] - 1, length, *values_N.shape[1:])
+    ),
+)
 def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
     """Pad bags to rows of one width: the first `length` items of each bag, then `padding`.
 
@@ -200,10 +175,10 @@ def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding
     return padded.view(bags, length, *values_N.shape[1:])
 
 
-def _jagged_to_padded_fake(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
-    return values_N.new_empty((offsets_B1.shape[0] - 1, length, *values_N.shape[1:]))
-
-
+@_op(
+    "padded_to_jagged(Tensor padded_BL, Tensor offsets_B1, SymInt total) -> Tensor",
+    lambda padded_BL, _, total: padded_BL.new_empty((total, *padded_BL.shape[2:])),
+)
 def _padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
     """Return the items of each row, concatenated by bag; zero where a bag is longer than its row.
 
@@ -220,17 +195,10 @@ def _padded_to_jagged(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tens
     return torch.where(present_N, items_N, torch.zeros((), dtype=items_N.dtype, device=items_N.device))
 
 
-def _padded_to_jagged_fake(padded_BL: Tensor, offsets_B1: Tensor, total: int) -> Tensor:
-    return padded_BL.new_empty((total, *padded_BL.shape[2:]))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# segment_sum and its transpose
-
-LIBRARY.define("segment_sum(Tensor values_N, Tensor offsets_S1) -> Tensor")
-LIBRARY.define("repeat_segments(Tensor rows_S, Tensor offsets_S1, SymInt total) -> Tensor")
-
-
+@_op(
+    "segment_sum(Tensor values_N, Tensor offsets_S1) -> Tensor",
+    lambda values_N, offsets_S1: values_N.new_empty((offsets_S1.shape[0] - 1, *values_N.shape[1:])),
+)
 def _segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     """Return the sum of each segment's items, in the dtype of the values; zero for an empty segment.
 
@@ -253,43 +221,13 @@ def _segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     return running_N1.index_select(0, offsets_S1).diff(dim=0).to(values_N.dtype)
 
 
-def _segment_sum_fake(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
-    return values_N.new_empty((offsets_S1.shape[0] - 1, *values_N.shape[1:]))
-
-
+@_op("repeat_segments(Tensor rows_S, Tensor offsets_S1, SymInt total) -> Tensor", _fake_items)
 def _repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
     """Copy each segment's row to each of its items: the transpose of `segment_sum`.
 
     rows [a, b, c], offsets [0, 2, 2, 3], total 3 -> [a, a, c]
     """
     return rows_S.index_select(0, _segment_ids(offsets_S1, total))
-
-
-def _repeat_segments_fake(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
-    return rows_S.new_empty((total, *rows_S.shape[1:]))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# registration: reference and fake kernels
-
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "offsets_from_lengths": (_offsets_from_lengths, _offsets_from_lengths_fake),
-    "segment_ids": (_segment_ids, _segment_ids_fake),
-    "select_segments": (_select_segments, _select_segments_fake),
-    "select_segments_backward": (_select_segments_backward, _select_segments_fake),
-    "bucketize_by_cuts": (_bucketize_by_cuts, _bucketize_by_cuts_fake),
-    "jagged_to_padded": (_jagged_to_padded, _jagged_to_padded_fake),
-    "padded_to_jagged": (_padded_to_jagged, _padded_to_jagged_fake),
-    "segment_sum": (_segment_sum, _segment_sum_fake),
-    "repeat_segments": (_repeat_segments, _repeat_segments_fake),
-}
-
-REFERENCE: dict[str, Callable[..., Any]] = {name: kernels[0] for name, kernels in _KERNELS.items()}
-"""Plain-PyTorch kernels by op name, without `CHECKS`. Tests compare every backend with them."""
-
-for _name, (_reference, _fake) in _KERNELS.items():
-    LIBRARY.impl(_name, checked(_name, _reference), "CompositeExplicitAutograd")
-    LIBRARY.fake(_name)(_fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -388,13 +326,9 @@ def select_segments(
 
 
 def select_jagged(
-    order_P: Tensor,
-    lengths_S: Tensor,
-    values_N: Tensor,
-    weights_N: Tensor | None = None,
-    offsets_S1: Tensor | None = None,
-    total: int | None = None,
-) -> Selected:
+    order_P: Tensor, lengths_S: Tensor, values_N: Tensor, weights_N: Tensor | None = None,
+    offsets_S1: Tensor | None = None, total: int | None = None,
+) -> Selected:  # fmt: skip
     """Return lengths, values and weights of the segments `order_P` (keys, samples or bags; repeats allowed).
 
     `offsets_S1` saves a cumulative sum. `total`, the number of selected items, saves a synchronization: without it, it

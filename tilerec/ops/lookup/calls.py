@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.library import new_record, takes_arguments
+from tilerec.ops.runtime.library import new_record
 
 
 class PooledLayout(NamedTuple):
@@ -72,15 +72,3 @@ class WeightGradCall(NamedTuple):
     ) -> WeightGradCall:
         """Return the call from the op's arguments."""
         return WeightGradCall(weights, ids, offsets, grad, PooledLayout(*layout))
-
-
-_UNPACK: dict[str, Callable[..., Any]] = {
-    "pooled_lookup": PooledCall.unpack,
-    "sequence_lookup": SequenceCall,
-    "sample_weight_grad": WeightGradCall.unpack,
-}
-
-
-def taking_arguments(kernels: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return kernels that take these records, by op name, as functions of the ops' arguments."""
-    return {name: takes_arguments(_UNPACK[name], kernel) for name, kernel in kernels.items()}

@@ -88,13 +88,8 @@ def check_starts(starts: Tensor, features: int) -> None:
 
 
 def pooled_shape(
-    dims: Sequence[int],
-    last_key: int,
-    keys: Sequence[int],
-    batches: Sequence[int],
-    offsets: Tensor,
-    names: str,
-) -> tuple[int, ...]:
+    dims: Sequence[int], last_key: int, keys: Sequence[int], batches: Sequence[int], offsets: Tensor, names: str,
+) -> tuple[int, ...]:  # fmt: skip
     """Return the shape of a pooled lookup's output: `[B, C]`, or flat for variable batches.
 
     `dims` are per feature; `last_key` is the largest of `keys` (-1: no keys). Raises an `InputError` if the offsets

@@ -15,12 +15,13 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilerec.ops.gradient.definition import new_ticket
-from tilerec.ops.lookup.calls import PooledCall, SequenceCall, WeightGradCall, taking_arguments
+from tilerec.ops.lookup.calls import PooledCall, SequenceCall, WeightGradCall
 from tilerec.ops.lookup.checks import (
     check_batch,
     check_contiguous,
@@ -32,12 +33,16 @@ from tilerec.ops.lookup.checks import (
     raise_no_rows,
     raise_other_dim,
 )
-from tilerec.ops.lookup.definition import REFERENCE_OF_CALLS, raise_bad_id
+from tilerec.ops.lookup.definition import (
+    pooled_lookup_reference,
+    raise_bad_id,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
+)
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY, int64_array
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import LookupRecord, ReportRecord
 from tilerec.ops.runtime.devices import check_devices
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.torch_private import dtype_of
 
 
@@ -54,13 +59,9 @@ class _Layout:
 
 @functools.lru_cache(maxsize=128)
 def _layout(
-    tables: tuple[int, ...],
-    keys: tuple[int, ...],
-    means: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    pooled: bool,
-) -> _Layout | None:
+    tables: tuple[int, ...], keys: tuple[int, ...], means: tuple[int, ...], shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...], pooled: bool,
+) -> _Layout | None:  # fmt: skip
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
     check_layout(shapes, tables, keys, means, pooled)
@@ -85,13 +86,9 @@ _NO_ROWS, _BAD_DIM = 4, 5
 
 
 def _raise(
-    report: ReportRecord,
-    names: str,
-    weights: Sequence[Tensor],
-    tables: Sequence[int],
-    ids: Tensor,
+    report: ReportRecord, names: str, weights: Sequence[Tensor], tables: Sequence[int], ids: Tensor,
     pooled: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Raise the error that a report describes."""
     if report.status == NO_MEMORY:
         raise MemoryError("A lookup: out of memory for its workspace.")
@@ -124,7 +121,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
         check_batch(ids, offsets, sample_weights)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or dtype not in DTYPES:
-            return REFERENCE_OF_CALLS["pooled_lookup"](call)
+            return pooled_lookup_reference(call)
         out = reused_empty(pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names), dtype)
         ids, offsets = _ids(ids), _int64(offsets)
         if sample_weights is not None:
@@ -151,7 +148,7 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         check_starts(starts, len(tables))
         layout = _layout_of(weights, tables, (), (), False)
         if layout is None or not tables or dtype not in DTYPES:
-            return REFERENCE_OF_CALLS["sequence_lookup"](call)
+            return sequence_lookup_reference(call)
         out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
         ids, starts = _ids(ids), _int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
@@ -172,7 +169,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         check_batch(ids, offsets, None)
         layout = _layout_of(weights, tables, keys, means, True)
         if layout is None or grad.dtype not in DTYPES:
-            return REFERENCE_OF_CALLS["sample_weight_grad"](call)
+            return sample_weight_grad_reference(call)
         wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
         check_gradient(grad, wanted, math.prod(wanted))
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
@@ -192,14 +189,13 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
     return sample_weight_grad
 
 
-def register(library: ctypes.CDLL) -> None:
-    """Register the native kernels of the three ops for CPU tensors."""
-    kernels = {
-        "pooled_lookup": _pooled_lookup(library.tr_pooled_lookup),
-        "sequence_lookup": _sequence_lookup(library.tr_sequence_lookup),
-        "sample_weight_grad": _sample_weight_grad(library.tr_sample_weight_grad),
-    }
-    for name, kernel in taking_arguments(kernels).items():
-        function = getattr(library, f"tr_{name}")
+def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """Return the kernels by op name."""
+    functions = library.tr_pooled_lookup, library.tr_sequence_lookup, library.tr_sample_weight_grad
+    for function in functions:
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-        LIBRARY.impl(name, kernel, "CPU", allow_override=True)
+    return {
+        "pooled_lookup": _pooled_lookup(functions[0]),
+        "sequence_lookup": _sequence_lookup(functions[1]),
+        "sample_weight_grad": _sample_weight_grad(functions[2]),
+    }

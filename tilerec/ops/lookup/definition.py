@@ -21,7 +21,7 @@ autograd formulas below are shared by all backends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ from tilerec.ops.gradient.definition import (
     submit_pooled,
     submit_sequence,
 )
-from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
+from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall
 from tilerec.ops.lookup.checks import check_covered
 from tilerec.ops.lookup.row_location import RowLocation
 from tilerec.ops.lookup.saved_rows import (
@@ -54,18 +54,6 @@ from tilerec.torch_private import BelowAutograd, FakeTensor, FunctionalTensor, g
 
 _OPS = torch.ops.tilerec
 _LAYOUT = "int[] tables, int[] keys, int[] means, SymInt[] batches"
-LIBRARY.define(
-    "pooled_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor offsets, Tensor? sample_weights, "
-    f"{_LAYOUT}, ScalarType dtype, str names) -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType "
-    "dtype, str names) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    f"sample_weight_grad(Tensor[] weights, Tensor ids, Tensor offsets, Tensor grad, {_LAYOUT}) -> Tensor"
-)
 
 
 def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -> None:
@@ -84,7 +72,22 @@ def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> 
         raise_bad_id(names, feature, begin + position, int(ids[position]), rows)
 
 
-def _pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
+def _fake_pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
+    weights, _, ids, _, _, (tables, keys, _, batches), dtype, _ = call
+    dims = [weights[t].shape[1] for t in tables]
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
+    if call.layout.uniform:
+        return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
+    return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
+
+
+@LIBRARY.op(
+    "pooled_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+    f"{_LAYOUT}, ScalarType dtype, str names) -> (Tensor, Tensor)",
+    _fake_pooled_lookup,
+    unpack=PooledCall.unpack,
+)
+def pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
     weights, _, ids, offsets, sample_weights, layout, dtype, names = call
     tables, keys, means, batches = layout
     starts, bags = bag_starts(keys, batches)
@@ -118,7 +121,19 @@ def _pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
     return out, new_ticket()
 
 
-def _sequence_lookup_reference(call: SequenceCall) -> tuple[Tensor, Tensor]:
+def _fake_sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
+    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
+    shape = (call.ids.shape[0], call.weights[call.tables[0]].shape[1])
+    return call.ids.new_empty(shape, dtype=call.dtype), ticket
+
+
+@LIBRARY.op(
+    "sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType dtype, "
+    "str names) -> (Tensor, Tensor)",
+    _fake_sequence_lookup,
+    unpack=SequenceCall,
+)
+def sequence_lookup_reference(call: SequenceCall) -> tuple[Tensor, Tensor]:
     weights, _, ids, starts, tables, dtype, names = call
     bounds = starts.tolist()
     rows = []
@@ -134,7 +149,12 @@ def _sum_dtype(weights: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(weight.dtype == torch.float64 for weight in weights) else torch.float32
 
 
-def _sample_weight_grad_reference(call: WeightGradCall) -> Tensor:
+@LIBRARY.op(
+    f"sample_weight_grad(Tensor[] weights, Tensor ids, Tensor offsets, Tensor grad, {_LAYOUT}) -> Tensor",
+    lambda call: call.ids.new_empty((call.ids.shape[0],), dtype=_sum_dtype(call.weights)),
+    unpack=WeightGradCall.unpack,
+)
+def sample_weight_grad_reference(call: WeightGradCall) -> Tensor:
     weights, ids, offsets, grad, layout = call
     tables, keys, means, batches = layout
     starts, bags = bag_starts(keys, batches)
@@ -156,43 +176,6 @@ def _sample_weight_grad_reference(call: WeightGradCall) -> Tensor:
         rows_nD = weight[ids[begin:end].to(torch.int64)].to(accum_dtype)
         out_N[begin:end] += (rows_nD * grad_BD[bag_n]).sum(dim=1).to(out_N.dtype)
     return out_N
-
-
-def _fake_pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
-    weights, _, ids, _, _, (tables, keys, _, batches), dtype, _ = call
-    dims = [weights[t].shape[1] for t in tables]
-    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
-    if call.layout.uniform:
-        return ids.new_empty((batches[0], sum(dims)), dtype=dtype), ticket
-    return ids.new_empty((sum(batches[k] * d for k, d in zip(keys, dims, strict=True)),), dtype=dtype), ticket
-
-
-def _fake_sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
-    ticket = torch.empty(2, dtype=torch.int64, device="cpu")
-    shape = (call.ids.shape[0], call.weights[call.tables[0]].shape[1])
-    return call.ids.new_empty(shape, dtype=call.dtype), ticket
-
-
-def _fake_sample_weight_grad(call: WeightGradCall) -> Tensor:
-    return call.ids.new_empty((call.ids.shape[0],), dtype=_sum_dtype(call.weights))
-
-
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "pooled_lookup": (_pooled_lookup_reference, _fake_pooled_lookup),
-    "sequence_lookup": (_sequence_lookup_reference, _fake_sequence_lookup),
-    "sample_weight_grad": (_sample_weight_grad_reference, _fake_sample_weight_grad),
-}
-
-REFERENCE_OF_CALLS = {name: reference for name, (reference, _) in _KERNELS.items()}
-"""Reference kernels by op name, as functions of a call's record: backends use them for inputs they do not support."""
-
-REFERENCE = taking_arguments(REFERENCE_OF_CALLS)
-"""Reference kernels by op name, as functions of the ops' arguments. Tests compare every backend with them."""
-
-for _name, _kernel in REFERENCE.items():
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-for _name, _kernel in taking_arguments({name: fake for name, (_, fake) in _KERNELS.items()}).items():
-    LIBRARY.fake(_name)(_kernel)
 
 
 # Autograd. The leaves are plain attributes of ctx: an update between this forward and its backward is allowed (two
@@ -477,12 +460,11 @@ def sequence_lookup(
     return _OPS.sequence_lookup(weights, sinks, ids, *rest)
 
 
-LIBRARY.define(
+@LIBRARY.op(
     "dense_weight_grads(Tensor[] weights, int[] dims, int[] chosen, Tensor grad, Tensor ids, Tensor bounds, "
-    f"Tensor? sample_weights, {_LAYOUT}) -> Tensor[]"
+    f"Tensor? sample_weights, {_LAYOUT}) -> Tensor[]",
+    lambda weights, *_: [torch.empty_like(w) for w in weights],
 )
-
-
 def _dense_weight_grads(
     weights: Sequence[Tensor], dims: Sequence[int], chosen: Sequence[int], grad: Tensor, ids: Tensor, bounds: Tensor,
     sample_weights: Tensor | None, *layout: Sequence[int],
@@ -512,11 +494,3 @@ def _dense_weight_grads(
     record = Gradients(grad, ids, bounds if batches else None, sample_weights, features)
     _OPS.update_rows_.default(*UpdateCall(RuleTables.of_sums(out), record).packed())
     return out
-
-
-LIBRARY.impl("dense_weight_grads", _dense_weight_grads, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("dense_weight_grads")
-def _fake_dense_weight_grads(weights: Any, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(w) for w in weights]

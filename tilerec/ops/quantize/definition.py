@@ -27,18 +27,12 @@ Legend: R rows, w their width, k = w + 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
 from tilerec.ops.runtime.library import LIBRARY
-
-LIBRARY.define("pack_segments(Tensor flat, SymInt[] counts, SymInt[] widths, str format) -> Tensor")
-LIBRARY.define(
-    "unpack_segments(Tensor packed, SymInt[] counts, SymInt[] widths, str format, ScalarType dtype) -> Tensor"
-)
 
 SCALE_BYTES = 4
 SMALLEST = 1e-36
@@ -55,7 +49,7 @@ def check_segments(
     assert numbers.dim() == 1, f"{op}: {numbers.dim()} dimensions; expected 1"
     assert min(counts, default=0) >= 0, f"{op}: a negative number of rows"
     assert min(widths, default=0) >= 0, f"{op}: a negative width"
-    held = sum([count * (width + extra) for count, width in zip(counts, widths, strict=True)])
+    held = _numbers(counts, widths, extra)
     assert held == numbers.numel(), f"{op}: the segments hold {held} elements, the tensor {numbers.numel()}"
 
 
@@ -109,7 +103,17 @@ def _by_width(
     return torch.cat(done)
 
 
-def _pack_segments_reference(
+def _numbers(counts: Sequence[int], widths: Sequence[int], extra: int = 0) -> int:
+    return sum([count * (width + extra) for count, width in zip(counts, widths, strict=True)])
+
+
+@LIBRARY.op(
+    "pack_segments(Tensor flat, SymInt[] counts, SymInt[] widths, str format) -> Tensor",
+    lambda flat, counts, widths, format: flat.new_empty(
+        _numbers(counts, widths, SCALE_BYTES), dtype=PACKED_TYPE[format]
+    ),
+)
+def pack_segments_reference(
     flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str
 ) -> Tensor:
     """Pack rows of floats (any float dtype, 1-D) into int8 or uint8 `[sum of counts * (widths + 4)]`."""
@@ -117,7 +121,11 @@ def _pack_segments_reference(
     return _by_width(flat, counts, widths, 0, lambda rows_Rw: _pack_rows(rows_Rw, format))
 
 
-def _unpack_segments_reference(
+@LIBRARY.op(
+    "unpack_segments(Tensor packed, SymInt[] counts, SymInt[] widths, str format, ScalarType dtype) -> Tensor",
+    lambda packed, counts, widths, format, dtype: packed.new_empty(_numbers(counts, widths), dtype=dtype),
+)
+def unpack_segments_reference(
     packed: Tensor, counts: Sequence[int], widths: Sequence[int], format: str, dtype: torch.dtype
 ) -> Tensor:
     """Unpack the rows of `pack_segments`: code * scale in fp32, rounded to `dtype`."""
@@ -125,25 +133,6 @@ def _unpack_segments_reference(
     return _by_width(
         packed, counts, widths, SCALE_BYTES, lambda rows_Rk: _unpack_rows(rows_Rk, format, dtype)
     )
-
-
-LIBRARY.impl("pack_segments", _pack_segments_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("unpack_segments", _unpack_segments_reference, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("pack_segments")
-def _fake_pack(flat: Any, counts: Any, widths: Any, format: str) -> Tensor:
-    size = sum(c * (w + SCALE_BYTES) for c, w in zip(counts, widths, strict=True))
-    return flat.new_empty(size, dtype=PACKED_TYPE[format])
-
-
-@LIBRARY.fake("unpack_segments")
-def _fake_unpack(packed: Any, counts: Any, widths: Any, format: str, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty(sum(c * w for c, w in zip(counts, widths, strict=True)), dtype=dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# typed functions that call the ops
 
 
 def pack_segments(flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str) -> Tensor:

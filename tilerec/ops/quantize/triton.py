@@ -35,14 +35,12 @@ from tilerec.ops.quantize.definition import (
     PACKED_TYPE,
     SCALE_BYTES,
     SMALLEST,
-    _pack_segments_reference,
-    _unpack_segments_reference,
     check_segments,
+    pack_segments_reference,
+    unpack_segments_reference,
 )
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.addresses import upload
 from tilerec.ops.runtime.triton.launch import launch
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import raise_due
 from tilerec.ops.runtime.triton.search import segment_at
 
@@ -212,7 +210,7 @@ def _launch(
 def pack_segments(flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str) -> Tensor:
     check_segments("pack_segments", flat, counts, widths, 0, format)
     if flat.dtype not in _FLOATS:
-        return _pack_segments_reference(flat, counts, widths, format)
+        return pack_segments_reference(flat, counts, widths, format)
     raise_due(flat.device)
     flat = flat.contiguous()
     size = flat.numel() + SCALE_BYTES * sum(counts)
@@ -226,7 +224,7 @@ def unpack_segments(
 ) -> Tensor:
     check_segments("unpack_segments", packed, counts, widths, SCALE_BYTES, format)
     if dtype not in _FLOATS or packed.dtype != PACKED_TYPE[format]:
-        return _unpack_segments_reference(packed, counts, widths, format, dtype)
+        return unpack_segments_reference(packed, counts, widths, format, dtype)
     raise_due(packed.device)
     packed = packed.contiguous()
     flat = torch.empty(packed.numel() - SCALE_BYTES * sum(counts), dtype=dtype, device=packed.device)
@@ -234,12 +232,5 @@ def unpack_segments(
     return flat
 
 
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name."""
-    return {"pack_segments": pack_segments, "unpack_segments": unpack_segments}
-
-
-def register(key: str = "CUDA") -> None:
-    """Register these kernels for the ops on tensors of a dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {"pack_segments": pack_segments, "unpack_segments": unpack_segments}
+"""Kernels by op name."""

@@ -10,70 +10,41 @@ The reference fills tiles in fp64 and other tiles that the library cannot read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from tilerec.ops.random.definition import (
-    check_fill,
-    check_rows,
-    random_fill_reference_,
-    random_rows_reference_,
-)
+from tilerec.ops.random.definition import FillCall, fill_reference_
 from tilerec.ops.runtime.cpu.library import DTYPES
-from tilerec.ops.runtime.library import LIBRARY
 
 _KINDS = {"uniform": 0, "normal": 1}
 
 
-def _random_fill(function: Callable[..., None]) -> Callable[..., None]:
-    def random_fill_(
-        out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
-    ) -> None:
-        check_fill(out, key, row_offset, column_offset, kind)
-        if out.dtype not in DTYPES or not out.is_contiguous():
-            random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
+def _fill(library: ctypes.CDLL) -> Callable[[FillCall], None]:
+    pointer, size, word, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
+    of_tile, of_rows = library.tr_random_fill, library.tr_random_rows
+    of_tile.restype = of_rows.restype = None
+    of_tile.argtypes = [pointer, *[size] * 3, *[word] * 2, *[size] * 3, *[number] * 2, size]
+    of_rows.argtypes = [pointer, size, pointer, *[size] * 2, *[word] * 2, *[size] * 2, *[number] * 2, size]
+
+    def fill_(call: FillCall) -> None:
+        out, rows_R, key, row_offset, column_offset, kind, a, b = call
+        rows_fit = rows_R is None or rows_R.is_contiguous()
+        if out.dtype not in DTYPES or not out.is_contiguous() or not rows_fit:
+            fill_reference_(call)
             return
-        rows, width = out.shape
-        function(
-            out.data_ptr(), DTYPES[out.dtype], rows, width, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, row_offset,
-            column_offset, _KINDS[kind], a, b, torch.get_num_threads(),
-        )  # fmt: skip
+        words = key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF
+        values = column_offset, _KINDS[kind], a, b, torch.get_num_threads()
+        if rows_R is None:
+            of_tile(out.data_ptr(), DTYPES[out.dtype], *out.shape, *words, row_offset, *values)
+        else:
+            of_rows(out.data_ptr(), DTYPES[out.dtype], rows_R.data_ptr(), *out.shape, *words, *values)
 
-    return random_fill_
-
-
-def _random_rows(function: Callable[..., None]) -> Callable[..., None]:
-    def random_rows_(
-        out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
-    ) -> None:
-        check_rows(out, rows_R, key, column_offset, kind)
-        if out.dtype not in DTYPES or not out.is_contiguous() or not rows_R.is_contiguous():
-            random_rows_reference_(out, rows_R, key, column_offset, kind, a, b)
-            return
-        rows, width = out.shape
-        function(
-            out.data_ptr(), DTYPES[out.dtype], rows_R.data_ptr(), rows, width, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF,
-            column_offset, _KINDS[kind], a, b, torch.get_num_threads(),
-        )  # fmt: skip
-
-    return random_rows_
+    return fill_
 
 
-def register(library: ctypes.CDLL) -> None:
-    """Register the native `random_fill_` and `random_rows_` for CPU tensors."""
-    function = library.tr_random_fill
-    function.restype = None
-    function.argtypes = [
-        ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_uint32] * 2, *[ctypes.c_int64] * 3, *[ctypes.c_float] * 2,
-        ctypes.c_int64,
-    ]  # fmt: skip
-    LIBRARY.impl("random_fill_", _random_fill(function), "CPU", allow_override=True)
-    of_rows = library.tr_random_rows
-    of_rows.restype = None
-    of_rows.argtypes = [
-        ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_uint32] * 2,
-        *[ctypes.c_int64] * 2, *[ctypes.c_float] * 2, ctypes.c_int64,
-    ]  # fmt: skip
-    LIBRARY.impl("random_rows_", _random_rows(of_rows), "CPU", allow_override=True)
+def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """Return the kernels by op name."""
+    fill_ = _fill(library)
+    return {"random_fill_": fill_, "random_rows_": fill_}

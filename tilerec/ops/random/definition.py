@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.library import LIBRARY, new_record
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -79,12 +80,30 @@ def random_words(rows_R: Tensor, width: int, key: Sequence[int], column_offset: 
     return flat[:, start : start + width]
 
 
-LIBRARY.define(
-    "random_fill_(Tensor(a!) out, int[] key, int row_offset, int column_offset, str kind, float a, float b) -> ()"
-)
+class FillCall(NamedTuple):
+    """One call of `random_fill_`, or of `random_rows_`, which passes the rows in place of their offset."""
+
+    out: Tensor
+    rows_R: Tensor | None
+    key: Sequence[int]
+    row_offset: int
+    column_offset: int
+    kind: str
+    a: float
+    b: float
+
+    @staticmethod
+    def of_tile(out: Tensor, key: Sequence[int], row_offset: int, *rest: Any) -> FillCall:
+        """Return the call from the arguments of `random_fill_`."""
+        return new_record(FillCall, (out, None, key, row_offset, *rest))
+
+    @staticmethod
+    def of_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], *rest: Any) -> FillCall:
+        """Return the call from the arguments of `random_rows_`."""
+        return new_record(FillCall, (out, rows_R, key, 0, *rest))
 
 
-def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:
+def check_tile(out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str) -> None:
     """Raise a `ConfigError` for a tile without a valid position in a table, or for an unknown kind of numbers."""
     if out.dim() != 2 or not out.is_floating_point():
         raise ConfigError(
@@ -101,35 +120,53 @@ def check_fill(out: Tensor, key: Sequence[int], row_offset: int, column_offset: 
         raise ConfigError(f"random_fill_: kind {kind!r} is not 'uniform' or 'normal'.")
 
 
-def random_fill_reference_(
-    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
-) -> None:
-    """Fill a tile `[rows, width]` with the values that the whole table has at its position.
+def check_fill(call: FillCall) -> None:
+    """Run `check_tile`, and check the rows. The caller guarantees that row numbers are not negative."""
+    out, rows_R, key, row_offset, column_offset, kind, _, _ = call
+    check_tile(out, key, row_offset, column_offset, kind)
+    if rows_R is not None and (rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]):
+        raise ConfigError(
+            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; "
+            f"expected int64 [{out.shape[0]}], the position of each row in the table."
+        )
+
+
+@LIBRARY.op(
+    "random_rows_(Tensor(a!) out, Tensor rows_R, int[] key, int column_offset, str kind, float a, float b) -> ()",
+    unpack=FillCall.of_rows,
+    check=check_fill,
+)
+@LIBRARY.op(
+    "random_fill_(Tensor(a!) out, int[] key, int row_offset, int column_offset, str kind, float a, float b) -> ()",
+    unpack=FillCall.of_tile,
+    check=check_fill,
+)
+def fill_reference_(call: FillCall) -> None:
+    """Fill a tile `[R, width]` with the values that the whole table has at its position, or in these rows.
 
     kind "uniform": `a + (b - a) * u` with u = (word >> 8) / 2^24, in fp32. kind "normal": mean a, standard deviation b,
     by Box-Muller on neighbouring words: `r = sqrt(-2 ln(((w0 >> 8) + 1) / 2^24))`, columns get `r cos`, `r sin`.
 
-    Example: a [10, 4] tile at row_offset 5 equals rows 5 to 14 of the whole table.
+    Example: a [10, 4] tile at row_offset 5 equals rows 5 to 14 of the whole table; rows [7, 2] equal its rows 7 and 2.
     """
-    check_fill(out, key, row_offset, column_offset, kind)
+    out, rows_R, key, row_offset, column_offset, kind, a, b = call
     rows, width = out.shape
-    block = max(1, (1 << 22) // max(width, 1))
+    if not out.numel():
+        return
+    block = max(1, (1 << 22) // width)
     for start in range(0, rows, block):
         stop = min(rows, start + block)
-        rows_R = torch.arange(row_offset + start, row_offset + stop, device=out.device)
-        out[start:stop] = random_rows(rows_R, width, key, column_offset, kind, a, b, out.dtype)
+        if rows_R is None:
+            own_R = torch.arange(row_offset + start, row_offset + stop, device=out.device)
+        else:
+            own_R = rows_R[start:stop]
+        out[start:stop] = random_rows(own_R, width, key, column_offset, kind, a, b, out.dtype)
 
 
 def random_rows(
-    rows_R: Tensor,
-    width: int,
-    key: Sequence[int],
-    column_offset: int,
-    kind: str,
-    a: float,
-    b: float,
+    rows_R: Tensor, width: int, key: Sequence[int], column_offset: int, kind: str, a: float, b: float,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return `random_fill_`'s values `[R, width]` of any global rows; `a` and `b` as there."""
     if kind == "uniform":
         words = random_words(rows_R, width, key, column_offset, 0)
@@ -148,51 +185,6 @@ def random_rows(
     z = z[:, column_offset - start : column_offset - start + width].to(torch.float32)
     mean, deviation = (torch.tensor(x, dtype=torch.float32, device=z.device) for x in (a, b))
     return (mean + deviation * z).to(dtype)
-
-
-LIBRARY.define(
-    "random_rows_(Tensor(a!) out, Tensor rows_R, int[] key, int column_offset, str kind, float a, float b) -> ()"
-)
-
-
-def check_rows(out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str) -> None:
-    """Run `check_fill` for any rows. The caller guarantees that row numbers are not negative."""
-    check_fill(out, key, 0, column_offset, kind)
-    if rows_R.dtype != torch.int64 or rows_R.shape != out.shape[:1]:
-        raise ConfigError(
-            f"random_rows_: rows are {rows_R.dtype} {list(rows_R.shape)} for a tile of shape {list(out.shape)}; "
-            f"expected int64 [{out.shape[0]}], the position of each row in the table."
-        )
-
-
-def random_rows_reference_(
-    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
-) -> None:
-    """Fill `[R, width]` with the values that the whole table has in these rows; see `random_fill_`.
-
-    Example: rows [7, 2] equal rows 7 and 2 of the whole table as `random_fill_` fills it.
-    """
-    check_rows(out, rows_R, key, column_offset, kind)
-    if out.numel():
-        out.copy_(random_rows(rows_R, out.shape[1], key, column_offset, kind, a, b, out.dtype))
-
-
-LIBRARY.impl("random_rows_", random_rows_reference_, "CompositeExplicitAutograd")
-LIBRARY.impl("random_fill_", random_fill_reference_, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("random_fill_")
-def _fake_random_fill(
-    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
-) -> None:
-    return None
-
-
-@LIBRARY.fake("random_rows_")
-def _fake_random_rows(
-    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
-) -> None:
-    return None
 
 
 ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)

@@ -13,33 +13,41 @@ Legend: N entries, E rows of the tile, C its columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.random.definition import check_fill
-from tilerec.ops.runtime.library import LIBRARY
-
-LIBRARY.define(
-    "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
-    "float low, float high, float[] numbers) -> ()"
-)
+from tilerec.ops.random.definition import check_tile
+from tilerec.ops.runtime.library import LIBRARY, new_record
 
 
-def check_row_reset(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    numbers: Sequence[float],
-) -> int:
-    """Return the number of rows on this rank; raise a `ConfigError` for arguments that do not match."""
+class RenewCall(NamedTuple):
+    """One call of `renew_rows_`; its fields are the op's arguments."""
+
+    rows_N: Tensor
+    tile: Tensor | None
+    beside: Sequence[Tensor]
+    row_offset: int
+    column_offset: int
+    key: Sequence[int]
+    low: float
+    high: float
+    numbers: Sequence[float]
+
+    @property
+    def reset(self) -> Sequence[Tensor]:
+        """The tile, if there is one, and the tensors beside it."""
+        return self.beside if self.tile is None else [self.tile, *self.beside]
+
+
+def check_row_reset(call: RenewCall) -> None:
+    """Raise a `ConfigError` for arguments that do not match."""
+    rows_N, tile, beside, row_offset, column_offset, key, _, _, numbers = call
     if tile is not None:
-        check_fill(tile, key, row_offset, column_offset, "uniform")
-    held = [tensor.shape[0] for tensor in (*([] if tile is None else [tile]), *beside)]
+        check_tile(tile, key, row_offset, column_offset, "uniform")
+    held = [tensor.shape[0] for tensor in call.reset]
     if any(rows != held[0] for rows in held) or len(numbers) != len(beside):
         raise ConfigError(
             f"renew_rows_: tensors of {held} rows, and {len(numbers)} numbers for {len(beside)} tensors in `beside`; "
@@ -49,20 +57,16 @@ def check_row_reset(
         raise ConfigError(
             f"renew_rows_: rows are {rows_N.dtype} of shape {list(rows_N.shape)}; expected a flat list of int64."
         )
-    return held[0] if held else 0
 
 
-def renew_rows_reference_(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    low: float,
-    high: float,
-    numbers: Sequence[float],
-) -> None:
+@LIBRARY.op(
+    "renew_rows_(Tensor rows_N, Tensor(a!)? tile, Tensor(b!)[] beside, int row_offset, int column_offset, int[] key, "
+    "float low, float high, float[] numbers) -> ()",
+    unpack=lambda *args: new_record(RenewCall, args),
+    check=check_row_reset,
+    check_fake=True,
+)
+def renew_rows_reference_(call: RenewCall) -> None:
     """Write initial values into some rows of a tile, and a number into the same rows of each tensor in `beside`.
 
     Args:
@@ -73,14 +77,15 @@ def renew_rows_reference_(
     Tile of rows 4 to 7, beside [1, 2, 3, 4] with the number 0, rows [5, -1, 9, 5]: row 5 of the tile gets its initial
     values, and beside is [1, 0, 3, 4].
     """
-    held = check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)
+    rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers = call
+    held = call.reset[0].shape[0] if call.reset else 0
     own_M = _rows_in_tile(rows_N, row_offset, held)
     if not own_M.numel():
         return
     local_M = own_M - row_offset if row_offset else own_M
     if tile is not None:
         made = tile.new_empty(own_M.shape[0], tile.shape[1])
-        torch.ops.tilerec.random_rows_(made, own_M, key, column_offset, "uniform", low, high)
+        torch.ops.tilerec.random_rows_.default(made, own_M, key, column_offset, "uniform", low, high)
         _indexable(tile).index_copy_(0, local_M, _indexable(made))
     for tensor, number in zip(beside, numbers, strict=True):
         if tensor.dtype in (torch.float32, torch.float64):
@@ -93,9 +98,9 @@ def renew_rows_reference_(
 def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
     """Return the rows inside the tile, int64 [M]. If all are (usual on the CPU), return `rows_N` without a copy."""
     first, last = max(row_offset, 0), row_offset + held
-    if rows_N.numel() and rows_N.device.type == "cpu":
+    if rows_N.numel() and rows_N.is_cpu:
         least, most = rows_N.aminmax()
-        if int(least) >= first and int(most) < last:
+        if least.item() >= first and most.item() < last:
             return rows_N
     return rows_N[(rows_N >= first) & (rows_N < last)]
 
@@ -103,21 +108,3 @@ def _rows_in_tile(rows_N: Tensor, row_offset: int, held: int) -> Tensor:
 def _indexable(tensor: Tensor) -> Tensor:
     """Return a view in a dtype that torch can write by index: fp8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-LIBRARY.impl("renew_rows_", renew_rows_reference_, "CompositeExplicitAutograd")
-
-
-@LIBRARY.fake("renew_rows_")
-def _fake_renew_rows(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    low: float,
-    high: float,
-    numbers: Sequence[float],
-) -> None:
-    check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)

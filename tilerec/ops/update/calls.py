@@ -6,12 +6,12 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tilerec.ops.runtime.library import new_record, takes_arguments
+from tilerec.ops.runtime.library import new_record
 
 _DEFAULTS = (None,) * 4  # of the last arguments of `update_rows_`, which the dispatcher may leave out
 
@@ -242,17 +242,3 @@ class ApplyCall(NamedTuple):
         """Return the arguments of the op."""
         weights, slots, *rest = self.tables
         return (weights, slots, *self.parts, *rest)
-
-
-_UNPACK: dict[str, Callable[..., Any]] = {
-    "update_rows_": UpdateCall.unpack,
-    "order_rows": OrderCall.unpack,
-    "sum_row_gradients_of_tables": SumCall.unpack,
-    "rule_partials_of_tables": PartialsCall.unpack,
-    "rule_apply_to_tables_": ApplyCall.unpack,
-}
-
-
-def taking_arguments(kernels: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return kernels that take these records, by op name, as functions of the ops' arguments."""
-    return {name: takes_arguments(_UNPACK[name], kernel) for name, kernel in kernels.items()}

@@ -21,7 +21,6 @@ from tilerec.errors import InputError
 from tilerec.ops.runtime.cpu.library import BAD_ID, BAD_OFFSETS, DTYPES, INDEX_TYPES, NO_MEMORY
 from tilerec.ops.runtime.cpu.memory import reused_empty
 from tilerec.ops.runtime.cpu.records import GradientArguments, PartsRecord, ReportRecord, RowsRecord
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update.calls import (
     ApplyCall,
     Gradients,
@@ -30,7 +29,6 @@ from tilerec.ops.update.calls import (
     RuleTables,
     SumCall,
     UpdateCall,
-    taking_arguments,
 )
 from tilerec.ops.update.checks import (
     UNKNOWN_ROWS,
@@ -349,14 +347,12 @@ def _function(
     return function
 
 
-def register(library: ctypes.CDLL) -> None:
-    """Register the native update kernels for CPU tensors."""
+def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+    """Return the kernels by op name."""
     rules = _Rules(library)
-    kernels: dict[str, Callable[..., Any]] = {
+    return {
         "update_rows_": _update_rows_(library, rules),
         "sum_row_gradients_of_tables": _sum_row_gradients(library),
         "rule_partials_of_tables": _rule_partials(library, rules),
         "rule_apply_to_tables_": _rule_apply_(library, rules),
     }
-    for name, kernel in taking_arguments(kernels).items():
-        LIBRARY.impl(name, kernel, "CPU")

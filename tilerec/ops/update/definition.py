@@ -10,22 +10,20 @@ Terms
   G[t, r] = sum of s * w_p * grad[bag of p] over the occurrences p of row r, in fp32, ordered by (feature, occurrence)
   row, slots = rule(G, row, slots)      exactly once per distinct row
 
-This file has the ops and `update_rows_`. `calls.py` has the records of their arguments, `row_sums.py` and `parts.py`
-have the other references, and `rules.py` has the rules.
+This file has the ops and `update_rows_`. `calls.py` has the records of their arguments, `row_sums.py`, `parts.py`
+and `order.py` have the other references, and `rules.py` has the rules.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.update.calls import ApplyCall, PartialsCall, SumCall, UpdateCall, taking_arguments
+from tilerec.ops.update.calls import ApplyCall, OrderCall, PartialsCall, SumCall, UpdateCall
 from tilerec.ops.update.checks import check_ids, check_reach, check_record, check_tables, slot_kinds
 from tilerec.ops.update.counts import advance, resolve_counts
+from tilerec.ops.update.order import fake_order_rows, order_rows_reference
 from tilerec.ops.update.parts import (
     Part,
     apply_,
@@ -38,30 +36,17 @@ from tilerec.ops.update.parts import (
 from tilerec.ops.update.row_sums import accum_dtype, sum_row_gradients_reference, sum_rows
 from tilerec.ops.update.rules import make_rule
 
-LIBRARY.define(
+_PER_FEATURE = "int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means"
+_COUNTING = "Tensor(c!)[]? counts=None, Tensor? lr=None"
+
+
+@LIBRARY.op(
     "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor grad, Tensor ids, Tensor? offsets, "
-    "Tensor? sample_weights, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, "
-    "int[] means, "
-    "str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
-    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None, Tensor[]? ordered=None) -> Tensor"
+    f"Tensor? sample_weights, {_PER_FEATURE}, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, "
+    f"int[] column_offsets, Tensor[]? row_names=None, {_COUNTING}, Tensor[]? ordered=None) -> Tensor",
+    lambda call: call.gradients.ids.new_empty(3, dtype=torch.int64),
+    unpack=UpdateCall.unpack,
 )
-LIBRARY.define(
-    "sum_row_gradients_of_tables(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] rows, "
-    "int[] dims, int[] tables, int[] starts, int[] bags, int[] grad_starts, int[] grad_strides, int[] means, "
-    "Tensor[]? ordered=None) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "rule_partials_of_tables(Tensor[] weights, Tensor[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
-    "int phase, int[] dims, bool exact, bool finite, int[] column_offsets, str rule, float[] hyper, int[] steps, "
-    "Tensor[]? counts=None, Tensor? lr=None) -> Tensor"
-)
-LIBRARY.define(
-    "rule_apply_to_tables_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
-    "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
-    "Tensor[]? row_names=None, Tensor(c!)[]? counts=None, Tensor? lr=None) -> ()"
-)
-
-
 def update_rows_reference_(call: UpdateCall) -> Tensor:
     """Sum gradients and apply one rule to several tables. Rows whose summed gradient is not finite are skipped.
 
@@ -105,10 +90,6 @@ def update_rows_reference_(call: UpdateCall) -> Tensor:
     return torch.tensor([skipped, first_table, first_row], device=record.ids.device)
 
 
-def _fake_update_rows_(call: UpdateCall) -> Tensor:
-    return call.gradients.ids.new_empty(3, dtype=torch.int64)
-
-
 def _fake_sum_row_gradients(call: SumCall) -> tuple[Tensor, Tensor, Tensor]:
     context, (grad, ids, *_) = torch.library.get_ctx(), call.gradients
     return (
@@ -125,21 +106,27 @@ def _fake_rule_partials(call: PartialsCall) -> Tensor:
     return call.parts.grads[0].new_empty(size, dtype=accum_dtype(call.tables.weights[0].dtype))
 
 
-def _fake_rule_apply_(call: ApplyCall) -> None:
-    return None
-
-
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "update_rows_": (update_rows_reference_, _fake_update_rows_),
-    "sum_row_gradients_of_tables": (sum_row_gradients_reference, _fake_sum_row_gradients),
-    "rule_partials_of_tables": (rule_partials_reference, _fake_rule_partials),
-    "rule_apply_to_tables_": (rule_apply_reference_, _fake_rule_apply_),
-}
-
-REFERENCE = taking_arguments({name: reference for name, (reference, _) in _KERNELS.items()})
-"""Reference kernels by op name, as functions of the ops' arguments. Tests compare every backend with them."""
-
-for _name, _kernel in REFERENCE.items():
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-for _name, _kernel in taking_arguments({name: fake for name, (_, fake) in _KERNELS.items()}).items():
-    LIBRARY.fake(_name)(_kernel)
+LIBRARY.op(
+    "sum_row_gradients_of_tables(Tensor grad, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] rows, "
+    f"int[] dims, {_PER_FEATURE}, Tensor[]? ordered=None) -> (Tensor, Tensor, Tensor)",
+    _fake_sum_row_gradients,
+    unpack=SumCall.unpack,
+)(sum_row_gradients_reference)
+LIBRARY.op(
+    "rule_partials_of_tables(Tensor[] weights, Tensor[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
+    "int phase, int[] dims, bool exact, bool finite, int[] column_offsets, str rule, float[] hyper, int[] steps, "
+    "Tensor[]? counts=None, Tensor? lr=None) -> Tensor",
+    _fake_rule_partials,
+    unpack=PartialsCall.unpack,
+)(rule_partials_reference)
+LIBRARY.op(
+    "rule_apply_to_tables_(Tensor(a!)[] weights, Tensor(b!)[] slots, Tensor[] rows, Tensor[] grads, Tensor[] scalars, "
+    "int[] dims, str rule, float[] hyper, int[] steps, int[] seeds, int[] row_offsets, int[] column_offsets, "
+    f"Tensor[]? row_names=None, {_COUNTING}) -> ()",
+    unpack=ApplyCall.unpack,
+)(rule_apply_reference_)
+LIBRARY.op(
+    f"order_rows(Tensor[] weights, Tensor ids, Tensor? offsets, Tensor? sample_weights, {_PER_FEATURE}) -> Tensor[]",
+    fake_order_rows,
+    unpack=OrderCall.unpack,
+)(order_rows_reference)

@@ -23,14 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.library import LIBRARY, takes_arguments
-from tilerec.ops.update.calls import Features, OrderCall, taking_arguments
+from tilerec.ops.update.calls import Features, OrderCall
 from tilerec.ops.update.checks import check_reach, check_record
-
-LIBRARY.define(
-    "order_rows(Tensor[] weights, Tensor ids, Tensor? offsets, Tensor? sample_weights, int[] tables, int[] starts, "
-    "int[] bags, int[] grad_starts, int[] grad_strides, int[] means) -> Tensor[]"
-)
 
 TENSORS = 4
 _INT16, _INT32 = 15, 31
@@ -144,7 +138,8 @@ def order_rows_reference(call: OrderCall) -> list[Tensor]:
     ]
 
 
-def _fake_order_rows(call: OrderCall) -> list[Tensor]:
+def fake_order_rows(call: OrderCall) -> list[Tensor]:
+    """Return tensors of an order's sizes."""
     ids, sizes = call.gradients.ids, OrderSizes.of(call)
     bits = sum(w.shape[0] for w in call.weights).bit_length()
     return [
@@ -153,10 +148,3 @@ def _fake_order_rows(call: OrderCall) -> list[Tensor]:
         ids.new_empty(sizes.total if sizes.scaled else 0, dtype=torch.float32),
         torch.empty(len(call.weights) + 1, dtype=torch.int64, device="cpu"),
     ]
-
-
-REFERENCE = taking_arguments({"order_rows": order_rows_reference})
-"""The reference kernel by the op's name, as a function of the op's arguments."""
-
-LIBRARY.impl("order_rows", REFERENCE["order_rows"], "CompositeExplicitAutograd")
-LIBRARY.fake("order_rows")(takes_arguments(OrderCall.unpack, _fake_order_rows))

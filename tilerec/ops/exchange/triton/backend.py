@@ -8,23 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tilerec.ops.exchange.definition import pick_rows_from
 from tilerec.ops.exchange.triton.route import route_ids
-from tilerec.ops.exchange.triton.rows import pick_rows, pick_rows_, place_rows_
-from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.runtime.triton.library import on_own_device
+from tilerec.ops.exchange.triton.rows import pick_rows_, place_rows_
 
+pick_rows = pick_rows_from(pick_rows_)
 
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name."""
-    return {
-        "route_ids": route_ids,
-        "place_rows_": place_rows_,
-        "pick_rows": pick_rows,
-        "pick_rows_": pick_rows_,
-    }
-
-
-def register(key: str = "CUDA") -> None:
-    """Register these kernels for the ops on tensors of a dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "route_ids": route_ids,
+    "place_rows_": place_rows_,
+    "pick_rows": pick_rows,
+    "pick_rows_": pick_rows_,
+}
+"""Kernels by op name."""

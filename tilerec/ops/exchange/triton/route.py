@@ -61,6 +61,25 @@ _PARTS = tl.constexpr(4)  # index of its first part
 _ROUTE = tl.constexpr(5)
 
 
+@triton.jit
+def _report_fault(summary, bad, code):
+    """Report the first fault: the one with the least code (`definition.py`) where `bad` is True."""
+    if tl.sum(bad.to(tl.int32), 0) > 0:
+        tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
+
+
+@triton.jit
+def _check_ends(summary, offsets, count, bags, width):
+    """Report offsets that do not begin at 0 or do not end at `count`: every id must be in a bag.
+
+    The code is that of a route behind the last, so a route's own fault takes precedence over this one.
+    """
+    edge = tl.arange(0, 2).to(tl.int64)
+    code = ((edge * 0 + width) << _ROUTE_BITS) + edge * bags
+    bad = tl.load(offsets + edge * bags) != edge * count
+    _report_fault(summary, bad, code)
+
+
 @triton.jit(do_not_specialize=["count", "bags", "width", "parts"], do_not_specialize_on_alignment=ANYWHERE)
 def deal_items(
     places_V, bags_V, summary, ids, offsets, entries, layers, cuts, wire, count, bags, width, parts,
@@ -88,16 +107,9 @@ def deal_items(
         route = tl.load(entries + _ROUTE * width + entry)
         code = (route << _ROUTE_BITS) + bag + 1
         bad = owned & ((there < here) | (there < 0) | (there > count))
-        if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
+        _report_fault(summary, bad, code)
     if (program == 0) & (layer == 0):
-        # Every id must be in a bag: offsets begin at 0 and end at `count`. The code is that of a route behind the last,
-        # so a route's own fault takes precedence over this one.
-        edge = tl.arange(0, 2).to(tl.int64)
-        code = ((edge * 0 + width) << _ROUTE_BITS) + edge * bags
-        bad = tl.load(offsets + edge * bags) != edge * count
-        if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
+        _check_ends(summary, offsets, count, bags, width)
     if program == 0:
         for begin in range(first_entry, last_entry + 1, TILE):
             entry = begin + tl.arange(0, TILE)
@@ -106,8 +118,7 @@ def deal_items(
             start = tl.load(offsets + bag, mask=known, other=0)
             code = (tl.load(entries + _ROUTE * width + entry, mask=known, other=0) << _ROUTE_BITS) + bag
             bad = (start < 0) | (start > count)
-            if tl.sum(bad.to(tl.int32), 0) > 0:
-                tl.atomic_max(summary, tl.max(tl.where(bad, _LAST - code, 0), 0))
+            _report_fault(summary, bad, code)
 
     if program * TILE < count:
         last = tl.minimum(program * TILE + TILE, count) - 1
@@ -256,17 +267,9 @@ def _layout(
 
 
 def route_ids(
-    ids: Tensor,
-    offsets: Tensor,
-    keys: Sequence[int],
-    batches: Sequence[int],
-    cuts: Sequence[int],
-    ranges: Sequence[int],
-    wire: Sequence[int],
-    each_id: bool,
-    dtype: torch.dtype,
-    names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ids: Tensor, offsets: Tensor, keys: Sequence[int], batches: Sequence[int], cuts: Sequence[int],
+    ranges: Sequence[int], wire: Sequence[int], each_id: bool, dtype: torch.dtype, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     device = ids.device
     raise_due(device)
     layout = _layout(tuple(keys), tuple(cuts), tuple(ranges), tuple(wire))
@@ -312,19 +315,8 @@ def route_ids(
             local_V, positions_V, numbers_V, begun_T, ids, places_V, order_V, bags_V,
             constants(layout.lower, device), count, items, parts, TILE=_TILE, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        launch(
-            number_bags,
-            (tiles,),
-            lengths_P,
-            slots_P,
-            summary,
-            places_V,
-            numbers_V,
-            begun_T,
-            items,
-            parts,
-            TILE=_TILE,
-            num_warps=1,
+        launch(number_bags, (tiles,),
+            lengths_P, slots_P, summary, places_V, numbers_V, begun_T, items, parts, TILE=_TILE, num_warps=1,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
     return summary, lengths_P, local_V, slots_P, positions_V

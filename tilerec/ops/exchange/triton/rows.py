@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -183,13 +183,11 @@ def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int
 
 
 def _refuse(
-    op: str, elements: int, row_elements: int, slot_count: int, counts: Sequence[int], widths: Sequence[int],
-    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
-) -> None:  # fmt: skip
+    op: str, elements: int, row_elements: int, slot_count: int, lists: tuple[tuple[int, ...], ...]
+) -> None:
     """Raise an `AssertionError` for the first segment that does not fit."""
     at = 0
-    lists = zip(counts, widths, slot_starts, places, strides, strict=True)
-    for s, (count, width, start, place, stride) in enumerate(lists):
+    for s, (count, width, start, place, stride) in enumerate(zip(*lists, strict=True)):
         assert min(count, width, stride) >= 0, f"{op}: segment {s} has a negative shape"
         assert at + count * width <= row_elements, f"{op}: segment {s} has more rows than there are"
         at += count * width
@@ -228,14 +226,14 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    op: str, counts: tuple[int, ...], widths: tuple[int, ...], slot_starts: tuple[int, ...], places: tuple[int, ...],
-    strides: tuple[int, ...], adds: tuple[int, ...] | None, elements: int, row_elements: int, slot_count: int,
-    size: int, aligned: int, device: torch.device,
+    op: str, lists: tuple[tuple[int, ...], ...], adds: tuple[int, ...] | None, elements: int, row_elements: int,
+    slot_count: int, size: int, aligned: int, device: torch.device,
 ) -> _Plan:  # fmt: skip
     """Return the plan of a call, and check its segments.
 
     size: bytes of an element; aligned: bytes that divide the addresses of flat and rows, a power of two up to 16.
     """
+    counts, widths, slot_starts, places, strides = lists
     segments = len(counts)
     moves = _moves(widths, places, strides, adds, elements)
     count_S, start_S = now = np.array((counts, slot_starts), dtype=np.int64)
@@ -245,7 +243,7 @@ def _plan(
     if not (
         moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= row_elements
     ):
-        _refuse(op, elements, row_elements, slot_count, counts, widths, slot_starts, places, strides)
+        _refuse(op, elements, row_elements, slot_count, lists)
     vec = max(min(moves.unit, aligned // size), 1)
     columns = min(1 << max(moves.widest - 1, 0).bit_length(), 512 // size)
     tile = max(min(4096 // size, 512 * vec) // columns, 1)  # 4 KB in flight, 16 loads a lane at most
@@ -266,10 +264,10 @@ _kept_plan = cached_per_stream(64)(_plan)
 
 
 def _move(
-    op: str, flat: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
-    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int] | None,
+    op: str, flat: Tensor, rows: Tensor, slots: Tensor, lists: Sequence[Sequence[int]], adds: Sequence[int] | None,
 ) -> None:  # fmt: skip
-    device = flat.device
+    """`lists`: of the segments, in the order of the ops' arguments."""
+    device, (counts, _, slot_starts, _, _) = flat.device, lists
     raise_due(device)
     segments = len(counts)
     assert len(slot_starts) == segments, f"{op}: lists of different lengths"
@@ -278,9 +276,8 @@ def _move(
     elements, where = flat.numel(), flat.data_ptr() | rows.data_ptr() | 16
     # Cache plans without slots: their segments have one row per bag, most likely as many in the next step.
     plan = (_kept_plan if max(slot_starts) < 0 else _plan)(
-        op, tuple(counts), tuple(widths), tuple(slot_starts), tuple(places), tuple(strides),
-        None if adds is None else tuple(adds), elements, rows.numel(), slots.numel(), flat.element_size(),
-        where & -where, device,
+        op, tuple(map(tuple, lists)), None if adds is None else tuple(adds), elements, rows.numel(), slots.numel(),
+        flat.element_size(), where & -where, device,
     )  # fmt: skip
     if not plan.ends[-1]:
         return
@@ -311,52 +308,18 @@ def _serves(flat: Tensor, rows: Tensor, slots: Tensor) -> bool:
     )
 
 
-def place_rows_(
-    out: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-    adds: Sequence[int],
-    fresh: bool = False,
-) -> None:
-    if not _serves(out, rows, slots) or (any(adds) and out.dtype not in _SUMMED):
-        _place_rows_reference_(out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh)
+def place_rows_(out: Tensor, rows: Tensor, slots: Tensor, *rest: Any) -> None:
+    lists, fresh = rest[:6], rest[6:] == (True,)
+    if not _serves(out, rows, slots) or (any(lists[-1]) and out.dtype not in _SUMMED):
+        _place_rows_reference_(out, rows, slots, *rest)
         return
     if fresh:
         out.zero_()
-    _move("place_rows_", out, rows, slots, counts, widths, slot_starts, places, strides, adds)
+    _move("place_rows_", out, rows, slots, lists[:-1], lists[-1])
 
 
-def pick_rows_(
-    rows: Tensor,
-    source: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-) -> None:
+def pick_rows_(rows: Tensor, source: Tensor, slots: Tensor, *lists: Sequence[int]) -> None:
     if _serves(source, rows, slots):
-        _move("pick_rows_", source, rows, slots, counts, widths, slot_starts, places, strides, None)
+        _move("pick_rows_", source, rows, slots, lists, None)
     else:
-        _pick_rows_reference_(rows, source, slots, counts, widths, slot_starts, places, strides)
-
-
-def pick_rows(
-    source: Tensor,
-    slots: Tensor,
-    counts: Sequence[int],
-    widths: Sequence[int],
-    slot_starts: Sequence[int],
-    places: Sequence[int],
-    strides: Sequence[int],
-) -> Tensor:
-    size = sum([count * width for count, width in zip(counts, widths, strict=True)])
-    rows = torch.empty(max(size, 0), dtype=source.dtype, device=source.device)
-    pick_rows_(rows, source, slots, counts, widths, slot_starts, places, strides)
-    return rows
+        _pick_rows_reference_(rows, source, slots, *lists)

@@ -44,27 +44,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilerec.ops.hash.checks import checked
 from tilerec.ops.hash.triton.assign import zch_assign_, zch_assign_each_
 from tilerec.ops.hash.triton.find import zch_buckets, zch_find
 from tilerec.ops.hash.triton.resize import zch_resize
-from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.runtime.triton.library import on_own_device
 
-
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, wrapped in their ops' checks."""
-    made: dict[str, Callable[..., Any]] = {
-        "zch_buckets": zch_buckets,
-        "zch_find": zch_find,
-        "zch_assign_": zch_assign_,
-        "zch_assign_each_": zch_assign_each_,
-        "zch_resize": zch_resize,
-    }
-    return {name: checked(name, kernel) for name, kernel in made.items()}
-
-
-def register(key: str = "CUDA") -> None:
-    """Register these kernels for the ops under a dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "zch_buckets": zch_buckets,
+    "zch_find": zch_find,
+    "zch_assign_": zch_assign_,
+    "zch_assign_each_": zch_assign_each_,
+    "zch_resize": zch_resize,
+}
+"""Kernels by op name."""

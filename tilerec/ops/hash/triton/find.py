@@ -42,32 +42,10 @@ def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ANYWHERE)
 def find_kernel(
-    ids_N,
-    counts_N,
-    may_insert_N,
-    ttl_N,
-    ids_E,
-    used_E,
-    count,
-    first,
-    held,
-    buckets,
-    slots,
-    window,
-    rows_N,
-    probes_N,
-    outcomes_N,
-    evicted_ids_N,
-    key_N,
-    needs_B,
-    report,
-    ASSIGNS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    INSERTS: tl.constexpr,
-    TTLS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    PROBES: tl.constexpr,
-):
+    ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, count, first, held, buckets, slots, window, rows_N,
+    probes_N, outcomes_N, evicted_ids_N, key_N, needs_B, report, ASSIGNS: tl.constexpr, COUNTS: tl.constexpr,
+    INSERTS: tl.constexpr, TTLS: tl.constexpr, ENTRIES: tl.constexpr, PROBES: tl.constexpr,
+):  # fmt: skip
     """Store the row of every id and the number of slots probed, ENTRIES ids and PROBES neighbouring slots at a time.
 
     8 lanes read 8 neighbouring slots, 64 bytes, of one id's window. The reads of an id stop at its slot, or at an empty

@@ -80,18 +80,8 @@ def _greater(one, other):
 
 @triton.jit
 def _place_in_turn(
-    order_E,
-    start_E,
-    owner_E,
-    tally_E,
-    begin,
-    end,
-    base,
-    slots,
-    window,
-    WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    order_E, start_E, owner_E, tally_E, begin, end, base, slots, window, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Place one bucket's ids in the order of their starts, from the cut on (`resize._cut`), if that keeps every id.
 
     c_t ids start at turn t (slot cut + t). The first of those has place P_t = max(t, P_{t-1} + c_{t-1}), that is
@@ -161,18 +151,9 @@ def _place_in_turn(
 
 @triton.jit(do_not_specialize=["held", "slots", "window"])
 def place_kernel(
-    order_E,
-    start_E,
-    begin_B,
-    end_B,
-    owner_E,
-    tally_E,
-    held,
-    slots,
-    window,
-    WIDTH: tl.constexpr,
+    order_E, start_E, begin_B, end_B, owner_E, tally_E, held, slots, window, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     """Store the old row of each slot of a new bucket: in order, each id gets the first empty slot of its window."""
     held, slots, window = held.to(tl.int64), slots.to(tl.int64), window.to(tl.int64)
     lane = tl.arange(0, WIDTH)

@@ -14,7 +14,7 @@ run one after another, write four int64 numbers per item before they move it. Ke
 They read nothing outside of the tensors, whatever the offsets hold, and items without a source are zeros.
 
 Launches, and bytes of memory traffic per item of w bytes, for large inputs (the reference: torch 2.13's kernels,
-counted in its source). An op that is not in `kernels` is torch's own:
+counted in its source). An op that is not in `KERNELS` is torch's own:
 
   op                        here            reference
   offsets_from_lengths      as reference    3-4: fill, (cast,) scan (2): 16 bytes a length, the least possible
@@ -39,7 +39,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilerec.ops.jagged.checks import checked
 from tilerec.ops.jagged.triton.bucketize import bucketize_by_cuts
 from tilerec.ops.jagged.triton.item_copies import (
     jagged_to_padded,
@@ -49,26 +48,15 @@ from tilerec.ops.jagged.triton.item_copies import (
     select_segments,
 )
 from tilerec.ops.jagged.triton.sum import segment_sum, select_segments_backward
-from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.runtime.triton.library import on_own_device
 
-
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, wrapped in their ops' checks."""
-    made: dict[str, Callable[..., Any]] = {
-        "segment_ids": segment_ids,
-        "select_segments": select_segments,
-        "select_segments_backward": select_segments_backward,
-        "bucketize_by_cuts": bucketize_by_cuts,
-        "jagged_to_padded": jagged_to_padded,
-        "padded_to_jagged": padded_to_jagged,
-        "segment_sum": segment_sum,
-        "repeat_segments": repeat_segments,
-    }
-    return {name: checked(name, kernel) for name, kernel in made.items()}
-
-
-def register(key: str = "CUDA") -> None:
-    """Register these kernels for the ops on tensors of a dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "segment_ids": segment_ids,
+    "select_segments": select_segments,
+    "select_segments_backward": select_segments_backward,
+    "bucketize_by_cuts": bucketize_by_cuts,
+    "jagged_to_padded": jagged_to_padded,
+    "padded_to_jagged": padded_to_jagged,
+    "segment_sum": segment_sum,
+    "repeat_segments": repeat_segments,
+}
+"""Kernels by op name."""

@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.item_copies import ITEMS
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
     as_int64,
-    ceil_div,
     check_offsets,
     offset_error_raiser,
 )
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton.addresses import ceil_div
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
@@ -64,7 +64,7 @@ def local_ids(out, ids, keys, positions, cuts, items, TILE: tl.constexpr):
 def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     known = (torch.int32, torch.int64)
     if ids_N.dtype not in known or lengths_S.dtype not in known:
-        return REFERENCE["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
+        return LIBRARY.references["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
     device = ids_N.device
     raise_due(device)
     ids_N, cuts_C1 = ids_N.contiguous(), as_int64(cuts_C1)
@@ -75,39 +75,18 @@ def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tupl
     tile = 256
     programs = max(ceil_div(items, tile), ceil_div(segments + 1, CHECKED.value))
     report = new_report(device)
-    launch(
-        deal_ids,
-        (programs,),
-        keys_N,
-        lengths_CS,
-        ids_N,
-        offsets_S1,
-        cuts_C1,
-        report,
-        items,
-        segments,
-        buckets,
-        TILE=tile,
-        num_warps=1,
+    launch(deal_ids, (programs,),
+        keys_N, lengths_CS, ids_N, offsets_S1, cuts_C1, report, items, segments, buckets, TILE=tile, num_warps=1,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     post(report, offset_error_raiser("bucketize_by_cuts"))
     keys_N, positions_N = torch.sort(keys_N, stable=True)
     local_ids_N = torch.empty_like(ids_N)
     if items:
-        launch(
-            local_ids,
-            (ceil_div(items, ITEMS),),
-            local_ids_N,
-            ids_N,
-            keys_N,
-            positions_N,
-            cuts_C1,
-            items,
-            TILE=ITEMS,
-            num_warps=4,
+        launch(local_ids, (ceil_div(items, ITEMS),),
+            local_ids_N, ids_N, keys_N, positions_N, cuts_C1, items, TILE=ITEMS, num_warps=4,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
     return lengths_CS, local_ids_N, positions_N
 
 

@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
     as_int64,
-    ceil_div,
     check_offsets,
     check_order,
     offset_error_raiser,
 )
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton.addresses import ceil_div
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
@@ -194,18 +194,9 @@ def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     out_N = torch.empty(total, dtype=torch.int64, device=offsets_S1.device)
     report = new_report(out_N.device)
     programs = max(ceil_div(total, ITEMS), ceil_div(segments + 1, CHECKED.value))
-    launch(
-        write_segment_ids,
-        (programs,),
-        out_N,
-        offsets_S1,
-        report,
-        segments,
-        total,
-        TILE=ITEMS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    launch(write_segment_ids, (programs,),
+        out_N, offsets_S1, report, segments, total, TILE=ITEMS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     post(report, offset_error_raiser("segment_ids"))
     return out_N
 
@@ -229,7 +220,7 @@ def repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> Tensor:
 
 def jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
     if values_N.element_size() > 8:
-        return REFERENCE["jagged_to_padded"](values_N, offsets_B1, length, padding)
+        return LIBRARY.references["jagged_to_padded"](values_N, offsets_B1, length, padding)
     offsets_B1, bags = as_int64(offsets_B1), offsets_B1.shape[0] - 1
     return _copy(
         "jagged_to_padded", PAD.value, values_N, 1, (bags, length), offsets_B1, offsets_B1, offsets_B1,

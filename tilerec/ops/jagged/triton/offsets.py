@@ -68,10 +68,6 @@ def as_int64(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)).contiguous()
 
 
-def ceil_div(whole: int, part: int) -> int:
-    return -(-whole // part)
-
-
 @functools.lru_cache(maxsize=16)
 def offset_error_raiser(op: str) -> Callable[[int, int, int], None]:
     def raise_(kind: int, position: int, value: int) -> None:

@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.jagged.definition import REFERENCE
 from tilerec.ops.jagged.triton.item_copies import ITEMS, tiles
 from tilerec.ops.jagged.triton.offsets import (
     ANYWHERE,
     CHECKED,
     as_int64,
-    ceil_div,
     check_offsets,
     check_order,
     offset_error_raiser,
 )
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.runtime.triton.addresses import ceil_div
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.search import segment_at, segments_of
@@ -128,7 +128,9 @@ def select_segments_backward(
 ) -> Tensor:
     sum_type = _SUMS.get(grad_M.dtype) or _COUNTED.get(grad_M.dtype)
     if sum_type is None:
-        return REFERENCE["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
+        return LIBRARY.references["select_segments_backward"](
+            grad_M, offsets_S1, order_P, out_offsets_P1, total
+        )
     device = grad_M.device
     raise_due(device)
     offsets_S1, order_P, out_offsets_P1 = as_int64(offsets_S1), as_int64(order_P), as_int64(out_offsets_P1)
@@ -159,7 +161,7 @@ def segment_sum(values_N: Tensor, offsets_S1: Tensor) -> Tensor:
     # A lane reads 16 bytes at a time. Short rows of several segments share one load of a warp.
     lanes = 512 // values_N.element_size()
     if sum_type is None or width > GRID_Y * lanes:
-        return REFERENCE["segment_sum"](values_N, offsets_S1)
+        return LIBRARY.references["segment_sum"](values_N, offsets_S1)
     device = values_N.device
     raise_due(device)
     offsets_S1, values_N = as_int64(offsets_S1), values_N.contiguous()

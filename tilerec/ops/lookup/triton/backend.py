@@ -47,7 +47,7 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 from tilerec.ops.gradient.definition import bag_starts, new_ticket, pooled_blocks
-from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall, taking_arguments
+from tilerec.ops.lookup.calls import PooledCall, PooledLayout, SequenceCall, WeightGradCall
 from tilerec.ops.lookup.checks import (
     INDEX_TYPES,
     check_batch,
@@ -59,28 +59,35 @@ from tilerec.ops.lookup.checks import (
     raise_other_dim,
     raise_uncovered,
 )
-from tilerec.ops.lookup.definition import REFERENCE_OF_CALLS, raise_bad_id
+from tilerec.ops.lookup.definition import (
+    pooled_lookup_reference,
+    raise_bad_id,
+    sample_weight_grad_reference,
+    sequence_lookup_reference,
+)
 from tilerec.ops.lookup.triton.layout import (
     Family,
     LookupConstants,
-    ceil_div,
     check_memory,
     check_tables,
-    distances_of,
     launches_of,
     layout_of,
-    power_of_two,
     types_of,
 )
 from tilerec.ops.lookup.triton.parts import CHUNK, LONG, OFFSET
 from tilerec.ops.lookup.triton.pooled import chunk_kernel, pooled_kernel
 from tilerec.ops.lookup.triton.sample_weights import sample_weight_chunk_kernel, sample_weight_kernel
 from tilerec.ops.lookup.triton.sequence import sequence_kernel
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.readback import runs_synchronously
-from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
+from tilerec.ops.runtime.triton.addresses import (
+    base_and_distances,
+    cached_per_stream,
+    ceil_div,
+    constants,
+    power_of_two,
+    upload,
+)
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import group_rows, reads, tile_width
 
@@ -107,13 +114,6 @@ _WAVES = 4  # groups of a program if ids are few
 @functools.lru_cache(maxsize=256)
 def _serves(rows: tuple[torch.dtype, ...], dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in OUTPUTS and all(reads(own, device) for own in rows)
-
-
-def _check_same_device(device: torch.device, name: str, other: Tensor | None) -> None:
-    if other is not None and other.device != device:
-        raise InputError(
-            f"A lookup's {name} are on {other.device}, the ids on {device}; move one of them with .to()."
-        )
 
 
 def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
@@ -181,9 +181,7 @@ def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
     check_batch(ids, offsets, sample_weights)
     device, types = ids.device, types_of(weights)
     if not _serves(types, dtype, device):
-        return REFERENCE_OF_CALLS["pooled_lookup"](call)
-    _check_same_device(device, "offsets", offsets)
-    _check_same_device(device, "sample_weights", sample_weights)
+        return pooled_lookup_reference(call)
     raise_due(device)
     shared = layout_of(weights, ids, layout, types, dtype.itemsize, True, names)
     out = torch.empty(_shape_of(shared, layout, offsets, names), dtype=dtype, device=device)
@@ -242,9 +240,7 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
     check_batch(ids, offsets, None)
     device, types = ids.device, types_of(weights)
     if not _serves(types, grad.dtype, device):
-        return REFERENCE_OF_CALLS["sample_weight_grad"](call)
-    _check_same_device(device, "offsets", offsets)
-    _check_same_device(device, "grad", grad)
+        return sample_weight_grad_reference(call)
     raise_due(device)
     shared = layout_of(weights, ids, layout, types, grad.dtype.itemsize, False, "")
     wanted = _shape_of(shared, layout, offsets, "")
@@ -317,29 +313,24 @@ class _Sequence(NamedTuple):
 
 @cached_per_stream(128)
 def _sequence_layout(
-    tables: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
-    pointers: tuple[int, ...],
-    names: str,
-    out_size: int,
-    device: torch.device,
-) -> _Sequence:
+    tables: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...],
+    pointers: tuple[int, ...], names: str, out_size: int, device: torch.device,
+) -> _Sequence:  # fmt: skip
     check_layout(shapes, tables, (), (), False)
     check_memory(pointers, shapes, tables, names)
     dim = shapes[tables[0]][1]
     for f, t in enumerate(tables):
         if shapes[t][1] != dim:
             raise_other_dim(names, tables, f, shapes[t][1], dim)
-    families = []
+    families, sizes = [], list(map(math.prod, shapes))
     for dtype in dict.fromkeys(dtypes[t] for t in tables):
         own = [t for t in dict.fromkeys(tables) if dtypes[t] == dtype]
-        start, distances = distances_of(own, pointers, shapes, dtype.itemsize)
+        start, distances = base_and_distances(pointers, sizes, own, dtype.itemsize)
         distance = dict(zip(own, distances, strict=True))
         numbers = [
             n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)
         ]
-        places = [pointers[t] // dtype.itemsize for t in own if math.prod(shapes[t])]
+        places = [pointers[t] // dtype.itemsize for t in own if sizes[t]]
         tile = tile_width(dim, dtype.itemsize)
         vec, out_vec = power_of_two([*places, dim], 16 // dtype.itemsize), power_of_two([dim], 16 // out_size)
         sent = constants(tuple(numbers), device)
@@ -354,7 +345,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     check_starts(starts, len(tables))
     device, types = ids.device, types_of(weights)
     if not tables or not _serves(types, dtype, device):
-        return REFERENCE_OF_CALLS["sequence_lookup"](call)
+        return sequence_lookup_reference(call)
     raise_due(device)
     pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
     layout = _sequence_layout(
@@ -362,7 +353,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     )
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
-        return REFERENCE_OF_CALLS["sequence_lookup"](call)
+        return sequence_lookup_reference(call)
     raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
     starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
@@ -400,18 +391,9 @@ def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.devi
     return upload(bounds, device)
 
 
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, as functions of the ops' arguments."""
-    return taking_arguments(
-        {
-            "pooled_lookup": pooled_lookup,
-            "sequence_lookup": sequence_lookup,
-            "sample_weight_grad": sample_weight_grad,
-        }
-    )
-
-
-def register(key: str = "CUDA") -> None:
-    """Register the kernels for the three ops on this device type."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {
+    "pooled_lookup": pooled_lookup,
+    "sequence_lookup": sequence_lookup,
+    "sample_weight_grad": sample_weight_grad,
+}
+"""Kernels by op name."""

@@ -23,7 +23,12 @@ from tilerec.ops.lookup.calls import PooledLayout
 from tilerec.ops.lookup.checks import check_contiguous, check_layout, raise_no_rows
 from tilerec.ops.lookup.triton.parts import FIELDS
 from tilerec.ops.runtime.devices import check_devices
-from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants
+from tilerec.ops.runtime.triton.addresses import (
+    base_and_distances,
+    cached_per_stream,
+    constants,
+    power_of_two,
+)
 from tilerec.ops.runtime.triton.launch import GRID_Y
 from tilerec.ops.runtime.triton.rows import group_rows, tile_width
 from tilerec.torch_private import dtype_of
@@ -70,16 +75,6 @@ class _Kind(NamedTuple):
     one: bool
 
 
-def ceil_div(number: int, parts: int) -> int:
-    return -(-number // parts)  # triton.cdiv is a jitted function and takes ten times as long
-
-
-def power_of_two(values: Sequence[int], most: int) -> int:
-    """Return the largest power of two up to `most` that divides every value."""
-    divisor = math.gcd(most, *values)
-    return divisor & -divisor
-
-
 _Memory = tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...], tuple[int, ...]]
 """Shapes, dtypes and pointers of tables."""
 
@@ -96,7 +91,7 @@ def _layout(
     shapes, dtypes, pointers = memory
     check_layout(shapes, tables, keys, means, True)
     check_memory(pointers, shapes, tables, names)
-    dims = tuple([shapes[t][1] for t in tables])
+    dims, sizes = tuple([shapes[t][1] for t in tables]), list(map(math.prod, shapes))
     places, _ = pooled_blocks(dims, [0] * len(dims), True)
     readers: Counter[int] = Counter()
     members: dict[_Kind, list[tuple[int, int, int]]] = {}  # feature, column, reader
@@ -109,7 +104,7 @@ def _layout(
     families = []
     for kind, parts in sorted(members.items(), key=lambda item: item[0].reader):
         own = [tables[f] for f, _, _ in parts]
-        start, distances = distances_of(own, pointers, shapes, kind.dtype.itemsize)
+        start, distances = base_and_distances(pointers, sizes, own, kind.dtype.itemsize)
         width = 1 + max(reader for _, _, reader in parts)
         numbers: list[int] = []
         for (f, column, reader), distance in zip(parts, distances, strict=True):
@@ -118,7 +113,7 @@ def _layout(
             numbers += [
                 distance, shapes[tables[f]][0], dims[f], column, keys[f], places[f], stride, means[f], f, plane
             ]  # fmt: skip
-        places_of_rows = [pointers[t] // kind.dtype.itemsize for t in own if math.prod(shapes[t])]
+        places_of_rows = [pointers[t] // kind.dtype.itemsize for t in own if sizes[t]]
         families.append(
             Family(
                 constants(tuple(numbers), device),
@@ -135,17 +130,6 @@ def _layout(
         )
     rows = tuple([shapes[t][0] for t in tables])
     return LookupConstants(tables, dims, rows, sum(dims), max(keys, default=-1), tuple(families))
-
-
-def distances_of(
-    tables: Sequence[int], pointers: Sequence[int], shapes: Sequence[Sequence[int]], size: int
-) -> tuple[int, list[int]]:
-    """Return the base table (the first with elements), and each table's distance from it in elements.
-
-    `runtime/triton/addresses.py` explains both.
-    """
-    start = next((t for t in tables if math.prod(shapes[t])), tables[0])
-    return start, [(pointers[t] - pointers[start]) // size if math.prod(shapes[t]) else 0 for t in tables]
 
 
 def layout_of(

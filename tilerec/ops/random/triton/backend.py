@@ -20,21 +20,14 @@ Legend: R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilerec.ops.random.definition import (
-    check_fill,
-    check_rows,
-    random_fill_reference_,
-    random_rows_reference_,
-)
-from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.random.definition import FillCall, fill_reference_
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.rows import reads
 
 _M0 = tl.constexpr(0xD2511F53)
@@ -179,53 +172,25 @@ def _fill(
     tl.store(out + row * width + column, round_to_nearest(values, out.dtype.element_ty), mask=inside)
 
 
-def random_fill_(
-    out: Tensor, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float, b: float
-) -> None:
+def fill_(call: FillCall) -> None:
     """See `definition.py`: uniform values bit for bit, normal ones through the GPU's float64 functions."""
-    check_fill(out, key, row_offset, column_offset, kind)
-    if not _reads(out):
-        random_fill_reference_(out, key, row_offset, column_offset, kind, a, b)
-        return
-    _launch(out, None, key, row_offset, column_offset, kind, a, b)
-
-
-def random_rows_(
-    out: Tensor, rows_R: Tensor, key: Sequence[int], column_offset: int, kind: str, a: float, b: float
-) -> None:
-    """See `definition.py`. Fills rows at any positions, with the values of `random_fill_`."""
-    check_rows(out, rows_R, key, column_offset, kind)
-    if not _reads(out):
-        random_rows_reference_(out, rows_R, key, column_offset, kind, a, b)
-        return
-    _launch(out, rows_R.contiguous(), key, 0, column_offset, kind, a, b)
-
-
-def _reads(out: Tensor) -> bool:
-    # The grid's limits: rows on the first axis, blocks of 256 columns on the second.
-    fits = out.shape[0] < 1 << 31 and out.shape[1] < GRID_Y * 256
-    return fits and reads(out.dtype, out.device) and out.is_contiguous()
-
-
-def _launch(
-    out: Tensor, places: Tensor | None, key: Sequence[int], row_offset: int, column_offset: int, kind: str, a: float,
-    b: float,
-) -> None:  # fmt: skip
-    if not out.numel():
-        return
+    out, rows_R, key, row_offset, column_offset, kind, a, b = call
     rows, width = out.shape
-    span = width + column_offset % 4
-    columns = min(max(triton.next_power_of_2(span), 4), 256)
-    block = 1024 // columns
-    grid = (triton.cdiv(rows, block), triton.cdiv(span, columns))
-    launch(_fill, grid,
-        out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
-        float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    # The grid's limits: rows on the first axis, blocks of 256 columns on the second.
+    fits = rows < 1 << 31 and width < GRID_Y * 256
+    if not (fits and reads(out.dtype, out.device) and out.is_contiguous()):
+        fill_reference_(call)
+    elif out.numel():
+        places = None if rows_R is None else rows_R.contiguous()
+        span = width + column_offset % 4
+        columns = min(max(triton.next_power_of_2(span), 4), 256)
+        block = 1024 // columns
+        launch(_fill, (triton.cdiv(rows, block), triton.cdiv(span, columns)),
+            out, places, rows, width, row_offset, column_offset, key[0] & 0xFFFFFFFF, key[1] & 0xFFFFFFFF, float(a),
+            float(b), PLACED=places is not None, NORMAL=kind == "normal", ROWS=block, COLUMNS=columns, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
-def register(key: str = "CUDA") -> None:
-    """Register the kernel for both ops on devices of this dispatch key."""
-    LIBRARY.impl("random_fill_", on_own_device(random_fill_), key, allow_override=True)
-    LIBRARY.impl("random_rows_", on_own_device(random_rows_), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {"random_fill_": fill_, "random_rows_": fill_}
+"""Kernels by op name."""

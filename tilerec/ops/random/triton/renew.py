@@ -11,16 +11,14 @@ Legend: N entries, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilerec.ops.random.renew import check_row_reset, renew_rows_reference_
+from tilerec.ops.random.renew import RenewCall, renew_rows_reference_
 from tilerec.ops.random.triton.backend import round_to_nearest, words
-from tilerec.ops.runtime.library import LIBRARY
-from tilerec.ops.runtime.triton.library import on_own_device
 from tilerec.ops.runtime.triton.rows import reads
 
 _ENTRIES = 64  # of a program: 512 bytes of row numbers, read by one warp at once
@@ -93,23 +91,13 @@ def number_kernel(
             )
 
 
-def renew_rows_(
-    rows_N: Tensor,
-    tile: Tensor | None,
-    beside: Sequence[Tensor],
-    row_offset: int,
-    column_offset: int,
-    key: Sequence[int],
-    low: float,
-    high: float,
-    numbers: Sequence[float],
-) -> None:
+def renew_rows_(call: RenewCall) -> None:
     """See `tilerec/ops/random/renew.py`. Runs a launch for the tile and one for each tensor beside it."""
-    held = check_row_reset(rows_N, tile, beside, row_offset, column_offset, key, numbers)
-    tensors = [*([] if tile is None else [tile]), *beside]
-    if not all(reads(tensor.dtype, tensor.device) and tensor.is_contiguous() for tensor in tensors):
-        renew_rows_reference_(rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers)
+    rows_N, tile, beside, row_offset, column_offset, key, low, high, numbers = call
+    if not all(reads(tensor.dtype, tensor.device) and tensor.is_contiguous() for tensor in call.reset):
+        renew_rows_reference_(call)
         return
+    held = call.reset[0].shape[0] if call.reset else 0
     rows_N = rows_N.contiguous()
     count = rows_N.shape[0]
     if not count or not held:
@@ -131,6 +119,5 @@ def renew_rows_(
         )  # fmt: skip
 
 
-def register(key: str = "CUDA") -> None:
-    """Register these kernels for the op on devices of this dispatch key."""
-    LIBRARY.impl("renew_rows_", on_own_device(renew_rows_), key, allow_override=True)
+KERNELS: dict[str, Callable[..., Any]] = {"renew_rows_": renew_rows_}
+"""Kernels by op name."""

@@ -10,6 +10,7 @@ device. It is uploaded once and cached: while layout and memory stay the same, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -21,35 +22,42 @@ from tilerec.ops.runtime.upload import current_stream as current_stream
 from tilerec.ops.runtime.upload import upload as upload
 
 
-def distances(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the distance in elements from the first tensor's memory to each tensor's; all have one dtype.
-
-    Distances count from `base`. A tensor without elements has distance 0, since kernels read nothing there.
-
-    Example: two fp32 tensors at addresses 4096 and 4224 -> [0, 32].
-    """
-    start, size = base(tensors).data_ptr(), tensors[0].element_size() if tensors else 1
-    out = []
-    for tensor in tensors:
-        apart = tensor.data_ptr() - start if tensor.numel() else 0
-        assert apart % size == 0, "tensors of one dtype lie whole elements apart"
-        out.append(apart // size)
-    return out
-
-
 def base(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensor from which `distances` count: the first with elements, or else the first."""
     return next((tensor for tensor in tensors if tensor.numel()), tensors[0])
 
 
-def alignment(tensors: Sequence[Tensor], columns: Sequence[int]) -> int:
-    """Return the vector width in elements with which every row can be read: a power of two, at most 16 bytes.
+def distances(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the distance in elements from the base's memory to each tensor's; all have one dtype.
 
-    columns: per tensor. Rows of 12 fp32 columns that begin at multiples of 16 bytes -> 4; of 6 columns -> 2.
+    Example: two fp32 tensors at addresses 4096 and 4224 -> [0, 32].
     """
-    size = tensors[0].element_size()
-    widest = max(16 // size, 1)
-    for tensor, width in zip(tensors, columns, strict=True):
-        while widest > 1 and (tensor.data_ptr() % (widest * size) or width % widest):
-            widest //= 2
-    return widest
+    pointers, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors))
+    return base_and_distances(pointers, sizes, range(len(tensors)), tensors[0].element_size())[1]
+
+
+def base_and_distances(
+    pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
+) -> tuple[int, list[int]]:
+    """Return the base among the tensors `own`, and the distance in elements from it to each of them.
+
+    The base is the first with elements, or else the first. A tensor without elements has distance 0, since kernels read
+    nothing there.
+
+    Args:
+        pointers, sizes: per tensor, the address of its memory and its number of elements.
+        size: bytes of an element.
+    """
+    start = next((t for t in own if sizes[t]), own[0])
+    return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
+
+
+def ceil_div(number: int, parts: int) -> int:
+    """Return the quotient rounded up; `triton.cdiv` takes ten times as long."""
+    return -(-number // parts)
+
+
+def power_of_two(values: Sequence[int], most: int) -> int:
+    """Return the largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
+    divisor = math.gcd(most, *values)
+    return divisor & -divisor

@@ -4,7 +4,7 @@ Nouns
   tile    `TILE` columns of a row, a power of two; a row is one tile or several, at columns 0, TILE, 2 TILE …
   team    the neighbouring lanes of a warp that read one tile, 16 bytes each
   group   `GROUP` rows that a program reads at once, one per team: one load instruction of the warp reads a tile of each
-  vec     a number of elements that divides every row start, tile start and dim (`addresses.alignment`). With it the
+  vec     a number of elements that divides every row start, tile start and dim. With it the
           compiler joins loads; without the hints below it reads numbers of 4 bytes, in four times as many
           instructions. (A kernel's own arguments cannot be hinted: `tl.multiple_of` is lost on them, and works on
           values that the kernel has loaded.)
@@ -26,8 +26,6 @@ import functools
 import torch
 import triton
 import triton.language as tl
-
-from tilerec.ops.runtime.triton.addresses import alignment as alignment
 
 WARP_BYTES = 512
 """Bytes that the 32 lanes of a warp load at once, 16 each."""

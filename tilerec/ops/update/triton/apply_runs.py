@@ -33,8 +33,43 @@ from tilerec.ops.update.triton.runs import (
     sum_run,
     table_of,
 )
-from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
+from tilerec.ops.update.triton.slots import load_slots, names_of_rows, store_rows, store_slots
 from tilerec.ops.update.triton.status import record_not_finite
+
+
+@triton.jit
+def _run_rule(
+    g, w, s, dim, h, e, inside,
+    TERMS: tl.constexpr, APPLY: tl.constexpr, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
+    SUMS0: tl.constexpr, SUMS1: tl.constexpr,
+):  # fmt: skip
+    """Return the new rows and slots: sum the terms of the rule's phases over each row, then apply the rule."""
+    z0 = 0.0
+    z1 = 0.0
+    z2 = 0.0
+    if SUMS0 >= 1:
+        x0, x1 = TERMS(0, g, w, s, (z0, z1, z2), dim, h, e, MODE, WD, ROW_STEP)
+        z0 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
+        if SUMS0 >= 2:
+            z1 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
+    if SUMS1 >= 1:
+        x0, x1 = TERMS(1, g, w, s, (z0, z1, z2), dim, h, e, MODE, WD, ROW_STEP)
+        z1 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
+        if SUMS1 >= 2:
+            z2 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
+    return APPLY(g, w, s, (z0, z1, z2), dim, h, e, MODE, WD, ROW_STEP)
+
+
+@triton.jit
+def _skip_not_finite(sums, take_R, name_R, numbers, status):
+    """Record rows whose summed gradient is not finite; return the mask without them, and zeros for their sums."""
+    bad = take_R & (tl.max(tl.where(tl.abs(sums) < float("inf"), 0, 1), axis=1) != 0)
+    skips = tl.sum(bad.to(tl.int64), axis=0)
+    if skips > 0:
+        code = tl.where(bad, (tl.load(numbers + 10) << 40) | name_R, 0x7FFFFFFFFFFFFFFF)
+        record_not_finite(status, skips, tl.min(code, axis=0))
+    take_R = take_R & (bad == 0)
+    return take_R, tl.where(take_R[:, None], sums, 0.0)
 
 
 @triton.jit(
@@ -71,6 +106,7 @@ def update_runs(
         lanes = tl.arange(0, ROWS)
         columns = tl.arange(0, COLUMNS)[None, :]
         carry = nothing(COLUMNS)
+        slots = (slot0, slot1, slot2)
         # First sum the last run if it continues behind the span: registers are still free now.
         through = nothing(COLUMNS)
         until = end
@@ -130,58 +166,25 @@ def update_runs(
                     ).to(tl.float32)
                 else:
                     w = tl.zeros((ROWS, COLUMNS), tl.float32)
-                at0 = tl.load(numbers + 3)
-                at1 = tl.load(numbers + 4)
-                at2 = tl.load(numbers + 5)
-                s0 = load_slot(slot0, at0, row, dim, take, columns, inside, KIND0, VEC_S)
-                s1 = load_slot(slot1, at1, row, dim, take, columns, inside, KIND1, VEC_S)
-                s2 = load_slot(slot2, at2, row, dim, take, columns, inside, KIND2, VEC_S)
+                firsts = (tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5))
+                s = load_slots(slots, firsts, row, dim, take, columns, inside, KIND0, KIND1, KIND2, VEC_S)
                 repeats = own & (key == prior)
                 g = tl.where((repeats & (lanes == 0))[:, None], carry + g, g)
                 sums = fold_tile(g, repeats, ROWS)
                 carry = one_row(sums, lanes == edge)
                 sums = tl.where((mine & (i >= summed))[:, None], through, sums)
-                name = key_row
-                if NAMED:
-                    has = take & (key_row * 0 + tl.load(numbers + 13) != 0)
-                    name = tl.load(names + (tl.load(numbers + 12) + key_row), mask=has, other=0)
-                    name = tl.where(has, name, key_row)
+                name = names_of_rows(names, numbers, key_row, take, NAMED)
                 if KEEPS:
-                    bad = take & (tl.max(tl.where(tl.abs(sums) < float("inf"), 0, 1), axis=1) != 0)
-                    skips = tl.sum(bad.to(tl.int64), axis=0)
-                    if skips > 0:
-                        code = tl.where(bad, (tl.load(numbers + 10) << 40) | name, 0x7FFFFFFFFFFFFFFF)
-                        record_not_finite(status, skips, tl.min(code, axis=0))
-                    take = take & (bad == 0)
-                    sums = tl.where(take[:, None], sums, 0.0)
+                    take, sums = _skip_not_finite(sums, take, name, numbers, status)
                 if GRAD_SCALED:
                     sums = tl.div_rn(sums, grad_scale)
                 t, p0, p1, r0, r7 = step, e0, e1, h0, h7
                 if PER_TABLE:
                     t, p0, p1, r0, r7 = read_pace(paces, tl.load(numbers + 10))
                 whole_dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
-                z0 = 0.0
-                z1 = 0.0
-                z2 = 0.0
-                if SUMS0 >= 1:
-                    x0, x1 = TERMS(
-                        0, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
-                        MODE, WD, ROW_STEP,
-                    )  # fmt: skip
-                    z0 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
-                    if SUMS0 >= 2:
-                        z1 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
-                if SUMS1 >= 1:
-                    x0, x1 = TERMS(
-                        1, sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
-                        MODE, WD, ROW_STEP,
-                    )  # fmt: skip
-                    z1 = tl.sum(tl.where(inside, x0, 0.0), axis=1)[:, None]
-                    if SUMS1 >= 2:
-                        z2 = tl.sum(tl.where(inside, x1, 0.0), axis=1)[:, None]
-                w, s0, s1, s2 = APPLY(
-                    sums, w, s0, s1, s2, z0, z1, z2, whole_dim, r0, h1, h2, h3, h4, h5, h6, r7, p0, p1,
-                    MODE, WD, ROW_STEP,
+                w, s = _run_rule(
+                    sums, w, s, whole_dim, (r0, h1, h2, h3, h4, h5, h6, r7), (p0, p1), inside,
+                    TERMS, APPLY, MODE, WD, ROW_STEP, SUMS0, SUMS1,
                 )  # fmt: skip
                 if COLUMNS > 512:
                     # Several warps have read the row's slots, and one of them writes the new values.
@@ -189,8 +192,6 @@ def update_runs(
                 store_rows(
                     weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC
                 )
-                store_slot(slot0, s0, at0, row, dim, take, columns, inside, KIND0, VEC_S)
-                store_slot(slot1, s1, at1, row, dim, take, columns, inside, KIND1, VEC_S)
-                store_slot(slot2, s2, at2, row, dim, take, columns, inside, KIND2, VEC_S)
+                store_slots(slots, s, firsts, row, dim, take, columns, inside, KIND0, KIND1, KIND2, VEC_S)
                 if COMPACT:
                     tl.store(rows_out + tl.load(runs + i, mask=take, other=0), key_row, mask=take)

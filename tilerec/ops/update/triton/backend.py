@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton.addresses import capturing, constants, current_stream
-from tilerec.ops.runtime.triton.library import on_own_device
-from tilerec.ops.update.calls import Gradients, RuleTables, UpdateCall, taking_arguments
+from tilerec.ops.update.calls import Gradients, RuleTables, UpdateCall
 from tilerec.ops.update.checks import check_names, check_tables
 from tilerec.ops.update.counts import check_counts
 from tilerec.ops.update.definition import update_rows_reference_
@@ -31,7 +29,7 @@ from tilerec.ops.update.triton.counts import pace_table, paces_on_device, refuse
 from tilerec.ops.update.triton.launch import device_guard, launch_update, pointer_or
 from tilerec.ops.update.triton.order import order_rows, reuse_order
 from tilerec.ops.update.triton.phased_update import rule_apply_to_tables_, rule_partials_of_tables
-from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.record import read_record
 from tilerec.ops.update.triton.row_sums import sum_row_gradients_of_tables
 from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
 from tilerec.ops.update.triton.sort import Record, Sorted, sort_occurrences
@@ -63,13 +61,6 @@ def update_rows_(call: UpdateCall) -> Tensor:
     layout = _layout_of(op, tables, gradients, made.slots, names, graph)
     if layout is None:
         return update_rows_reference_(call)
-    same_device(
-        op,
-        device,
-        gradients=gradients.grad,
-        offsets=gradients.offsets,
-        sample_weights=gradients.sample_weights,
-    )
     record = read_record(op, layout, gradients, True)
     if graph and counts is None:
         refuse_frozen_counts(made, [group.dtype for group in layout.groups])
@@ -81,7 +72,7 @@ def update_rows_(call: UpdateCall) -> Tensor:
                 reuse_order(call.ordered, layout, record),
             )  # fmt: skip
         if counts:  # after the sort, which may run out of memory: an update that fails must not be counted
-            paces = paces_on_device(op, made, tables, device, True)
+            paces = paces_on_device(made, tables, device, True)
         if by_key is None:
             return constants(EMPTY_STATUS[:3], device).clone()
         by_value, step = (0.0, 0.0), 0
@@ -114,7 +105,6 @@ def _layout_of(
     if not is_supported(device, gradients.grad, tables):
         return None
     check_tables(op, tables, kinds)
-    same_device(op, device, weights=tables.weights, slots=tables.slots)
     layout = tables_of(op, device, TableAddresses.of(tables, kinds, names))
     if len(_KNOWN) >= 256:
         _KNOWN.clear()
@@ -140,20 +130,11 @@ def _update_group(
     )  # fmt: skip
 
 
-def register(key: str = "CUDA") -> None:
-    """Register the kernels for the update ops on devices of this dispatch key."""
-    for name, kernel in kernels().items():
-        LIBRARY.impl(name, on_own_device(kernel), key, allow_override=True)
-
-
-def kernels() -> dict[str, Callable[..., Any]]:
-    """Return the kernels by op name, as functions of the ops' arguments."""
-    return taking_arguments(
-        {
-            "update_rows_": update_rows_,
-            "order_rows": order_rows,
-            "sum_row_gradients_of_tables": sum_row_gradients_of_tables,
-            "rule_partials_of_tables": rule_partials_of_tables,
-            "rule_apply_to_tables_": rule_apply_to_tables_,
-        }
-    )
+KERNELS: dict[str, Callable[..., Any]] = {
+    "update_rows_": update_rows_,
+    "order_rows": order_rows,
+    "sum_row_gradients_of_tables": sum_row_gradients_of_tables,
+    "rule_partials_of_tables": rule_partials_of_tables,
+    "rule_apply_to_tables_": rule_apply_to_tables_,
+}
+"""Kernels by op name."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import ConfigError
 from tilerec.ops.runtime.triton.addresses import constants, distances, upload
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.calls import RuleTables
@@ -94,17 +94,10 @@ def pace_table(made: PreparedRule, steps: Sequence[int], device: torch.device) -
     return upload([number for step in steps for number in rows[step]], device)
 
 
-def paces_on_device(
-    op: str, made: PreparedRule, tables: RuleTables, device: torch.device, advance: bool
-) -> Tensor:
+def paces_on_device(made: PreparedRule, tables: RuleTables, device: torch.device, advance: bool) -> Tensor:
     """Return the pace table of the next update, from counts on the device; `advance`: add 1 to the counts."""
     counts, lr = tables.counts, tables.lr
     assert counts, "the call has counts"
-    if {count.device for count in counts} | ({device} if lr is None else {lr.device}) != {device}:
-        others = sorted({str(tensor.device) for tensor in (*counts, *([] if lr is None else [lr]))})
-        raise InputError(
-            f"{op}: counts and lr are on {', '.join(others)}, the ids on {device}; move them there."
-        )
     paces = torch.empty(len(counts) * PACES, dtype=torch.int64, device=device)
     places = constants(tuple(distances(counts)), device)
     numbers = constants(made.constants, device)

@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from tilerec.ops.runtime.triton.addresses import ceil_div
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.triton.apply_runs import update_runs
 from tilerec.ops.update.triton.rules import PreparedRule
 from tilerec.ops.update.triton.runs import CHUNK, CHUNKS
-from tilerec.ops.update.triton.sort import Record, Sorted, ceil_div, steps_of, warps_of
+from tilerec.ops.update.triton.sort import Record, Sorted, steps_of, warps_of
 from tilerec.ops.update.triton.tables import TableGroup
 
 

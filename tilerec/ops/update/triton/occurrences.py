@@ -1,12 +1,6 @@
 """Occurrences of a step's ids: the row of each, the position of its gradient, and the factor of its gradient.
 
-Nouns
-  occurrence   one id that one feature reads; occurrence q of N, in the order (feature, position of the id)
-  key          first key of the feature's table + id: all tables' rows in one ascending space, table after table
-  sentinel     the key after the last table's, for unused entries and for ids that are no rows (the lookup reported
-               these); it sorts behind all others
-  place        element at which the occurrence's gradient row begins
-  scale        factor of that row: sample weight / (mean pooling) length of the bag
+Nouns as in `tilerec/ops/update/order.py`: occurrence, key, sentinel, place, scale.
 
 Only the device has the number of occurrences, since offsets are there. The host has a bound: the number of all ids
 times the most features that read one bag. That bound is N if no two features share a key. Occurrences are packed in

@@ -18,7 +18,7 @@ from tilerec.ops.update.calls import OrderCall, RuleTables
 from tilerec.ops.update.order import TENSORS as ORDER_TENSORS
 from tilerec.ops.update.order import key_type, order_rows_reference, reach
 from tilerec.ops.update.triton.launch import device_guard
-from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.record import read_record
 from tilerec.ops.update.triton.sort import Record, SortedKeys, order_occurrences
 from tilerec.ops.update.triton.status import STATUS_SIZE
 from tilerec.ops.update.triton.tables import KernelTables, TableAddresses, tables_of
@@ -47,9 +47,8 @@ def reuse_order(ordered: Sequence[Tensor] | None, layout: KernelTables, record: 
 
 def order_rows(call: OrderCall) -> list[Tensor]:
     """See `tilerec/ops/update/order.py`. Keys follow the groups of tables, as in `update_rows_`."""
-    op, weights, (_, ids, offsets, sample_weights, features) = "order_rows", call.weights, call.gradients
+    op, weights, (_, ids, _, _, features) = "order_rows", call.weights, call.gradients
     device, zeros = ids.device, (0,) * len(weights)
-    same_device(op, device, weights=weights, offsets=offsets, sample_weights=sample_weights)
     if not all([w.dtype in ROW_TYPES for w in weights]):  # noqa: C419 - the reference updates such tables
         return order_rows_reference(call)
     tables = RuleTables(weights, (), "store", (), (), zeros + zeros, zeros, zeros)

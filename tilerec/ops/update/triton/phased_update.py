@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.runtime.triton.addresses import capturing, upload
+from tilerec.ops.runtime.triton.addresses import base_and_distances, capturing, ceil_div, upload
 from tilerec.ops.runtime.triton.launch import GRID_Y, launch
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.triton.rows import take_report
@@ -40,11 +40,10 @@ from tilerec.ops.update.parts import block_count, rule_apply_reference_, rule_pa
 from tilerec.ops.update.rules import BLOCK
 from tilerec.ops.update.triton.counts import pace_table, paces_on_device, read_pace, refuse_frozen_counts
 from tilerec.ops.update.triton.launch import device_guard
-from tilerec.ops.update.triton.record import same_device
 from tilerec.ops.update.triton.rules import PreparedRule, has_kernels, prepare_rule
-from tilerec.ops.update.triton.slots import load_slot, store_rows, store_slot
-from tilerec.ops.update.triton.sort import ceil_div, warps_of
-from tilerec.ops.update.triton.tables import base_and_distances, is_supported
+from tilerec.ops.update.triton.slots import load_slots, names_of_rows, store_rows, store_slots
+from tilerec.ops.update.triton.sort import warps_of
+from tilerec.ops.update.triton.tables import is_supported
 
 PER_PART = 24
 
@@ -91,7 +90,7 @@ def _read_part(
         z1 = tl.load(at + stride, mask=take, other=0.0)[:, None]
     if SUMS >= 3:
         z2 = tl.load(at + 2 * stride, mask=take, other=0.0)[:, None]
-    return u, here, row, take, width, columns, inside, g, whole, z0, z1, z2
+    return u, here, row, take, width, columns, inside, g, whole, (z0, z1, z2)
 
 
 @triton.jit
@@ -110,7 +109,7 @@ def part_sums(
     part = tl.program_id(1)
     numbers = meta + part * 24
     if tl.program_id(0).to(tl.int64) * ROWS < tl.load(numbers):
-        u, here, row, take, width, columns, inside, g, whole, z0, z1, z2 = _read_part(
+        u, here, row, take, width, columns, inside, g, whole, z = _read_part(
             rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
         )
         _, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
@@ -118,35 +117,12 @@ def part_sums(
         w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
             tl.float32
         )
-        s0 = load_slot(slot0, tl.load(numbers + 3), row, width, take, columns, inside, KIND0, 1)
-        s1 = load_slot(slot1, tl.load(numbers + 4), row, width, take, columns, inside, KIND1, 1)
-        s2 = load_slot(slot2, tl.load(numbers + 5), row, width, take, columns, inside, KIND2, 1)
+        firsts = (tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5))
+        slots = (slot0, slot1, slot2)
+        s = load_slots(slots, firsts, row, width, take, columns, inside, KIND0, KIND1, KIND2, 1)
         dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
-        x0, x1 = TERMS(
-            PHASE,
-            g,
-            w,
-            s0,
-            s1,
-            s2,
-            z0,
-            z1,
-            z2,
-            dim,
-            h0,
-            h1,
-            h2,
-            h3,
-            h4,
-            h5,
-            h6,
-            h7,
-            e0,
-            e1,
-            MODE,
-            WD,
-            ROW_STEP,
-        )
+        h = (h0, h1, h2, h3, h4, h5, h6, h7)
+        x0, x1 = TERMS(PHASE, g, w, s, z, dim, h, (e0, e1), MODE, WD, ROW_STEP)
         blocks = tl.load(numbers + 20)
         block = tl.arange(0, COLUMNS // 8)[None, :]
         at = (tl.load(numbers + 19) + u * (KINDS + FINITE) * blocks)[:, None] + block
@@ -191,7 +167,7 @@ def apply_to_parts(
     part = tl.program_id(1)
     numbers = meta + part * 24
     if tl.program_id(0).to(tl.int64) * ROWS < tl.load(numbers):
-        _, _, row, take, width, columns, inside, g, _, z0, z1, z2 = _read_part(
+        _, _, row, take, width, columns, inside, g, _, z = _read_part(
             rows, grads, scalars, numbers, report, grad_scale, SUMS, GRAD_SCALED, ROWS, COLUMNS
         )
         t, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
@@ -199,28 +175,18 @@ def apply_to_parts(
         w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
             tl.float32
         )
-        at0 = tl.load(numbers + 3)
-        at1 = tl.load(numbers + 4)
-        at2 = tl.load(numbers + 5)
-        s0 = load_slot(slot0, at0, row, width, take, columns, inside, KIND0, 1)
-        s1 = load_slot(slot1, at1, row, width, take, columns, inside, KIND1, 1)
-        s2 = load_slot(slot2, at2, row, width, take, columns, inside, KIND2, 1)
+        firsts = (tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5))
+        slots = (slot0, slot1, slot2)
+        s = load_slots(slots, firsts, row, width, take, columns, inside, KIND0, KIND1, KIND2, 1)
         dim = tl.zeros((ROWS, 1), tl.float32) + tl.load(numbers + 11).to(tl.float32)
-        w, s0, s1, s2 = APPLY(
-            g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1, MODE, WD, ROW_STEP
-        )
-        name = row
-        if NAMED:
-            has = take & (row * 0 + tl.load(numbers + 13) != 0)
-            name = tl.load(names + (tl.load(numbers + 12) + row), mask=has, other=0)
-            name = tl.where(has, name, row)
+        h = (h0, h1, h2, h3, h4, h5, h6, h7)
+        w, s = APPLY(g, w, s, z, dim, h, (e0, e1), MODE, WD, ROW_STEP)
+        name = names_of_rows(names, numbers, row, take, NAMED)
         if COLUMNS > 512:
             # Several warps have read the row's slots, and one of them writes the new values.
             tl.debug_barrier()
         store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, 1)
-        store_slot(slot0, s0, at0, row, width, take, columns, inside, KIND0, 1)
-        store_slot(slot1, s1, at1, row, width, take, columns, inside, KIND1, 1)
-        store_slot(slot2, s2, at2, row, width, take, columns, inside, KIND2, 1)
+        store_slots(slots, s, firsts, row, width, take, columns, inside, KIND0, KIND1, KIND2, 1)
 
 
 class _Parts:
@@ -309,16 +275,11 @@ def _serves(tables: RuleTables, grads: Sequence[Tensor]) -> bool:
 
 def _checked(op: str, tables: RuleTables, parts: PartRows, phase: int | None) -> PreparedRule:
     """Return the call's rule; raise the reference's errors, except those for values on the device."""
-    device = tables.weights[0].device
-    raise_due(device)
+    raise_due(tables.weights[0].device)
     check_counts(op, tables)
     made = prepare_rule(tables.rule, tables.hyper)
     check_tables(op, tables, made.slots, parts.dims)
     check_parts(op, made.rule, tables, parts, phase)
-    same_device(
-        op, device, weights=tables.weights, slots=tables.slots, rows=parts.rows, gradients=parts.grads,
-        scalars=parts.scalars,
-    )  # fmt: skip
     return made
 
 
@@ -352,7 +313,7 @@ def rule_partials_of_tables(call: PartialsCall) -> Tensor:
     added = out if exact else torch.empty(sum(sums), dtype=torch.float32, device=device)
     with device_guard(out):
         report = new_report(device)
-        paces = _paces(op, made, tables, False)
+        paces = _paces(made, tables, False)
         for parts in _by_type(tables, rows, made.slots, []):
             numbers = parts.numbers(outs)
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases
@@ -374,11 +335,11 @@ def rule_partials_of_tables(call: PartialsCall) -> Tensor:
     return added
 
 
-def _paces(op: str, made: PreparedRule, tables: RuleTables, advance: bool) -> Tensor:
+def _paces(made: PreparedRule, tables: RuleTables, advance: bool) -> Tensor:
     """Return per part of the call its update count, paces and rates."""
     device = tables.weights[0].device
     if tables.counts:
-        return paces_on_device(op, made, tables, device, advance)
+        return paces_on_device(made, tables, device, advance)
     if capturing():
         refuse_frozen_counts(made, [w.dtype for w in tables.weights])
     return pace_table(made, tables.steps, device)
@@ -404,7 +365,7 @@ def rule_apply_to_tables_(call: ApplyCall) -> None:
     outs = [(0, 0)] * len(tables.weights)
     with device_guard(tables.weights[0]):
         report = new_report(device)
-        paces = _paces(op, made, tables, True)
+        paces = _paces(made, tables, True)
         for parts in _by_type(tables, rows, made.slots, names):
             numbers = parts.numbers(outs)
             at_rows, at_weights, *at_slots, at_grads, at_scalars = parts.bases[: 4 + len(made.slots)]

@@ -10,18 +10,16 @@ Legend: F features.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, upload
+from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants, power_of_two, upload
 from tilerec.ops.update.calls import Features, Gradients, RecordSizes
 from tilerec.ops.update.checks import check_reach, check_record
 from tilerec.ops.update.order import layers
-from tilerec.ops.update.triton.sort import Record, power_of_two
+from tilerec.ops.update.triton.sort import Record
 from tilerec.ops.update.triton.tables import KernelTables
 
 _INDEX = (torch.int64, torch.int32)
@@ -91,12 +89,3 @@ def read_record(
     return Record(
         grad, ids, offsets, sample_weights, numbers.numbers, len(features.tables), numbers.means, total, vec
     )
-
-
-def same_device(op: str, device: torch.device, **others: Tensor | Sequence[Tensor] | None) -> None:
-    for name, given in others.items():
-        for tensor in [given] if isinstance(given, Tensor) else given or ():
-            if tensor.device != device:
-                raise InputError(
-                    f"{op}: {name} are on {tensor.device}, the ids on {device}; move one of them with .to()."
-                )

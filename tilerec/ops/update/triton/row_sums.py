@@ -15,15 +15,15 @@ import torch
 import triton
 from torch import Tensor
 
-from tilerec.ops.runtime.triton.addresses import upload
+from tilerec.ops.runtime.triton.addresses import power_of_two, upload
 from tilerec.ops.update.calls import Gradients, SumCall
 from tilerec.ops.update.checks import check_sums
 from tilerec.ops.update.row_sums import sum_row_gradients_reference
 from tilerec.ops.update.triton.launch import device_guard, launch_update
 from tilerec.ops.update.triton.order import reuse_order
-from tilerec.ops.update.triton.record import read_record, same_device
+from tilerec.ops.update.triton.record import read_record
 from tilerec.ops.update.triton.rules import prepare_rule
-from tilerec.ops.update.triton.sort import PER_TABLE, Record, Sorted, power_of_two, sort_occurrences
+from tilerec.ops.update.triton.sort import PER_TABLE, Record, Sorted, sort_occurrences
 from tilerec.ops.update.triton.tables import GRADIENT_TYPES, WIDEST, KernelTables, TableGroup
 
 
@@ -33,9 +33,8 @@ def sum_row_gradients_of_tables(call: SumCall) -> tuple[Tensor, Tensor, Tensor]:
     check_sums(call)
     if gradients.grad.dtype not in GRADIENT_TYPES or not dims or not 0 < min(dims) <= max(dims) <= WIDEST:
         return sum_row_gradients_reference(call)
-    grad, ids, offsets, sample_weights, _ = gradients
+    ids = gradients.ids
     device = ids.device
-    same_device(op, device, gradients=grad, offsets=offsets, sample_weights=sample_weights)
     known = list(call.rows)
     if not all(known):
         bound = int(ids.max()) + 1 if ids.numel() else 0

@@ -2,21 +2,22 @@
 
 Nouns
   bundle   a rule's two jitted functions, `terms` and `apply`, and the functions that compute its numbers on the host
-  numbers  h0 … h7: computed from `hyper` once per step, in float64, then rounded to fp32 as PyTorch rounds a Python
+  numbers  h[0] … h[7]: computed from `hyper` once per step, in float64, then rounded to fp32 as PyTorch rounds a Python
            number in an operation with a tensor
-  paces    e0, e1: numbers that depend on a table's update count (bias corrections, decayed learning rate)
-  rates    h0, the learning rate, and h7, which a rule derives from it once per step (1 - lr * weight decay,
+  paces    e[0], e[1]: numbers that depend on a table's update count (bias corrections, decayed learning rate)
+  rates    h[0], the learning rate, and h[7], which a rule derives from it once per step (1 - lr * weight decay,
            lr * trust): all numbers that a schedule changes
   mode     the rule's variant, a compile-time constant
 
 All functions take the same arguments, so the kernel is independent of the rule:
 
-  terms(PHASE, g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (x0, x1)
+  terms(PHASE, g, w, s, z, dim, h, e, MODE, WD, ROW_STEP) -> (x0, x1)
       the terms to sum over the row in this phase; x1 is 0.0 if the phase has one sum
-  apply(g, w, s0, s1, s2, z0, z1, z2, dim, h0 … h7, e0, e1, MODE, WD, ROW_STEP) -> (w, s0, s1, s2)
+  apply(g, w, s, z, dim, h, e, MODE, WD, ROW_STEP) -> (w, s)
 
-g, w and element slots are fp32 [R, C]; row slots, the sums z and dim are [R, 1]. Slots and sums that a rule does not
-have are 0.0. WD: there is a weight decay. ROW_STEP: rows count their own updates in s2.
+s, z, h and e are tuples: 3 slots, 3 row sums, 8 numbers, 2 paces. g, w and element slots are fp32 [R, C]; row slots,
+the sums z and dim are [R, 1]. Slots and sums that a rule does not have are 0.0. WD: there is a weight decay. ROW_STEP:
+rows count their own updates in s[2].
 
 The arithmetic is the reference's, operation by operation, each rounded once and correctly: division and square root are
 the exact ones, and the kernels are compiled without fusing multiply and add. Differences may come from the order of row
@@ -119,105 +120,88 @@ def adam_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
 
 @triton.jit
 def no_terms(
-    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     return g, 0.0
 
 
 @triton.jit
-def store_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+def store_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Set w = g."""
-    return g, s0, s1, s2
+    return g, s
 
 
 @triton.jit
-def sgd_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+def sgd_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Apply SGD. h: lr, weight decay, momentum. MODE 0 none, 1 momentum, 2 Nesterov's."""
     if WD:
-        g = g + h1 * w
+        g = g + h[1] * w
     if MODE == 0:
-        return w - h0 * g, s0, s1, s2
+        return w - h[0] * g, s
     else:
-        m = h2 * s0 + g
+        m = h[2] * s[0] + g
         if MODE == 2:
-            return w - h0 * (g + h2 * m), m, s1, s2
+            return w - h[0] * (g + h[2] * m), (m, s[1], s[2])
         else:
-            return w - h0 * m, m, s1, s2
+            return w - h[0] * m, (m, s[1], s[2])
 
 
 @triton.jit
-def adagrad_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    """Apply Adagrad. h: -, weight decay, eps; e0: the decayed lr."""
+def adagrad_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
+    """Apply Adagrad. h: -, weight decay, eps; e[0]: the decayed lr."""
     if WD:
-        g = g + h1 * w
-    s = s0 + g * g
-    return w - e0 * tl.div_rn(g, tl.sqrt_rn(s) + h2), s, s1, s2
+        g = g + h[1] * w
+    total = s[0] + g * g
+    return w - e[0] * tl.div_rn(g, tl.sqrt_rn(total) + h[2]), (total, s[1], s[2])
 
 
 @triton.jit
-def _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE: tl.constexpr):
-    s = s0 + tl.div_rn(z0, dim)
-    k = tl.div_rn(tl.zeros_like(s) + h0, tl.sqrt_rn(s) + h2)
+def _row_wise_moved(g, w, s, z, dim, h, MODE: tl.constexpr):
+    total = s[0] + tl.div_rn(z[0], dim)
+    k = tl.div_rn(tl.zeros_like(total) + h[0], tl.sqrt_rn(total) + h[2])
     if MODE == 1:
-        w = (1.0 - k * h1) * w
+        w = (1.0 - k * h[1]) * w
     elif MODE == 2:
-        w = h7 * w
-    return w - k * g, s
+        w = h[7] * w
+    return w - k * g, (total, s[1], s[2])
 
 
 @triton.jit
 def row_wise_adagrad_terms(
-    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     """Return in phase 0 g'^2 (g' = g with L2 decay); in phase 1 (max_norm) the squares of the updated row."""
     if PHASE == 0:
         if MODE == 1:
-            g = g + h1 * w
+            g = g + h[1] * w
         return g * g, 0.0
     else:
-        moved, _ = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
+        moved, _ = _row_wise_moved(g, w, s, z, dim, h, MODE)
         return moved * moved, 0.0
 
 
 @triton.jit
 def row_wise_adagrad_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    """Apply row-wise Adagrad. h: lr, weight decay, eps; h7: 1 - lr * weight decay. MODE: decay mode."""
-    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
-    return moved, s, s1, s2
+    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
+    """Apply row-wise Adagrad. h: lr, weight decay, eps; h[7]: 1 - lr * weight decay. MODE: decay mode."""
+    return _row_wise_moved(g, w, s, z, dim, h, MODE)
 
 
 @triton.jit
 def row_wise_adagrad_bounded_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    """Apply row-wise Adagrad, then scale rows longer than h3 to that norm. Other numbers as above."""
-    moved, s = _row_wise_moved(g, w, s0, z0, dim, h0, h1, h2, h7, MODE)
-    norm = tl.sqrt_rn(z1)
-    long = norm > h3
-    factor = tl.div_rn(tl.zeros_like(norm) + h3, tl.where(long, norm, 1.0))
-    return tl.where(long, moved * factor, moved), s, s1, s2
+    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
+    """Apply row-wise Adagrad, then scale rows longer than h[3] to that norm. Other numbers as above."""
+    moved, slots = _row_wise_moved(g, w, s, z, dim, h, MODE)
+    norm = tl.sqrt_rn(z[1])
+    long = norm > h[3]
+    factor = tl.div_rn(tl.zeros_like(norm) + h[3], tl.where(long, norm, 1.0))
+    return tl.where(long, moved * factor, moved), slots
 
 
 @triton.jit
-def adam_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+def adam_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Apply Adam.
 
     h: lr, weight decay, eps, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight decay. e: lr / (1 - beta1^t), sqrt(1 -
@@ -225,117 +209,99 @@ def adam_apply(
     """
     if WD:
         if MODE == 0:
-            g = g + h1 * w
-    m = h3 * s0 + h4 * g
-    v = h5 * s1 + h6 * (g * g)
+            g = g + h[1] * w
+    m = h[3] * s[0] + h[4] * g
+    v = h[5] * s[1] + h[6] * (g * g)
     if WD:
         if MODE == 1:
-            w = w * h7
+            w = w * h[7]
     if ROW_STEP:
-        count = s2 + 1.0
-        c1 = (1.0 - power(h3, e0, count)).to(tl.float32)
-        c2 = (1.0 - power(h5, e1, count)).to(tl.float32)
-        rate = tl.div_rn(tl.zeros_like(c1) + h0, c1)
+        count = s[2] + 1.0
+        c1 = (1.0 - power(h[3], e[0], count)).to(tl.float32)
+        c2 = (1.0 - power(h[5], e[1], count)).to(tl.float32)
+        rate = tl.div_rn(tl.zeros_like(c1) + h[0], c1)
         root = tl.sqrt_rn(c2)
-        return w - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + h2), m, v, count
+        return w - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + h[2]), (m, v, count)
     else:
-        return w - e0 * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), e1) + h2), m, v, s2
+        return w - e[0] * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), e[1]) + h[2]), (m, v, s[2])
 
 
 @triton.jit
-def _update_of_moments(
-    g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1,
-    ROW_WISE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    """Return u = m^ / (sqrt(v^) + eps) + wd w, the moments and the row's count."""
-    m = h3 * s0 + h4 * g
+def _update_of_moments(g, w, s, z, dim, h, e, ROW_WISE: tl.constexpr, ROW_STEP: tl.constexpr):
+    """Return u = m^ / (sqrt(v^) + eps) + wd w, and the new slots: the moments and the row's count."""
+    m = h[3] * s[0] + h[4] * g
     if ROW_WISE:
-        v = h5 * s1 + h6 * tl.div_rn(z0, dim)
+        v = h[5] * s[1] + h[6] * tl.div_rn(z[0], dim)
     else:
-        v = h5 * s1 + h6 * (g * g)
+        v = h[5] * s[1] + h[6] * (g * g)
+    count = s[2]
     if ROW_STEP:
-        s2 = s2 + 1.0
-        c1 = (1.0 - power(h3, e0, s2)).to(tl.float32)
-        c2 = (1.0 - power(h5, e1, s2)).to(tl.float32)
-        u = tl.div_rn(tl.div_rn(m, c1), tl.sqrt_rn(tl.div_rn(v, c2)) + h2)
+        count = count + 1.0
+        c1 = (1.0 - power(h[3], e[0], count)).to(tl.float32)
+        c2 = (1.0 - power(h[5], e[1], count)).to(tl.float32)
+        u = tl.div_rn(tl.div_rn(m, c1), tl.sqrt_rn(tl.div_rn(v, c2)) + h[2])
     else:
-        u = tl.div_rn(tl.div_rn(m, e0), tl.sqrt_rn(tl.div_rn(v, e1)) + h2)
-    return u + h1 * w, m, v, s2
+        u = tl.div_rn(tl.div_rn(m, e[0]), tl.sqrt_rn(tl.div_rn(v, e[1])) + h[2])
+    return u + h[1] * w, (m, v, count)
 
 
 @triton.jit
 def square_terms(
-    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     return g * g, 0.0
 
 
 @triton.jit
 def partial_row_wise_adam_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     """Apply partially row-wise Adam. h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
-    u, m, v, count = _update_of_moments(
-        g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, True, WD, ROW_STEP
-    )
-    return w - h0 * u, m, v, count
+    u, slots = _update_of_moments(g, w, s, z, dim, h, e, True, ROW_STEP)
+    return w - h[0] * u, slots
 
 
 @triton.jit
 def lamb_terms(
-    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     """Return the terms of LAMB. MODE 0: w^2 and u^2. MODE 1 (one second moment per row): g^2, then w^2 and u^2."""
     if MODE == 1 and PHASE == 0:
         return g * g, 0.0
     else:
-        u, _, _, _ = _update_of_moments(
-            g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, MODE == 1, WD, ROW_STEP
-        )
+        u, _ = _update_of_moments(g, w, s, z, dim, h, e, MODE == 1, ROW_STEP)
         return w * w, u * u
 
 
 @triton.jit
-def lamb_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    u, m, v, count = _update_of_moments(
-        g, w, s0, s1, s2, z0, dim, h1, h2, h3, h4, h5, h6, e0, e1, MODE == 1, WD, ROW_STEP
-    )
+def lamb_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
+    u, slots = _update_of_moments(g, w, s, z, dim, h, e, MODE == 1, ROW_STEP)
     if MODE == 1:
-        w_norm, u_norm = tl.sqrt_rn(z1), tl.sqrt_rn(z2)
+        w_norm, u_norm = tl.sqrt_rn(z[1]), tl.sqrt_rn(z[2])
     else:
-        w_norm, u_norm = tl.sqrt_rn(z0), tl.sqrt_rn(z1)
+        w_norm, u_norm = tl.sqrt_rn(z[0]), tl.sqrt_rn(z[1])
     both = (w_norm > 0) & (u_norm > 0)
     ratio = tl.where(both, tl.div_rn(w_norm, tl.where(both, u_norm, 1.0)), 1.0)
-    return w - (h0 * ratio) * u, m, v, count
+    return w - (h[0] * ratio) * u, slots
 
 
 @triton.jit
 def lars_terms(
-    PHASE: tl.constexpr, g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
+    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
+):
     return w * w, g * g
 
 
 @triton.jit
-def lars_apply(
-    g, w, s0, s1, s2, z0, z1, z2, dim, h0, h1, h2, h3, h4, h5, h6, h7, e0, e1,
-    MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr,
-):  # fmt: skip
-    """Apply LARS. h: lr, weight decay, momentum; h7: lr * trust."""
-    w_norm = tl.sqrt_rn(z0)
-    g_norm = tl.sqrt_rn(z1)
+def lars_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
+    """Apply LARS. h: lr, weight decay, momentum; h[7]: lr * trust."""
+    w_norm = tl.sqrt_rn(z[0])
+    g_norm = tl.sqrt_rn(z[1])
     both = (w_norm > 0) & (g_norm > 0)
-    local = tl.div_rn(h7 * w_norm, tl.where(both, g_norm + h1 * w_norm, 1.0))
-    a = tl.where(both, local, h0)
-    m = h2 * s0 + a * (g + h1 * w)
-    return w - m, m, s1, s2
+    local = tl.div_rn(h[7] * w_norm, tl.where(both, g_norm + h[1] * w_norm, 1.0))
+    a = tl.where(both, local, h[0])
+    m = h[2] * s[0] + a * (g + h[1] * w)
+    return w - m, (m, s[1], s[2])
 
 
 Numbers = dict[str, float]

@@ -48,6 +48,39 @@ def store_slot(
 
 
 @triton.jit
+def load_slots(
+    slots, firsts, row_R, dim, take_R, columns, inside,
+    KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Return `load_slot` of the three slots: tuples of pointers and of first elements."""
+    s0 = load_slot(slots[0], firsts[0], row_R, dim, take_R, columns, inside, KIND0, VEC)
+    s1 = load_slot(slots[1], firsts[1], row_R, dim, take_R, columns, inside, KIND1, VEC)
+    s2 = load_slot(slots[2], firsts[2], row_R, dim, take_R, columns, inside, KIND2, VEC)
+    return s0, s1, s2
+
+
+@triton.jit
+def store_slots(
+    slots, values, firsts, row_R, dim, take_R, columns, inside,
+    KIND0: tl.constexpr, KIND1: tl.constexpr, KIND2: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    store_slot(slots[0], values[0], firsts[0], row_R, dim, take_R, columns, inside, KIND0, VEC)
+    store_slot(slots[1], values[1], firsts[1], row_R, dim, take_R, columns, inside, KIND1, VEC)
+    store_slot(slots[2], values[2], firsts[2], row_R, dim, take_R, columns, inside, KIND2, VEC)
+
+
+@triton.jit
+def names_of_rows(names, numbers, row_R, take_R, NAMED: tl.constexpr):
+    """Return the rows' numbers for the random words and for reports; `numbers`: the table's."""
+    name = row_R
+    if NAMED:
+        has = take_R & (row_R * 0 + tl.load(numbers + 13) != 0)
+        name = tl.load(names + (tl.load(numbers + 12) + row_R), mask=has, other=0)
+        name = tl.where(has, name, row_R)
+    return name
+
+
+@triton.jit
 def store_rows(
     weights, values, start_R, take_R, columns, inside, numbers, name_R, count,
     ROUND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VEC: tl.constexpr,

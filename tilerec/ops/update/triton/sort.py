@@ -9,20 +9,19 @@ additions.
 Cost of the sort: `torch.sort` is a library radix sort. It sorts all bits of the key type, 8 at a time, and carries an
 int64 payload: about 2 * 4 * (4 + 8) bytes per occurrence and int32 key. A sort of 24 bits with an int32 payload would
 move 2 * 3 * (4 + 4), and one of int64 keys moves 2 * 8 * (8 + 8). Hence the narrowest key type that holds the rows.
-`sort_keys` takes the number of bits, so that another sort can replace it.
 
 Legend: F features, N occurrences (bound), T tables.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilerec.ops.runtime.triton.addresses import ceil_div, power_of_two
 from tilerec.ops.runtime.triton.launch import launch
 from tilerec.ops.update.order import key_type as key_type
 from tilerec.ops.update.triton.occurrences import occurrence_keys
@@ -35,15 +34,6 @@ PER_TABLE = 16
 _POSITIONS = 512
 # Registers of a thread of `sum_chunks`: 64 leave room for 32 programs on a multiprocessor, its maximum.
 REGISTERS: dict[str, int] = {} if torch.version.hip else {"maxnreg": 64}
-
-
-def sort_keys(keys_N: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return keys ascending, and the occurrence of each (int64); equal keys keep their order.
-
-    `bits`: of the largest key; keys have its `key_type`.
-    """
-    sorted_N, occurrence_N = torch.sort(keys_N, stable=True)
-    return sorted_N, occurrence_N
 
 
 @dataclass(frozen=True)
@@ -112,7 +102,7 @@ def order_occurrences(record: Record, sentinel: int, reach: int, status: Tensor)
         status.numel(), programs, JAGGED=given[0], WEIGHTED=given[1], MEANS=given[2],
         FEATURES=min(next_power_of_two(record.count), 1024), BLOCK=_POSITIONS, num_warps=4,
     )  # fmt: skip
-    ordered, occurrences = sort_keys(keys, bits)
+    ordered, occurrences = torch.sort(keys, stable=True)
     # In sorted order, so that an update reads neighbouring numbers, each once, without an index.
     places = places.gather(0, occurrences)
     return SortedKeys(ordered, places, None if scales is None else scales.gather(0, occurrences))
@@ -163,20 +153,9 @@ def programs_of(total: int, features: int) -> int:
     return max(1, min(ceil_div(total, _POSITIONS), ceil_div(4096, features)))
 
 
-def power_of_two(values: Sequence[int], most: int) -> int:
-    """Return the largest power of two up to `most` that divides all values. Example: (12, 40), 16 -> 4."""
-    divisor = math.gcd(most, *values)
-    return divisor & -divisor
-
-
 def next_power_of_two(n: int) -> int:
     """Return the least power of two from `n` >= 1 on; Triton's own takes some microseconds. Example: 5 -> 8."""
     return 1 << (n - 1).bit_length()
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Return a / b rounded up; `triton.cdiv` takes a microsecond."""
-    return -(-a // b)
 
 
 def steps_of(tables: int) -> int:

@@ -26,11 +26,16 @@ import triton
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.runtime.triton.addresses import cached_per_stream, constants
+from tilerec.ops.runtime.triton.addresses import (
+    base_and_distances,
+    cached_per_stream,
+    constants,
+    power_of_two,
+)
 from tilerec.ops.runtime.triton.rows import FLOATS as ROW_TYPES
 from tilerec.ops.runtime.triton.rows import reads
 from tilerec.ops.update.calls import RuleTables
-from tilerec.ops.update.triton.sort import PER_TABLE, power_of_two
+from tilerec.ops.update.triton.sort import PER_TABLE
 
 WIDEST = 16384
 """Columns of the widest row that kernels update."""
@@ -70,14 +75,6 @@ class KernelTables:
 
 
 Shape = tuple[int, int]
-
-
-def base_and_distances(
-    pointers: Sequence[int], sizes: Sequence[int], own: Sequence[int], size: int
-) -> tuple[int, list[int]]:
-    """Return the base among `own` (the first with elements), and each one's distance from it in elements."""
-    start = next((t for t in own if sizes[t]), own[0])
-    return start, [(pointers[t] - pointers[start]) // size if sizes[t] else 0 for t in own]
 
 
 class TableAddresses(NamedTuple):

@@ -1,0 +1,19 @@
+"""Native kernels of all op families, for CPU tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+from tilerec.ops.exchange import cpu as exchange
+from tilerec.ops.hash import cpu as hash
+from tilerec.ops.jagged import cpu as jagged
+from tilerec.ops.lookup import cpu as lookup
+from tilerec.ops.random import cpu as random
+from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.update import cpu as update
+
+
+def register(library: ctypes.CDLL) -> None:
+    """Register the kernels over the references."""
+    for family in (exchange, hash, jagged, lookup, random, update):
+        LIBRARY.serve("CPU", family.kernels(library))
