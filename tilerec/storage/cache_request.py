@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan
+from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan, copy_rows
 from tilerec.ops.runtime.upload import capturing, upload
 from tilerec.storage.batches_in_flight import Segments
 from tilerec.storage.cache_tensors import CacheTensors
@@ -301,7 +301,7 @@ def _load(made: CacheTensors, entries: Tensor) -> None:
     moved = entries[:, entries[Plan.FROM] >= 0]
     loaded = entries[:, entries[Plan.FROM] < 0]
     for lines, rows in zip(made.lines, made.host, strict=True):
-        rows.move(lines, moved[Plan.FROM], moved[Plan.LINE])
+        copy_rows(lines, moved[Plan.LINE], lines, moved[Plan.FROM])
         rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
 
 
