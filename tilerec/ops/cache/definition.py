@@ -54,7 +54,9 @@ request with this serial has claimed."""
 MAX_COUNT = torch.iinfo(torch.int32).max
 """Upper limit of a row's request count, and of serials."""
 
-_SERIAL_BITS = 31
+SERIAL_BITS = 31
+"""Lines of a set are evicted in the order of `(count << SERIAL_BITS) + named`; the count is 0 with LRU."""
+
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -134,7 +136,7 @@ def assign_lines(
     row_SW, score_SW = of_sets(books[ROW_IN]), of_sets(books[NAMED])
     if uses_M is not None:
         count_SW = books[COUNTS].take(row_SW.clamp(min=0))
-        score_SW += count_SW.long() << _SERIAL_BITS
+        score_SW += count_SW.long() << SERIAL_BITS
     score_SW.masked_fill_(of_sets(books[FLIGHTS]) & alive != 0, _NEVER).masked_fill_(row_SW < 0, -1)
     rounds = int(rounds_S[0])
     left_K = (rounds_S > torch.arange(rounds, device=rows_M.device)[:, None]).sum(1)
@@ -153,7 +155,7 @@ def assign_lines(
     least_M, line_M = least_KS.take(place_M), way_KS.take(place_M) + rows_M % sets * ways
     gets_M = (rank_M < ways) & (least_M != _NEVER)
     if uses_M is not None:
-        gets_M &= uses_M >= least_M >> _SERIAL_BITS
+        gets_M &= uses_M >= least_M >> SERIAL_BITS
     return line_M.masked_fill_(~gets_M, -1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
-from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
+from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score
 from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -58,10 +58,12 @@ class Bucket(NamedTuple):
             for slot in window
             if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
         )
-        return min(may_go, key=lambda slot: self.score(slot, policy, exponent, step), default=None)
 
-    def score(self, slot: int, policy: int, exponent: float, step: int) -> Score:
-        return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+        def score_of(slot: int) -> Score:
+            last, hits, expires = self.last[slot], self.hits[slot], self.expires[slot]
+            return score(policy, step=step, last=last, hits=hits, expires=expires, exponent=exponent)
+
+        return min(may_go, key=score_of, default=None)
 
     def hit(self, slot: int, step: int, count: int, until: int) -> None:
         self.last[slot] = step
