@@ -340,8 +340,8 @@ def _read(book: Tensor, at: Tensor) -> Tensor:
     return book.index_select(0, at.clamp(min=0)).long().masked_fill_(at < 0, -1)
 
 
-def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """Return a table's entries of the plan: wanting rows, then spare lines."""
+def entries_of(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
+    """Return a table's entries of the plan: wanting rows, then released spare lines. Waits for the device."""
     counts = header[:, HeaderColumn.WANTING].tolist()
     first = sum(counts[:t])
     spare = (plan[Plan.TABLE, ids:] == t).nonzero()[:, 0]
@@ -353,9 +353,20 @@ def _those(entries: Tensor, chosen: Tensor) -> Tensor:
     return entries.index_select(1, chosen.nonzero()[:, 0])
 
 
-def _that_take(entries: Tensor) -> Tensor:
+def _seated(entries: Tensor) -> Tensor:
     """Return the entries whose row gets a line."""
     return _those(entries, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0))
+
+
+def moved_and_loaded(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries whose row comes from a spare line, and those whose row comes from the table."""
+    takes = _seated(entries)
+    return _those(takes, takes[Plan.FROM] >= 0), _those(takes, takes[Plan.FROM] < 0)
+
+
+def written_back(entries: Tensor) -> Tensor:
+    """Return the entries whose evicted row is dirty."""
+    return _those(entries, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] & 1 == 1))
 
 
 def indexable(tensor: Tensor) -> Tensor:
@@ -382,15 +393,14 @@ def cache_move_reference_(
             the table.
     """
     for t in dict.fromkeys(tables):
-        entries = _entries(plan, header, ids, t)
+        entries = entries_of(plan, header, ids, t)
         pairs = [(line, home) for own, line, home in zip(tables, lines, host, strict=True) if own == t]
         if not comes:
-            out = _those(entries, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] & 1 == 1))
+            out = written_back(entries)
             for line, home in pairs:
                 copy_rows(home, out[Plan.LEAVES], line, out[Plan.LINE])
             continue
-        takes = _that_take(entries)
-        moved, loaded = _those(takes, takes[Plan.FROM] >= 0), _those(takes, takes[Plan.FROM] < 0)
+        moved, loaded = moved_and_loaded(entries)
         for line, home in pairs:
             copy_rows(line, moved[Plan.LINE], line, moved[Plan.FROM])
             copy_rows(line, loaded[Plan.LINE], home, loaded[Plan.ROW])
@@ -406,11 +416,11 @@ def cache_seat_reference_(
     serials, bits, _ = clock.tolist()
     for t in range(header.shape[0]):
         line_of, row_in, named, flights, _, dirty, totals = books[BOOKS * t : BOOKS * (t + 1)]
-        entries = _entries(plan, header, ids, t)
+        entries = entries_of(plan, header, ids, t)
         leaves_M = entries[Plan.LEAVES]
         line_of.index_fill_(0, leaves_M.masked_select(leaves_M >= 0), NONE)
         released = entries[Plan.LINE].masked_select((entries[Plan.ROW] < 0) & (leaves_M >= 0))
-        _, row_M, line_M, _, from_M, dirty_M = _that_take(entries)
+        _, row_M, line_M, _, from_M, dirty_M = _seated(entries)
         left = torch.cat((released, from_M.masked_select(from_M >= 0)))
         row_in.index_fill_(0, left, -1)
         dirty.index_fill_(0, left, False)
