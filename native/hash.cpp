@@ -182,8 +182,7 @@ class Group {
           case TR_LRU: item.first = call.last[row]; break;
           case TR_LFU: item.first = call.hits[row]; item.second = call.last[row]; break;
           case TR_DISTANCE_LFU:
-            item.score = static_cast<double>(call.hits[row]) /
-                         zch_power(std::max<int64_t>(call.step - call.last[row], 1), exponent);
+            item.score = zch_ratio(call.hits[row], std::max<int64_t>(call.step - call.last[row], 1), exponent);
             break;
           default: item.first = call.expires[row];
         }

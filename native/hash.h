@@ -92,6 +92,11 @@ static inline double zch_power(int64_t age, int64_t n) {
 }
 static inline int64_t zch_exponent(double exponent) { return (int64_t)(exponent * 256 + 0.5); }
 
+// The score of DISTANCE_LFU.
+static inline double zch_ratio(int64_t hits, int64_t age, int64_t exponent) {
+  return (double)hits / (exponent == 256 ? (double)age : zch_power(age, exponent));
+}
+
 // Entries begin ... end - 1 of the call. If `positions` is given: entries positions[begin ... end - 1].
 struct ZchLane {
   const uint32_t* positions;

@@ -151,8 +151,7 @@ void worst_distance_lfu(const int64_t* hits, const int64_t* last, int64_t step, 
                         Worst& worst) {
   for (int64_t s = begin; s < end; s++) {
     if (last[s] >= step) continue;
-    const int64_t age = step - last[s];
-    const double score = (double)hits[s] / (exponent == 256 ? (double)age : zch_power(age, exponent));
+    const double score = zch_ratio(hits[s], step - last[s], exponent);
     if (worst.row == kNone || score < worst.score) worst = {s, 0, 0, score};
   }
 }

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from tilerec.errors import ConfigError
 from tilerec.ops.hash.definition import Policy
@@ -199,11 +199,7 @@ def _exponent(who: str, exponent: float) -> float:
 
 def _no_filter(who: str, function: Callable[..., Any] | None) -> None:
     if function is not None:
-        _refuse_filter(who)
-
-
-def _refuse_filter(who: str) -> NoReturn:
-    raise ConfigError(
-        f"{who}: threshold_filtering_func is not supported: it needs the counts of all new ids, which lie on many "
-        "ranks. Leave it out and set admission_threshold=k on the module: an id gets a row at its k-th occurrence."
-    )
+        raise ConfigError(
+            f"{who}: threshold_filtering_func is not supported: it needs the counts of all new ids, which lie on many "
+            "ranks. Leave it out and set admission_threshold=k on the module: an id gets a row at its k-th occurrence."
+        )

@@ -17,19 +17,27 @@ in their lines are written to the table, and the cache is emptied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.cache.definition import MAX_COUNT, HeaderColumn, Plan
+from tilerec.ops.cache.definition import (
+    MAX_COUNT,
+    HeaderColumn,
+    Plan,
+    copy_rows,
+    entries_of,
+    moved_and_loaded,
+    written_back,
+)
 from tilerec.ops.runtime.upload import capturing, upload
 from tilerec.storage.batches_in_flight import Segments
 from tilerec.storage.cache_tensors import CacheTensors
-from tilerec.storage.row_cache import WAYS, RowCache, lock_caches
+from tilerec.storage.row_cache import WAYS, RowCache, lock_caches, outside_of_inference
 
 OPS = torch.ops.tilerec
 
@@ -59,7 +67,7 @@ def prefetch_all(wanted: Sequence[WantedRows], ids: Tensor) -> None:
             "assigns cache lines batch by batch, and every replay would repeat the lines of this batch. Capture "
             "uncached tables (uncache_tables), or run this step without a capture."
         )
-    with lock_caches([own.cache for own in wanted]), _outside_of_inference(), _on_device_of(ids):
+    with lock_caches([own.cache for own in wanted]), outside_of_inference(), _on_device_of(ids):
         rest = list(wanted)
         while rest:
             now: dict[RowCache, WantedRows] = {}
@@ -153,16 +161,6 @@ def _request_all(wanted: Sequence[WantedRows], ids: Tensor) -> None:
             wanted = [own for own in wanted if own.cache.in_flight.find(ids, own.segments) is None]
             for own in wanted:
                 own.cache.over(own.host)
-
-
-@contextmanager
-def _outside_of_inference() -> Iterator[None]:
-    """Leave torch's inference mode: training updates lines that an evaluation has loaded."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _on_device_of(ids: Tensor) -> AbstractContextManager[object]:
@@ -267,41 +265,29 @@ def _move(
         tables += [t] * len(here)
     OPS.cache_move_(plan, header, lines, host, tables, ids, False)
     for t in unreadable:
-        _write_back(requests[t].made, _entries(plan, header, ids, t))
+        _write_back(requests[t].made, entries_of(plan, header, ids, t))
     try:
         OPS.cache_move_(plan, header, lines, host, tables, ids, True)
         for t in unreadable:
-            _load(requests[t].made, _entries(plan, header, ids, t))
+            _load(requests[t].made, entries_of(plan, header, ids, t))
         OPS.cache_seat_(plan, header, books, clock, ids)
     except BaseException:
         with ExitStack() as rescues:  # rescues every cache, even if one rescue is interrupted
             for t, ask in enumerate(requests):
-                rescues.callback(_rescue, ask, plan, header, ids, t)
+                rescues.callback(ask.cache.rescue, plan, header, ids, t)
         raise
 
 
-def _rescue(ask: CacheRequest, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
-    ask.cache.rescue(_entries(plan, header, ids, t))
-
-
-def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """Return the plan's entries of a table. Waits for the device."""
-    own = torch.cat((plan[:, : int(header[:, HeaderColumn.WANTING].sum())], plan[:, ids:]), 1)
-    return own[:, own[Plan.TABLE] == t]
-
-
 def _write_back(made: CacheTensors, entries: Tensor) -> None:
-    own = entries[:, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] % 2 == 1)]
+    own = written_back(entries)
     for lines, rows in zip(made.lines, made.host, strict=True):
         rows.write_from(lines, own[Plan.LINE], own[Plan.LEAVES])
 
 
 def _load(made: CacheTensors, entries: Tensor) -> None:
-    entries = entries[:, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0)]
-    moved = entries[:, entries[Plan.FROM] >= 0]
-    loaded = entries[:, entries[Plan.FROM] < 0]
+    moved, loaded = moved_and_loaded(entries)
     for lines, rows in zip(made.lines, made.host, strict=True):
-        rows.move(lines, moved[Plan.FROM], moved[Plan.LINE])
+        copy_rows(lines, moved[Plan.LINE], lines, moved[Plan.FROM])
         rows.read_into(lines, loaded[Plan.LINE], loaded[Plan.ROW])
 
 

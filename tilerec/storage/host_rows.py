@@ -16,13 +16,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from tilerec.ops.cache.definition import indexable
+
 _PIN_COUNTS: Counter[int] = Counter()
 """Number of `HostRows` that need the storage at an address pinned."""
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the same bytes in a dtype that every kernel supports."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @final
@@ -37,7 +34,7 @@ class HostRows:
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self.tensor = tensor
         self.device = device
-        self._here: Tensor | None = _plain(tensor)
+        self._here: Tensor | None = indexable(tensor)
         if tensor.device.type != device.type:
             self._here = _over_pinned(tensor, device, self)
 
@@ -46,26 +43,21 @@ class HostRows:
         """The tensor's bytes as the device addresses them; None if the device has no access."""
         return self._here
 
-    @staticmethod
-    def move(lines: Tensor, old: Tensor, new: Tensor) -> None:
-        """Copy lines to lines: `lines[new] = lines[old]`."""
-        _plain(lines).index_copy_(0, new, _plain(lines).index_select(0, old))
-
     def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
         """Copy table rows to lines: `lines[at] = tensor[rows]`."""
         if self._here is not None:
-            _plain(lines).index_copy_(0, at, self._here.index_select(0, rows))
+            indexable(lines).index_copy_(0, at, self._here.index_select(0, rows))
         else:
-            found = _plain(self.tensor).index_select(0, rows.cpu()).pin_memory()
-            _plain(lines).index_copy_(0, at, found.to(self.device, non_blocking=True))
+            found = indexable(self.tensor).index_select(0, rows.cpu()).pin_memory()
+            indexable(lines).index_copy_(0, at, found.to(self.device, non_blocking=True))
 
     def write_from(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
         """Copy lines to table rows: `tensor[rows] = lines[at]`."""
-        values = _plain(lines).index_select(0, at)
+        values = indexable(lines).index_select(0, at)
         if self._here is not None:
             self._here.index_copy_(0, rows, values)
         else:
-            _plain(self.tensor).index_copy_(0, rows.cpu(), values.cpu())
+            indexable(self.tensor).index_copy_(0, rows.cpu(), values.cpu())
 
 
 class _DeviceView:
@@ -86,7 +78,7 @@ class _DeviceView:
 def _over_pinned(tensor: Tensor, device: torch.device, user: HostRows) -> Tensor | None:
     """Return a device tensor over the tensor's memory, pinned while `user` lives; None if pinning fails."""
     if not tensor.numel():
-        return torch.empty_like(_plain(tensor), device=device)
+        return torch.empty_like(indexable(tensor), device=device)
     try:
         if not tensor.is_contiguous():
             raise RuntimeError("its rows are not contiguous")

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.ops.cache.definition import HeaderColumn, Plan
+from tilerec.ops.cache.definition import HeaderColumn, Plan, entries_of
 from tilerec.spec.cache import CacheParams
 from tilerec.storage.batches_in_flight import BatchesInFlight
 from tilerec.storage.cache_sets import CacheSets
@@ -54,19 +54,23 @@ SPARE_BYTES_IN_ADVANCE = 64 << 20
 the bytes of the table's sets if these are more. Within the limit the host need not read how many rows need one."""
 
 
-def _locked(method: Any) -> Any:
-    """Decorate a method to run under the cache's lock and outside of torch's inference mode.
+@contextmanager
+def outside_of_inference() -> Iterator[None]:
+    """Leave torch's inference mode: training updates lines that an evaluation has loaded."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
-    Training updates lines that an evaluation has loaded, so they must not be inference tensors.
-    """
+
+def _locked(method: Any) -> Any:
+    """Decorate a method to run under the cache's lock and outside of torch's inference mode."""
 
     @functools.wraps(method)
     def run(self: RowCache, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            if not torch.is_inference_mode_enabled():
-                return method(self, *args, **kwargs)
-            with torch.inference_mode(False), torch.no_grad():
-                return method(self, *args, **kwargs)
+        with self.lock, outside_of_inference():
+            return method(self, *args, **kwargs)
 
     return run
 
@@ -204,9 +208,9 @@ class RowCache:
         held.dirty_L[lines] = False
         self._stats.write_backs += rows.numel()
 
-    def rescue(self, entries: Tensor) -> None:
-        """Write dirty rows back and empty the cache after a plan failed midway; `entries` are this cache's entries."""
-        held = self.tensors
+    def rescue(self, plan: Tensor, header: Tensor, ids: int, t: int) -> None:
+        """Write dirty rows back and empty the cache after a plan, in which it is table `t`, failed midway."""
+        held, entries = self.tensors, entries_of(plan, header, ids, t)
         lines, old = entries[Plan.LINE], entries[Plan.FROM]
         moved = (old >= 0) & (entries[Plan.DIRTY] >= 2)
         dirty_L = held.dirty_L.clone()

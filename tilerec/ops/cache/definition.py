@@ -54,6 +54,9 @@ request with this serial has claimed."""
 MAX_COUNT = torch.iinfo(torch.int32).max
 """Upper limit of a row's request count, and of serials."""
 
+SERIAL_BITS = 31
+"""Lines of a set are evicted in the order of `(count << SERIAL_BITS) + named`; the count is 0 with LRU."""
+
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -101,53 +104,59 @@ LIBRARY.define(
 
 
 def assign_lines(
-    rows_M: Tensor, order_M: Tensor, uses_M: Tensor | None, held_L: Tensor, row_in_L: Tensor, named_L: Tensor,
-    count_E: Tensor, sets: int, ways: int,
-) -> Tensor:  # fmt: skip
+    rows_M: Tensor, uses_M: Tensor | None, alive: int, books: Sequence[Tensor], sets: int, ways: int
+) -> Tensor:
     """Return the line of its set that each row gets, or -1.
 
     The k-th wanting row of a set gets the k-th line in eviction order, if there is one: empty lines first, then by
-    `named`. With `uses_M` the order is by `count_E` first, and a line is taken only if its row's count is at most the
+    `named`. With `uses_M` the order is by `counts` first, and a line is taken only if its row's count is at most the
     new row's.
 
     Args:
-        order_M: positions of the rows in the order in which they get lines.
+        rows_M: wanting rows by key, so those of a set are neighbours.
         uses_M: number of requests with each row, including this one (LFU); None: LRU.
+        alive: bits of all batches in flight.
+        books: of the table.
 
     Example: 1 set of 2 lines with rows (4, 6), last used by requests (1, 2); rows (8, 2, 0) in this order -> lines
     (0, 1, -1).
     """
     if not sets or not rows_M.numel():
         return torch.full_like(rows_M, -1)
-    set_M = rows_M % sets
-    order_M = order_M[torch.argsort(set_M[order_M], stable=True)]
-    set_S, inverse_M, count_S = torch.unique_consecutive(
-        set_M[order_M], return_inverse=True, return_counts=True
+    set_S, set_of_M, count_S = torch.unique_consecutive(
+        rows_M % sets, return_inverse=True, return_counts=True
     )
-    rank_M = torch.arange(rows_M.numel(), device=rows_M.device) - (count_S.cumsum(0) - count_S)[inverse_M]
-    lines_SW = set_S[:, None] * ways + torch.arange(ways, device=rows_M.device)
-    row_SW, named_SW = row_in_L[lines_SW], named_L[lines_SW]
-    empty_SW = row_SW < 0
-    held_SW = ~empty_SW & held_L[lines_SW]
-    by_age = named_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
-    first_SW = torch.argsort(by_age, dim=1, stable=True)
+    rank_M = torch.arange(rows_M.numel(), device=rows_M.device) - (count_S.cumsum(0) - count_S)[set_of_M]
+    rounds_S, order_S = count_S.clamp(max=ways).sort(descending=True)
+    set_S = set_S[order_S]
+
+    def of_sets(book: Tensor) -> Tensor:
+        return book[: sets * ways].view(sets, ways).index_select(0, set_S)
+
+    row_SW, score_SW = of_sets(books[ROW_IN]), of_sets(books[NAMED])
     if uses_M is not None:
-        count_SW = count_E[row_SW.clamp(min=0)].long()
-        count_SW = count_SW.masked_fill(empty_SW, -1).masked_fill(held_SW, _NEVER)
-        by_age = count_SW.gather(1, first_SW)
-        again_SW = torch.argsort(by_age, dim=1, stable=True)
-        by_age, first_SW = by_age.gather(1, again_SW), first_SW.gather(1, again_SW)
-    else:
-        by_age = by_age.gather(1, first_SW)
-    way_M = rank_M.clamp(max=ways - 1)
-    value_M = by_age[inverse_M, way_M]
-    gets = (rank_M < ways) & (value_M != _NEVER)
+        count_SW = books[COUNTS].take(row_SW.clamp(min=0))
+        score_SW += count_SW.long() << SERIAL_BITS
+    score_SW.masked_fill_(of_sets(books[FLIGHTS]) & alive != 0, _NEVER).masked_fill_(row_SW < 0, -1)
+    rounds = int(rounds_S[0])
+    left_K = (rounds_S > torch.arange(rounds, device=rows_M.device)[:, None]).sum(1)
+    least_KS, way_KS = score_SW.new_zeros(2, rounds, set_S.numel())
+    for k, count in enumerate(
+        left_K.tolist()
+    ):  # most sets take part in few rounds, which cost less than a sort
+        left = score_SW[:count]
+        least, way = left.min(dim=1)  # of equals the first
+        left.scatter_(1, way[:, None], _NEVER)
+        least_KS[k, :count], way_KS[k, :count] = least, way
+    place_S = torch.empty_like(order_S).scatter_(
+        0, order_S, torch.arange(order_S.numel(), device=rows_M.device)
+    )
+    place_M = rank_M.clamp(max=rounds - 1) * set_S.numel() + place_S[set_of_M]
+    least_M, line_M = least_KS.take(place_M), way_KS.take(place_M) + rows_M % sets * ways
+    gets_M = (rank_M < ways) & (least_M != _NEVER)
     if uses_M is not None:
-        gets &= uses_M[order_M] >= value_M
-    line_M = lines_SW[inverse_M, first_SW[inverse_M, way_M]].masked_fill(~gets, -1)
-    given_M = torch.empty_like(rows_M)
-    given_M[order_M] = line_M
-    return given_M
+        gets_M &= uses_M >= least_M >> SERIAL_BITS
+    return line_M.masked_fill_(~gets_M, -1)
 
 
 def key_ranges(
@@ -213,48 +222,56 @@ def cache_ask_reference(
     places, last, dtype = key_ranges(books, sets)
     serials, bits, _ = clock.tolist()
     header = torch.zeros(len(sets), 8, dtype=torch.int64, device=ids.device)
-    total = sum(end - begin for begin, end in zip(begins, ends, strict=True))
-    keys_N = torch.full((total,), last, dtype=dtype, device=ids.device)
-    at = 0
-    found: list[tuple[int, Tensor, Tensor]] = []  # table, rows, occurrences
+    rows_of: list[list[Tensor]] = [[] for _ in sets]
+    occurrences_of: list[list[Tensor]] = [[] for _ in sets]
+    total = 0
     for s, (begin, end, t) in enumerate(zip(begins, ends, tables, strict=True)):
         rows_n, rows = ids[begin:end].long(), books[BOOKS * t + LINE_OF].shape[0]
         bad_n = (rows_n < 0) | (rows_n >= rows)
         if bad_n.any():
             where = int(bad_n.nonzero()[0])
             raise_bad_row_id(names, s, begin + where, int(rows_n[where]), rows, t)
-        found.append((t, rows_n, torch.arange(at, at + end - begin, device=ids.device)))
-        at += end - begin
+        rows_of[t].append(rows_n)
+        occurrences_of[t].append(torch.arange(total, total + end - begin, device=ids.device))
+        total += end - begin
+    keys_N = torch.full((total,), last, dtype=dtype, device=ids.device)
+    order_N = torch.zeros(total, dtype=torch.int64, device=ids.device)
+    at = 0
     for t, count in enumerate(sets):
+        if not rows_of[t]:
+            continue
         line_of, _, named, flights, counts, _, _ = books[BOOKS * t : BOOKS * (t + 1)]
-        rows_n = torch.cat(
-            [line_of.new_empty(0, dtype=torch.int64), *[rows for own, rows, _ in found if own == t]]
-        )
-        where_n = torch.cat([rows_n.new_empty(0), *[where for own, _, where in found if own == t]])
-        rows_U, inverse = torch.unique(rows_n, return_inverse=True)
-        first_U = torch.full_like(rows_U, total).scatter_reduce(0, inverse, where_n, "amin")
-        line_U = line_of[rows_U].long()
-        has_line = line_U >= 0
-        named[line_U[has_line]] = serials[t]
-        flights[line_U[has_line]] |= bits[t]
-        line_of[rows_U[~has_line]] = NONE + serials[t]
-        wanting = ~has_line | (line_U >= count * ways)
+        rows_n = torch.cat(rows_of[t])
+        line_n = line_of.index_select(0, rows_n)
+        hits, misses = (line_n >= 0).nonzero()[:, 0], (line_n < 0).nonzero()[:, 0]
+        lines, absent = line_n.index_select(0, hits).long(), rows_n.index_select(0, misses)
+        first_hit = _one_each(named, lines, hits)
+        first_miss = _one_each(line_of, absent, (misses + NONE).int())
+        named.index_fill_(0, lines, serials[t])
+        flights.index_copy_(0, lines, flights.index_select(0, lines) | bits[t])
+        line_of.index_fill_(0, absent, NONE + serials[t])
+        absent_n = misses.masked_select(first_miss)
+        wanting = torch.cat((absent_n, hits.masked_select(first_hit & (lines >= count * ways))))
         first, of_set, each = places[t]
-        rows_M = rows_U[wanting]
+        rows_M = rows_n.index_select(0, wanting)
         key_M = first + (rows_M % max(count, 1)) * of_set + rows_M // max(count, 1)
         if counts.numel():
-            key_M += (MAX_COUNT - counts[rows_M].long()) * each
-            own = counts[rows_U]
-            counts[rows_U] = own + (own < MAX_COUNT).to(torch.int32)
-        keys_N[first_U[wanting]] = key_M.to(dtype)
-        for column, number in (
-            (HeaderColumn.ROWS, rows_U),
-            (HeaderColumn.MISSES, rows_U[~has_line]),
-            (HeaderColumn.WANTING, rows_M),
-        ):
-            header[t, column] = number.numel()
-    sorted_N, order_N = torch.sort(keys_N, stable=True)
-    return header, sorted_N, order_N
+            key_M += (MAX_COUNT - counts.index_select(0, rows_M).long()) * each
+            own = counts.index_select(0, rows_n)
+            counts.index_copy_(0, rows_n, own + (own < MAX_COUNT).int())
+        end = at + wanting.numel()
+        sorted_M, turn_M = torch.sort(key_M)
+        keys_N[at:end] = sorted_M
+        order_N[at:end] = torch.cat(occurrences_of[t]).index_select(0, wanting.index_select(0, turn_M))
+        at = end
+        header[t, HeaderColumn.MISSES], header[t, HeaderColumn.WANTING] = absent_n.numel(), wanting.numel()
+        header[t, HeaderColumn.ROWS] = absent_n.numel() + int(first_hit.sum())
+    return header, keys_N, order_N
+
+
+def _one_each(book: Tensor, at: Tensor, marks: Tensor) -> Tensor:
+    """Return a mask with one True for each distinct index in `at`. Overwrites `book` there; the marks are distinct."""
+    return book.scatter_(0, at, marks).gather(0, at) == marks
 
 
 def cache_plan_reference(
@@ -277,58 +294,54 @@ def cache_plan_reference(
     starts = spare_starts(books, sets, ways)
     alive = clock[2].tolist()
     total = keys.shape[0]
-    plan = torch.full((6, total + starts[-1]), -1, dtype=torch.int64, device=ids.device)
-    plan[Plan.DIRTY] = 0
-    segment_ids = torch.cat(
-        [ids[begin:end].long() for begin, end in zip(begins, ends, strict=True)] or [ids[:0].long()]
-    )
+    plan = torch.empty(6, total + starts[-1], dtype=torch.int64, device=ids.device)
+    plan[:, total:] = -1
+    plan[Plan.DIRTY, total:] = 0
+    segment_ids = torch.cat([ids[begin:end] for begin, end in zip(begins, ends, strict=True)] or [ids[:0]])
     first = 0
     for t, count in enumerate(sets):
-        line_of, row_in, named, flights, counts, dirty, _ = books[BOOKS * t : BOOKS * (t + 1)]
-        wanting = int(header[t, HeaderColumn.WANTING])
-        rows_M = segment_ids[order[first : first + wanting]]
-        line_M = line_of[rows_M].long()
-        held_L = (row_in >= 0) & (flights & alive[t] != 0)
-        uses_M = counts[rows_M].long() if counts.numel() else None
-        turns_M = torch.arange(wanting, device=ids.device)
-        given_M = assign_lines(rows_M, turns_M, uses_M, held_L, row_in, named, counts, count, ways)
-        evicted = given_M[given_M >= 0]
-        evictions = int((row_in[evicted] >= 0).sum())
-        spare = (given_M < 0) & (line_M < 0)
-        free = (~held_L[count * ways :]).nonzero()[:, 0] + count * ways
-        wanted = int(spare.sum())
-        header[t, HeaderColumn.SPARE], header[t, HeaderColumn.FREE], header[t, HeaderColumn.EVICTIONS] = (
-            wanted,
-            free.numel(),
-            evictions,
-        )
+        own_books = books[BOOKS * t : BOOKS * (t + 1)]
+        line_of, row_in, _, flights, counts, dirty, _ = own_books
+        wanting, first_spare = int(header[t, HeaderColumn.WANTING]), count * ways
+        rows_M = segment_ids.index_select(0, order[first : first + wanting]).long()
+        line_M = line_of.index_select(0, rows_M).long()
+        uses_M = counts.index_select(0, rows_M).long() if counts.numel() else None
+        given_M = assign_lines(rows_M, uses_M, alive[t], own_books, count, ways)
+        spare = ((given_M < 0) & (line_M < 0)).nonzero()[:, 0]
+        used = (row_in[first_spare:] >= 0) & (flights[first_spare:] & alive[t] != 0)
+        free = (~used).nonzero()[:, 0] + first_spare
+        header[t, HeaderColumn.SPARE], header[t, HeaderColumn.FREE] = spare.numel(), free.numel()
+        evicted = row_in.index_select(0, given_M.masked_select(given_M >= 0))
+        header[t, HeaderColumn.EVICTIONS] = int((evicted >= 0).sum())
         header[t, HeaderColumn.WRITES] = 0
-        if wanted <= free.numel():
-            given_M[spare] = free[:wanted]
-            released = free[wanted:]
-            released = released[row_in[released] >= 0]
-            takes = given_M >= 0
+        if spare.numel() <= free.numel():
+            given_M[spare] = free[: spare.numel()]
             own = plan[:, first : first + wanting]
             own[Plan.TABLE] = t
             own[Plan.ROW], own[Plan.LINE] = rows_M, given_M
-            own[Plan.LEAVES] = row_in[given_M.clamp(min=0)].masked_fill(~takes, -1) if takes.any() else -1
-            own[Plan.FROM] = line_M.clamp(min=-1).masked_fill(~takes, -1)
-            leaves = (own[Plan.LEAVES] >= 0).long()
-            comes = (own[Plan.FROM] >= 0).long()
-            if dirty.numel():
-                leaves *= dirty[given_M.clamp(min=0)]
-                comes *= dirty[own[Plan.FROM].clamp(min=0)]
-            own[Plan.DIRTY] = leaves + 2 * comes
-            at = released + (total + starts[t] - count * ways)
-            plan[Plan.TABLE, at], plan[Plan.LINE, at] = t, released
-            plan[Plan.LEAVES, at], plan[Plan.DIRTY, at] = row_in[released], dirty[released].long()
-            header[t, HeaderColumn.WRITES] = int(leaves.sum()) + int(dirty[released].sum())
+            own[Plan.LEAVES] = _read(row_in, given_M)
+            own[Plan.FROM] = line_M.clamp(min=-1).masked_fill(given_M < 0, -1)
+            writes = (own[Plan.LEAVES] >= 0) & (_read(dirty, given_M) > 0)
+            own[Plan.DIRTY] = writes + 2 * (_read(dirty, own[Plan.FROM]) > 0)
+            released = free[spare.numel() :]
+            released = released.masked_select(row_in.index_select(0, released) >= 0)
+            leaves, out = row_in.index_select(0, released), dirty.index_select(0, released).long()
+            none = torch.full_like(released, -1)
+            plan[:, released + (total + starts[t] - first_spare)] = torch.stack(
+                (none * 0 + t, none, released, leaves, none, out)
+            )
+            header[t, HeaderColumn.WRITES] = int(writes.sum()) + int(out.sum())
         first += wanting
     return plan
 
 
-def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
-    """Return a table's entries of the plan: wanting rows, then spare lines."""
+def _read(book: Tensor, at: Tensor) -> Tensor:
+    """Return an int64 tensor with the entries of a book; -1 for negative indices."""
+    return book.index_select(0, at.clamp(min=0)).long().masked_fill_(at < 0, -1)
+
+
+def entries_of(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
+    """Return a table's entries of the plan: wanting rows, then released spare lines. Waits for the device."""
     counts = header[:, HeaderColumn.WANTING].tolist()
     first = sum(counts[:t])
     spare = (plan[Plan.TABLE, ids:] == t).nonzero()[:, 0]
@@ -336,9 +349,34 @@ def _entries(plan: Tensor, header: Tensor, ids: int, t: int) -> Tensor:
     return torch.cat((wanting, plan[:, ids + spare]), 1) if spare.numel() else wanting
 
 
-def _indexable(tensor: Tensor) -> Tensor:
+def _those(entries: Tensor, chosen: Tensor) -> Tensor:
+    return entries.index_select(1, chosen.nonzero()[:, 0])
+
+
+def _seated(entries: Tensor) -> Tensor:
+    """Return the entries whose row gets a line."""
+    return _those(entries, (entries[Plan.ROW] >= 0) & (entries[Plan.LINE] >= 0))
+
+
+def moved_and_loaded(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entries whose row comes from a spare line, and those whose row comes from the table."""
+    takes = _seated(entries)
+    return _those(takes, takes[Plan.FROM] >= 0), _those(takes, takes[Plan.FROM] < 0)
+
+
+def written_back(entries: Tensor) -> Tensor:
+    """Return the entries whose evicted row is dirty."""
+    return _those(entries, (entries[Plan.LEAVES] >= 0) & (entries[Plan.DIRTY] & 1 == 1))
+
+
+def indexable(tensor: Tensor) -> Tensor:
     """Return the same bytes in a dtype that torch can index."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def copy_rows(target: Tensor, at: Tensor, source: Tensor, rows: Tensor) -> None:
+    """Run `target[at] = source[rows]`, for rows of any dtype."""
+    indexable(target).index_copy_(0, at, indexable(source).index_select(0, rows))
 
 
 def cache_move_reference_(
@@ -355,18 +393,17 @@ def cache_move_reference_(
             the table.
     """
     for t in dict.fromkeys(tables):
-        _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
-        out_M = (dirty_M % 2 == 1) & (leaves_M >= 0)
-        takes_M = (row_M >= 0) & (line_M >= 0)
-        moved_M, loaded_M = takes_M & (from_M >= 0), takes_M & (from_M < 0)
-        for own, line, home in zip(tables, map(_indexable, lines), map(_indexable, host), strict=True):
-            if own != t:
-                continue
-            if not comes:
-                home[leaves_M[out_M]] = line[line_M[out_M]]
-                continue
-            line[line_M[moved_M]] = line[from_M[moved_M]]
-            line[line_M[loaded_M]] = home[row_M[loaded_M]]
+        entries = entries_of(plan, header, ids, t)
+        pairs = [(line, home) for own, line, home in zip(tables, lines, host, strict=True) if own == t]
+        if not comes:
+            out = written_back(entries)
+            for line, home in pairs:
+                copy_rows(home, out[Plan.LEAVES], line, out[Plan.LINE])
+            continue
+        moved, loaded = moved_and_loaded(entries)
+        for line, home in pairs:
+            copy_rows(line, moved[Plan.LINE], line, moved[Plan.FROM])
+            copy_rows(line, loaded[Plan.LINE], home, loaded[Plan.ROW])
 
 
 def cache_seat_reference_(
@@ -379,22 +416,19 @@ def cache_seat_reference_(
     serials, bits, _ = clock.tolist()
     for t in range(header.shape[0]):
         line_of, row_in, named, flights, _, dirty, totals = books[BOOKS * t : BOOKS * (t + 1)]
-        _, row_M, line_M, leaves_M, from_M, dirty_M = _entries(plan, header, ids, t)
-        line_of[leaves_M[leaves_M >= 0]] = NONE
-        released = (row_M < 0) & (leaves_M >= 0)
-        row_in[line_M[released]] = -1
-        dirty[line_M[released]] = False
-        takes = (row_M >= 0) & (line_M >= 0)
-        moved = takes & (from_M >= 0)
-        row_in[from_M[moved]] = -1
-        dirty[from_M[moved]] = False
-        bits_M = torch.full_like(line_M, bits[t]).int()
-        bits_M[moved] |= flights[from_M[moved]]
-        line_of[row_M[takes]] = line_M[takes].int()
-        row_in[line_M[takes]] = row_M[takes]
-        named[line_M[takes]] = serials[t]
-        flights[line_M[takes]] = bits_M[takes]
-        dirty[line_M[takes]] = dirty_M[takes] >= 2
+        entries = entries_of(plan, header, ids, t)
+        leaves_M = entries[Plan.LEAVES]
+        line_of.index_fill_(0, leaves_M.masked_select(leaves_M >= 0), NONE)
+        released = entries[Plan.LINE].masked_select((entries[Plan.ROW] < 0) & (leaves_M >= 0))
+        _, row_M, line_M, _, from_M, dirty_M = _seated(entries)
+        left = torch.cat((released, from_M.masked_select(from_M >= 0)))
+        row_in.index_fill_(0, left, -1)
+        dirty.index_fill_(0, left, False)
+        line_of.index_copy_(0, row_M, line_M.int())
+        row_in.index_copy_(0, line_M, row_M)
+        named.index_fill_(0, line_M, serials[t])
+        flights.index_copy_(0, line_M, (_read(flights, from_M).masked_fill_(from_M < 0, 0) | bits[t]).int())
+        dirty.index_copy_(0, line_M, dirty_M >= 2)
         if not header[t, HeaderColumn.SEATED]:
             totals += header[t]
             header[t, HeaderColumn.SEATED] = 1
@@ -424,11 +458,14 @@ def cache_lines_reference_(
             parts.append(own)
             continue
         rows = line_of[t].shape[0]
-        good = (own >= 0) & (own < rows)
-        line = torch.full_like(own, strangers[t], dtype=torch.int32)
-        line[good] = line_of[t][own[good].long()].clamp(min=-1)
-        if dirty:
-            dirty[t][line[good & (line >= 0)].long()] = True
+        line = own.new_full(own.shape, strangers[t], dtype=torch.int32)
+        if rows:
+            row = own.clamp(0, rows - 1)
+            found = line_of[t].index_select(0, row).clamp_(min=-1)
+            line = torch.where(row == own, found, line)
+            if dirty:
+                marked = found.masked_select((row == own) & (found >= 0))
+                dirty[t].index_fill_(0, marked.long(), True)
         parts.append(line)
     return torch.cat(parts).to(lines_dtype(ids, tables)) if parts else ids.new_empty(0, dtype=torch.int32)
 

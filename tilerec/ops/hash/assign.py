@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import COUNTER_LIMIT, MAX_TIME, check_assign, raise_bad_count, raise_bad_ttl
 from tilerec.ops.hash.place import SECOND, by_bucket, high, local_buckets, low, mixed, tensor_like, window_of
-from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score_of
+from tilerec.ops.hash.policy import IdOutcome, Policy, Score, score
 from tilerec.ops.hash.state import AssignCall
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -52,15 +52,16 @@ class Bucket(NamedTuple):
         return seen >= threshold
 
     def victim(self, window: Iterable[int], policy: int, exponent: float, step: int, now: int) -> int | None:
-        def score(slot: int) -> Score:
-            return score_of(policy, exponent, step, self.last[slot], self.hits[slot], self.expires[slot])
+        def score_of(slot: int) -> Score:
+            last, hits, expires = self.last[slot], self.hits[slot], self.expires[slot]
+            return score(policy, step=step, last=last, hits=hits, expires=expires, exponent=exponent)
 
         may_go = (
             slot
             for slot in window
             if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
         )
-        return min(may_go, key=score, default=None)
+        return min(may_go, key=score_of, default=None)
 
     def put(self, slot: int, id_: int, step: int, count: int, until: int) -> None:
         self.ids[slot], self.used[slot], self.hits[slot], self.expires[slot] = id_, True, count, until

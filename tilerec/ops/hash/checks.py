@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.ops.hash.policy import Policy
 from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
 COUNTER_LIMIT = 2**31 - 1  # maximum of an admission counter, and of an entry's occurrences
 MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit hash fits int64
 MAX_TIME = 2**61  # maximum of clocks and times to live: their sum fits int64
-_POLICIES = 4
 
 
 def raise_wrong_bucket(
@@ -108,13 +108,13 @@ def _by_name(state: HashState) -> dict[str, Tensor]:
 
 
 def _policy(op: str, policy: int, exponent: float, state: HashState) -> None:
-    if policy not in range(_POLICIES):
+    if policy not in range(len(Policy)):
         raise ConfigError(
-            f"{op}: policy {policy} is none of tilerec.ops.hash.definition.Policy (0 to {_POLICIES - 1})."
+            f"{op}: policy {policy} is none of tilerec.ops.hash.definition.Policy (0 to {len(Policy) - 1})."
         )
     if not (math.isfinite(exponent) and 0 <= exponent <= 16):
         raise ConfigError(f"{op}: the exponent is {exponent}; expected 0 to 16.")
-    if policy == _POLICIES - 1 and state.ids_E.numel() and not state.expires_E.numel():
+    if policy == Policy.TTL and state.ids_E.numel() and not state.expires_E.numel():
         raise ConfigError(f"{op}: policy TTL needs `expires`, one per row. Make the state with expires=True.")
 
 

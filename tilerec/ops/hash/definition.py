@@ -38,7 +38,8 @@ from tilerec.ops.hash import assign as assign
 from tilerec.ops.hash import find as find
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash.policy import IdOutcome as IdOutcome
-from tilerec.ops.hash.policy import Policy, Score, score_of
+from tilerec.ops.hash.policy import Policy as Policy
+from tilerec.ops.hash.policy import score as score
 from tilerec.ops.hash.resize import resized_counters
 from tilerec.ops.hash.state import (
     AssignCall,
@@ -96,13 +97,3 @@ def zch_resize(
     counters = resized_counters(state.counters_BC, table.buckets, new_buckets)
     ids_E, used_E, since_E, last_E, hits_E, expires_E, moved_E = results
     return ResizedState(HashState(ids_E, used_E, since_E, last_E, hits_E, expires_E, counters), moved_E)
-
-
-def score(
-    policy: Policy, *, step: int, last: int, hits: int, expires: int = 0, exponent: float = 1.0
-) -> Score:
-    """Return a row's score under a policy; the row with the least score is evicted first.
-
-    LFU, last 3, hits 2 -> (2, 3); DISTANCE_LFU, step 7, last 3, hits 2, exponent 1 -> (0.5,)
-    """
-    return score_of(policy, exponent, step, last, hits, expires)

@@ -47,8 +47,11 @@ def power(age: int, exponent: float) -> float:
     return result
 
 
-def score_of(policy: int, exponent: float, step: int, last: int, hits: int, expires: int) -> Score:
-    """Return a row's score under a policy: the least is evicted first."""
+def score(policy: int, *, step: int, last: int, hits: int, expires: int = 0, exponent: float = 1.0) -> Score:
+    """Return a row's score under a policy; the row with the least score is evicted first.
+
+    LFU, last 3, hits 2 -> (2, 3); DISTANCE_LFU, step 7, last 3, hits 2, exponent 1 -> (0.5,)
+    """
     if policy == Policy.LRU:
         return (last,)
     if policy == Policy.LFU:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilerec.ops.hash.checks import COUNTER_LIMIT, check_resize, raise_misplaced_id
 from tilerec.ops.hash.place import by_bucket, high, low, mixed, tensor_like, window_of
-from tilerec.ops.hash.policy import score_of
+from tilerec.ops.hash.policy import score
 from tilerec.ops.hash.state import ResizeCall
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -100,7 +100,14 @@ def zch_resize_reference(call: ResizeCall) -> tuple[Tensor, ...]:
     kept_old, kept_new = [], []
     for bucket, positions in by_bucket(high(mixed_U, new_buckets) - new_first):
         positions.sort(
-            key=lambda u: score_of(call.policy, call.exponent, call.step, last[u], hits[u], expires[u]),
+            key=lambda u: score(
+                call.policy,
+                step=call.step,
+                last=last[u],
+                hits=hits[u],
+                expires=expires[u],
+                exponent=call.exponent,
+            ),
             reverse=True,
         )
         placed = _first_fit(positions, starts, new_slots, max_probe)

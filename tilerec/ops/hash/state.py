@@ -47,7 +47,6 @@ class AssignOptions(NamedTuple):
         policy, exponent: which row is evicted first; the exponent is that of `Policy.DISTANCE_LFU`.
         now: the clock of expiry; a number, or a tensor as `step`.
         ttl: the time an id lives after its last use; a number, or int64 [N].
-        evict: ids whose window is full evict in the steps that this number divides. In other steps, and with 0, they
         evict: ids with a full window evict in steps that this number divides. In other steps, and with 0, they are
             rejected.
         threshold: occurrences an id needs before it gets a row; above 1 the state needs counters.

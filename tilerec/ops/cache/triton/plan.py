@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilerec.ops.cache.definition import HeaderColumn, Plan
+from tilerec.ops.cache.definition import SERIAL_BITS, HeaderColumn, Plan
 from tilerec.ops.cache.triton.books import (
     C_ALIVE,
     S_BEGIN,
@@ -59,7 +59,7 @@ H_WANTING, H_SPARE, H_FREE, H_EVICTIONS, H_WRITES = (
     )
 )
 P_TABLE, P_ROW, P_LINE, P_LEAVES, P_FROM, P_DIRTY = (tl.constexpr(int(row)) for row in Plan)
-_HELD = tl.constexpr(1 << 62)
+_HELD, _SERIAL_BITS = tl.constexpr(1 << 62), tl.constexpr(SERIAL_BITS)
 PROGRAMS = 4096
 """Most programs of a grid. Each loops over entries, since only the device has the number of wanting rows."""
 
@@ -119,24 +119,18 @@ def give_kernel(
         held = inside & (empty == 0) & ((bits & alive[:, None]) != 0)
         lfu = exists & (tl.load(own + T_LFU * table_count) != 0)
         counts = ints + tl.load(own + T_COUNTS * table_count)
-        frequency = tl.load(counts[:, None] + resident, mask=lfu[:, None] & (empty == 0), other=0).to(
-            tl.int64
-        )
-        frequency = tl.where(empty, -1, tl.where(held, _HELD, frequency))
-        age = tl.where(empty, -1, tl.where(held, _HELD, age))
-        goes_before = (frequency[:, None, :] < frequency[:, :, None]) | (
-            (frequency[:, None, :] == frequency[:, :, None])
-            & (
-                (age[:, None, :] < age[:, :, None])
-                | ((age[:, None, :] == age[:, :, None]) & (way[None, None, :] < way[None, :, None]))
-            )
+        frequency = tl.load(counts[:, None] + resident, mask=lfu[:, None] & (empty == 0), other=0)
+        score = (frequency.to(tl.int64) << _SERIAL_BITS) + age
+        score = tl.where(empty, -1, tl.where(held, _HELD, score))
+        goes_before = (score[:, None, :] < score[:, :, None]) | (
+            (score[:, None, :] == score[:, :, None]) & (way[None, None, :] < way[None, :, None])
         )
         turn = tl.sum(goes_before.to(tl.int32), 2)
         chosen = inside & (turn == rank[:, None]) & (held == 0)
         assigned = tl.sum(chosen.to(tl.int32), 1) > 0
-        evicted_frequency = tl.sum(tl.where(chosen, frequency, 0), 1)
+        evicted_frequency = tl.sum(tl.where(chosen, score >> _SERIAL_BITS, 0), 1)
         row_frequency = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
-        assigned = assigned & ((lfu == 0) | (row_frequency >= evicted_frequency))
+        assigned = assigned & (row_frequency >= evicted_frequency)
         tl.store(
             given + item, tl.where(assigned, tl.sum(tl.where(chosen, line, 0), 1), -1).to(tl.int32), mask=here
         )

@@ -34,9 +34,21 @@ def power(age, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def score_of(hits, last, step, EXPONENT: tl.constexpr):
-    """Return hits / age ** exponent."""
-    return hits.to(tl.float64) / power(tl.maximum(step - last, 1), EXPONENT)
+def score_of(last, hits_at, expires_at, mask, step, POLICY: tl.constexpr, EXPONENT: tl.constexpr):
+    """Return int64 in the order of the rows' scores; of LFU the hits, whose ties go by `last`.
+
+    DISTANCE_LFU: the score's bits, which are in its order, since no score is negative zero or NaN.
+    """
+    score = last
+    if POLICY == TTL:
+        score = tl.load(expires_at, mask=mask, other=MOST)
+    elif POLICY != LRU:
+        score = tl.load(hits_at, mask=mask, other=0)
+    if POLICY == DISTANCE_LFU:
+        ratio = score.to(tl.float64) / power(tl.maximum(step - last, 1), EXPONENT)
+        bits = ratio.to(tl.int64, bitcast=True)
+        score = tl.where(bits < 0, bits ^ MOST, bits)
+    return score
 
 
 @triton.jit
@@ -52,26 +64,17 @@ def victim(
     done = start * 0
     found = done + FAR
     least, least_last = found * 0, found * 0
-    if POLICY == DISTANCE_LFU:
-        least = least.to(tl.float64)
     while done < window:
         distance = done + lane
         row = base + wrapped(start + distance, slots)
         inside = distance < window
         last = tl.load(last_E + row, mask=inside, other=MOST)
+        score = score_of(last, hits_E + row, expires_E + row, inside, step, POLICY, EXPONENT)
         free = inside & (last < step)
-        worst = MOST
-        key = last
-        if POLICY == LFU:
-            key = tl.load(hits_E + row, mask=inside, other=0)
-        elif POLICY == DISTANCE_LFU:
-            key = score_of(tl.load(hits_E + row, mask=inside, other=0), last, step, EXPONENT)
-            worst = float("inf")
-        elif POLICY == TTL:
-            key = tl.load(expires_E + row, mask=inside, other=MOST)
-            free = free & (key <= now)
-        here = tl.min(tl.where(free, key, worst), axis=0)
-        free = free & (key == here)
+        if POLICY == TTL:
+            free = free & (score <= now)
+        here = tl.min(tl.where(free, score, MOST), axis=0)
+        free = free & (score == here)
         here_last = least_last
         if POLICY == LFU:
             here_last = tl.min(tl.where(free, last, MOST), axis=0)

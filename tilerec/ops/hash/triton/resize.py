@@ -32,7 +32,7 @@ from tilerec.ops.hash.triton.place import (
     width_of,
     wrapped,
 )
-from tilerec.ops.hash.triton.policy import DISTANCE_LFU, LRU, MOST, TTL, exponent_of, score_of
+from tilerec.ops.hash.triton.policy import MOST, exponent_of, score_of
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_all, raise_due
 
 _RESIZED_ROWS = 2**24  # old rows per sort, which needs about 70 bytes each
@@ -45,10 +45,7 @@ def live_kernel(
     buckets, slots, new_first, new_held, new_buckets, new_slots, step,
     POLICY: tl.constexpr, EXPONENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store each old row's new bucket, its new start and its sort key. Unused rows come last.
-
-    A score's bits as an integer are in the order of the scores: no score is negative zero or NaN.
-    """
+    """Store each old row's new bucket, its new start and its score. Unused rows come last."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = r < count
     live = inside & (tl.load(used_E + r, mask=inside, other=0) != 0)
@@ -60,16 +57,8 @@ def live_kernel(
     tl.store(bucket_E + r, tl.where(live & (lost == 0), bucket, new_held), mask=inside)
     tl.store(start_E + r, low(mixed, new_slots.to(tl.int64)), mask=inside)
     tl.store(moved_E + r, tl.where(live, -2, -1).to(tl.int64), mask=inside)
-    if POLICY == TTL:
-        key = tl.load(expires_E + r, mask=live, other=0)
-    elif POLICY == LRU:
-        key = tl.load(last_E + r, mask=live, other=0)
-    else:
-        key = tl.load(hits_E + r, mask=live, other=0)
-        if POLICY == DISTANCE_LFU:
-            score = score_of(key, tl.load(last_E + r, mask=live, other=0), step.to(tl.int64), EXPONENT)
-            key = score.to(tl.int64, bitcast=True)
-            key = tl.where(key < 0, key ^ MOST, key)
+    last = tl.load(last_E + r, mask=live, other=0)
+    key = score_of(last, hits_E + r, expires_E + r, live, step.to(tl.int64), POLICY, EXPONENT)
     tl.store(key_E + r, key, mask=inside)
 
 
