@@ -70,7 +70,7 @@ def _calibrate(group: Group, out: str, device: str) -> None:
 
 def _speeds_text(speeds: Speeds) -> str:
     """Format all speeds as two tables: rates per width, then single numbers."""
-    from tilerec.planner.report.report_text import format_columns
+    from tilerec.spec.plan_table import format_columns
     from tilerec.spec.speeds import PER_WIDTH, SINGLE
 
     widths = [str(width) for width in speeds.widths]

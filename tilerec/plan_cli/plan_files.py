@@ -17,9 +17,16 @@ def beside(plan: Path, what: str) -> Path:
     return plan.with_name(f"{plan.stem}.{what}.json")
 
 
-def load_report(plan: Path) -> PlanReport | None:
-    path = beside(plan, "report")
-    return PlanReport.load(path) if path.exists() else None
+def load_report(path: Path, plan: ShardingPlan, otherwise: str) -> PlanReport | None:
+    """Return the report beside a plan's file; None if there is none, or (with a warning) if it is of another plan."""
+    where = beside(path, "report")
+    report = PlanReport.load(where) if where.exists() else None
+    if report is None or report.is_of(plan):
+        return report
+    print_warning(
+        f"{where}: got the report of another plan (this one was edited, or the report was copied); {otherwise}"
+    )
+    return None
 
 
 def load_request(plan: Path) -> PlanRequest:

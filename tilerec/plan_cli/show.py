@@ -39,13 +39,7 @@ def show(
     with exit_on_error():
         check_writable("--html", html)
         found = ShardingPlan.load(plan)
-        report = load_report(plan)
-        if report is not None and not report.is_of(found):
-            print_warning(
-                f"{beside(plan, 'report')}: got the report of another plan (this one was edited, or the report was "
-                "copied); it is not shown. Plan again."
-            )
-            report = None
+        report = load_report(plan, found, "it is not shown. Plan again.")
         if request is not None:
             report = None  # the report beside the plan may be for other machines
         if html is not None and report is None:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tilerec.plan_cli.diff import side_by_side
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.machines import bytes_of
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
 from tilerec.plan_cli.plan_files import check_writable, load_request, save_plan
-from tilerec.plan_cli.side_by_side import side_by_side
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.variation import with_changes

@@ -215,6 +215,10 @@ class ParameterConstraints:
         """Return `compute_kernels`; () if all are allowed."""
         return self.compute_kernels or ()  # type: ignore[return-value]
 
+    def only_dense(self) -> bool:
+        """Return True if no optimizer may be attached to the table."""
+        return self.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
+
     def ids_per_bag(self) -> float | None:
         """Return the largest pooling factor; None if unknown."""
         return float(max(self.pooling_factors)) if self.pooling_factors else None
@@ -271,6 +275,13 @@ class ParameterConstraints:
             return ParameterConstraints(**kwargs)
         except (TypeError, ValueError) as error:
             raise error if str(error).startswith(value.where) else value.refused(error) from error
+
+
+NO_CONSTRAINTS = ParameterConstraints()
+FREE_PLACEMENT: dict[str, Any] = {
+    "sharding_types": None, "forbidden_types": (), "ranks": None, "hosts": None, "max_ranks": None,
+}  # fmt: skip
+"""Fields that restrict sharding types and ranks, each with the value that allows all of them."""
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ class Decision:
             limits = self.request.limits_of(table.key)
             if table.key in self.pins:
                 pin = replace(self.pins[table.key], data_type=table.data_type)
-                given = limits is not None and limits.sharding is not None
+                given = limits.sharding is not None
                 found[table.key] = (
                     pin if given else with_table_fields(pin, table, limits, self.request.topology)
                 )
@@ -196,10 +196,8 @@ def _with_proportional_rows(none: Decision, quick: Work | None) -> Decision:
     request, problem = none.request, none.problem
     free = (none.instance.cap - none.instance.base_memory)[:, problem.model.tier]
     # Co-located tables, and tables with fewer max_ranks, cannot be split over all ranks on their own.
-    ranks, grouped = (
-        request.topology.world_size,
-        {key for group in groups_of(request, none.pins) for key in group},
-    )
+    ranks = request.topology.world_size
+    grouped = {key for group in groups_of(request, none.pins) for key in group}
     most = {key: limits.max_ranks or ranks for key, limits in request.constraints.items()}
     everyone = [
         work
@@ -244,9 +242,9 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
         if not decision.found:
             return decision
         decision = _without_empty_ranges(decision)
-        priced = price_of(decision.request, decision.shardings())
+        with_price, priced = _priced(decision)
         if not priced.over.any():
-            return _of_lowest_price(_with_even_rows(replace(decision, priced=priced)))
+            return _of_lowest_price(_with_even_rows(with_price))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # 1/16 more, as the next plan will differ
         again = replace(instance, base_memory=instance.base_memory + missed)
@@ -256,6 +254,12 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
             solution = replace(solution, status=Status.NONE_FOUND, proof=None)
         decision = replace(decision, solution=solution)
     return replace(decision, solution=replace(decision.solution, status=Status.NONE_FOUND, proof=None))
+
+
+def _priced(decision: Decision) -> tuple[Decision, PlanPrice]:
+    """Return the decision with the price of its plan, and that price."""
+    priced = price_of(decision.request, decision.shardings())
+    return replace(decision, priced=priced), priced
 
 
 def _without_empty_ranges(decision: Decision) -> Decision:
@@ -283,14 +287,8 @@ def _with_even_rows(decision: Decision) -> Decision:
     assert priced is not None
     if not solution.rows or priced.cost_ps <= solution.cost + solution.cost // NEAR:
         return decision
-    even = replace(solution, rows={})
-    other = replace(
-        decision,
-        solution=even,
-        priced=price_of(decision.request, replace(decision, solution=even).shardings()),
-    )
-    assert other.priced is not None
-    return other if not other.priced.over.any() and other.priced.cost_ps < priced.cost_ps else decision
+    other, then = _priced(replace(decision, solution=replace(solution, rows={})))
+    return other if not then.over.any() and then.cost_ps < priced.cost_ps else decision
 
 
 def _of_lowest_price(decision: Decision) -> Decision:
@@ -304,12 +302,9 @@ def _of_lowest_price(decision: Decision) -> Decision:
         near = best.priced.cost_ps <= best.solution.cost + best.solution.cost // NEAR
         if near or other.cost >= best.priced.cost_ps:
             break
-        found = _without_empty_ranges(
-            replace(decision, solution=replace(other, bound=decision.solution.bound))
-        )
-        found = replace(found, priced=price_of(decision.request, found.shardings()))
-        assert found.priced is not None
-        if not found.priced.over.any() and found.priced.cost_ps < best.priced.cost_ps:
+        solution = replace(other, bound=decision.solution.bound)
+        found, priced = _priced(_without_empty_ranges(replace(decision, solution=solution)))
+        if not priced.over.any() and priced.cost_ps < best.priced.cost_ps:
             best = found
     return _walked(best)
 
@@ -330,9 +325,9 @@ def _walked(decision: Decision) -> Decision:
 
 def _of_pins_only(decision: Decision) -> Decision:
     """Return the decision for a request whose tables are all pinned: the pins are the plan, if they fit."""
-    priced = price_of(decision.request, decision.shardings())
+    found, priced = _priced(decision)
     if not priced.over.any():
-        return replace(decision, bound=priced.cost_ps, priced=priced)
+        return replace(found, bound=priced.cost_ps)
     over = priced.over.max(0)
     tier = int(over.argmax())
     none = replace(decision.solution, status=Status.NONE_EXISTS, proof=Proof(tier, int(over[tier])))

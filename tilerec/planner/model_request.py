@@ -1,4 +1,4 @@
-"""From a model and the planner's settings to a `PlanRequest`: tables, their constraints and pins, reserved memory."""
+"""From a model and the planner's settings to a `PlanRequest`: tables, constraints, pins (`fixed=`), reserved memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,11 @@ from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import StorageReservation
 from tilerec.planner.sharder import Sharder, checked_sharders
 from tilerec.planner.tables import PlannedTable, tables_of, tables_of_configs
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+
+Fixed = ShardingPlan | str | Path | Mapping[str, Mapping[str, ParameterSharding | Tiling]]
 
 
 @gc_paused()
@@ -44,7 +48,7 @@ def model_request(
         ConfigError: there are no tables, or constraints or `fixed` do not fit them.
     """
     given = checked_sharders(sharders, "EmbeddingShardingPlanner")
-    dense = {name for name, limits in constraints.items() if _only_dense(limits)}
+    dense = {name for name, limits in constraints.items() if limits.only_dense()}
     if isinstance(module, nn.Module):
         tables = tables_of(module, given, dense)
         what = f"{type(module).__name__} has no embedding collection with tables; pass the model that holds them."
@@ -119,5 +123,43 @@ def _by_key(
     return found
 
 
-def _only_dense(limits: ParameterConstraints) -> bool:
-    return limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)
+def read_fixed(fixed: Fixed | None) -> tuple[dict[tuple[str, str], ParameterSharding], int | None]:
+    """Return the shardings by (module path, table name), and the plan's number of ranks; None if it has none.
+
+    Raises:
+        ConfigError: `fixed` is not of this type, or the file cannot be read.
+    """
+    if fixed is None:
+        return {}, None
+    if isinstance(fixed, (str, Path)):
+        try:
+            fixed = ShardingPlan.load(fixed)
+        except ConfigError as error:
+            raise ConfigError(
+                f"EmbeddingShardingPlanner: the plan in fixed= cannot be read: {error}"
+            ) from error
+    if isinstance(fixed, ShardingPlan):
+        return {(path, name): sharding for path, name, sharding in fixed.tables()}, fixed.world_size
+    if not isinstance(fixed, Mapping):
+        raise ConfigError(
+            f"EmbeddingShardingPlanner: fixed is a {type(fixed).__name__}; wanted a ShardingPlan, the path of one, or "
+            "{module path: {table: ParameterSharding or Tiling}}."
+        )
+    found: dict[tuple[str, str], ParameterSharding] = {}
+    for path, tables in fixed.items():
+        if not isinstance(tables, Mapping):
+            raise _wrong_kind(path, tables)
+        for name, item in tables.items():
+            if isinstance(item, Tiling):
+                item = ParameterSharding(ShardingType.EXPLICIT, tiling=item)
+            if not isinstance(item, ParameterSharding):
+                raise _wrong_kind(path, item)
+            found[(path, name)] = item
+    return found, None
+
+
+def _wrong_kind(path: object, item: Any) -> ConfigError:
+    return ConfigError(
+        f"EmbeddingShardingPlanner: fixed['{path}'] is or has a {type(item).__name__}; wanted "
+        "{table: ParameterSharding or Tiling}."
+    )

@@ -14,16 +14,16 @@ from tilerec.spec.topology import Topology
 
 
 def allowed_storages(
-    table: PlannedTable, limits: ParameterConstraints | None, topology: Topology, *, offload: bool
+    table: PlannedTable, limits: ParameterConstraints, topology: Topology, *, offload: bool
 ) -> tuple[bool, bool]:
     """Return whether device memory, and whether host memory behind a cache, may hold the table.
 
     Args:
         offload: host memory may also hold tables without constraints on the memory.
     """
-    if topology.compute_device == "cpu" or (limits is not None and limits.enforce_hbm):
+    if topology.compute_device == "cpu" or limits.enforce_hbm:
         return True, False
-    kernels = () if limits is None else limits.kernels_allowed()
+    kernels = limits.kernels_allowed()
     if not kernels:
         stays = table.cached is not None and (table.optimizer is not None or not table.trained)
         return (False, True) if stays else (True, offload)

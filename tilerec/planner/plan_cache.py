@@ -60,7 +60,7 @@ class PlanCache:
                     sizes.setdefault(module, {})[name] = (table.rows, table.dim)
             plan.check(sizes, request.topology.world_size)
         except (ConfigError, ValueError, KeyError, TypeError) as error:
-            _warn(path, str(error))
+            warnings.warn(f"Plan cache: {path} is ignored and will be written again: {error}.", stacklevel=4)
             return None
         return plan, report
 
@@ -85,7 +85,3 @@ class PlanCache:
 def _checksum(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _warn(path: Path, why: str) -> None:
-    warnings.warn(f"Plan cache: {path} is ignored and will be written again: {why}.", stacklevel=5)

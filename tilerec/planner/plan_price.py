@@ -12,10 +12,9 @@ from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.workload import TableWork, Workload
-from tilerec.planner.report.table_entry import PICO
 from tilerec.planner.report.time_text import time_text
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import Ints
+from tilerec.planner.search.instance import PICO, Ints
 from tilerec.sharding.strategies import complete
 from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text

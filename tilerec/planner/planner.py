@@ -16,9 +16,8 @@ from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import FIELDS_READ, ParameterConstraints
-from tilerec.planner.fixed_tables import Fixed, read_fixed
 from tilerec.planner.make_plan import make_plan
-from tilerec.planner.model_request import model_request
+from tilerec.planner.model_request import Fixed, model_request, read_fixed
 from tilerec.planner.plan_cache import PlanCache
 from tilerec.planner.plan_price import PlanPrice, price_plan
 from tilerec.planner.request import PlanRequest
@@ -91,27 +90,20 @@ class EmbeddingShardingPlanner:
                 "search has no such parts, and needs no time limit. Restrict a table's placement with constraints=.",
                 stacklevel=2,
             )
-        if topology is not None and not isinstance(topology, Topology):
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: topology is a {type(topology).__name__}, wanted a Topology."
-            )
-        if storage_reservation is not None and not isinstance(storage_reservation, StorageReservation):
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: storage_reservation is a {type(storage_reservation).__name__}, wanted one "
-                "of tilerec.planner, such as FixedPercentageStorageReservation(0.1)."
-            )
+        a_reservation = "one of tilerec.planner, such as FixedPercentageStorageReservation(0.1)"
+        for name, value, kind, wanted in (
+            ("topology", topology, Topology, "a Topology"),
+            ("storage_reservation", storage_reservation, StorageReservation, a_reservation),
+            ("constraints", constraints, Mapping, "a dict of table -> ParameterConstraints"),
+            ("cache", cache, (str, Path), "the path of a folder"),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(
+                    f"EmbeddingShardingPlanner: {name} is a {type(value).__name__}, wanted {wanted}."
+                )
         self.topology = topology
         self.batch_size = PlanRequest.batch_size if batch_size is None else batch_size
         self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
-        if not isinstance(constraints, (Mapping, type(None))):
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: constraints is a {type(constraints).__name__}, wanted a dict of table -> "
-                "ParameterConstraints."
-            )
-        if not isinstance(cache, (str, Path, type(None))):
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: cache is a {type(cache).__name__}, wanted the path of a folder."
-            )
         self.constraints = dict(constraints or {})
         self.effort = effort
         self.cache = None if cache is None else PlanCache(cache)

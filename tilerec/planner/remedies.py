@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.constraints import FREE_PLACEMENT, ParameterConstraints
 from tilerec.planner.cost.workload import Workload
 from tilerec.planner.decision import Decision, decide
 from tilerec.planner.request import PlanRequest
@@ -67,7 +67,7 @@ class _RemedySearch:
             if found is not None:
                 yield found
 
-    def _first(self, candidates: Iterator[tuple[str, PlanRequest]]) -> Remedy | None:
+    def _first(self, candidates: Iterable[tuple[str, PlanRequest]]) -> Remedy | None:
         """Return the first candidate with a plan, of at most `tries`."""
         for _, (text, request) in zip(range(self.tries), candidates, strict=False):
             if self._decided(request) is not None:
@@ -76,15 +76,14 @@ class _RemedySearch:
 
     def _decided(self, request: PlanRequest) -> Decision | None:
         """Return a decision with a plan; None if there is none, or if no work is left."""
+        if self.work.over:
+            return None
+        self.work.spend(WORK_PER_TABLE * len(request.tables))
         try:
-            if self.work.over:
-                return None
-            self.work.spend(WORK_PER_TABLE * len(request.tables))
             found = decide(request, quick=self.work)
-            return found if found.priced is not None else None
         except ConfigError:
-            pass
-        return None
+            return None
+        return None if found.priced is None else found
 
     def _more_ranks(self) -> Remedy | None:
         return self._first(self._worlds())
@@ -155,16 +154,8 @@ class _RemedySearch:
                 text = f"{name} of {bytes_text(high)} at least on every rank; they have {self.shortage.cap_text()}"
             return Remedy(text, self._with_cap(high))
         if request.reserved_bytes()[0] > 0.3 * self.cap:
-            return self._first(
-                iter(
-                    [
-                        (
-                            "nothing reserved (storage_reservation)",
-                            replace(request, reserved=0, reserved_part=0.0, reserved_batches=0),
-                        )
-                    ]
-                )
-            )
+            free = replace(request, reserved=0, reserved_part=0.0, reserved_batches=0)
+            return self._first([("nothing reserved (storage_reservation)", free)])
         return None
 
     def _with_cap(self, cap: int) -> PlanRequest:
@@ -184,10 +175,11 @@ class _RemedySearch:
             for table in request.tables
             if table.optimizer is not None and _must_be_on_device(request.limits_of(table.key))
         ]
-        freed = request
-        for key in bound:
-            freed = freed.with_constraint(key, enforce_hbm=None, compute_kernels=None)
+        freed = request.with_constraints(bound, enforce_hbm=None, compute_kernels=None)
         some = ", ".join(f"'{name}'" for name in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
+
+        limits = {table.key: freed.limits_of(table.key) for table in request.tables}
+        own = [key for key, c in limits.items() if c.cache_params is None and c.sharding is None]
 
         def candidates() -> Iterator[tuple[str, PlanRequest]]:
             if bound:
@@ -199,7 +191,7 @@ class _RemedySearch:
                 if (topology.ddr_cap or 0) > 0:
                     yield (
                         f"smaller caches for tables in host memory: cache_params=CacheParams(load_factor={factor})",
-                        _with_load_factor(freed, factor),
+                        freed.with_constraints(own, cache_params=CacheParams(load_factor=factor)),
                     )
             work = Workload(request.works())
             size = work.rows * (work.dim * (work.element + work.cell_state) + work.row_state)
@@ -225,22 +217,15 @@ class _RemedySearch:
         bare = [
             table.key
             for table in request.tables
-            if table.trained and table.optimizer is None and not _must_be_dense(request, table.key)
+            if table.trained and table.optimizer is None and not request.limits_of(table.key).only_dense()
         ]
         if not bare:
             return None
-        chosen = set(bare)
-        tables = tuple(
-            replace(table, optimizer=RowWiseAdagrad()) if table.key in chosen else table
-            for table in request.tables
-        )
-        some = ", ".join(f"'{name}'" for name in bare[:NAMES_SHOWN])
-        more = f" and {len(bare) - NAMES_SHOWN} more" if len(bare) > NAMES_SHOWN else ""
         text = (
             "an optimizer that updates in the backward pass (apply_optimizer_in_backward, or a sharder's) and has no "
-            f"state per cell, such as RowWiseAdagrad, for {some}{more}: without one, gradients are as large as tables"
+            f"state per cell, such as RowWiseAdagrad, for {_named(bare)}: without one, gradients are as large as tables"
         )
-        return self._first(iter([(text, replace(request, tables=tables))]))
+        return self._first([(text, request.with_tables(bare, optimizer=RowWiseAdagrad()))])
 
     def _bf16(self) -> Remedy | None:
         names, request = self.instance.names, self.request
@@ -248,14 +233,16 @@ class _RemedySearch:
         wide = [
             names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
         ]
-        if not wide or self._decided(_with_bf16_rows(request, wide)) is None:
+
+        def fits(count: int) -> bool:
+            return self._decided(request.with_tables(wide[:count], data_type=DataType.BF16)) is not None
+
+        if not wide or not fits(len(wide)):
             return None
-        count = least_fitting(
-            len(wide), lambda k: self._decided(_with_bf16_rows(request, wide[:k])) is not None, self.tries
-        )
-        some = ", ".join(f"'{name}'" for name in wide[: min(count, NAMES_SHOWN)])
-        more = f" and {count - NAMES_SHOWN} more" if count > NAMES_SHOWN else ""
-        return Remedy(f"bf16 rows (data_type) for {some}{more}", _with_bf16_rows(request, wide[:count]))
+        count = least_fitting(len(wide), fits, self.tries)
+        some = wide[:count]
+        text = f"bf16 rows (data_type) for {_named(some)}"
+        return Remedy(text, request.with_tables(some, data_type=DataType.BF16))
 
     def _other_types(self) -> Remedy | None:
         order = {name: int(self.least[t]) for t, name in enumerate(self.instance.names)}
@@ -267,7 +254,7 @@ class _RemedySearch:
         bound.sort(key=lambda key: (-order[key], key))
 
         for key in bound[: max(1, self.tries - 1)]:
-            request = _without_restrictions(self.request, [key])
+            request = self.request.with_constraints([key], **_FREE)
             found = self._decided(request)
             if found is not None:
                 kind, names = found.shardings()[key].kind, _restricting(self.request.constraints[key])
@@ -278,7 +265,7 @@ class _RemedySearch:
             return None
         some = ", ".join(f"'{key}'" for key in bound[:NAMES_SHOWN]) + ", …" * (len(bound) > NAMES_SHOWN)
         text = f"no restriction of sharding types and ranks for {some}"
-        return self._first(iter([(text, _without_restrictions(self.request, bound))]))
+        return self._first([(text, self.request.with_constraints(bound, **_FREE))])
 
     def _unpinned(self) -> Remedy | None:
         keys = list(self.decision.pins)
@@ -290,29 +277,19 @@ class _RemedySearch:
             for key in over[: max(1, self.tries - 1)]:
                 yield (
                     f"'{key}' left to the planner instead of pinned",
-                    _without_restrictions(self.request, [key]),
+                    self.request.with_constraints([key], **_FREE),
                 )
-            yield "no table pinned", _without_restrictions(self.request, keys)
+            yield "no table pinned", self.request.with_constraints(keys, **_FREE)
 
         return self._first(candidates())
 
 
+_FREE = {**FREE_PLACEMENT, "sharding": None}
 _RESTRICT = ("sharding_types", "forbidden_types", "max_ranks", "ranks", "hosts")
 
 
-def _with_load_factor(request: PlanRequest, load_factor: float) -> PlanRequest:
-    """Set this load factor for all tables without their own cache_params."""
-    params = CacheParams(load_factor=load_factor)
-    constraints = dict(request.constraints)
-    for table in request.tables:
-        limits = constraints.get(table.key, ParameterConstraints())
-        if limits.cache_params is None and limits.sharding is None:
-            constraints[table.key] = replace(limits, cache_params=params)
-    return replace(request, constraints=constraints)
-
-
-def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
-    if limits is None or limits.sharding is not None:
+def _must_be_on_device(limits: ParameterConstraints) -> bool:
+    if limits.sharding is not None:
         return False
     kernels = limits.kernels_allowed()
     updating = [kernel for kernel in kernels if kernel is not EmbeddingComputeKernel.DENSE]
@@ -321,24 +298,6 @@ def _must_be_on_device(limits: ParameterConstraints | None) -> bool:
 
 def _restricting(limits: ParameterConstraints) -> str:
     return " and ".join(name for name in _RESTRICT if getattr(limits, name))
-
-
-def _without_restrictions(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
-    constraints = dict(request.constraints)
-    for key in keys:
-        constraints[key] = replace(
-            constraints[key], sharding_types=None, forbidden_types=(), max_ranks=None, ranks=None, hosts=None,
-            sharding=None,
-        )  # fmt: skip
-    return replace(request, constraints=constraints)
-
-
-def _with_bf16_rows(request: PlanRequest, keys: Sequence[str]) -> PlanRequest:
-    chosen = set(keys)
-    tables = tuple(
-        replace(table, data_type=DataType.BF16) if table.key in chosen else table for table in request.tables
-    )
-    return replace(request, tables=tables)
 
 
 def _with_more_ranks(topology: Topology, more_hosts: Sequence[int], ranks: int) -> Topology:
@@ -357,6 +316,11 @@ def _with_more_ranks(topology: Topology, more_hosts: Sequence[int], ranks: int) 
         if own is not None:  # new ranks have as much memory as the largest
             caps[f"{name}s"] = (*own, *(max(own) for _ in more))
     return replace(topology, world_size=last, hosts=hosts, local_world_size=None, **caps)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:NAMES_SHOWN]) + more
 
 
 def least_fitting(most: int, fits: Callable[[int], bool], tries: int) -> int:
@@ -382,8 +346,3 @@ def _round_up_to_text(size: int) -> int:
     while unit << 10 <= size:
         unit <<= 10
     return size if unit == 1 else -(-size * 10 // unit) * unit // 10
-
-
-def _must_be_dense(request: PlanRequest, key: str) -> bool:
-    limits = request.limits_of(key)
-    return limits is not None and limits.kernels_allowed() == (EmbeddingComputeKernel.DENSE,)

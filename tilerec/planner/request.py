@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,19 +18,14 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
-from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.constraints import NO_CONSTRAINTS, ParameterConstraints
 from tilerec.planner.cost.reads import BATCH_SIZE, reads_of
 from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, TableWork
 from tilerec.planner.placement import allowed_ranks, allowed_storages
 from tilerec.planner.table_list import read_tables, table_to_json
 from tilerec.planner.tables import PlannedTable
 from tilerec.spec.optimizer import SGD
-from tilerec.spec.plan import (
-    HOST_KERNELS,
-    EmbeddingComputeKernel,
-    ParameterSharding,
-    Wire,
-)
+from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ParameterSharding, Wire
 from tilerec.spec.topology import MOST_BYTES, Topology
 
 VERSION = 1
@@ -141,9 +136,9 @@ class PlanRequest:
 
     # ---------------------------------------------------------------------------------------------- for the search
 
-    def limits_of(self, key: str) -> ParameterConstraints | None:
-        """Return the table's constraints; None if it has none."""
-        return self.constraints.get(key)
+    def limits_of(self, key: str) -> ParameterConstraints:
+        """Return the table's constraints; without restrictions if it has none."""
+        return self.constraints.get(key, NO_CONSTRAINTS)
 
     @cached_property
     def by_key(self) -> dict[str, PlannedTable]:
@@ -165,11 +160,11 @@ class PlanRequest:
             plain[count] = (Reads(self.batch_size),) * max(1, count)
         works = []
         for table in sorted(self.tables, key=lambda table: table.key):
-            limits = self.constraints.get(table.key)
-            ids_per_bag = None if limits is None else limits.ids_per_bag()
+            limits = self.limits_of(table.key)
+            ids_per_bag = limits.ids_per_bag()
             reads = plain[len(table.features)]
-            if table.weighted or limits is not None:
-                reads = self._reads(table, limits or ParameterConstraints())
+            if table.weighted or limits is not NO_CONSTRAINTS:
+                reads = self._reads(table, limits)
             works.append(
                 TableWork(
                     table.key,
@@ -178,13 +173,13 @@ class PlanRequest:
                     table.data_type,
                     table.optimizer if table.trained else _FROZEN,
                     reads,
-                    None if limits is None else limits.skew,
+                    limits.skew,
                     wire=_wire_of(table, limits),
                     each_id=not table.pooled,
                     collection=table.names[0][0],
                     # As in sharding: if ids per bag are unknown, rows are summed on the host before they are sent.
                     sums_in_hosts=None if not table.pooled else (ids_per_bag is None or ids_per_bag > 1),
-                    **({} if limits is None and table.cached is None else _cache_of(table, limits)),
+                    **_cache_of(table, limits),
                 )
             )
         return works
@@ -198,11 +193,11 @@ class PlanRequest:
         """Return the bytes of one input batch of a rank: int64 ids, int32 lengths, fp32 weights."""
         total = 0.0
         for table in self.tables:
-            limits = self.constraints.get(table.key)
-            if limits is None and not table.weighted:
+            limits = self.limits_of(table.key)
+            if limits is NO_CONSTRAINTS and not table.weighted:
                 total += max(1, len(table.features)) * self.batch_size * 12.0
                 continue
-            for read in self._reads(table, limits or ParameterConstraints()):
+            for read in self._reads(table, limits):
                 total += read.bags * (4.0 + read.ids_per_bag * (8.0 + 4.0 * read.weighted))
         return int(total) + 1
 
@@ -218,7 +213,7 @@ class PlanRequest:
             "reserved_batches": self.reserved_batches,
             "effort": self.effort,
             "topology": self.topology.to_json(),
-            "tables": [table_to_json(table, self.constraints.get(table.key)) for table in self.tables],
+            "tables": [table_to_json(table, self.limits_of(table.key)) for table in self.tables],
         }
 
     @staticmethod
@@ -267,32 +262,38 @@ class PlanRequest:
 
     def with_constraint(self, key: str, **changes: Any) -> PlanRequest:
         """Return the request with some fields of one table's constraints replaced."""
-        new = replace(self.constraints.get(key, ParameterConstraints()), **changes)
-        return replace(self, constraints={**self.constraints, key: new})
+        return self.with_constraints((key,), **changes)
+
+    def with_constraints(self, keys: Iterable[str], **changes: Any) -> PlanRequest:
+        """Return the request with some fields of these tables' constraints replaced."""
+        changed = {key: replace(self.limits_of(key), **changes) for key in keys}
+        return replace(self, constraints={**self.constraints, **changed})
+
+    def with_tables(self, keys: Iterable[str], **changes: Any) -> PlanRequest:
+        """Return the request with some fields of these tables replaced, such as `optimizer`."""
+        chosen = set(keys)
+        tables = (replace(table, **changes) if table.key in chosen else table for table in self.tables)
+        return replace(self, tables=tuple(tables))
 
 
-def _wire_of(table: PlannedTable, limits: ParameterConstraints | None) -> Wire:
+def _wire_of(table: PlannedTable, limits: ParameterConstraints) -> Wire:
     """Return the wire formats of the pin, else those of the sharder, else fp32."""
-    pin = None if limits is None else limits.sharding
-    own = pin.wire if isinstance(pin, ParameterSharding) else None
+    own = limits.sharding.wire if isinstance(limits.sharding, ParameterSharding) else None
     return own or table.wire or Wire()
 
 
-def _cache_of(table: PlannedTable, limits: ParameterConstraints | None) -> dict[str, Any]:
+def _cache_of(table: PlannedTable, limits: ParameterConstraints) -> dict[str, Any]:
     """Return the `cached` and `load_factor` arguments of a table's `TableWork`.
 
     `cached` is True only for a pin with rows in host memory.
     """
-    if limits is None:
-        return {"load_factor": table.cached}
+    if limits is NO_CONSTRAINTS:
+        return {} if table.cached is None else {"load_factor": table.cached}
     pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None
     kernels = limits.kernels_allowed() if pin is None else (pin.kernel,)
     params = limits.cache_params if pin is None else pin.cache
     known = LOAD_FACTOR if table.cached is None else table.cached
     load_factor = known if params is None else params.load_factor
-    if (
-        EmbeddingComputeKernel.FUSED_UVM in kernels
-        and EmbeddingComputeKernel.FUSED_UVM_CACHING not in kernels
-    ):
+    if set(HOST_KERNELS) & set(kernels) == {EmbeddingComputeKernel.FUSED_UVM}:
         load_factor = 0.0
     return {"cached": pin is not None and pin.kernel in HOST_KERNELS, "load_factor": load_factor}

@@ -63,16 +63,9 @@ class HeuristicalStorageReservation(StorageReservation):
         self.percentage = _part(type(self).__name__, percentage)
         self.parameter_multiplier = parameter_multiplier
         self.dense_tensor_estimate = dense_tensor_estimate
-        if not _is_number(parameter_multiplier):
-            raise ConfigError(
-                f"HeuristicalStorageReservation: parameter_multiplier is {parameter_multiplier!r}; it must be a number "
-                "from 0."
-            )
-        if dense_tensor_estimate is not None and not _is_number(dense_tensor_estimate):
-            raise ConfigError(
-                f"HeuristicalStorageReservation: dense_tensor_estimate is {dense_tensor_estimate!r}; it must be bytes "
-                "from 0."
-            )
+        _check_number(self, "parameter_multiplier", parameter_multiplier, "a number")
+        if dense_tensor_estimate is not None:
+            _check_number(self, "dense_tensor_estimate", dense_tensor_estimate, "bytes")
 
     def reserved(self, cap: int, module: nn.Module | None, input_bytes: int) -> int:
         dense = self.dense_tensor_estimate
@@ -105,11 +98,7 @@ class FixedAbsoluteStorageReservation(StorageReservation):
     """
 
     def __init__(self, hbm_reserved_bytes: int) -> None:
-        if not _is_number(hbm_reserved_bytes):
-            raise ConfigError(
-                f"FixedAbsoluteStorageReservation: hbm_reserved_bytes is {hbm_reserved_bytes!r}; it must be bytes "
-                "from 0."
-            )
+        _check_number(self, "hbm_reserved_bytes", hbm_reserved_bytes, "bytes")
         self.hbm_reserved_bytes = hbm_reserved_bytes
 
     @classmethod
@@ -162,6 +151,11 @@ def _part(who: str, percentage: float) -> float:
             f"{who}: percentage is {percentage!r}; it is a part of the memory and must be at least 0 and below 1."
         )
     return float(percentage)
+
+
+def _check_number(of: StorageReservation, name: str, value: object, what: str) -> None:
+    if not _is_number(value):
+        raise ConfigError(f"{type(of).__name__}: {name} is {value!r}; it must be {what} from 0.")
 
 
 def _is_number(value: object) -> bool:

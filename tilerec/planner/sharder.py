@@ -40,14 +40,11 @@ def check_sharder(sharder: Any, what: str) -> None:
             f"{what} is the class {sharder.__name__}; wanted a sharder of it: {sharder.__name__}(...)."
         )
     if not all(hasattr(sharder, name) for name in ("module_type", "optimizer")):
+        kind = f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
         raise ConfigError(
-            f"{what} is {_kind_text(sharder)}; wanted a sharder of tilerec.parallel: "
+            f"{what} is {kind}; wanted a sharder of tilerec.parallel: "
             "EmbeddingBagCollectionSharder(...) or EmbeddingCollectionSharder(...)."
         )
-
-
-def _kind_text(sharder: Any) -> str:
-    return f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
 
 
 def checked_sharders(sharders: Sequence[_S] | None, who: str) -> list[_S]:

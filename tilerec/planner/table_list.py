@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilerec.json_document import JsonValue
-from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.constraints import NO_CONSTRAINTS, ParameterConstraints
 from tilerec.planner.tables import PlannedTable
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.parameter_sharding import read_wire
 from tilerec.spec.table import DataType
 
 
-def table_to_json(table: PlannedTable, limits: ParameterConstraints | None) -> dict[str, Any]:
+def table_to_json(table: PlannedTable, limits: ParameterConstraints) -> dict[str, Any]:
     """Return a table with its constraints as a dict of JSON values."""
     (path, name), *others = table.names
     out: dict[str, Any] = {
@@ -37,7 +37,7 @@ def table_to_json(table: PlannedTable, limits: ParameterConstraints | None) -> d
     for flag, usual in (("trained", True), ("pooled", True), ("weighted", False)):
         if getattr(table, flag) is not usual:
             out[flag] = getattr(table, flag)
-    if limits is not None and limits.to_json():
+    if limits is not NO_CONSTRAINTS and limits.to_json():
         out["constraints"] = limits.to_json()
     return out
 
@@ -86,16 +86,8 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
 
 _TABLES = 'a list such as [{"name": "user", "num_embeddings": 1000, "embedding_dim": 64}]'
 _NOT_NULL = (
-    "name",
-    "num_embeddings",
-    "embedding_dim",
-    "data_type",
-    "module",
-    "also",
-    "trained",
-    "pooled",
-    "weighted",
-)
+    "name", "num_embeddings", "embedding_dim", "data_type", "module", "also", "trained", "pooled", "weighted",
+)  # fmt: skip
 _FIELDS = (
     "name", "num_embeddings", "embedding_dim", "data_type", "feature_names", "module", "also", "optimizer", "trained",
     "pooled", "weighted", "wire", "cached", "constraints",

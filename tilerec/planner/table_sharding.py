@@ -23,15 +23,13 @@ from tilerec.spec.topology import Topology
 
 
 def with_table_fields(
-    made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints | None, topology: Topology
+    made: ParameterSharding, table: PlannedTable, limits: ParameterConstraints, topology: Topology
 ) -> ParameterSharding:
     """Return the sharding with its kernel, its ids per bag, and a sharding type that the constraints allow."""
-    allowed = () if limits is None else limits.types_allowed()
+    allowed = limits.types_allowed()
     kind = made.kind if not allowed or made.kind in allowed else _allowed_type(made, allowed, topology)
     kernel = _kernel_of(table, limits)
-    ids_per_bag = made.ids_per_bag
-    if ids_per_bag is None and limits is not None:
-        ids_per_bag = limits.ids_per_bag()
+    ids_per_bag = limits.ids_per_bag() if made.ids_per_bag is None else made.ids_per_bag
     if (kind, kernel, ids_per_bag) == (made.kind, made.kernel, made.ids_per_bag):
         return made
     # All fields have been checked; constructing a new record would check up to a thousand ranks again.
@@ -42,17 +40,14 @@ def with_table_fields(
     return finished
 
 
-def behind_cache(
-    made: ParameterSharding, work: TableWork, limits: ParameterConstraints | None
-) -> ParameterSharding:
+def behind_cache(made: ParameterSharding, work: TableWork, limits: ParameterConstraints) -> ParameterSharding:
     """Return the sharding with its rows in host memory."""
-    params = None if limits is None else limits.cache_params
     if not work.load_factor:
         return replace(made, compute_kernel=EmbeddingComputeKernel.FUSED_UVM)
     return replace(
         made,
         compute_kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
-        cache_params=params or CacheParams(load_factor=work.load_factor),
+        cache_params=limits.cache_params or CacheParams(load_factor=work.load_factor),
     )
 
 
@@ -76,13 +71,13 @@ def _allowed_type(
     return made.kind
 
 
-def _kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> EmbeddingComputeKernel | None:
+def _kernel_of(table: PlannedTable, limits: ParameterConstraints) -> EmbeddingComputeKernel | None:
     """Return the table's kernel; None if the optimizer attached at sharding will determine it.
 
     Raises:
         ConfigError: an optimizer is attached, but the constraints allow only "dense".
     """
-    allowed = () if limits is None else limits.kernels_allowed()
+    allowed = limits.kernels_allowed()
     dense = EmbeddingComputeKernel.DENSE
     if not allowed:
         return table.kernel
@@ -100,9 +95,7 @@ def _kernel_of(table: PlannedTable, limits: ParameterConstraints | None) -> Embe
     return updating[0]
 
 
-def check_kernel(
-    table: PlannedTable, sharding: ParameterSharding, limits: ParameterConstraints | None
-) -> None:
+def check_kernel(table: PlannedTable, sharding: ParameterSharding, limits: ParameterConstraints) -> None:
     _kernel_of(table, limits)
     if table.optimizer is not None and sharding.kernel is EmbeddingComputeKernel.DENSE:
         raise ConfigError(

@@ -322,6 +322,7 @@ class _AdamSpec(OptimizerSpec):
     row_step: bool = False
 
     _second_moment: ClassVar[Literal["row", "element"]] = "element"
+    _decoupled: ClassVar[tuple[float, ...]] = ()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -329,8 +330,8 @@ class _AdamSpec(OptimizerSpec):
         return (*slots, Slot("step", "row")) if self.row_step else slots
 
     def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, row_step]"""
-        return [self.eps, *self.betas, float(self.row_step)]
+        """[eps, beta1, beta2, row_step]; for Adam and AdamW [eps, beta1, beta2, decoupled, row_step]"""
+        return [self.eps, *self.betas, *self._decoupled, float(self.row_step)]
 
     def _check(self) -> None:
         self._betas()
@@ -352,10 +353,7 @@ class Adam(_AdamSpec):
     lr: float = 1e-3
 
     rule = "adam"
-
-    def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, decoupled = 0, row_step]"""
-        return [self.eps, *self.betas, 0.0, float(self.row_step)]
+    _decoupled = (0.0,)
 
 
 @final
@@ -372,10 +370,7 @@ class AdamW(_AdamSpec):
     weight_decay: float = 1e-2
 
     rule = "adam"
-
-    def _tail(self) -> list[float]:
-        """[eps, beta1, beta2, decoupled = 1, row_step]"""
-        return [self.eps, *self.betas, 1.0, float(self.row_step)]
+    _decoupled = (1.0,)
 
 
 @final

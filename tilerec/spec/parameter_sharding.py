@@ -300,11 +300,6 @@ def _data_type(value: JsonValue) -> DataType:
     return DataType(word)
 
 
-def is_int_from(value: object, least: int) -> bool:
-    """Return True for an int of at least `least` that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _matches_type(kind: ShardingType, tiling: Tiling) -> bool:
     """Return True if a tiling has only cuts that the sharding type allows. Any type may have replicas."""
     one_block = len(tiling.blocks) == 1

@@ -22,10 +22,10 @@ from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.spec.parameter_sharding import CODECS as CODECS
-from tilerec.spec.parameter_sharding import ParameterSharding, is_int_from
+from tilerec.spec.parameter_sharding import ParameterSharding
 from tilerec.spec.parameter_sharding import Wire as Wire
 from tilerec.spec.plan_table import plan_table
-from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
+from tilerec.spec.ranks import MOST_RANKS, is_int_from, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.sharding_type import HOST_KERNELS as HOST_KERNELS
 from tilerec.spec.sharding_type import KERNELS_IN_USE as KERNELS_IN_USE
 from tilerec.spec.sharding_type import EmbeddingComputeKernel as EmbeddingComputeKernel

@@ -9,7 +9,7 @@ Each line of a table is a group of ranks that hold rectangles of the same sizes,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
     from tilerec.spec.plan import ShardingPlan
 
 _TABLE_COLUMNS = (
-    "module",
-    "table",
-    "rows x dim",
-    "type",
-    "kernel",
-    "ranks",
-    "hosts",
-    "each holds",
-    "bytes each",
-)
+    "module", "table", "rows x dim", "type", "kernel", "ranks", "hosts", "each holds", "bytes each",
+)  # fmt: skip
 _TOTAL_COLUMNS = ("ranks", "hosts", "tables", "bytes each")
 _NUMBER_COLUMNS = ("rows x dim", "each holds", "bytes each", "tables")
 _MOST_RUNS = 32
@@ -136,12 +128,18 @@ def _hosts(ranks: Iterable[int], host_of: Mapping[int, int]) -> str:
 def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns to their widest entry: numbers to the right, empty columns omitted."""
     kept = [i for i, name in enumerate(names) if name in ("table", "ranks") or any(row[i] for row in rows)]
-    widths = [max([len(names[i]), *(len(row[i]) for row in rows)]) for i in kept]
+    right = [place for place, i in enumerate(kept) if names[i] in _NUMBER_COLUMNS]
+    return format_columns([names[i] for i in kept], [[row[i] for i in kept] for row in rows], right)
+
+
+def format_columns(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return a table as text, with columns as wide as their widest entry; columns in `right` are right-aligned."""
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
     lines = []
     for row in (names, *rows):
         cells = [
-            f"{row[i]:>{width}}" if names[i] in _NUMBER_COLUMNS else f"{row[i]:<{width}}"
-            for i, width in zip(kept, widths, strict=True)
+            f"{c:>{w}}" if i in right else f"{c:<{w}}"
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

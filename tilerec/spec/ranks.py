@@ -18,6 +18,11 @@ _RANK = re.compile(r"[0-9]{1,7}")
 _REPLICAS = re.compile(r"\{([^{}]*)\}")
 
 
+def is_int_from(value: object, least: int) -> bool:
+    """Return True for an int of at least `least` that is not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _format_run(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 

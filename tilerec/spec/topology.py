@@ -28,7 +28,7 @@ from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, read_json
 from tilerec.spec.gpu_presets import MACHINES
 from tilerec.spec.ignored_settings import warn_ignored_settings
-from tilerec.spec.ranks import MOST_RANKS, ranks_to_text, read_hosts, text_to_ranks
+from tilerec.spec.ranks import MOST_RANKS, is_int_from, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.speeds import Speeds
 
 GIB = 2**30
@@ -126,7 +126,7 @@ class Topology:
             "uneven_sharding_perf_multiplier": uneven_sharding_perf_multiplier,
         }
         warn_ignored_settings("Topology", multipliers, dict.fromkeys(multipliers, _OWN_COST_MODEL), 3)
-        if not _whole(self.world_size, 1) or self.world_size > MOST_RANKS:
+        if not is_int_from(self.world_size, 1) or self.world_size > MOST_RANKS:
             raise ConfigError(
                 f"Topology: got world_size={self.world_size!r:.80}; expected a whole number from 1 to {MOST_RANKS:,}. "
                 "Pass the number of ranks."
@@ -165,7 +165,7 @@ class Topology:
             cap = getattr(self, name)
             if cap is None:
                 fill(name, default)
-            elif not _whole(cap, 0) or cap >= MOST_BYTES:
+            elif not is_int_from(cap, 0) or cap >= MOST_BYTES:
                 raise ConfigError(
                     f"Topology: got {name}={cap!r:.200}; expected a whole number of bytes from 0 (below 2^60)."
                     + (
@@ -190,7 +190,7 @@ class Topology:
 
     def _read_hosts(self, fill: Any) -> None:
         """Check the hosts, and store them as tuples of ranks; store their size if all have the same."""
-        if self.local_world_size is not None and not _whole(self.local_world_size, 1):
+        if self.local_world_size is not None and not is_int_from(self.local_world_size, 1):
             raise ConfigError(
                 f"Topology: got local_world_size={self.local_world_size!r:.80}; expected a whole number from 1. Pass "
                 "the ranks per host."
@@ -214,7 +214,7 @@ class Topology:
         if given is None:
             return
         caps = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
-        if len(caps) != self.world_size or not all(_whole(cap, 0) and cap < MOST_BYTES for cap in caps):
+        if len(caps) != self.world_size or not all(is_int_from(cap, 0) and cap < MOST_BYTES for cap in caps):
             raise ConfigError(
                 f"Topology: got {name}_caps={given!r:.200}; expected whole numbers of bytes from 0. Pass one for each "
                 f"of the {self.world_size} ranks."
@@ -261,7 +261,7 @@ class Topology:
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
         """Return a host's ranks, in the order of their local ranks."""
-        if not _whole(host, 0) or host >= self.host_count:
+        if not is_int_from(host, 0) or host >= self.host_count:
             raise ConfigError(
                 f"Topology: got host {host!r}; expected 0 to {self.host_count - 1}, the hosts of the {self.world_size} "
                 "ranks. Pass one of these."
@@ -345,7 +345,7 @@ class Topology:
                 "pass hbm_cap=, hbm_mem_bw=, intra_host_bw= and inter_host_bw= to Topology."
             )
         for name, count in (("hosts", hosts), ("gpus_per_host", gpus_per_host)):
-            if not _whole(count, 1):
+            if not is_int_from(count, 1):
                 raise ConfigError(
                     f"Topology: got {name}={count!r:.80}; expected a whole number from 1. Pass the number of them."
                 )
@@ -414,13 +414,8 @@ class Topology:
 
 _OWN_COST_MODEL = "tilerec's cost model measures backward passes and uneven splits (tilerec calibrate)"
 _BANDWIDTHS = (
-    "hbm_mem_bw",
-    "ddr_mem_bw",
-    "ssd_mem_bw",
-    "hbm_to_ddr_mem_bw",
-    "intra_host_bw",
-    "inter_host_bw",
-)
+    "hbm_mem_bw", "ddr_mem_bw", "ssd_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw",
+)  # fmt: skip
 
 
 def _check_device(kind: object) -> None:
@@ -453,10 +448,6 @@ def _link(bandwidths: Any, name: str) -> Any:
             "BasicCommsBandwidths. Pass one, or intra_host_bw= and inter_host_bw=."
         )
     return getattr(bandwidths, name)
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _checked_hosts(hosts: Sequence[Sequence[int]], world_size: int) -> tuple[tuple[int, ...], ...]:

@@ -9,16 +9,14 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.cost.reads import limits_of, reads_of
-from tilerec.planner.cost.ways import Limits
+from tilerec.planner.cost.reads import reads_of
 from tilerec.planner.cost.workload import Reads
-from tilerec.spec.plan import ShardingType
 
 
 def test_without_constraints_each_feature_reads_one_id_per_sample() -> None:
-    assert reads_of("t", ["a", "b"], 64, None) == (Reads(64.0, 1.0), Reads(64.0, 1.0))
-    assert reads_of("t", ["a"], None, None) == (Reads(512.0, 1.0),)
-    assert reads_of("t", [], 64, None) == ()
+    assert reads_of("t", ["a", "b"], 64, ParameterConstraints()) == (Reads(64.0, 1.0), Reads(64.0, 1.0))
+    assert reads_of("t", ["a"], None, ParameterConstraints()) == (Reads(512.0, 1.0),)
+    assert reads_of("t", [], 64, ParameterConstraints()) == ()
 
 
 def test_constraints_say_it_for_each_feature_or_once_for_all() -> None:
@@ -33,12 +31,6 @@ def test_numbers_that_do_not_go_with_the_features_are_refused() -> None:
         reads_of("t", ["a", "b", "c"], 8, ParameterConstraints(pooling_factors=[1, 2]))
     with pytest.raises(ConfigError, match=r"num_poolings is .nan."):
         reads_of("t", ["a"], 8, ParameterConstraints(num_poolings=[float("nan")]))
-
-
-def test_limits_are_types_and_the_narrowest_column_tile() -> None:
-    assert limits_of(None) == Limits(types=(), on_device=True, cached=False)
-    found = limits_of(ParameterConstraints(["row_wise"], min_partition=8))
-    assert found == Limits((ShardingType.ROW_WISE,), 8)
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("inf"), float("nan"), "2", None])

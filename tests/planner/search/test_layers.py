@@ -8,9 +8,9 @@ import pytest
 from tilerec.planner.search import pack as packing
 from tilerec.planner.search.bins import Bins
 from tilerec.planner.search.instance import Instance, evaluate, fits
-from tilerec.planner.search.layers import place_layers, split_for_layers
 from tilerec.planner.search.pack import PackingOrder, pack
 from tilerec.planner.search.relaxed import Relaxed
+from tilerec.planner.search.slopes import Slopes, split_for_layers
 from tilerec.planner.search.work import Work
 
 
@@ -66,20 +66,15 @@ def test_a_layer_that_finds_too_few_ranks_with_room_says_so() -> None:
     def laid(room: list[int]) -> list[int] | None:
         time, free = np.zeros((2, 1)), np.array(room)[:, None]
         bins = Bins(
-            time, np.ones((2, 1)), free, free.copy(), np.zeros_like(free), np.zeros(2, np.int64), None, np.array([2]),
-            np.zeros(1, np.bool_), None,
+            time, np.ones((2, 1)), free, np.zeros(2, np.int64), None, np.array([2]), np.zeros(1, np.bool_), None
         )  # fmt: skip
-        found = place_layers(
-            bins,
-            time,
-            np.zeros((1, 0)),
-            np.ones(1),
-            None,
-            np.full((4, 1), 5),
-            np.full((4, 1), 10),
-            np.ones((4, 1)),
+        state = Slopes(bins, np.ones(1), np.ones(1), with_memory=False)
+        found = state.add_layers(np.full((4, 1), 5), np.full((4, 1), 10), np.ones((4, 1)))
+        return (
+            None
+            if found is None
+            else [*found.tolist(), *(time for (time,) in state.time), *free[:, 0].tolist()]
         )
-        return None if found is None else [*found.tolist(), *time[:, 0].tolist(), *free[:, 0].tolist()]
 
     assert laid([20, 20]) == [0, 1, 0, 1, 10.0, 10.0, 0, 0]
     assert laid([35, 15]) == [0, 1, 0, 0, 15.0, 5.0, 5, 5]

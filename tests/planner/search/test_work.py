@@ -13,8 +13,9 @@ from tilerec.planner.search.work import Work
 def test_what_a_part_spends_is_gone_from_the_whole() -> None:
     whole = Work(100)
     part = whole.part(30)
-    assert part.spend(20)
-    assert not part.spend(20)
+    part.spend(20)
+    assert not part.over
+    part.spend(20)
     assert (part.left, whole.left, part.over, whole.over) == (-10, 60, True, False)
     assert whole.part(1000).left == 60
 

@@ -14,7 +14,6 @@ Legend: N ids, P bags, D columns.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -26,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilerec.atomic_file import write_file
 from tilerec.comms.group import Group
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.cost.whole_steps import fitted
+from tilerec.planner.cost.whole_steps import fitted, wait
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.topology import DDR_CAP, Topology
@@ -65,20 +63,6 @@ def machine(ranks: int, device: str = "cpu") -> Topology:
     if kind == "cpu":
         return Topology(ranks, kind, ddr_cap=whole // ranks)
     return Topology(ranks, kind, hbm_cap=torch.cuda.mem_get_info()[1], ddr_cap=whole // ranks)
-
-
-def calibrate_to(group: Group, path: str, device: str = "cpu") -> Topology:
-    """Calibrate this machine, write the topology to a JSON file on rank 0, and return it on every rank. Collective."""
-    measured = calibrate(group, machine(group.size, device), _own_device(group, device))
-    if group.rank == 0:
-        write_file(path, json.dumps(measured.to_json(), indent=1) + "\n", "Topology")
-    return measured
-
-
-def _own_device(group: Group, device: str) -> torch.device:
-    if device == "cuda":
-        return torch.device("cuda", group.rank % torch.cuda.device_count())
-    return torch.device(device)
 
 
 class _Bench:
@@ -130,17 +114,13 @@ class _Bench:
         for _ in range(repeats):
             if cold:
                 self.others.mul_(1.0)
-            self._wait()
+            wait(self.device)
             self.group.barrier()
             before = time.perf_counter()
             work()
-            self._wait()
+            wait(self.device)
             taken.append(time.perf_counter() - before)
         return sorted(taken)[1]
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _ids(self, rows: int, count: int = _IDS) -> Tensor:
         ids = torch.randint(rows, (count,), generator=self.generator, dtype=torch.int32)
@@ -258,11 +238,11 @@ class _Bench:
         """Measure seconds per byte of memory that is new to the process; it stays in use until the end."""
         taken, kept = [], []
         for _ in range(3):
-            self._wait()
+            wait(self.device)
             self.group.barrier()
             before = time.perf_counter()
             kept.append(flat_memory([(_FRESH_BYTES // 256, 64)], torch.float32, self.device)[0].fill_(1.0))
-            self._wait()
+            wait(self.device)
             taken.append(time.perf_counter() - before)
         return statistics.median(taken) / _FRESH_BYTES
 

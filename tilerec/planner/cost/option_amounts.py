@@ -1,6 +1,6 @@
 """`OptionAmounts`: costs and bytes of every option of every table as whole numbers, filled in one option at a time.
 
-Legend: T tables, O options, S stages, M memory tiers (0 device, 1 host), F fixed charges (fixed_charges.py).
+Legend: T tables, O options, S stages, M memory tiers (0 device, 1 host), F fixed charges (CHARGES).
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from typing import Any
 import numpy as np
 
 from tilerec.planner.cost.allowed import Allowed
-from tilerec.planner.cost.fixed_charges import CHARGES
-from tilerec.planner.cost.home_side import home_network
-from tilerec.planner.cost.host_factors import HostFactors
+from tilerec.planner.cost.home_side import HostFactors, home_network
 from tilerec.planner.cost.model import NETWORK_OF_STAGE, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
 from tilerec.planner.cost.workload import Ints
+from tilerec.planner.search.instance import PICO
 
-PICO = 1e12  # picoseconds per second
+CHARGES = (
+    "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "hosts", "row sums",
+    "partly filled",
+)  # fmt: skip
+"""Fixed charges: costs that a plan pays once if any table needs them.
+
+Each is the latency of one or more collectives; "partly filled" sets an output to zeros beforehand.
+"""
 LARGEST_PS = 1 << 52  # of one number: sums of a thousand of them fit into int64
 
 

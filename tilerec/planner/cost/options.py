@@ -18,15 +18,14 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.copies_amounts import add_copies
-from tilerec.planner.cost.fixed_charges import CHARGES, charges_paid_by
 from tilerec.planner.cost.model import NETWORK_STAGES, Model
-from tilerec.planner.cost.option_amounts import PICO, OptionAmounts
+from tilerec.planner.cost.option_amounts import CHARGES, OptionAmounts
 from tilerec.planner.cost.piece_amounts import add_pieces
 from tilerec.planner.cost.price import Price, price
 from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way
 from tilerec.planner.cost.workload import TableWork, Workload
-from tilerec.planner.search.instance import NO_CAP, Instance, Ints
+from tilerec.planner.search.instance import NO_CAP, PICO, Instance, Ints
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -147,7 +146,7 @@ def _instance(
             add_pieces(amounts, o, option, tables)
     single = [o for o, option in enumerate(amounts.options) if option.width == 1]
     base_cost, base_memory = _base(amounts, paid, reserved)
-    charge, certain = _charges(amounts, frozenset() if paid is None else charges_paid_by(paid))
+    charge, certain = _charges(amounts, frozenset() if paid is None else _charges_paid_by(paid))
     base_cost[:, 0] += certain
     keep = [f for f in range(len(CHARGES)) if charge[f]]
     phase = np.arange(len(amounts.stages))
@@ -209,6 +208,23 @@ def _charges(amounts: OptionAmounts, paid: frozenset[str]) -> tuple[Ints, int]:
             certain += int(charge[f])
             charge[f] = 0
     return charge, certain
+
+
+_CHARGES_OF_TRAFFIC = {
+    "rows": ("exchange",),
+    "replica gradients": ("replicas", "replica rows"),
+    "replica rows": ("replicas", "replica row numbers"),
+    "replica gradients, dense": ("replicas", "dense replicas"),
+    "dense gradients": ("dense replicas",),
+    "rows in host": ("hosts",),
+    "row sums": ("row sums",),
+}
+
+
+def _charges_paid_by(priced: Price) -> frozenset[str]:
+    """Return the charges that a price contains."""
+    sent = (name for name, amount in priced.sent.items() if np.any(amount > 0))
+    return frozenset(charge for name in sent for charge in _CHARGES_OF_TRAFFIC.get(name, ()))
 
 
 def _base(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> tuple[Ints, Ints]:

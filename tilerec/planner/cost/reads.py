@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.cost.ways import Limits
 from tilerec.planner.cost.workload import Reads
 
 BATCH_SIZE = 512
@@ -14,7 +13,7 @@ BATCH_SIZE = 512
 
 
 def reads_of(
-    table: str, features: Sequence[str], batch_size: int | None, limits: ParameterConstraints | None
+    table: str, features: Sequence[str], batch_size: int | None, limits: ParameterConstraints
 ) -> tuple[Reads, ...]:
     """Return one `Reads` per feature: bags = samples x lookups per sample, ids per bag = pooling factor.
 
@@ -24,21 +23,13 @@ def reads_of(
         ConfigError: a list has neither one number nor one for each feature, or an item is not a number from 0.
     """
     count = len(features)
-    given = limits or ParameterConstraints()
-    samples = _each(table, "batch_sizes", given.batch_sizes, count, batch_size or BATCH_SIZE)
-    lookups = _each(table, "num_poolings", given.num_poolings, count, 1.0)
-    ids = _each(table, "pooling_factors", given.pooling_factors, count, 1.0)
+    samples = _each(table, "batch_sizes", limits.batch_sizes, count, batch_size or BATCH_SIZE)
+    lookups = _each(table, "num_poolings", limits.num_poolings, count, 1.0)
+    ids = _each(table, "pooling_factors", limits.pooling_factors, count, 1.0)
     return tuple(
-        Reads(bags * per_sample, length, given.is_weighted)
+        Reads(bags * per_sample, length, limits.is_weighted)
         for bags, per_sample, length in zip(samples, lookups, ids, strict=True)
     )
-
-
-def limits_of(limits: ParameterConstraints | None) -> Limits:
-    """Return the restrictions that constraints put on the options."""
-    if limits is None:
-        return Limits()
-    return Limits(limits.types_allowed(), limits.min_partition)
 
 
 def _each(table: str, name: str, given: Sequence[float] | None, count: int, default: float) -> list[float]:

@@ -146,18 +146,14 @@ class Travel:
         """Return the [R] bytes of a name, to add to; zeros at first."""
         return lines.setdefault(name, np.zeros(self.ranks))
 
-    def _from_homes(self, name: str, owner: Ints, near: Floats, far: Floats, count: Floats) -> None:
-        """Add `count` bytes from each home of an owner to the owner."""
-        received, far_received = self.line(self.received, name), self.line(self.far_received, name)
-        np.add.at(received, owner, (near + far) * count)
-        np.add.at(far_received, owner, far * count)
-
-    def _by_homes(self, name: str, mask: Any, count: Floats) -> None:
-        """Add the bytes that homes send: `count` of each part in `mask`, except to themselves."""
-        sent, far = self.line(self.sent, name), self.line(self.far, name)
-        own, away = self._home_side(mask, count)
-        sent += own
-        far += away
+    def _to_owners(self, name: str, count: Floats) -> None:
+        """Add the bytes that homes send to the owners of each part: `count` [K], except to themselves."""
+        sent, far = self._home_side(np.ones(len(count), np.bool_), count)
+        self.line(self.sent, name)[:] += sent
+        self.line(self.far, name)[:] += far
+        each = count[self.e_part]
+        np.add.at(self.line(self.received, name), self.e_owner, (self.e_near + self.e_far) * each)
+        np.add.at(self.line(self.far_received, name), self.e_owner, self.e_far * each)
 
     def _home_side(self, mask: Any, count: Floats) -> tuple[Floats, Floats]:
         """Return [R] bytes between a home and other ranks, and other hosts: `count` for each part in `mask`."""
@@ -180,19 +176,14 @@ class Travel:
 
     def _exchange(self) -> None:
         """Compute the bytes of header, ids, rows and gradients."""
-        every = np.ones(len(self.single), np.bool_)
-        words = np.full(len(self.single), 8.0)
-        self._by_homes("header", every, words)
-        self.sent["header"] += 4.0 * (self.ranks - 1)
-        self.far["header"] += 4.0 * (self.ranks - self.on_host)
-        self.line(self.received, "header")[:] += 4.0 * (self.ranks - 1)
-        self.line(self.far_received, "header")[:] += 4.0 * (self.ranks - self.on_host)
-        self._from_homes("header", self.e_owner, self.e_near, self.e_far, np.full(len(self.e_part), 8.0))
+        self._to_owners("header", np.full(len(self.single), 8.0))
+        for lines, others in ((self.sent, self.far), (self.received, self.far_received)):
+            lines["header"] += 4.0 * (self.ranks - 1)
+            others["header"] += 4.0 * (self.ranks - self.on_host)
         if self.layout.alone:
             return
         self.calls += 3
-        self._by_homes("ids", every, self.payload)
-        self._from_homes("ids", self.e_owner, self.e_near, self.e_far, self.payload[self.e_part])
+        self._to_owners("ids", self.payload)
         for name, backward in (("rows", False), ("gradients", True)):
             bytes_p = self._row_bytes(backward=backward) * self.P
             far = np.where(self.merged[self.e_part], 0.0, self.e_far)
@@ -200,9 +191,9 @@ class Travel:
             away = np.zeros(self.ranks)
             np.add.at(owner, self.e_owner, (self.e_near + far) * bytes_p[self.e_part])
             np.add.at(away, self.e_owner, far * bytes_p[self.e_part])
-            home, home_away = self._home_side(every & ~self.merged, bytes_p)
+            home, home_away = self._home_side(~self.merged, bytes_p)
             near, near_away = self._home_side(self.merged, bytes_p)
-            home, home_away = home + near - near_away, home_away
+            home = home + near - near_away
             ends = (self.sent, self.far, self.received, self.far_received)
             own = (owner, away, home, home_away) if not backward else (home, home_away, owner, away)
             for lines, value in zip(ends, own, strict=True):
@@ -244,19 +235,16 @@ class Travel:
             # Positions of a member's bags in the sum, if the sum has more bags.
             positions = 4.0 * float(sum(p for p in self.P[members].tolist() if union - p > 0.5))
             head = 4.0 * (1 + len(members))
-            for name, value in (("ids", positions), ("header", head)):
-                self.sent[name][homes] += value
-                self.far[name][homes] += value
-                self.received[name] += value * count
-                self.far_received[name] += value * count
-            self.sent["rows"] += forward * count
-            self.far["rows"] += forward * count
-            self.received["rows"][homes] += forward
-            self.far_received["rows"][homes] += forward
-            self.sent["gradients"][homes] += backward
-            self.far["gradients"][homes] += backward
-            self.received["gradients"] += backward * count
-            self.far_received["gradients"] += backward * count
+            # A home sends positions, a header and gradients to the proxy, which sends rows to the home.
+            for name, value in (("ids", positions), ("header", head), ("gradients", backward)):
+                for sent in (self.sent[name], self.far[name]):
+                    sent[homes] += value
+                for received in (self.received[name], self.far_received[name]):
+                    received += value * count
+            for sent in (self.sent["rows"], self.far["rows"]):
+                sent += forward * count
+            for received in (self.received["rows"], self.far_received["rows"]):
+                received[homes] += forward
             for proxy in owners:
                 for p, size in zip(members, inner.tolist(), strict=True):
                     o = self.layout.parts[p].owners[0]

@@ -226,11 +226,11 @@ def _timed(
             for _ in range(_BATCHES):
                 step()
             for _ in range(steps):
-                _wait(device)
+                wait(device)
                 group.barrier()
                 before = time.perf_counter()
                 step()
-                _wait(device)
+                wait(device)
                 own.append(time.perf_counter() - before)
     everyone: Any = group.all_gather_object(mine)
     group.barrier()
@@ -241,7 +241,8 @@ def _timed(
     return least
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait for the work of a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -192,10 +193,8 @@ class Workload:
         first = np.searchsorted(self.table, np.arange(len(self.tables)))
         place = np.arange(len(reads)) - first[self.table] if reads else np.zeros(0, np.int64)
         self.turns = [np.flatnonzero(place == k) for k in range(int(place.max()) + 1 if reads else 0)]
-        self._skewed = np.array([t.skew is not None for t in self.tables], np.bool_)
         self.ordered = np.array([t.skew is not None and t.skew.ordered for t in self.tables], np.bool_)
         self.ids = self.per_table(self.bags * self.ids_per_bag)
-        self._zipf: _Zipf | None = None
 
     def part(self, tables: Sequence[TableWork]) -> Workload:
         """Return the workload of some tables, with the number of collections and the width of sums of this one."""
@@ -210,7 +209,7 @@ class Workload:
             total[self.table[features]] += per_feature[features]
         return total
 
-    def present(self, share: Any, tables: Ints | None = None) -> tuple[Floats, Floats, Floats]:
+    def present(self, share: Any) -> tuple[Floats, Floats, Floats]:
         """Return [T] counts of a home's batch for a range with a `share` [T] of the traffic.
 
         The counts are bags with an id in the range, ids in it, and lengths to send. Lengths are sent unless each bag
@@ -237,18 +236,15 @@ class Workload:
         bags, union = (self.bags * (1.0 - missed(s, self.ids_per_bag)) for s in shares)
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 
-    @property
+    @cached_property
     def zipf(self) -> _Zipf:
         """Zipf's law of the tables with a skew."""
-        if self._zipf is None:
-            which = np.flatnonzero(self._skewed)
-            skews = [self.tables[t].skew for t in which.tolist()]
-            self._zipf = _Zipf(
-                which,
-                np.array([s.distinct for s in skews if s is not None], np.float64),
-                np.array([s.exponent for s in skews if s is not None], np.float64),
-            )
-        return self._zipf
+        skews = [(t, table.skew) for t, table in enumerate(self.tables) if table.skew is not None]
+        return _Zipf(
+            np.array([t for t, _ in skews], np.int64),
+            np.array([skew.distinct for _, skew in skews], np.float64),
+            np.array([skew.exponent for _, skew in skews], np.float64),
+        )
 
     def distinct(self, ranks: Any) -> Floats:
         """Return [T] expected distinct rows in the batches of so many ranks (a number, or [T])."""

@@ -10,25 +10,25 @@ Legend: G tables and groups, T tables, O options, S stages, R ranks, M tiers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.constraints import FREE_PLACEMENT
 from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
 from tilerec.planner.decision import decide
 from tilerec.planner.planner_error import planner_error_of
 from tilerec.planner.report.option_restrictions import violated_restrictions
-from tilerec.planner.report.report_text import format_columns, time_text
+from tilerec.planner.report.time_text import time_text
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.request_problem import build_problem, merged_instance
 from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, loads, work_of
 from tilerec.planner.table_limits import limits_of_tables
 from tilerec.spec.plan import ShardingPlan
-from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.plan_table import bytes_text, format_columns
 from tilerec.spec.tile import Tiling
 
 
@@ -233,7 +233,8 @@ class Explainer:
         Also returns the tables for which this was possible. A split of rows over more ranks than rows is an option only
         for tables whose constraints name the type, so these tables keep their restrictions if the plan uses it.
         """
-        freed = {self.names[m] for own in self.groups.values() for m in own if self._any(own, keys)}
+        groups = ({self.names[t] for t in own} for own in self.groups.values())
+        freed = {name for names in groups if names & keys for name in names}
         while freed:
             problem = self._without_limits(freed)
             lost = {self.names[t] for t in self._without_chosen_option(problem)} & freed
@@ -242,19 +243,10 @@ class Explainer:
             freed -= lost
         return self.decision.problem, freed
 
-    def _any(self, tables: Sequence[int], keys: set[str]) -> bool:
-        return any(self.names[t] in keys for t in tables)
-
     def _without_limits(self, keys: set[str]) -> Problem:
-        request = self.request
-        free = {
-            key: replace(
-                request.limits_of(key) or ParameterConstraints(), sharding_types=None, forbidden_types=(), ranks=None,
-                hosts=None, max_ranks=None, with_table=None, min_partition=1,
-            )
-            for key in sorted(keys)
-        }  # fmt: skip
-        freed = replace(request, constraints={**request.constraints, **free})
+        freed = self.request.with_constraints(
+            sorted(keys), **FREE_PLACEMENT, with_table=None, min_partition=1
+        )
         return build_problem(freed, self.pins, self.decision.offload)
 
     def _without_chosen_option(self, problem: Problem) -> list[int]:

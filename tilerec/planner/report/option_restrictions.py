@@ -22,7 +22,7 @@ def violated_restrictions(
     option: Option,
     dim: int,
     limits: Limits,
-    given: ParameterConstraints | None,
+    given: ParameterConstraints,
     topology: Topology,
     allowed: Bools | None,
 ) -> list[str]:
@@ -49,11 +49,11 @@ def _type(
     option: Option,
     dim: int,
     limits: Limits,
-    given: ParameterConstraints | None,
+    given: ParameterConstraints,
     topology: Topology,
 ) -> str:
     ranks, hosts = topology.world_size, topology.host_count
-    if not limits.types or is_of(option, limits.types, ranks, hosts) or given is None:
+    if not limits.types or is_of(option, limits.types, ranks, hosts):
         return ""
     wanted = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
     if wanted:
@@ -62,7 +62,8 @@ def _type(
     types = given.sharding_types_said()
     if types and not is_of(option, types, ranks, hosts):
         return f"its sharding_types are {', '.join(kind.value for kind in types)}"
-    return f"its forbidden_types are {', '.join(map(_word, given.forbidden_types))}"
+    forbidden = (ShardingType(kind).value for kind in given.forbidden_types)
+    return f"its forbidden_types are {', '.join(forbidden)}"
 
 
 def _too_narrow(
@@ -107,9 +108,9 @@ def _ranks(option: Option, limits: Limits, topology: Topology, allowed: Bools | 
     return ""
 
 
-def _most(option: Option, given: ParameterConstraints | None, topology: Topology) -> str:
+def _most(option: Option, given: ParameterConstraints, topology: Topology) -> str:
     held = min(option.width * option.pieces, topology.world_size)
-    if given is None or given.max_ranks is None or held <= given.max_ranks:
+    if given.max_ranks is None or held <= given.max_ranks:
         return ""
     return f"it takes {held} ranks, and max_ranks is {given.max_ranks}"
 
@@ -117,7 +118,3 @@ def _most(option: Option, given: ParameterConstraints | None, topology: Topology
 def _shown(ranks: Sequence[int] | set[int]) -> str:
     text = ranks_to_text(sorted(set(ranks)))
     return f"ranks {text}" if len(text) <= 40 else f"{len(set(ranks))} ranks"
-
-
-def _word(kind: ShardingType | str) -> str:
-    return kind.value if isinstance(kind, ShardingType) else kind

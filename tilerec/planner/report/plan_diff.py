@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilerec.planner.report.report_text import format_columns
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
-from tilerec.spec.plan_table import bytes_text
+from tilerec.spec.plan_table import bytes_text, format_columns
 from tilerec.spec.ranks import ranks_to_text
 from tilerec.spec.tile import Rectangle, Tiling
 

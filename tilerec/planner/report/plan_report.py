@@ -30,11 +30,11 @@ from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.report.bottleneck import Bottleneck, bottleneck_of
 from tilerec.planner.report.report_text import fullest, report_text
-from tilerec.planner.report.table_entry import COLUMNS, PICO
+from tilerec.planner.report.table_entry import COLUMNS
 from tilerec.planner.report.table_entry import TableEntry as TableEntry
 from tilerec.planner.report.what_if import WhatIf, what_ifs
 from tilerec.planner.request import PlanRequest
-from tilerec.planner.search.instance import Ints
+from tilerec.planner.search.instance import PICO, Ints
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 

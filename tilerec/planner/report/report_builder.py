@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilerec.planner.cost.model import Model
-from tilerec.planner.cost.option_amounts import PICO
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import TableWork, Workload
 from tilerec.planner.decision import Decision
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.report.table_entry import TableEntry
-from tilerec.planner.search.instance import PER_MILLE, Instance, Ints, parts_of, portion
+from tilerec.planner.search.instance import PER_MILLE, PICO, Instance, Ints, parts_of, portion
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import rectangles

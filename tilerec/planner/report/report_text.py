@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from tilerec.planner.report.bottleneck import BALANCED, BETWEEN_HOSTS, COLLECTIVES, Bottleneck
-from tilerec.planner.report.table_entry import PICO, TableEntry
+from tilerec.planner.report.bottleneck import BALANCED, BETWEEN_HOSTS, COLLECTIVES
+from tilerec.planner.report.table_entry import TableEntry
 from tilerec.planner.report.time_text import time_text as time_text
 from tilerec.planner.report.what_if import WhatIf
-from tilerec.planner.search.instance import Ints
-from tilerec.spec.plan_table import bytes_text
+from tilerec.planner.search.instance import PICO, Ints
+from tilerec.spec.plan_table import bytes_text, format_columns
 from tilerec.spec.ranks import ranks_to_text
-from tilerec.spec.topology import Topology
+
+if TYPE_CHECKING:
+    from tilerec.planner.report.plan_report import PlanReport
 
 _MOST_TABLES, _MOST_ON_RANK, _MOST_NAMED = 20, 5, 8
-
-
-class ReportFields(Protocol):
-    """The parts of `PlanReport` that this module reads."""
-
-    @property
-    def tables(self) -> Sequence[TableEntry]: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def cost_ps(self) -> int: ...
-    @property
-    def bound_ps(self) -> int: ...
-    @property
-    def charge_ps(self) -> int: ...
-    @property
-    def gap(self) -> float: ...
-    @property
-    def stages(self) -> Sequence[str]: ...
-    @property
-    def load_ps(self) -> Ints: ...
-    @property
-    def memory(self) -> Ints: ...
-    @property
-    def cap(self) -> Ints: ...
-    @property
-    def bottleneck(self) -> Bottleneck: ...
-    @property
-    def speeds_origin(self) -> str: ...
-    @property
-    def speeds_are_default(self) -> bool: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
-    def weighs_most(self, rank: int, most: int | None) -> list[tuple[TableEntry, float]]: ...
 
 
 def fullest(held: Ints, cap: Ints) -> int:
@@ -68,7 +34,7 @@ def gap_text(gap: float) -> str:
     return "unknown" if gap == float("inf") else f"{100 * gap:.1f} %"
 
 
-def report_text(report: ReportFields, what_ifs: Sequence[WhatIf] | None = None) -> str:
+def report_text(report: PlanReport, what_ifs: Sequence[WhatIf] | None = None) -> str:
     """Return the text of a report, without a final newline.
 
     Args:
@@ -97,7 +63,7 @@ def report_text(report: ReportFields, what_ifs: Sequence[WhatIf] | None = None) 
     return "\n\n".join(part for part in parts if part)
 
 
-def banner_text(report: ReportFields) -> str:
+def banner_text(report: PlanReport) -> str:
     """Return the warning that speeds are defaults: their values, and the command that measures them."""
     topology = report.topology
     device = topology.compute_device
@@ -113,7 +79,7 @@ def banner_text(report: ReportFields) -> str:
     )
 
 
-def bottleneck_text(report: ReportFields, time: Callable[[int], str] = time_text) -> str:
+def bottleneck_text(report: PlanReport, time: Callable[[int], str] = time_text) -> str:
     """Return `"network between hosts, 75 % of the step: rows 27 ms, ..."`; `time` formats picoseconds."""
     first, *others = report.bottleneck.resources
     text = f"{first.name}, {percent_text(first.share)} of the step ({time(first.ps)})"
@@ -124,7 +90,7 @@ def bottleneck_text(report: ReportFields, time: Callable[[int], str] = time_text
     return text + (f"; then {', '.join(then)}" if then else "") + "."
 
 
-def balance_text(report: ReportFields, time: Callable[[int], str] = time_text) -> str:
+def balance_text(report: PlanReport, time: Callable[[int], str] = time_text) -> str:
     """Return a sentence on the slowest rank; ranks within 5 % of the mean are called balanced."""
     found, ranks = report.bottleneck, report.topology.world_size
     load = time(int(report.load_ps[found.rank].sum()))
@@ -143,7 +109,7 @@ def balance_text(report: ReportFields, time: Callable[[int], str] = time_text) -
     return text
 
 
-def _heaviest(report: ReportFields) -> str:
+def _heaviest(report: PlanReport) -> str:
     """Return the tables that take most time on the rank with the most work, and the number of other tables there."""
     rank = report.bottleneck.rank
     heavy = report.weighs_most(rank, None)
@@ -164,7 +130,7 @@ def _heaviest(report: ReportFields) -> str:
     return f"The heaviest tables on rank {rank}: {shown}."
 
 
-def _of_no_table(report: ReportFields, rank: int, here: Sequence[TableEntry]) -> int:
+def _of_no_table(report: PlanReport, rank: int, here: Sequence[TableEntry]) -> int:
     """Return a rank's ps in stages inside hosts not due to its pieces or its own batch; 0 if unknown."""
     if not all(entry.owner_ps for entry in report.tables):
         return 0
@@ -186,7 +152,7 @@ def _what_ifs(found: Sequence[WhatIf]) -> str:
     return format_columns(("what would help", "step then", "saves", "how"), rows, right=(1,))
 
 
-def _stages(report: ReportFields) -> str:
+def _stages(report: PlanReport) -> str:
     rows = []
     for s, name in enumerate(report.stages):
         load = report.load_ps[:, s]
@@ -203,11 +169,11 @@ def _stages(report: ReportFields) -> str:
     )
 
 
-def _share(ps: int, report: ReportFields) -> str:
+def _share(ps: int, report: PlanReport) -> str:
     return percent_text(ps / report.cost_ps) if report.cost_ps else ""
 
 
-def _memory(report: ReportFields) -> str:
+def _memory(report: PlanReport) -> str:
     rows = []
     for m, tier in enumerate(("device", "host")):
         held, cap = report.memory[:, m], report.cap[:, m]
@@ -227,7 +193,7 @@ def _memory(report: ReportFields) -> str:
     return format_columns(("memory", "fullest", "mean", "of", "full", "rank"), rows, right=(1, 2, 3, 4, 5))
 
 
-def _tables(report: ReportFields) -> str:
+def _tables(report: PlanReport) -> str:
     order = sorted(report.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.path, e.name))
     rows = []
     for entry in order[:_MOST_TABLES]:
@@ -270,16 +236,3 @@ def _rate(bandwidth: float) -> str:
 
 def _name(entry: TableEntry) -> str:
     return f"{entry.path}.{entry.name}" if entry.path else entry.name
-
-
-def format_columns(names: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Return a table as text, with columns as wide as their widest entry; columns in `right` are right-aligned."""
-    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
-    lines = []
-    for row in (names, *rows):
-        cells = [
-            f"{c:>{w}}" if i in right else f"{c:<{w}}"
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

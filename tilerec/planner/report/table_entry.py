@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 from tilerec.json_document import JsonValue
+from tilerec.planner.search.instance import PICO
 from tilerec.spec.tile import Tile, Tiling, rectangles
 
-PICO = 1e12
 COLUMNS = (
     "path", "name", "rows", "dim", "data_type", "bytes", "sharding_type", "option", "tiling", "owner_ps", "home_ps",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tilerec.errors import ConfigError
-from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.constraints import FREE_PLACEMENT
 from tilerec.planner.decision import decide
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
@@ -124,12 +124,12 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
             "QCommsConfig(CommType.BF16, CommType.BF16) in the sharders; --wire bf16",
             lambda: with_changes(request, wire="bf16"),
         )
-    wide = [table for table in request.tables if table.data_type is DataType.FP32]
+    wide = [table.key for table in request.tables if table.data_type is DataType.FP32]
     if wide:
         yield _Change(
             f"bf16 rows in {_tables(len(wide))}",
             "data_type=DataType.BF16 in the tables' configs; --dtype bf16",
-            lambda: _in_bf16(request),
+            lambda: request.with_tables(wide, data_type=DataType.BF16),
         )
     yield _Change(
         f"twice the batch, {2 * request.batch_size:,} samples of a rank",
@@ -145,12 +145,12 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
             lambda: with_changes(request, hosts=hosts),
             per_sample=True,
         )
-    bare = [table for table in request.tables if table.trained and table.optimizer is None]
+    bare = [table.key for table in request.tables if table.trained and table.optimizer is None]
     if bare:
         yield _Change(
             f"an optimizer in the backward pass for {_tables(len(bare))}",
             "apply_optimizer_in_backward(RowWiseAdagrad, ...)",
-            lambda: _attached(request),
+            lambda: request.with_tables(bare, optimizer=RowWiseAdagrad()),
         )
     if fullest > FULL and topology.hbm_caps is None and topology.ddr_caps is None:
         cap, name = 2 * topology.memory_cap, "ddr" if topology.compute_device == "cpu" else "hbm"
@@ -159,17 +159,13 @@ def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
             f"--{name} {cap / 2**30:g}GiB",
             lambda: with_changes(request, **{f"{name}_cap": cap}),  # type: ignore[arg-type]
         )
-    bound = [key for key, limits in request.constraints.items() if _without_restrictions(limits) != limits]
+    free = {**FREE_PLACEMENT, "with_table": None, "min_partition": None, "sharding": None}
+    bound = [key for key, limits in request.constraints.items() if replace(limits, **free) != limits]
     if bound:
         yield _Change(
             f"no constraints on the placement of {_tables(len(bound))}",
             "leave out sharding_types, ranks, hosts, max_ranks, with_table, min_partition and pins",
-            lambda: replace(
-                request,
-                constraints={
-                    key: _without_restrictions(limits) for key, limits in request.constraints.items()
-                },
-            ),
+            lambda: request.with_constraints(bound, **free),
         )
 
 
@@ -177,40 +173,9 @@ def _on_device(request: PlanRequest) -> PlanRequest:
     """Return the request with tables kept in device memory, unless constraints choose the memory of their rows."""
     if not may_offload(request):
         return request
-    free = {
-        table.key: request.limits_of(table.key) or ParameterConstraints()
-        for table in request.tables
-        if table.cached is None
-    }
-    kept = {
-        key: replace(limits, enforce_hbm=True)
-        for key, limits in free.items()
-        if not limits.kernels_allowed() and limits.sharding is None
-    }
-    return replace(request, constraints={**request.constraints, **kept})
-
-
-def _in_bf16(request: PlanRequest) -> PlanRequest:
-    tables = tuple(
-        replace(table, data_type=DataType.BF16) if table.data_type is DataType.FP32 else table
-        for table in request.tables
-    )
-    return replace(request, tables=tables)
-
-
-def _attached(request: PlanRequest) -> PlanRequest:
-    tables = tuple(
-        replace(table, optimizer=RowWiseAdagrad()) if table.trained and table.optimizer is None else table
-        for table in request.tables
-    )
-    return replace(request, tables=tables)
-
-
-def _without_restrictions(limits: ParameterConstraints) -> ParameterConstraints:
-    return replace(
-        limits, sharding_types=None, forbidden_types=(), ranks=None, hosts=None, max_ranks=None, with_table=None,
-        min_partition=None, sharding=None,
-    )  # fmt: skip
+    limits = {t.key: request.limits_of(t.key) for t in request.tables if t.cached is None}
+    free = (key for key, own in limits.items() if not own.kernels_allowed() and own.sharding is None)
+    return request.with_constraints(free, enforce_hbm=True)
 
 
 def _tables(count: int) -> str:

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Instance, Ints
+from tilerec.planner.search.instance import PER_MILLE, Bools, Floats, Instance, Ints
 from tilerec.planner.search.relaxed import Relaxed
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -24,8 +21,6 @@ class Bins:
         time: [B, S] load in ps before any piece is placed.
         slow: [B, S] time of a unit of work, relative to the fastest bin.
         room: [B, M] free bytes; `pack` updates them.
-        cap: [B, M] free bytes before any piece is placed.
-        used: [B, M] bytes in use before any piece is placed.
         host: [B] index of each bin's host.
         host_room: [H, M] free bytes under the caps of hosts; None if hosts have no caps of their own.
         size: [H] number of bins of each host.
@@ -36,13 +31,11 @@ class Bins:
     time: Floats
     slow: Floats
     room: Ints
-    cap: Ints
-    used: Ints
     host: Ints
     host_room: Ints | None
     size: Ints
-    shared: npt.NDArray[np.bool_]
-    allowed: npt.NDArray[np.bool_] | None
+    shared: Bools
+    allowed: Bools | None
 
     def least(self, score: Floats, k: int, table: int, size: Ints) -> list[int] | None:
         """Return the k bins of the least score for the pieces of a table, or None if they do not fit.
@@ -90,20 +83,15 @@ def rank_bins(relaxed: Relaxed, base: Ints, work: Ints, bytes_now: Ints) -> Bins
         bytes_now: [R, M] bytes in use.
     """
     instance = relaxed.instance
-    room = np.asfortranarray(
-        instance.cap - bytes_now
-    )  # the bins of a tier are adjacent, which compares faster
+    # The bins of a tier are adjacent, which compares faster.
+    room = np.asfortranarray(instance.cap - bytes_now)
     host_room = None
     if bool((instance.host_cap < instance.host_cap.max(initial=0)).any()) or _hosts_have_caps(instance):
-        used = np.zeros_like(instance.host_cap)
-        np.add.at(used, instance.host_of, bytes_now)
-        host_room = instance.host_cap - used
+        host_room = instance.host_cap - instance.by_host(bytes_now)
     return Bins(
         (base + work * instance.slow // PER_MILLE).astype(np.float64),
         instance.slow / PER_MILLE,
         room,
-        room.copy(),
-        bytes_now,
         instance.host_of,
         host_room,
         instance.host_sizes,
@@ -136,8 +124,6 @@ def host_bins(relaxed: Relaxed, hosts: Ints, base: Ints, work: Ints, bytes_now: 
         np.where(instance.shared, mean, top).astype(np.float64),
         np.stack([instance.slow[r].max(0) for r in ranks]) / PER_MILLE,
         room,
-        room.copy(),
-        np.stack([bytes_now[r].max(0) for r in ranks]),
         np.arange(len(hosts)),
         None,
         np.ones(len(hosts), np.int64),
@@ -148,8 +134,7 @@ def host_bins(relaxed: Relaxed, hosts: Ints, base: Ints, work: Ints, bytes_now: 
 
 def _hosts_have_caps(instance: Instance) -> bool:
     """Return True if some host's cap is below the sum of its ranks' caps."""
-    together = np.zeros_like(instance.host_cap)
-    np.add.at(together, instance.host_of, np.minimum(instance.cap, (1 << 62) // instance.ranks))
+    together = instance.by_host(np.minimum(instance.cap, (1 << 62) // instance.ranks))
     return bool(np.any(instance.host_cap < together))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilerec.planner.search.instance import Bools, Ints
-from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Dual, Relaxed, least
+from tilerec.planner.search.relaxed import NEVER, Dual, Relaxed, least, price_of_limits, with_prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
         return []
     if not 0 < charges <= 8:
         return [Kinds(relaxed.usable, 0, everything)]
-    priced = relaxed.totals
-    for resource, price in zip(relaxed.memory, everything.prices, strict=True):
-        priced = priced + (price * resource.used >> PRICE_BITS) if price else priced
+    priced = with_prices(relaxed.totals, relaxed.memory, everything.prices)
     priced = np.where(relaxed.usable, priced, NEVER)
     marks = (instance.uses * (1 << np.arange(charges))).sum(2)
     # The mark of an option is the set of its charges. For each table, the cheapest option of every mark that occurs.
@@ -63,9 +61,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
         if len(seen)
         else None
     )
-    gone = sum(
-        (p * r.limit >> PRICE_BITS) + 1 for r, p in zip(relaxed.memory, everything.prices, strict=True) if p
-    )
+    gone = price_of_limits(relaxed.memory, everything.prices)
     rough = []
     for paid in range(1 << charges):
         value = 0

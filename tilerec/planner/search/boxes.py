@@ -249,8 +249,7 @@ class Boxes:
     def _keep(self, option: Ints) -> int:
         """Return (1) of these options in ps, and keep them in `found` if they are among the best."""
         average, alike, largest = self._numbers(option)
-        used = self.instance.uses[self.rows, option].any(0)
-        charge = int(self.instance.charge[used].sum())
+        charge = self.instance.charge_of(option)
         level = np.maximum(average, alike + largest * self.ranks)
         expected = int(self.instance.longest(level).sum()) // self.ranks + charge
         whole = int(average[self.instance.first].sum()) // self.ranks + charge

@@ -25,7 +25,7 @@ from itertools import combinations
 import numpy as np
 
 from tilerec.planner.search.instance import PER_MILLE, Ints, at_home
-from tilerec.planner.search.relaxed import NEVER, PRICE_BITS, Relaxed, least
+from tilerec.planner.search.relaxed import NEVER, Relaxed, least, price_of_limits, with_prices
 
 PARTS_PER_BATCH = 4096  # parts that grow together
 PARTS_PER_DESCENT = 512  # most promising parts of a batch that grow by the next table before the others do
@@ -87,40 +87,32 @@ def ways_of(relaxed: Relaxed, table: int, at_most: int) -> Ways | None:
     return Ways(np.array(options), places, np.stack(work), np.stack(memory), np.array(bits, np.int64))
 
 
-@dataclass(frozen=True, eq=False)
-class Optimum:
-    """The best arrangement below a known cost.
-
-    Args:
-        option, places: the arrangement; `option` is None if none was found.
-        cost: ps.
-        complete: True if every arrangement was judged, or proved to be no better.
-        left: remaining steps.
-    """
-
-    option: Ints | None
-    places: list[tuple[int, ...]]
-    cost: int
-    complete: bool
-    left: int
-
-
-def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Optimum | None:
+def enumerate_all(relaxed: Relaxed, below: int, steps: int, ways_at_most: int = 400) -> Enumeration | None:
     """Return the best arrangement that costs less than `below` ps.
 
     Args:
         steps: most parts to judge.
         ways_at_most: None is returned if a table has more ways.
     """
-    found = _Enumeration.of(relaxed, below, steps, ways_at_most)
-    if found is None:
+    if len(relaxed.instance.charge) > MOST_CHARGES:
         return None
-    complete = found.grow()
-    return Optimum(found.option, found.places, found.best, complete, max(found.steps, 0))
+    ways = []
+    for t in range(relaxed.instance.tables):
+        some = ways_of(relaxed, t, ways_at_most)
+        if some is None:
+            return None
+        ways.append(some)
+    found = Enumeration(relaxed, ways, below, steps)
+    found.grow()
+    return found
 
 
-class _Enumeration:
-    """Grows parts, and keeps the best arrangement: `option`, `places`, and its cost `best` in ps."""
+class Enumeration:
+    """The growing parts, and the best arrangement below a known cost.
+
+    option, places: the arrangement; `option` is None if none was found. cost: ps. complete: every arrangement was
+    judged, or proved to be no better. left: remaining steps.
+    """
 
     def __init__(self, relaxed: Relaxed, ways: list[Ways], below: int, steps: int) -> None:
         self.relaxed, self.instance = relaxed, relaxed.instance
@@ -128,42 +120,26 @@ class _Enumeration:
         size = [int(w.work.sum((1, 2)).max()) for w in ways]
         self.order = sorted(range(len(ways)), key=lambda t: (-size[t], t))
         self.ways = [ways[t] for t in self.order]
-        self.best, self.steps = below, steps
+        self.cost, self.left = below, steps
         self.option: Ints | None = None
         self.places: list[tuple[int, ...]] = []
-        instance = self.instance
-        bits = range(len(instance.charge))
+        self.complete = False
+        charge = self.instance.charge.tolist()
         self.charge = np.array(
-            [sum(int(instance.charge[f]) for f in bits if b >> f & 1) for b in range(1 << len(bits))],
-            np.int64,
+            [sum(c for f, c in enumerate(charge) if b >> f & 1) for b in range(1 << len(charge))], np.int64
         )
         self._rests()
-
-    @staticmethod
-    def of(relaxed: Relaxed, below: int, steps: int, ways_at_most: int) -> _Enumeration | None:
-        if len(relaxed.instance.charge) > MOST_CHARGES:
-            return None
-        ways = []
-        for t in range(relaxed.instance.tables):
-            some = ways_of(relaxed, t, ways_at_most)
-            if some is None:
-                return None
-            ways.append(some)
-        return _Enumeration(relaxed, ways, below, steps)
 
     def _rests(self) -> None:
         """Compute the total of each way, with and without memory prices, and the rest at each depth."""
         relaxed, instance = self.relaxed, self.instance
         dual = least(relaxed.totals, relaxed.memory)
-        priced = np.where(relaxed.usable, relaxed.totals, NEVER)
-        paid, gone = priced.copy(), 0
-        for resource, price in zip(relaxed.memory, dual.prices, strict=True):
-            paid = paid + (price * resource.used >> PRICE_BITS)
-            gone += (price * resource.limit >> PRICE_BITS) + 1
-        self.gone = gone
-        self.plain = [priced[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
-        self.priced = [paid[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
-        homes = [instance.home[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
+        paid = with_prices(relaxed.totals, relaxed.memory, dual.prices)
+        self.gone = price_of_limits(relaxed.memory, dual.prices)
+        self.plain, self.priced, homes = (
+            [x[t, w.option] for t, w in zip(self.order, self.ways, strict=True)]
+            for x in (relaxed.totals, paid, instance.home)
+        )
         bytes_ = [w.memory.sum(1) for w in self.ways]
         self.rest = []
         for d in range(len(self.ways) + 1):
@@ -176,13 +152,13 @@ class _Enumeration:
                 )
             )
 
-    def grow(self) -> bool:
-        """Judge all arrangements; return False if the steps did not suffice."""
+    def grow(self) -> None:
+        """Judge all arrangements, or as many as the steps allow."""
         instance = self.instance
         work = np.zeros((1, instance.ranks + 1, instance.stages), np.int64)
         memory = instance.base_memory[None].copy()
         none = np.zeros((1, 2), np.int64)
-        return self._grow(0, work, memory, none[:, 0], none, none[:, :0])
+        self.complete = self._grow(0, work, memory, none[:, 0], none, none[:, :0])
 
     def _grow(self, depth: int, work: Ints, memory: Ints, bits: Ints, sums: Ints, chosen: Ints) -> bool:
         """Grow N parts by all remaining tables; return False if the steps did not suffice.
@@ -192,10 +168,10 @@ class _Enumeration:
             sums: [N, 2] totals in rank-ps, without and with memory prices. chosen: [N, depth] ways.
         """
         if depth == len(self.ways):
-            cost = self._cost(work).sum(1) + self.charge[bits]
+            cost = self._costs(work).sum(1) + self.charge[bits]
             i = int(cost.argmin())
-            if cost[i] < self.best:
-                self.best = int(cost[i])
+            if cost[i] < self.cost:
+                self.cost = int(cost[i])
                 self._keep(chosen[i])
             return True
         ways = self.ways[depth]
@@ -203,15 +179,16 @@ class _Enumeration:
         for start in range(0, len(work), max(PARTS_PER_BATCH // count, 1)):
             part = slice(start, start + max(PARTS_PER_BATCH // count, 1))
             n = len(work[part])
-            self.steps -= n * count
-            if self.steps < 0:
+            if self.left < n * count:
+                self.left = 0
                 return False
+            self.left -= n * count
             new_memory = (memory[part, None] + ways.memory[None]).reshape(n * count, *memory.shape[1:])
             keep = (new_memory <= self.instance.cap).all((1, 2))
             rest_plain, rest_priced, rest_home, rest_bytes = self.rest[depth + 1]
             free = np.minimum(self.relaxed.limits, NEVER) - (new_memory - self.instance.base_memory).sum(1)
             keep &= (free >= rest_bytes).all(1)
-            if np.any(self.instance.host_cap < NEVER):
+            if self.instance.capped:
                 together = np.zeros((n * count, *self.instance.host_cap.shape), np.int64)
                 for r, h in enumerate(self.instance.host_of.tolist()):
                     together[:, h] += new_memory[:, r]
@@ -225,12 +202,12 @@ class _Enumeration:
             base = self.relaxed.base_total
             at_least = new_work.copy()
             at_least[:, -1] += rest_home
-            floor = self._cost(at_least).sum(1) + charge
+            floor = self._costs(at_least).sum(1) + charge
             floor = np.maximum(floor, (new_sums[:, 0] + rest_plain + base + ranks - 1) // ranks + charge)
             floor = np.maximum(
                 floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge
             )
-            keep &= floor < self.best
+            keep &= floor < self.cost
             index = np.flatnonzero(keep)
             if not len(index):
                 continue
@@ -238,14 +215,14 @@ class _Enumeration:
             grown = np.concatenate([chosen[part].repeat(count, 0), np.tile(np.arange(count), n)[:, None]], 1)
             for first in range(0, len(index), PARTS_PER_DESCENT):
                 some = index[first : first + PARTS_PER_DESCENT]
-                some = some[floor[some] < self.best]
+                some = some[floor[some] < self.cost]
                 if len(some) and not self._grow(
                     depth + 1, new_work[some], new_memory[some], new_bits[some], new_sums[some], grown[some]
                 ):
                     return False
         return True
 
-    def _cost(self, work: Ints) -> Ints:
+    def _costs(self, work: Ints) -> Ints:
         """Return [N, S] ps of the slowest rank in each stage, of [N, R + 1, S] work."""
         instance = self.instance
         load = at_home(instance, work[:, -1]) + -(-work[:, :-1] * instance.slow // PER_MILLE)

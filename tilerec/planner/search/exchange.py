@@ -27,11 +27,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from tilerec.planner.search.instance import (
     PER_MILLE,
     Bools,
+    Floats,
     Instance,
     Ints,
     alike,
@@ -43,8 +43,6 @@ from tilerec.planner.search.instance import (
 from tilerec.planner.search.pack import Packing, host_bins
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
-
-Floats = npt.NDArray[np.float64]
 
 SWAP_PIECES = 24  # pieces per rank that a round of swaps considers
 SWAP_PIECES_OF_MANY_RANKS = (
@@ -153,8 +151,10 @@ class _Exchange:
         self.tiers = [m for m in range(instance.tiers) if memory[:, m].any()]
         self.slow = instance.slow / PER_MILLE
         self.sizes = instance.host_sizes.astype(np.float64)
-        self.hosts_capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
-        self.even = instance.even
+        # The work and memory of everything but single pieces.
+        spread = [() if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)]
+        work_apart, self.fixed_memory = work_of(instance, self.option, spread, {})
+        self.fixed, self.base = work_apart[:-1], at_home(instance, work_apart[-1])
         self.repairing = False
         self.linked = bool(instance.shared.any()) and instance.hosts > 1
         self.splitting = instance.ranks <= SPLITS_UP_TO_RANKS
@@ -222,33 +222,21 @@ class _Exchange:
     def _reload(self) -> None:
         """Recompute loads and free memory from the present ranks of single pieces."""
         instance = self.instance
-        if not hasattr(self, "fixed"):
-            # The work and memory of everything but single pieces is computed once.
-            spread: list[tuple[int, ...]] = [
-                () if w == 1 else p for w, p in zip(self.width.tolist(), self.places, strict=True)
-            ]
-            still = _work(instance, self.option, spread)
-            self.fixed, self.fixed_memory = still
-            every = np.arange(instance.tables)
-            self.base = at_home(instance, instance.home[every, self.option].sum(0))
         work = self.fixed.copy()
         memory = self.fixed_memory.copy()
         np.add.at(work, self.rank, self.cost[:-1].astype(np.int64))
         np.add.at(memory, self.rank, self.memory[:-1])
         self.time = self.base + -(-work * instance.slow // PER_MILLE)
         self.bytes = memory
-        link = np.zeros((instance.hosts, instance.stages), np.int64)
-        np.add.at(link, instance.host_of, self.time)
+        link = instance.by_host(self.time)
         self.load = self.time.astype(np.float64)
         for s in np.flatnonzero(instance.shared).tolist():
             self.load[:, s] = np.floor(link[:, s] / self.sizes)[instance.host_of]
         self.room = instance.cap - memory
         self.there = np.sort(self.rank * instance.tables + self.table)
-        if self.hosts_capped:
+        if instance.capped:
             # All pairs swap at once, so each rank may use only its part of the free memory of its host.
-            used = np.zeros_like(instance.host_cap)
-            np.add.at(used, instance.host_of, memory)
-            left = (instance.host_cap - used) // instance.host_sizes[:, None]
+            left = (instance.host_cap - instance.by_host(memory)) // instance.host_sizes[:, None]
             self.room = np.minimum(self.room, left[instance.host_of])
 
     def _objective(self) -> int:
@@ -418,7 +406,7 @@ class _Exchange:
         change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
         return both[change], to[change]
 
-    def _stuck(self, given: Ints, to: Ints) -> npt.NDArray[np.bool_]:
+    def _stuck(self, given: Ints, to: Ints) -> Bools:
         """Return [Q, n] pieces that may not go to rank `to`: it is not allowed, or holds a piece of the table."""
         instance, pieces = self.instance, len(self.table)
         table = self.table[np.minimum(given, pieces - 1)]
@@ -503,7 +491,7 @@ class _Judge:
         same_host = instance.host_of[a] == instance.host_of[b]
         for rank, sign in ((a, 1.0), (b, -1.0)):
             less = off[:, :, s] * sign
-            if not state.even:
+            if not instance.even:
                 less = less * state.slow[rank, s][:, None]
             if instance.shared[s]:
                 # A swap inside a host does not change its link; else each of its ranks bears a part.
@@ -525,20 +513,3 @@ def _power(y: Floats, doublings: int) -> Floats:
     for _ in range(doublings):
         y = y * y
     return y
-
-
-def _work(instance: Instance, option: Ints, places: list[tuple[int, ...]]) -> tuple[Ints, Ints]:
-    """Return [R, S] work and [R, M] bytes of everything but single pieces."""
-    every = np.arange(instance.tables)
-    width = instance.width[every, option]
-    work = np.zeros((instance.ranks, instance.stages), np.int64)
-    memory = instance.base_memory + instance.home_memory[every, option].sum(0)
-    uniform = instance.everywhere(width)
-    work += instance.cost[every, option][uniform].sum(0)
-    memory += instance.memory[every, option][uniform].sum(0)
-    for t in np.flatnonzero((width > 1) & ~uniform).tolist():
-        for h in places[t]:
-            ranks = instance.host_ranks[h]
-            work[ranks] += instance.cost[t, option[t]]
-            memory[ranks] += instance.memory[t, option[t]]
-    return work, memory

@@ -77,7 +77,7 @@ def choose(
         largest = np.array([int(x[rows, option][alone].max(initial=0)) for x in own])
         alike = relaxed.least_home[rows, option].sum(0) + instance.cost[rows, option][~alone].sum(0) + base
         level = np.maximum(average, (alike + largest * head // 4) * instance.first)
-        charge = int(instance.charge[instance.uses[rows, option].any(0)].sum())
+        charge = instance.charge_of(option)
         found = Choice(option, int(average.sum()) + charge, int(level.sum()) + charge)
         if best is None or found.expected < best.expected:
             best, stale = found, 0

@@ -35,10 +35,12 @@ from tilerec.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 SHARE_BITS = 20
 SHARE = 1 << SHARE_BITS
 PER_MILLE = 1000
+PICO = 1e12  # picoseconds per second
 NO_CAP = int(np.iinfo(np.int64).max)
 
 
@@ -246,6 +248,22 @@ class Instance:
         """Return True if a piece of this width is on every rank (with one rank, all pieces are single)."""
         return (width == self.ranks) & (self.ranks > 1)
 
+    def by_host(self, values: Any) -> Any:
+        """Return [H, ·] sums of [R, ·] over the ranks of each host."""
+        sums = np.zeros((self.hosts, *values.shape[1:]), values.dtype)
+        np.add.at(sums, self.host_of, values)
+        return sums
+
+    def charge_of(self, option: Ints) -> int:
+        """Return the fixed charges in ps of options [T]."""
+        used = self.uses[np.arange(self.tables), option].any(0)
+        return int(self.charge[used].sum())
+
+    @cached_property
+    def capped(self) -> bool:
+        """True if some host has a cap of its own."""
+        return bool(np.any(self.host_cap < NO_CAP))
+
     def take(self, order: Ints) -> Instance:
         """Return the instance with the tables `order`, in this order."""
         per_table = (
@@ -331,12 +349,10 @@ def evaluate(
 ) -> Solution:
     """Return an arrangement with its cost, by the definition. FOUND does not include caps (see `fits`)."""
     rows = {} if rows is None else rows
-    every = np.arange(instance.tables)
     work, memory = work_of(instance, option, places, rows)
     load = loads(instance, work)
     stage = load.max(0)
-    used = instance.uses[every, option].any(0)
-    cost = int(instance.longest(stage).sum()) + int(instance.charge[used].sum())
+    cost = int(instance.longest(stage).sum()) + instance.charge_of(option)
     return Solution(
         Status.FOUND,
         np.asarray(option, np.int64),
@@ -396,9 +412,7 @@ def loads(instance: Instance, work: Ints) -> Ints:
     """
     load = at_home(instance, work[-1]) + -(-work[:-1] * instance.slow // PER_MILLE)
     if instance.shared.any():
-        link = np.zeros((instance.hosts, int(instance.shared.sum())), np.int64)
-        np.add.at(link, instance.host_of, load[:, instance.shared])
-        link = -(-link // instance.host_sizes[:, None])
+        link = -(-instance.by_host(load[:, instance.shared]) // instance.host_sizes[:, None])
         load[:, instance.shared] = link[instance.host_of]
     return load
 
@@ -421,11 +435,9 @@ def alike(instance: Instance, load: Ints) -> Ints:
 
 def fits(instance: Instance, memory: Ints) -> bool:
     """Return True if [R, M] bytes are within every cap of ranks and hosts."""
-    if np.any(memory > instance.cap):
-        return False
-    together = np.zeros_like(instance.host_cap)
-    np.add.at(together, instance.host_of, memory)
-    return bool(np.all(together <= instance.host_cap))
+    return bool(np.all(memory <= instance.cap)) and bool(
+        np.all(instance.by_host(memory) <= instance.host_cap)
+    )
 
 
 def parts_of(instance: Instance, table: int, option: int, places: Sequence[int]) -> Ints:

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.instance import Bools, Floats, Ints
 from tilerec.planner.search.relaxed import Relaxed
-
-Floats = npt.NDArray[np.float64]
 
 OPTIONS_PER_TABLE = 8  # most options of a table that are tried
 BYTES_PER_PS = 1e6  # when pieces are compared by size, as many bytes count as one ps

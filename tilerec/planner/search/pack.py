@@ -4,7 +4,7 @@
     Changes  nothing that exists: the result is a new `Packing`
     Keeps    no rank and no host exceeds its memory (except with `force`)
     Stops    when all pieces are placed, or when one piece fits nowhere
-    Cost     B x S operations per piece; for 1,024 or more bins, most pieces go in layers (layers.py)
+    Cost     B x S operations per piece; for 1,024 or more bins, most pieces go in layers (slopes.py)
 
 Pieces on every rank come first, since they have no choice. Pieces that occupy whole hosts come next, single pieces
 last. A piece goes where its own stages meet the least slope (slopes.py). With `divisible_last`, tables whose rows can
@@ -24,16 +24,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 
 from tilerec.planner.search.bins import Bins, host_bins, rank_bins
-from tilerec.planner.search.instance import Instance, Ints, at_home, fits
-from tilerec.planner.search.layers import LAYERS_FROM_BINS, split_for_layers
+from tilerec.planner.search.instance import Bools, Floats, Instance, Ints, at_home, fits
 from tilerec.planner.search.relaxed import Relaxed
-from tilerec.planner.search.slopes import Slopes
+from tilerec.planner.search.slopes import LAYERS_FROM_BINS, Slopes, split_for_layers
 from tilerec.planner.search.work import CALLS, Work
-
-Floats = npt.NDArray[np.float64]
 
 LARGEST_WEIGHT = (1 << 16) - 1  # weights of slopes are whole numbers up to it
 DIVISIBLE_PART = (
@@ -100,9 +96,10 @@ def pack(
             tables = np.flatnonzero(some & (width == n))
             if n == 1:
                 bins = rank_bins(relaxed, base, done, bytes_now)
+                free = bins.room.copy()
                 if not filling.fill(bins, tables, force):
                     return None
-                bytes_now = bins.cap - bins.room + bins.used
+                bytes_now = bytes_now + free - bins.room
                 if last.any():
                     for t in tables.tolist():
                         np.add.at(done, np.array(places[t]), cost[t])
@@ -118,7 +115,7 @@ def pack(
     return Packing(np.asarray(option, np.int64), places, bytes_now)
 
 
-def _mostly_divisible(instance: Instance, cost: Ints) -> npt.NDArray[np.bool_]:
+def _mostly_divisible(instance: Instance, cost: Ints) -> Bools:
     """Return [T] tables of which a rank bears less than 1 / DIVISIBLE_PART of the mean cost whatever rows it holds.
 
     Args:
@@ -233,10 +230,10 @@ class _Filling:
         return key, np.floor(weight * LARGEST_WEIGHT / scale[:, None])
 
 
-def _closed(bins: Bins, table: int, size: Ints, tiers: list[int]) -> npt.NDArray[np.bool_]:
+def _closed(bins: Bins, table: int, size: Ints, tiers: list[int]) -> Bools:
     """Return [B] bins that cannot hold a piece of `size` [M] bytes; `tiers` are those that any piece uses."""
     first = tiers[0] if tiers else 0
-    closed: npt.NDArray[np.bool_] = bins.room[:, first] < size[first]
+    closed: Bools = bins.room[:, first] < size[first]
     for m in tiers[1:]:
         closed |= bins.room[:, m] < size[m]
     if bins.allowed is not None:

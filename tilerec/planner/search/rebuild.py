@@ -26,17 +26,14 @@ Legend: T tables, O options, S stages, M memory tiers, R ranks, H hosts, J optio
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from tilerec.planner.search.bins import spread_over_hosts
-from tilerec.planner.search.instance import Bools, Ints
+from tilerec.planner.search.instance import Bools, Floats, Ints
 from tilerec.planner.search.option_choices import OPTIONS_PER_TABLE, Choices, choices_of_tables
 from tilerec.planner.search.pack import Packing
 from tilerec.planner.search.rebuild_state import Candidates, RebuildState
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
-
-Floats = npt.NDArray[np.float64]
 
 MOST_TABLES_PUT_BACK = 5_000  # tables put back in one call
 BINS_JUDGED = 64  # bins for which a piece is priced exactly, out of more than twice as many
@@ -169,7 +166,7 @@ class _Rebuild:
                     best, found = price, (int(some.option[j]), ())
         if choices.single is not None:
             room = state.room
-            if state.capped:
+            if instance.capped:
                 room = np.minimum(room, state.host_room[instance.host_of])
             bins = Candidates(np.arange(instance.ranks), state.load, state.factor, room, whole)
             best, found = self._cheapest(choices.single, bins, False, bar, best, found)

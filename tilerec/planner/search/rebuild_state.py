@@ -13,12 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from tilerec.planner.search.instance import PER_MILLE, Bools, Instance, Ints, work_of
+from tilerec.planner.search.instance import PER_MILLE, Bools, Floats, Instance, Ints, work_of
 from tilerec.planner.search.pack import Packing
-
-Floats = npt.NDArray[np.float64]
 
 
 class Snapshot(NamedTuple):
@@ -48,13 +45,8 @@ class Candidates(NamedTuple):
 
     def take(self, some: Ints) -> Candidates:
         """Return only these bins."""
-        return Candidates(
-            self.place[some],
-            self.load[some],
-            self.factor[some],
-            self.room[some],
-            None if self.allowed is None else self.allowed[some],
-        )
+        allowed = None if self.allowed is None else self.allowed[some]
+        return Candidates(self.place[some], self.load[some], self.factor[some], self.room[some], allowed)
 
 
 class RebuildState:
@@ -62,7 +54,7 @@ class RebuildState:
 
     option: [T] and places: as in `Packing`. load: [R, S] ps of each rank, without `alike`. alike: [S] ps that every
     rank bears. mean: [H, S] ps, the mean of a host's ranks with fractional tables included. room: [R, M] free bytes.
-    host_room: [H, M] free bytes under the caps of hosts, if `capped`. fractional_tables: [H] number of such tables.
+    host_room: [H, M] free bytes under the caps of hosts, if any. fractional_tables: [H] number of such tables.
     on_rank, on_host: tables with a piece there, in order of arrival.
 
     Args:
@@ -74,11 +66,8 @@ class RebuildState:
         self.option = packing.option.copy()
         self.places = list(packing.places)
         self.room = instance.cap - packing.memory
-        self.capped = bool(np.any(instance.host_cap < np.iinfo(np.int64).max))
-        if self.capped:
-            used = np.zeros_like(instance.host_cap)
-            np.add.at(used, instance.host_of, packing.memory)
-            self.host_room = instance.host_cap - used
+        if instance.capped:
+            self.host_room = instance.host_cap - instance.by_host(packing.memory)
         # A piece of cost x takes x * factor on a rank: more on slow ranks, a part of it on a link that ranks share.
         self.factor = instance.slow / PER_MILLE
         self.host_factor = np.stack([self.factor[r].max(0) for r in instance.host_ranks])
@@ -98,9 +87,7 @@ class RebuildState:
                 self.load[ranks, s] = float(instance.base_cost[ranks, s].sum()) / len(ranks)
         self.linked = bool(len(self.shared))
         self.sizes = instance.host_sizes[:, None].astype(np.float64)
-        self.mean = np.zeros((instance.hosts, instance.stages))
-        np.add.at(self.mean, instance.host_of, instance.base_cost.astype(np.float64))
-        self.mean /= self.sizes
+        self.mean = instance.by_host(instance.base_cost.astype(np.float64)) / self.sizes
         self.fractional_tables = np.zeros(instance.hosts, np.int64)
         self.by_host = np.concatenate(instance.host_ranks)
         self.starts = np.cumsum(instance.host_sizes) - instance.host_sizes
@@ -113,9 +100,7 @@ class RebuildState:
     def _means_of_hosts(self, factor: Floats) -> tuple[Floats, Floats]:
         """Return [R, S] factors, which in shared stages are the mean of the rank's host, and the means [H, S]."""
         instance = self.instance
-        own, mean = factor.copy(), np.zeros((instance.hosts, instance.stages))
-        np.add.at(mean, instance.host_of, factor)
-        mean /= instance.host_sizes[:, None]
+        own, mean = factor.copy(), instance.by_host(factor) / instance.host_sizes[:, None]
         own[:, self.shared] = mean[instance.host_of][:, self.shared]
         return own, mean
 
@@ -191,23 +176,23 @@ class RebuildState:
         width = int(instance.width[t, o])
         if home.any():
             self.room -= home
-            if self.capped:
+            if instance.capped:
                 self.host_room -= home * instance.host_sizes[:, None]
         if instance.everywhere(width):
             self.room -= size
-            if self.capped:
+            if self.instance.capped:
                 self.host_room -= size * instance.host_sizes[:, None]
             return
         if width == 1:
             places = np.array(self.places[t])
             np.subtract.at(self.room, places, size)
-            if self.capped:
+            if self.instance.capped:
                 np.subtract.at(self.host_room, instance.host_of[places], size)
             return
         for place in self.places[t]:
             ranks = instance.host_ranks[place]
             self.room[ranks] -= size
-            if self.capped:
+            if self.instance.capped:
                 self.host_room[place] -= size * len(ranks)
 
     def bar(self) -> Floats:
@@ -262,7 +247,7 @@ class RebuildState:
             self.alike.copy(),
             self.room.copy(),
             self.fractional_tables.copy(),
-            self.host_room.copy() if self.capped else None,
+            self.host_room.copy() if self.instance.capped else None,
             [(t, int(self.option[t]), self.places[t]) for t in tables],
         )
         for t in tables:
@@ -275,7 +260,7 @@ class RebuildState:
         self.option[t], self.places[t] = option, places
         self.shift(t, 1.0)
         self.hold(t, 1)
-        return not self.capped or bool(np.all(self.host_room >= 0))
+        return not self.instance.capped or bool(np.all(self.host_room >= 0))
 
     def undo(self, before: Snapshot) -> None:
         """Return to the state before `take_out`."""
@@ -293,7 +278,9 @@ class RebuildState:
         """Return True if every rank has room for a piece of `size` [M] bytes."""
         if not np.all(self.room >= size):
             return False
-        return not self.capped or bool(np.all(self.host_room >= size * self.instance.host_sizes[:, None]))
+        return not self.instance.capped or bool(
+            np.all(self.host_room >= size * self.instance.host_sizes[:, None])
+        )
 
     def host_candidates(self, hosts: Ints, allowed: Bools | None) -> Candidates:
         """Return hosts as bins: each with the load of its slowest rank and the room of its fullest one.
@@ -303,7 +290,7 @@ class RebuildState:
         """
         load = np.maximum.reduceat(self.load[self.by_host], self.starts)[hosts]
         room = np.minimum.reduceat(self.room[self.by_host], self.starts)[hosts]
-        if self.capped:
+        if self.instance.capped:
             room = np.minimum(room, self.host_room[hosts] // self.instance.host_sizes[hosts][:, None])
         whole = None
         if allowed is not None:

@@ -99,11 +99,8 @@ def least(totals: Ints, resources: Sequence[Resource], prices: Sequence[int] = (
 def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> Dual:
     """Return the bound with the best price of resource `i` and the present prices of the others."""
     resource = resources[i]
-    priced = _priced(
-        totals, [(r, p) for j, (r, p) in enumerate(zip(resources, best.prices, strict=True)) if j != i]
-    )
-    constant = sum((p * r.limit >> PRICE_BITS) + 1 for j, (r, p) in enumerate(zip(resources, best.prices, strict=True))
-                   if j != i and p)  # fmt: skip
+    others = [0 if j == i else p for j, p in enumerate(best.prices)]
+    priced, constant = with_prices(totals, resources, others), price_of_limits(resources, others)
     rows = np.arange(len(totals))
 
     def seen(price: int) -> tuple[int, int, int, Ints]:
@@ -143,20 +140,22 @@ def _climb(totals: Ints, resources: Sequence[Resource], best: Dual, i: int) -> D
 
 def _at(totals: Ints, resources: Sequence[Resource], prices: Sequence[int]) -> tuple[int, Ints]:
     """Return the bound in rank-ps and its options at these prices."""
-    priced = _priced(totals, list(zip(resources, prices, strict=True)))
+    priced = with_prices(totals, resources, prices)
     option = priced.argmin(1)
-    value = int(priced[np.arange(len(option)), option].sum())
-    value -= sum((p * r.limit >> PRICE_BITS) + 1 for r, p in zip(resources, prices, strict=True) if p)
-    return value, option
+    return _sum(priced, option) - price_of_limits(resources, prices), option
 
 
-def _priced(totals: Ints, pairs: Sequence[tuple[Resource, int]]) -> Ints:
+def with_prices(totals: Ints, resources: Sequence[Resource], prices: Sequence[int]) -> Ints:
     """Return [T, O] totals plus price * use of the resources."""
-    priced = totals
-    for resource, price in pairs:
+    for resource, price in zip(resources, prices, strict=True):
         if price:
-            priced = priced + (price * resource.used >> PRICE_BITS)
-    return priced
+            totals = totals + (price * resource.used >> PRICE_BITS)
+    return totals
+
+
+def price_of_limits(resources: Sequence[Resource], prices: Sequence[int]) -> int:
+    """Return the rank-ps that a bound subtracts for the limits of the resources, rounded up."""
+    return sum((p * r.limit >> PRICE_BITS) + 1 for r, p in zip(resources, prices, strict=True) if p)
 
 
 def _sum(used: Ints, option: Ints) -> int:
@@ -240,10 +239,7 @@ class Relaxed:
     def host_room(self) -> Ints:
         """[H, M] free bytes of a host, under its own cap and those of its ranks."""
         ours = self.instance
-        together, base = np.zeros_like(ours.host_cap), np.zeros_like(ours.host_cap)
-        np.add.at(together, ours.host_of, self.room)
-        np.add.at(base, ours.host_of, ours.base_memory)
-        return np.minimum(together, ours.host_cap - base)
+        return np.minimum(ours.by_host(self.room), ours.host_cap - ours.by_host(ours.base_memory))
 
     @cached_property
     def limits(self) -> list[int]:

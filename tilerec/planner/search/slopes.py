@@ -6,19 +6,26 @@ placed where the sum of slopes, weighted by the piece's own stages, is least.
 Slopes are whole numbers below 2 ** 32 and weights whole numbers below 2 ** 16, both in float64. Their products and sums
 are exact in any order, so every machine places pieces alike.
 
+One by one, pieces take T x B steps, too slow for 10,000 tables on 1,024 ranks. A layer places B / BINS_PER_LAYER pieces
+at once, for T x BINS_PER_LAYER evaluations of one bin and one sort of the bins per layer. The largest and the smallest
+pieces are placed one by one: the first determine the loads, the last even them out.
+
 Legend: S stages, M memory tiers, H hosts, B bins, n pieces.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from tilerec.planner.search.bins import Bins
-from tilerec.planner.search.instance import Ints
-from tilerec.planner.search.layers import STEEP, STEEPEST, place_layers
+from tilerec.planner.search.instance import Floats, Ints
 
-Floats = npt.NDArray[np.float64]
+LAYERS_FROM_BINS = 1024  # least number of bins for which layers are used
+SINGLE_FIRST_PER_BIN = 2  # largest pieces per bin that are placed one by one before the layers
+SINGLE_LAST_PER_BIN = 8  # smallest pieces per bin that are placed one by one after the layers
+BINS_PER_LAYER = 16  # one of BINS_PER_LAYER bins receives a piece in each layer
+STEEP = float(1 << 20)  # slopes are whole multiples of 1 / STEEP
+STEEPEST = float(1 << 32)  # largest slope, in 1 / STEEP
 
 
 class Slopes:
@@ -71,17 +78,37 @@ class Slopes:
         self._refresh(b)
 
     def add_layers(self, cost: Ints, size: Ints, vector: Floats) -> Ints | None:
-        """Place many small pieces at once, and return the bin of each; None if some layer finds too little room.
+        """Place many small pieces in layers; return the bin of each, or None if a layer finds too few bins with room.
+
+        Each of the least loaded bins receives one piece per layer. Pieces are in descending order of size.
 
         Args:
-            cost: [n, S] ps. size: [n, M] bytes. vector: as in `place_layers`.
+            cost: [n, S] ps. size: [n, M] bytes.
+            vector: [n, S (+ M)] weights of the slopes for each piece, whole numbers below 2 ** 16.
         """
+        bins, links, level = self.bins, self.links, np.array(self.level)
         time, link = np.array(self.time), np.array(self.link_time)
-        roomy = np.array(self.roomy) if self.tiers else None
-        where = place_layers(self.bins, time, link, np.array(self.level), roomy, cost, size, vector)
+        found = np.empty(len(cost), np.int64)
+        length = max(len(time) // BINS_PER_LAYER, 1)
+        for start in range(0, len(cost), length):
+            some = slice(start, start + length)
+            y = time / level
+            y[:, links] = (link / bins.size[:, None])[bins.host] / level[links]
+            if self.tiers:
+                y = np.concatenate([y, 1.0 - bins.room / np.array(self.roomy)], 1)
+            # Whole numbers below 2 ** 32 and 2 ** 16: products and sums are exact.
+            score = _slopes(y) @ np.floor(vector[some].sum(0) / len(vector[some]))
+            score[(bins.room < size[some].max(0)).any(1)] = np.inf
+            chosen = np.argsort(score, kind="stable")[: len(cost[some])]
+            if score[chosen[-1]] == np.inf:
+                return None
+            found[some] = chosen
+            time[chosen] += cost[some]
+            np.add.at(link, bins.host[chosen], cost[some][:, links].astype(np.float64))
+            bins.room[chosen] -= size[some]
         self.time, self.link_time = time.tolist(), link.tolist()
         self._refresh_all()
-        return where
+        return found
 
     def _refresh_all(self) -> None:
         for b in range(len(self.time)):
@@ -112,6 +139,25 @@ class Slopes:
 
 
 def _slope(y: float) -> float:
-    """Return y ** 7 in whole multiples of 1 / STEEP; `slopes_of` for one Python float."""
+    """Return y ** 7 in whole multiples of 1 / STEEP; `_slopes` for one Python float."""
     y2 = y * y
     return min(float(int(y2 * y2 * y2 * y * STEEP)), STEEPEST)
+
+
+def _slopes(y: Floats) -> Floats:
+    """Return y ** 7 in whole multiples of 1 / STEEP."""
+    y2 = y * y
+    return np.minimum(np.trunc(y2 * y2 * y2 * y * STEEP), STEEPEST)
+
+
+def split_for_layers(order: Ints, pieces: Ints, bins: int) -> tuple[Ints, Ints, Ints]:
+    """Return tables in their order: those placed one by one first, those in layers, those placed one by one last.
+
+    Args:
+        order: tables, the largest first. pieces: number of pieces by table; only tables of one piece go into layers.
+    """
+    at = np.arange(len(order))
+    in_layers = (at >= SINGLE_FIRST_PER_BIN * bins) & (at < len(order) - SINGLE_LAST_PER_BIN * bins)
+    in_layers &= pieces[order] == 1
+    first = int(in_layers.argmax()) if in_layers.any() else len(order)
+    return order[:first], order[in_layers], order[first:][~in_layers[first:]]

@@ -264,15 +264,10 @@ class _Search:
         packing = self._pack(choice.option, view, work, divisible)
         if packing is None:
             return False
-        enough = choice.average - self._charge(choice.option)
+        enough = choice.average - self.instance.charge_of(choice.option)
         enough = enough + enough // NEAR_PART if view is self.relaxed else 0
         self._polish(view, packing, enough, work.part(self.whole // 8))
         return True
-
-    def _charge(self, option: Ints) -> int:
-        """Return the fixed charges in ps of these options."""
-        used = self.instance.uses[np.arange(self.instance.tables), option].any(0)
-        return int(self.instance.charge[used].sum())
 
     def _polish(self, view: Relaxed, packing: Packing, enough: int, work: Work) -> None:
         """Exchange pieces between ranks and between hosts in turn, and keep the packing as a start.
@@ -286,7 +281,8 @@ class _Search:
             if found <= enough:
                 break
             packing = exchange_hosts(view, packing, HOST_EXCHANGE_ROUNDS, work)
-        self.starts.append((self._offer(packing, found + self._charge(packing.option)), packing))
+        charge = self.instance.charge_of(packing.option)
+        self.starts.append((self._offer(packing, found + charge), packing))
 
     def _rebuild(self) -> None:
         """Run `rebuild` from several packings; from the best one alone, some plans are never reached."""

@@ -29,11 +29,11 @@ import math
 from copy import copy
 
 import numpy as np
-import numpy.typing as npt
 
 from tilerec.planner.search.instance import (
     PER_MILLE,
     SHARE,
+    Floats,
     Instance,
     Ints,
     Solution,
@@ -44,8 +44,6 @@ from tilerec.planner.search.instance import (
     work_of,
 )
 from tilerec.planner.search.work import CALLS, Work
-
-Floats = npt.NDArray[np.float64]
 
 LEAST_SHARE = 1e-6
 FULL_PART = 0.98  # memory has a price above this part of a cap

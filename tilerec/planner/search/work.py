@@ -24,12 +24,11 @@ class Work:
         """Return a budget of at most so many of the units that are left."""
         return Work(min(units, self.left), self)
 
-    def spend(self, units: int) -> bool:
-        """Subtract units; return True if some are left."""
+    def spend(self, units: int) -> None:
+        """Subtract units, here and from the whole."""
         self.left -= units
         if self.whole is not None:
             self.whole.spend(units)
-        return self.left > 0
 
     @property
     def over(self) -> bool:
