@@ -244,7 +244,7 @@ def _within_caps(decision: Decision, quick: Work | None, *, prove: bool) -> Deci
         decision = _without_empty_ranges(decision)
         with_price, priced = _priced(decision)
         if not priced.over.any():
-            return _of_lowest_price(_with_even_rows(with_price))
+            return _walked(_of_lowest_price(_with_even_rows(with_price)))
         less = np.maximum(priced.memory - decision.solution.memory + missed, 0)
         missed = np.maximum(missed, less + (less >> 4))  # 1/16 more, as the next plan will differ
         again = replace(instance, base_memory=instance.base_memory + missed)
@@ -306,7 +306,7 @@ def _of_lowest_price(decision: Decision) -> Decision:
         found, priced = _priced(_without_empty_ranges(replace(decision, solution=solution)))
         if not priced.over.any() and priced.cost_ps < best.priced.cost_ps:
             best = found
-    return _walked(best)
+    return best
 
 
 def _walked(decision: Decision) -> Decision:
