@@ -33,6 +33,7 @@ class BatchInFlight:
 
     Attributes:
         error: raised at the batch's turn.
+        unread: True if this rank could not read the batch.
         samples: number of samples, if ranks exchange it.
         handle: the exchange with the other ranks.
         all_samples: number of samples of each rank at the batch's turn, 0 for ranks without a batch; None if ranks do
@@ -50,6 +51,7 @@ class BatchInFlight:
     origin: Origin
     batch: Any = None
     error: Exception | None = None
+    unread: bool = False
     samples: int = 0
     handle: Handle | None = None
     all_samples: list[int] | None = None

@@ -46,7 +46,8 @@ class EvenRanks:
                 found.samples = samples_of(found.batch)
             except ConfigError as error:
                 found.error = error
-        number = FAILED if found.error is not None else END if ended else found.samples
+        found.unread = found.error is not None
+        number = FAILED if found.unread else END if ended else found.samples
         found.handle = self._exchange.post(number)
 
     def _open(self, found: BatchInFlight) -> None:

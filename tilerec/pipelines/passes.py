@@ -52,7 +52,7 @@ class Pass:
                 self.ended = True
             except Exception as error:
                 self._failure = error
-        found.error = self._failure
+        found.error, found.unread = self._failure, self._failure is not None
         if self._even is None:
             self.closed = self.ended or self._failure is not None
             if before or self.ended:
@@ -69,9 +69,9 @@ class Pass:
             self.over = True
             raise StopIteration
         first = self.batches.popleft()
-        # A failure of the iterator ends the pass; a batch that cannot be routed does not.
-        self.over = first.error is not None and first.error is self._failure
-        if self._even is not None and first.error is None:
+        # A batch that a rank could not read ends the pass; a batch that cannot be routed does not.
+        self.over = first.unread
+        if self._even is not None and not first.unread:
             self.over = True
             if self._even.read(first) is None:
                 raise StopIteration
