@@ -124,6 +124,11 @@ class DistributedModelParallel(nn.Module):
         return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
     @property
+    def group(self) -> Group:
+        """All ranks that train the model together."""
+        return self._group
+
+    @property
     def plan(self) -> ShardingPlan:
         """The sharding plan of the model; printable."""
         return plan_of(self.module)

@@ -27,8 +27,8 @@ from tilerec.errors import CommsError, ConfigError
 
 _B = TypeVar("_B")
 
-# Sent in place of a number of samples.
-_END, _FAILED = -1, -2
+END, FAILED = -1, -2
+"""Sent in place of a number of samples: this rank has no more batches; it could not read its next batch."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,40 @@ class Turn(Generic[_B]):
         NaN * 0 is NaN: sum the losses of the samples and divide by `max(samples, 1)`.
         """
         return self.samples * self.world_size / self.total if self.total else 0.0
+
+
+class SampleExchange:
+    """Exchange of the numbers of samples in the ranks' next batches.
+
+    Args:
+        channel: a channel of its own, so that the exchange may run beside a step.
+        who: the caller, in errors.
+    """
+
+    def __init__(self, channel: Group, who: str) -> None:
+        self._channel, self._who = channel, who
+
+    def post(self, own: int) -> Handle:
+        """Send the number of samples of this rank's next batch, `END` or `FAILED`. Collective; never waits."""
+        size = self._channel.size
+        samples_W = torch.full((size,), own, dtype=torch.int64, device=self._channel.device)
+        ones = [1] * size
+        return self._channel.all_to_all("samples", torch.zeros_like(samples_W), samples_W, ones, ones)
+
+    def read(self, handle: Handle) -> list[int] | None:
+        """Return the numbers of all ranks, `END` for ranks without a batch; None if no rank has one.
+
+        Raises:
+            CommsError: another rank could not read its next batch.
+        """
+        samples = [int(number) for number in handle.wait().tolist()]
+        failed = [rank for rank, number in enumerate(samples) if number == FAILED]
+        if failed:
+            raise CommsError(
+                f"{self._who} on rank {self._channel.rank} of {self._channel.size}: rank {failed[0]} could not read "
+                "its next batch; see the error on that rank."
+            )
+        return None if all(number == END for number in samples) else samples
 
 
 def even_batches(
@@ -93,20 +127,15 @@ def _turns(
         lookahead = _Lookahead(batches, channel, empty, count)
         while True:
             batch, own, handle = lookahead.batch, lookahead.own, lookahead.handle
-            rank_samples = handle.wait().tolist()
             if lookahead.error is not None:
+                handle.wait()
                 raise lookahead.error
-            failed = [rank for rank, number in enumerate(rank_samples) if number == _FAILED]
-            if failed:
-                raise CommsError(
-                    f"even_batches on rank {channel.rank} of {channel.size}: rank {failed[0]} could not read its next "
-                    "batch; see the error on that rank."
-                )
-            if all(number == _END for number in rank_samples):
+            samples = lookahead.exchange.read(handle)
+            if samples is None:
                 return
             # The exchange for the next turn overlaps with training on this turn's batch.
             lookahead.read()
-            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in rank_samples), channel.size)
+            yield Turn(batch, max(own, 0), sum(max(number, 0) for number in samples), channel.size)
     finally:
         channel.close()
 
@@ -117,24 +146,22 @@ class _Lookahead(Generic[_B]):
     handle: Handle
 
     def __init__(self, batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]) -> None:
-        self._batches, self._channel, self._empty, self._count = batches, channel, empty, count
+        self._batches, self._empty, self._count = batches, empty, count
+        self.exchange = SampleExchange(channel, "even_batches")
         self.batch, self.own = empty, 0
         self.error: Exception | None = None
         self.read()
 
     def read(self) -> None:
-        if self.own != _END:
+        if self.own != END:
             try:
                 self.batch = next(self._batches)
                 self.own = self._count(self.batch)
             except StopIteration:
-                self.batch, self.own = self._empty, _END
+                self.batch, self.own = self._empty, END
             except Exception as error:
-                self.error, self.own = error, _FAILED
-        size = self._channel.size
-        samples_W = torch.full((size,), self.own, dtype=torch.int64, device=self._channel.device)
-        ones = [1] * size
-        self.handle = self._channel.all_to_all("samples", torch.zeros_like(samples_W), samples_W, ones, ones)
+                self.error, self.own = error, FAILED
+        self.handle = self.exchange.post(self.own)
 
 
 def _samples(batch: Any) -> int:

@@ -1,6 +1,7 @@
 """Sharded collections: results and names of the unsharded ones, with rows on many ranks.
 
-    route(features) -> RoutedFeatures     sends ids to the owners of their rows; may run early, for the next batch
+    route(features) -> RoutedFeatures     sends ids to the owners of their rows; may run early, for the next batch;
+                                          `begin_route(features).finish()` is the same in two parts
     lookup(routed) -> LookedUpBatch       owners pool rows and send them to their homes
     combine(looked) -> output             turns the rows into the unsharded module's output
     forward                               runs the three in a row; takes features, or a routed batch
@@ -24,7 +25,7 @@ from tilerec.modules.id_clamp import key_starts
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
-from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedFeatures
+from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
@@ -40,6 +41,8 @@ class ShardedCollection(TableCollection):
     """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
+    routed_ahead: RoutedAhead | None = None
+    """Set by a pipeline during a forward: returns the result of a `route` that ran ahead of it, or None."""
 
     @property
     def _leaves(self) -> TileLeaves:
@@ -61,14 +64,35 @@ class ShardedCollection(TableCollection):
             InputError: the batch of this rank or of another rank (then named) is wrong. Every rank raises. A single
                 rank with whole tables routes nothing: there the lookup raises.
         """
+        return self.begin_route(features).finish()
+
+    @_eager
+    def begin_route(self, features: KeyedJaggedTensor) -> RouteInFlight:
+        """Post the sizes of the messages of a `route`, without waiting; `.finish()` sends the ids. Collective.
+
+        All ranks begin and finish in the same order. Batches may be begun before earlier ones are finished. A batch
+        that is wrong raises in `finish`, on every rank.
+        """
         leaves = self._leaves
         stages = self.exchange.stages(leaves.accum_dtype())
         try:
             batch, keys = self._batch(features, leaves)
         except Exception as error:
-            stages.router.refuse(error, self.device)
-        routed = stages.router(batch, keys)
-        return RoutedFeatures.of(features, routed, stages, batch.weights, self._divisors(features))
+            return self.begin_refused(error)
+        begun = stages.router.begin(batch, keys)
+        return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
+
+    def begin_refused(self, failure: Exception) -> RouteInFlight:
+        """Begin to route a batch that this rank refuses; its `finish` raises `failure`, and every rank raises."""
+        stages = self.exchange.stages(self._leaves.accum_dtype())
+        return RouteInFlight(None, stages.router.begin_refused(failure, self.device), stages, None, ())
+
+    def _routed(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
+        """Return a batch as routed: by the caller, by a pipeline ahead of its step, or now."""
+        if isinstance(features, RoutedFeatures):
+            return features
+        found = None if self.routed_ahead is None else self.routed_ahead(self, features)
+        return self.route(features) if found is None else found
 
     def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
         """Return per read the divisors of its bags' sums, applied on the home rank; None where nothing divides."""
@@ -180,8 +204,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
-        routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        return self.combine(self.lookup(routed))
+        return self.combine(self.lookup(self._routed(features)))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> KeyedTensor:
@@ -275,8 +298,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
-        routed = features if isinstance(features, RoutedFeatures) else self.route(features)
-        return self.combine(self.lookup(routed))
+        return self.combine(self.lookup(self._routed(features)))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> dict[str, JaggedTensor]:

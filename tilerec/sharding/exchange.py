@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,8 +14,9 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
+from tilerec.sharding.posted_headers import header_sizes
 from tilerec.sharding.replica_groups import ReplicaGroups
-from tilerec.sharding.route import Routed, Router, header_sizes
+from tilerec.sharding.route import BegunRoute, Routed, Router
 from tilerec.sharding.row_exchange import PooledRows, RowExchange
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.topology import Topology
@@ -157,6 +158,27 @@ class RoutedFeatures:
             f"RoutedFeatures of {self.features.keys()}: cannot be copied or pickled, as its ids are in transit "
             "between the ranks of this model; copy the features, and route those."
         )
+
+
+@dataclass(frozen=True)
+class RouteInFlight:
+    """A batch that `begin_route` has begun to route: the sizes of its messages are in flight."""
+
+    features: KeyedJaggedTensor | None  # None: this rank refuses the batch
+    begun: BegunRoute
+    stages: Stages
+    sample_weights: Tensor | None
+    divisors: Sequence[Tensor | None]
+
+    def finish(self) -> RoutedFeatures:
+        """Send the ids to the owners of their rows. Collective; see `ShardedCollection.route` for errors."""
+        routed = self.stages.router.finish(self.begun)
+        assert self.features is not None, "a refused batch raises above"
+        return RoutedFeatures.of(self.features, routed, self.stages, self.sample_weights, self.divisors)
+
+
+RoutedAhead = Callable[..., Any]
+"""`f(collection, features, *options)`: returns the routed batch for a call of the collection's forward, or None."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from tilerec.modules.managed_embedding import (
 from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.embedding import ShardedCollection
-from tilerec.sharding.exchange import LookedUpBatch, RoutedFeatures
+from tilerec.sharding.exchange import LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.id_exchange import IdExchange
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -120,6 +120,29 @@ class RoutedManaged:
 
 
 @dataclass(frozen=True)
+class ManagedRouteInFlight:
+    """A batch whose ids have been mapped, and whose rows are being routed; the fields are those of `RoutedManaged`."""
+
+    number: int
+    remapped: KeyedJaggedTensor
+    begun: RouteInFlight
+    features: KeyedJaggedTensor
+    mutate_miss_lengths: bool
+    maps: tuple[int, ...]
+
+    def finish(self) -> RoutedManaged:
+        """Send the rows to their holders. Collective."""
+        return RoutedManaged(
+            self.number,
+            self.remapped,
+            self.begun.finish(),
+            self.features,
+            self.mutate_miss_lengths,
+            self.maps,
+        )
+
+
+@dataclass(frozen=True)
 class LookedUpManaged:
     """A batch whose rows are in transit to their homes."""
 
@@ -134,6 +157,8 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     batch is looked up, so that the backward of the previous batch still updates the old id's row.
     """
 
+    routed_ahead: RoutedAhead | None = None
+    """See `ShardedCollection.routed_ahead`."""
     _routed: int
     _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], StreamEvent | None]]
     _mapped: StreamEvent | None = (
@@ -143,6 +168,16 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
         """Map the ids, and send the rows to their holders. Collective; see `ShardedCollection.route`."""
+        return self.begin_route(features, mutate_miss_lengths).finish()
+
+    @_eager
+    def begin_route(
+        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
+    ) -> ManagedRouteInFlight:
+        """Map the ids, and begin to route the rows; see `ShardedCollection.begin_route`. Collective.
+
+        Mapping waits for the other ranks twice, and raises here if the batch of a rank is wrong.
+        """
         collection = cast(ShardedManagedCollisionCollection, self._managed_collision_collection)
         try:
             self._check(features)
@@ -157,8 +192,13 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         lost, there = collection.lost_rows(), features.device()
         self._mapped = StreamEvent(there) if there.type == "cuda" else None
         self._resets.append((self._routed, maps, lost, self._mapped))
-        routed = cast(ShardedCollection, self._embedding_module).route(remapped)
-        return RoutedManaged(self._routed, remapped, routed, features, mutate_miss_lengths, maps)
+        begun = cast(ShardedCollection, self._embedding_module).begin_route(remapped)
+        return ManagedRouteInFlight(self._routed, remapped, begun, features, mutate_miss_lengths, maps)
+
+    def begin_refused(self, failure: Exception) -> NoReturn:
+        """Refuse this rank's batch: every rank raises in its `begin_route`, and this one raises `failure`."""
+        collection = cast(ShardedManagedCollisionCollection, self._managed_collision_collection)
+        collection.exchange.refuse(failure)
 
     @_eager
     def lookup(self, routed: RoutedManaged) -> LookedUpManaged:
@@ -223,7 +263,11 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         return tables.combine(looked.looked), looked.remapped if self._return_remapped_features else None
 
     def _forward(self, features: Any, mutate: bool) -> tuple[Any, KeyedJaggedTensor | None]:
-        routed = features if isinstance(features, RoutedManaged) else self.route(features, mutate)
+        if isinstance(features, RoutedManaged):
+            routed = features
+        else:
+            found = None if self.routed_ahead is None else self.routed_ahead(self, features, mutate)
+            routed = self.route(features, mutate) if found is None else found
         return self._combined(self.lookup(routed))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,10 @@ Nouns
   payload  lengths of present bags (omitted if every bag has one id), local ids, weights, merge positions
   Routed   the result: as home, the destinations of rows; as owner, the ids to look up
 
-The header is the only host synchronization of a step. One device-to-host copy (`_Headers`) contains the headers of the
+    begin    sorts the ids by owner, and posts the header
+    finish   waits for the headers of all ranks, and posts the payload; `Routed.wait` waits for the payloads
+
+The header is the only host synchronization of a step. One device-to-host copy (`Headers`) contains the headers of the
 other ranks and the results of this rank's device, its sizes and faults. Until then, results of `route_ids` have their
 maximum length. A rank that refuses its own batch sets a flag in its header, so every rank raises and none hangs.
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +32,8 @@ from tilerec.ops.gradient.definition import bag_starts
 from tilerec.ops.runtime.upload import cached_per_stream, current_stream, upload
 from tilerec.sharding.header import FLAG_BITS, LookupFacts, header_sizes_of, raise_difference
 from tilerec.sharding.layout import ExchangeLayout
-from tilerec.sharding.merged_bags import BagUnion, MergedBags
+from tilerec.sharding.merged_bags import BagMarks, BagUnion, MergedBags
+from tilerec.sharding.posted_headers import Headers, PostedHeaders, header_sizes
 from tilerec.sharding.read_counts import ReadCounts
 from tilerec.storage.prefetched_results import StreamEvent
 from tilerec.storage.tensor_mark import mark_of
@@ -166,51 +170,72 @@ class Router:
             index.extend([0] * (end - len(index)))  # not read
         return index
 
-    def refuse(self, failure: Exception, device: torch.device) -> NoReturn:
-        """Send every rank a header that refuses this rank's batch, then raise `failure`."""
+    def begin_refused(self, failure: Exception, device: torch.device) -> BegunRoute:
+        """Post headers that refuse this rank's batch; `finish` raises `failure`."""
         nothing = torch.zeros(1 + 2 * len(self.layout.parts), dtype=torch.int64, device=device)
         sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int64, device=device)
-        self._exchange_headers(REFUSED, nothing, sizes_M)
-        raise failure
+        return BegunRoute(headers=self._post_headers(REFUSED, nothing, sizes_M), failure=failure)
 
     def __call__(self, batch: RouteInput, keys: Sequence[int]) -> Routed:
-        """Send a batch's ids to their owners. Collective.
+        """Send a batch's ids to their owners: `begin` and `finish`. Collective."""
+        return self.finish(self.begin(batch, keys))
+
+    def begin(self, batch: RouteInput, keys: Sequence[int]) -> BegunRoute:
+        """Sort a batch's ids by owner, and post the headers. Collective; never waits, and raises nothing.
 
         Args:
             batch: see `RouteInput`.
             keys: per route, the position of its key in the batch.
-
-        Raises:
-            InputError: the batch of this rank or of another rank cannot be routed; every rank raises.
         """
         weights = batch.weights if self.weighted else None
         if self._single_range and self._can_read_in_place(batch, keys):
-            return self._routed_in_place(batch, weights, keys)
+            try:
+                return BegunRoute(routed=self._routed_in_place(batch, weights, keys))
+            except Exception as error:
+                return BegunRoute(failure=error)
         try:
-            summary, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
+            sorted_ids = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
         except Exception as error:
-            self.refuse(error, self.group.device)
+            return self.begin_refused(error, self.group.device)
+        summary, _, _, slots, _ = sorted_ids
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
-        counts_K2 = summary[1:].view(-1, 2)
-        marks = self._merged_bags.mark(slots, counts_K2, batch.bags)
-        headers = self._exchange_headers(flags, summary, marks.sizes_M)
+        marks = self._merged_bags.mark(slots, summary[1:].view(-1, 2), batch.bags)
+        headers = self._post_headers(flags, summary, marks.sizes_M)
+        return BegunRoute(headers=headers, home=_HomeBatch(batch, weights, keys, flags, sorted_ids, marks))
+
+    def finish(self, begun: BegunRoute) -> Routed:
+        """Wait for the headers of all ranks, and post the payload. Collective, once per `begin`, in the same order.
+
+        Raises:
+            InputError: the batch of this rank or of another rank cannot be routed; every rank raises.
+        """
+        if begun.routed is not None:
+            return begun.routed
+        headers = None if begun.headers is None else begun.headers.read()
+        if begun.failure is not None:
+            raise begun.failure
+        home = begun.home
+        assert home is not None, "neither routed in place nor refused"
+        assert headers is not None, "posted with the batch"
+        batch = home.batch
+        summary, lengths, local, slots, positions = home.sorted_ids
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
-        self._check(headers, flags, batch.facts)
-        self.reads.add(counts_K2, keys, batch.batches)
+        self._check(headers, home.flags, batch.facts)
+        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.batches)
         # The host has the sizes now: cut the tensors to them.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
         if slots.numel() > present:
             lengths, slots = lengths[:present], slots[:present]
         if local.numel() > moved:
             local, positions = local[:moved], positions[:moved]
-        unions = self._merged_bags.unite(marks, headers.counts, headers.sizes)
-        return self._exchange_payloads(batch, weights, headers, lengths, local, slots, positions, unions)
+        unions = self._merged_bags.unite(home.marks, headers.counts, headers.sizes)
+        return self._exchange_payloads(batch, home.weights, headers, lengths, local, slots, positions, unions)
 
     def _can_read_in_place(self, batch: RouteInput, keys: Sequence[int]) -> bool:
         """Return True if each key is read by one route, in batch order, as far as host-side sizes show."""
@@ -248,7 +273,7 @@ class Router:
             sample_weights=sample_weights, in_place=tuple([(tensor, mark_of(tensor)) for tensor in read]),
         )  # fmt: skip
 
-    def _check(self, headers: _Headers, flags: int, facts: LookupFacts) -> None:
+    def _check(self, headers: Headers, flags: int, facts: LookupFacts) -> None:
         """Raise an `InputError` on all ranks if one of them cannot continue."""
         refused = [home for home, header in enumerate(headers.received) if header[0] & REFUSED]
         if refused:
@@ -269,13 +294,13 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------ home
 
-    def _exchange_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> _Headers:
-        """Exchange headers with every rank. The host waits only here.
+    def _post_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> PostedHeaders:
+        """Send headers to every rank.
 
         Args:
             summary: first result of `route_ids`: the fault, sent to other ranks as a flag only, and the counts.
         """
-        device, parts = summary.device, len(self.layout.parts)
+        device = summary.device
         if self._room.version != self._version:
             self._lay_out_headers()
         fault = None
@@ -290,26 +315,14 @@ class Router:
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)
         handle = self.group.all_to_all("header", into, out, self._header_in, self._header_out)
-        pieces = [values] if fault is None else [fault, values]
+        refusals = None
         if self.everyone is not None:  # both collectives are in flight when the host waits
             refused = values[:1] & REFUSED
             own = torch.cat((refused, refused * self.everyone.rank))
-            pieces.insert(0, self.everyone.all_reduce_("refusals", own).wait())
-        numbers = iter(torch.cat((*pieces, handle.wait())).tolist())
-
-        def take(count: int) -> list[int]:
-            return list(itertools.islice(numbers, count))
-
-        refusals, refusers = take(2) if self.everyone is not None else (0, 0)
-        low, high = (0, 0) if fault is None else take(2)
-        _, *counts = take(1 + 2 * parts)
-        return _Headers(
-            (high << 32) + low % (1 << 32),
-            list(zip(counts[::2], counts[1::2], strict=True)),
-            take(sizes_M.numel()),
-            [take(size) for size in self._header_in],
-            refusals,
-            refusers,
+            refusals = self.everyone.all_reduce_("refusals", own)
+        sent = StreamEvent(device) if device.type == "cuda" else None
+        return PostedHeaders(
+            handle, refusals, fault, values, len(self.layout.parts), sizes_M.numel(), self._header_in, sent
         )
 
     def _index_on(self, device: torch.device) -> Tensor:
@@ -320,7 +333,7 @@ class Router:
         return self._indices[key]
 
     def _exchange_payloads(
-        self, batch: RouteInput, weights: Tensor | None, headers: _Headers, lengths: Tensor, local: Tensor,
+        self, batch: RouteInput, weights: Tensor | None, headers: Headers, lengths: Tensor, local: Tensor,
         slots: Tensor, positions: Tensor, unions: list[BagUnion],
     ) -> Routed:  # fmt: skip
         layout, counts, received = self.layout, headers.counts, headers.received
@@ -392,7 +405,7 @@ class Router:
         """Return the contents of the payloads that arrive.
 
         Args:
-            received: see `_Headers`.
+            received: see `Headers`.
         """
         found = _Expected()
         at = members_at = 0
@@ -453,29 +466,26 @@ def _compact(part: Tensor) -> Tensor:
     return part.clone() if part.untyped_storage().nbytes() > 2 * part.nbytes else part
 
 
-def header_sizes(layout: ExchangeLayout) -> tuple[list[int], list[int]]:
-    """Return the words of the headers to and from each rank, [W]."""
-    out = [1 + 2 * len(parts) for parts in layout.sent]
-    for merge in layout.own_merges:
-        out[merge.proxy] += 1 + len(merge.parts)
-    into = [
-        1 + 2 * len(parts) + sum(1 + len(merge.parts) for merge in merges)
-        for parts, merges in zip(layout.received, layout.merging, strict=True)
-    ]
-    return out, into
+@dataclass(frozen=True)
+class _HomeBatch:
+    """A batch whose headers are in flight, as its home needs it to send the ids."""
+
+    batch: RouteInput
+    weights: Tensor | None
+    keys: Sequence[int]
+    flags: int
+    sorted_ids: Sequence[Tensor]  # the results of `route_ids`
+    marks: BagMarks
 
 
 @dataclass(frozen=True)
-class _Headers:
-    """Contents of a step's only device-to-host copy."""
+class BegunRoute:
+    """A batch between `Router.begin` and `Router.finish`: routed in place, refused, or with its headers in flight."""
 
-    fault: int  # of this rank's batch, for `raise_fault`; 0: none
-    counts: list[tuple[int, int]]  # P and N of each part sent, in wire order
-    sizes: list[int]  # U of each merge of this home
-    # Per home: flags; P and N of each part received; U and P of each merge made on this rank.
-    received: list[list[int]]
-    refusals: int  # number of ranks of all teams that refused this step (0 without `everyone`)
-    refusers: int  # sum of the numbers of these ranks
+    routed: Routed | None = None
+    failure: Exception | None = None
+    headers: PostedHeaders | None = None
+    home: _HomeBatch | None = None
 
 
 _ONES = -1

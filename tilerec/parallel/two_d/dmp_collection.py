@@ -152,6 +152,11 @@ class DMPCollection(DistributedModelParallel):
         self._two_d.sync(include_optimizer_state, wait=wait)
 
     @property
+    def sync_interval(self) -> int | None:
+        """Updates between two averages that the forward begins; None: only calls of `sync()` average."""
+        return self._two_d.settings.interval
+
+    @property
     def unsynced_steps(self) -> int:
         """Updates since replicas were last equal; 0 with `sync="exact"`. Call `sync()` before an evaluation."""
         return self._two_d.unsynced_steps

@@ -1,0 +1,27 @@
+"""Training pipelines: stages of later batches overlap with the step of the current one."""
+
+from tilerec.pipelines.batch_in_flight import Origin
+from tilerec.pipelines.pipeline import Stage
+from tilerec.pipelines.routes_ahead import RouteReport
+from tilerec.pipelines.trace import Trace
+from tilerec.pipelines.train_pipelines import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    TrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineContext,
+    TrainPipelineSparseDist,
+)
+
+__all__ = [
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "EvalPipelineSparseDist",
+    "TrainPipelineContext",
+    "Origin",
+    "RouteReport",
+    "Stage",
+    "Trace",
+]

@@ -1,0 +1,129 @@
+"""`Pipeline`: runs named stages on the batches of an iterator, some of them ahead of the batch that trains.
+
+    stage          read copy  finish_route  route  forward backward update
+    ahead          2    2     1             2      0       0        0
+
+In one call of `progress`, a stage with `ahead` = a runs for every batch in flight up to the a-th after the one whose
+turn it is, once per batch. So the sizes and the ids of the next batches travel while this one computes. All
+collectives are called from this thread, in the order of the list, which is the same on all ranks.
+
+An error in a stage that runs ahead is raised at its batch's turn, after all batches before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from tilerec.comms.group import Group
+from tilerec.parallel.model_parallel import DistributedModelParallel
+from tilerec.pipelines.batch_in_flight import BatchInFlight, Origin
+from tilerec.pipelines.even_ranks import EvenRanks
+from tilerec.pipelines.passes import Pass, Passes
+from tilerec.pipelines.trace import Trace
+from tilerec.sharding.embedding import ShardedCollection
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One named part of a step.
+
+    Attributes:
+        name: shown in traces.
+        run: called once per batch, with the batch and its pass.
+        ahead: number of batches by which the stage is ahead of the batch that trains.
+    """
+
+    name: str
+    run: Callable[[BatchInFlight, Pass], None]
+    ahead: int = 0
+
+
+@final
+class Pipeline:
+    """The batches in flight of all iterators, and the stages that run on them.
+
+    Args:
+        stages: in the order in which one call of `progress` runs them. Reading comes before them.
+        depth: number of batches in flight, the one that trains included.
+        even: see `EvenRanks`; None: ranks do not exchange numbers of samples.
+        who: the pipeline, in errors.
+    """
+
+    def __init__(self, stages: Sequence[Stage], depth: int, even: EvenRanks | None, who: str) -> None:
+        self.stages, self.depth, self._even = tuple(stages), depth, even
+        self._passes = Passes(who)
+        self._who = who
+        self.trace: Trace | None = None
+        self.last_origin: Origin | None = None
+
+    def progress(self, iterator: Iterator[Any]) -> Any:
+        """Run one step on the next batch of an iterator, and return its output.
+
+        Raises:
+            StopIteration: once, after the last batch. The same object may be passed again: a new pass begins.
+        """
+        current = self._passes.of(iterator, self._even)
+        turn: BatchInFlight | None = None
+        try:
+            with self._span("read", None):
+                while len(current.batches) < self.depth and not current.closed:
+                    current.read(iterator)
+            for stage in self.stages:
+                if stage.ahead:
+                    for batch in list(current.batches)[: stage.ahead + (turn is None)]:
+                        self._run_ahead(stage, batch, current)
+                    continue
+                if turn is None:
+                    turn = current.take()
+                    turn.check_unwritten(self._who)
+                with self._span(stage.name, turn.origin):
+                    stage.run(turn, current)
+        except BaseException:
+            current.held.clear()
+            if current.over:
+                self._passes.end(iterator)
+            raise
+        assert turn is not None, "some stages are not ahead"
+        self.last_origin = turn.origin
+        return turn.output
+
+    def _run_ahead(self, stage: Stage, batch: BatchInFlight, current: Pass) -> None:
+        if stage.name in batch.done:
+            return
+        batch.done.add(stage.name)
+        with self._span(stage.name, batch.origin):
+            try:
+                stage.run(batch, current)
+            except Exception as error:  # raised at the batch's turn
+                batch.error = batch.error or error
+
+    def run_again(self, names: set[str]) -> None:
+        """Run these stages again for all batches in flight: there is more to do for them."""
+        for batch in self._passes.in_flight():
+            batch.done -= names
+
+    def reset(self) -> None:
+        """Drop all batches in flight. All ranks call it."""
+        self._passes.clear()
+
+    def _span(self, name: str, origin: Origin | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.trace is None else self.trace.span(name, origin)
+
+
+def group_of(model: nn.Module) -> Group | None:
+    """Return the ranks that train a model together; None if it has no sharded tables, or the ranks are unknown."""
+    collection: ShardedCollection | None = None
+    for module in model.modules():
+        if isinstance(module, DistributedModelParallel):
+            return module.group
+        if collection is None and isinstance(module, ShardedCollection):
+            collection = module
+    # With replica groups apart, a collection knows its own sharding group only.
+    if collection is None or (collection.exchange.teams is not None and collection.exchange.teams.apart):
+        return None
+    return collection.exchange.group

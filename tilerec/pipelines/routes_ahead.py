@@ -1,0 +1,205 @@
+"""`RoutesAhead`: routes batches ahead of their forward, without changes to the model.
+
+    first forward    each sharded collection reports the features that it receives; their place in the batch is found
+                     by object identity and learned: (collection, `.sparse_features`)
+    later batches    the features at the learned places are routed ahead: `begin`, then `finish`
+    their forwards   a collection that receives those very features takes the result; others are routed then
+
+A forward is ordinary Python code: it may branch, call a collection twice, or build features itself. Features that are
+not in the batch are routed in the forward, as without a pipeline. `report` counts both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from tilerec.errors import InputError
+from tilerec.pipelines.batch_in_flight import BatchInFlight
+from tilerec.pipelines.batch_structure import Marks, Path, part_at, path_of, path_text, tensors_of
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.managed_collision import ShardedManagedCollisionEmbeddings
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+Collection = ShardedCollection | ShardedManagedCollisionEmbeddings
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedRoute:
+    """A call that forwards make: a collection, and the place of its features in the batch."""
+
+    collection: Collection
+    path: Path
+    options: tuple[Any, ...]  # further arguments of the collection's forward
+
+
+@dataclass(frozen=True)
+class RouteReport:
+    """Routes of one collection so far.
+
+    Attributes:
+        collection: its name in the model.
+        paths: places of its features in a batch, as Python writes them.
+        ahead: forwards that found their features routed.
+        in_forward: forwards that routed their features themselves: the first ones, and those whose features are not
+            part of the batch.
+        built: of these, the number whose features the model had built itself.
+    """
+
+    collection: str
+    paths: tuple[str, ...]
+    ahead: int
+    in_forward: int
+    built: int
+
+
+@dataclass(eq=False)
+class _Begun:
+    """One route of a batch in flight."""
+
+    learned: LearnedRoute
+    features: Any = None
+    marks: Marks | None = None
+    flight: Any = None  # between `begin_route` and `finish`
+    routed: Any = None
+    prefetched: bool = False
+
+
+@final
+class RoutesAhead:
+    """The learned routes of a model, and the routes of the batches in flight.
+
+    All ranks learn the same routes in the same order, because their forwards make the same calls.
+    """
+
+    def __init__(self, model: nn.Module, who: str) -> None:
+        self._model, self._who = model, who
+        self._learned: list[LearnedRoute] = []
+        self._counts: Counter[tuple[int, str]] = Counter()
+        self._collections: list[tuple[str, Collection]] = []
+        self.find_collections()
+
+    def find_collections(self) -> None:
+        """Find the model's sharded collections; called at the start of every pass, as a model may be sharded later."""
+        kinds = (ShardedCollection, ShardedManagedCollisionEmbeddings)
+        self._collections = [(name, m) for name, m in self._model.named_modules() if isinstance(m, kinds)]
+        known = {id(collection) for _, collection in self._collections}
+        if any(id(learned.collection) not in known for learned in self._learned):
+            self._learned = []
+
+    # -- stages ------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: BatchInFlight) -> None:
+        """Post the headers of the batch's routes. Collective."""
+        for learned in self._learned[len(batch.begun) :]:
+            if batch.error is not None:
+                batch.begun.append(_Begun(learned, flight=learned.collection.begin_refused(batch.error)))
+                continue
+            features = part_at(batch.batch, learned.path)
+            begun = _Begun(learned, features)
+            batch.begun.append(begun)
+            if isinstance(features, KeyedJaggedTensor):  # otherwise the forward decides
+                begun.marks = Marks.of(tensors_of(features))
+                begun.flight = learned.collection.begin_route(features, *learned.options)
+
+    def finish(self, batch: BatchInFlight) -> None:
+        """Send the ids of the batch's routes, after `begin` for those that have none yet. Collective."""
+        try:
+            self.begin(batch)
+        except Exception as error:
+            batch.error = batch.error or error
+        for begun in batch.begun:
+            if begun.flight is None:
+                continue
+            flight, begun.flight = begun.flight, None
+            try:
+                begun.routed = flight.finish()
+            except Exception as error:  # every rank raises; the other routes must end on all of them, too
+                batch.error = batch.error or error
+                continue
+            key = id(begun.learned.collection), id(begun.features)
+            batch.routed.setdefault(key, deque()).append(begun)
+
+    def prefetch(self, batch: BatchInFlight) -> None:
+        """Load rows of cached tables, and sort rows for the update, for the batch's lookups. Collective."""
+        if batch.error is None:
+            for begun in batch.begun:
+                if begun.routed is not None and not begun.prefetched:
+                    begun.prefetched = True
+                    begun.routed = begun.learned.collection.prefetch(begun.routed)
+
+    # -- the forward -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def serve(self, batch: BatchInFlight) -> Iterator[None]:
+        """Serve the collections of a forward with the batch's routes, and learn new ones from its calls."""
+        calls: list[LearnedRoute] = []
+
+        def routed_ahead(collection: Collection, features: Any, *options: Any) -> Any:
+            return self._take(batch, calls, collection, features, options)
+
+        try:
+            for _, collection in self._collections:
+                collection.__dict__["routed_ahead"] = routed_ahead
+            yield
+        finally:
+            for _, collection in self._collections:
+                collection.__dict__.pop("routed_ahead", None)
+            batch.begun.clear()
+            batch.routed.clear()
+        self._learn(calls)
+
+    def _take(
+        self, batch: BatchInFlight, calls: list[LearnedRoute], collection: Collection, features: Any, options: Any
+    ) -> Any:  # fmt: skip
+        """Return the features as routed, or None."""
+        waiting = batch.routed.get((id(collection), id(features)))
+        if waiting and waiting[0].learned.options == options:
+            begun = waiting.popleft()
+            if begun.marks is not None and begun.marks.changed():
+                raise InputError(
+                    f"{self._who}: the features at {path_text(begun.learned.path)} were written to after they were "
+                    "routed, which happens before their step; expected features that stay as they are. Write to a "
+                    "clone, or prepare the features in the iterator."
+                )
+            calls.append(begun.learned)
+            self._counts[id(collection), "ahead"] += 1
+            return begun.routed
+        self._counts[id(collection), "in_forward"] += 1
+        path = path_of(batch.batch, features)
+        if path is None:
+            self._counts[id(collection), "built"] += 1
+        else:
+            calls.append(LearnedRoute(collection, path, options))
+        return None
+
+    def _learn(self, calls: list[LearnedRoute]) -> None:
+        """Add the calls of a forward that exceed the learned ones."""
+        known = Counter((id(one.collection), one.path, one.options) for one in self._learned)
+        for call in calls:
+            key = id(call.collection), call.path, call.options
+            known[key] -= 1
+            if known[key] < 0:
+                self._learned.append(call)
+
+    @property
+    def learned(self) -> int:
+        """Number of learned routes; it only grows during a pass."""
+        return len(self._learned)
+
+    def report(self) -> list[RouteReport]:
+        """Return the routes of each collection that a forward has called."""
+        found = []
+        for name, collection in self._collections:
+            ahead, late, built = (
+                self._counts[id(collection), kind] for kind in ("ahead", "in_forward", "built")
+            )
+            if ahead + late:
+                paths = [path_text(one.path) for one in self._learned if one.collection is collection]
+                found.append(RouteReport(name, tuple(paths), ahead, late, built))
+        return found
