@@ -256,7 +256,7 @@ class Columns:
             SparseFeature(
                 column.feature,
                 self.table_of(column).rows,
-                table=column.table,
+                table=column.table_name,
                 weighted=bool(column.weights),
                 managed=self.table_of(column).ids == "managed",
                 max_length=column.max_length,
