@@ -11,16 +11,15 @@ import contextlib
 import os
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from tilerec.errors import FileError
+from tilerec.errors import FileError, TilerecError
 
 
 def write_file(path: str | Path, content: str | bytes, what: str) -> None:
-    """Replace the content of a file, or leave the file unchanged.
-
-    A new file gets the permissions that `open` gives. A replaced file keeps its own permissions. Symbolic links are
-    followed. Pipes and devices (`/dev/stdout`) are written in place.
+    """Replace the content of a file, or leave the file unchanged; see `open_replacement`.
 
     Args:
         content: text is encoded as UTF-8; line endings are not converted.
@@ -30,24 +29,47 @@ def write_file(path: str | Path, content: str | bytes, what: str) -> None:
         FileError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
+    with open_replacement(path, what, f"space for {len(data):,} bytes") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_replacement(path: str | Path, what: str, needs: str = "enough space") -> Iterator[BinaryIO]:
+    """Yield a binary file for the new content; it replaces the file when the block ends without an error.
+
+    A new file gets the permissions that `open` gives. A replaced file keeps its own permissions. Symbolic links are
+    followed. Pipes and devices (`/dev/stdout`) are written in place.
+
+    Args:
+        what: the kind of file; the error message begins with it.
+        needs: for the error message.
+
+    Raises:
+        FileError: the file cannot be written. The block must raise another error for its own files.
+    """
     before: os.stat_result | None = None
     try:
         with contextlib.suppress(FileNotFoundError):
             before = os.stat(path)
         if before is not None and not stat.S_ISREG(before.st_mode):
-            Path(path).write_bytes(data)
+            with Path(path).open("wb") as file:
+                yield file
         else:
-            _replace(Path(os.path.realpath(path)), data, before)
+            with _replacement(Path(os.path.realpath(path)), before) as file:
+                yield file
+    except TilerecError:
+        raise
     except OSError as error:
         unchanged = "" if before is None else "; the earlier file is unchanged"
         raise FileError(
             f"{what}: {path} cannot be written: got '{error.strerror or error}'; expected a writable folder and file "
-            f"with space for {len(data):,} bytes. Free space or choose another path{unchanged}.",
+            f"with {needs}. Free space or choose another path{unchanged}.",
             error.errno,
         ) from error
 
 
-def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
+@contextlib.contextmanager
+def _replacement(target: Path, before: os.stat_result | None) -> Iterator[BinaryIO]:
     if before is not None and not os.access(target, os.W_OK):
         # A rename needs no write permission on the file itself. Check it, since a user made the file read-only.
         raise PermissionError(13, os.strerror(13))
@@ -58,7 +80,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
         with os.fdopen(descriptor, "wb") as file:
             if before is not None:
                 _copy_owner_and_mode(file.fileno(), before)
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

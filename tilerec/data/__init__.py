@@ -1,12 +1,18 @@
 """Batches, data sets, and statistics of their ids."""
 
 from tilerec.data.batch import Batch
+from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.criteo import Criteo
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
+from tilerec.data.hold_out import HoldOut
 from tilerec.data.movielens import MovieLens
+from tilerec.data.parquet_files import ParquetGroups
+from tilerec.data.row_groups import MapGroups, RowGroups, TableGroups
 from tilerec.data.rows import Vocabulary, hash_rows, hash_values
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
+from tilerec.data.table_dataset import TableDataset
+from tilerec.data.text_files import DelimitedGroups, ListColumn
 from tilerec.data.transform import signed_log
 
 __all__ = [
@@ -15,6 +21,19 @@ __all__ = [
     "SparseFeature",
     "SyntheticClicks",
     "PowerLawFeature",
+    "TableDataset",
+    "Columns",
+    "LabelColumn",
+    "DenseColumn",
+    "IdColumn",
+    "TableRows",
+    "HoldOut",
+    "RowGroups",
+    "ParquetGroups",
+    "DelimitedGroups",
+    "ListColumn",
+    "TableGroups",
+    "MapGroups",
     "MovieLens",
     "Criteo",
     "DelimitedFile",

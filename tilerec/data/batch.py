@@ -24,11 +24,13 @@ class Batch:
         dense_features: float [B, I]; I may be 0.
         sparse_features: F keys with a stride of B.
         labels: float [B], or [B, tasks].
+        weights: float [B], the weight of each sample in the loss; None if all weigh the same.
     """
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
+    weights: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`; fields already there are shared, not copied."""
@@ -37,6 +39,7 @@ class Batch:
             dense_features=self.dense_features.to(target, non_blocking=non_blocking),
             sparse_features=self.sparse_features.to(target, non_blocking=non_blocking),
             labels=self.labels.to(target, non_blocking=non_blocking),
+            weights=None if self.weights is None else self.weights.to(target, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> Batch:
@@ -45,6 +48,7 @@ class Batch:
             dense_features=self.dense_features.pin_memory(),
             sparse_features=self.sparse_features.pin_memory(),
             labels=self.labels.pin_memory(),
+            weights=None if self.weights is None else self.weights.pin_memory(),
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -52,6 +56,8 @@ class Batch:
         self.dense_features.record_stream(stream)
         self.sparse_features.record_stream(stream)
         self.labels.record_stream(stream)
+        if self.weights is not None:
+            self.weights.record_stream(stream)
 
     @property
     def batch_size(self) -> int:

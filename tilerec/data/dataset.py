@@ -22,11 +22,17 @@ class SparseFeature:
         num_rows: rows of the table; ids are in [0, num_rows).
         table: the table's name. Features with the same name share one table, and have the same `num_rows`. "": the
             feature has its own table.
+        weighted: each id has a weight, in the weights of `Batch.sparse_features`.
+        managed: ids are 64-bit hashes, and a managed-collision table assigns its rows to them.
+        max_length: the largest number of ids of a sample; 0: unlimited.
     """
 
     name: str
     num_rows: int
     table: str = ""
+    weighted: bool = False
+    managed: bool = False
+    max_length: int = 0
 
 
 class Dataset(ABC):

@@ -167,13 +167,11 @@ class DelimitedFile:
             if layout is None:
                 end = text.find(b"\n")
                 end = len(text) - 1 if end < 0 else end
-                layout = self._read_header(text[: end + 1])
+                layout = self.read_header(text[: end + 1])
                 first_line, text = first_line + 1, text[end + 1 :]
                 if not text:
                     continue
-            block = self._parse_fast(first_line, text, layout)
-            if block is None:
-                block = self._parse_lines(first_line, text, layout, counted)
+            block = self.parse(first_line, text, layout, counted)
             counted.rows += len(block)
             if len(block):
                 yield block
@@ -259,7 +257,8 @@ class DelimitedFile:
         shown = names if len(names) <= 6 else [*names[:3], "…", names[-1]]
         return ", ".join(shown)
 
-    def _read_header(self, line: bytes) -> tuple[str, ...]:
+    def read_header(self, line: bytes) -> tuple[str, ...]:
+        """Return the column names of a header line; raise `InputError` unless it has each wanted column once."""
         if len(line.rstrip(b"\r\n")) > self._max_line_bytes:
             raise self._too_long(1, line)
         layout = tuple(
@@ -278,6 +277,22 @@ class DelimitedFile:
         return layout
 
     # Blocks to rows --------------------------------------------------------------------------------------------
+
+    def parse(
+        self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount | None = None
+    ) -> Block:
+        """Return the rows of whole lines of the file.
+
+        Args:
+            first_line: number of the first line.
+            text: the lines.
+            layout: names of all columns of a line.
+            count: bad rows that are skipped are added to it.
+        """
+        block = self._parse_fast(first_line, text, layout)
+        if block is None:
+            block = self._parse_lines(first_line, text, layout, RowCount() if count is None else count)
+        return block
 
     def _parse_fast(self, first_line: int, text: bytes, layout: tuple[str, ...]) -> Block | None:
         """Return the rows of a block parsed by Arrow; None if Arrow or a bound detects a bad row."""

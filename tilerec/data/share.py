@@ -72,6 +72,7 @@ def cut(batch: Batch, first: int, last: int) -> Batch:
         dense_features=batch.dense_features[first:last],
         sparse_features=_cut_features(features, first, last),
         labels=batch.labels[first:last],
+        weights=None if batch.weights is None else batch.weights[first:last],
     )
 
 

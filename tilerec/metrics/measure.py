@@ -1,7 +1,10 @@
-"""Measures that can be computed from running sums.
+"""`Measure`: one number per task, computed from sums that add up over batches and ranks.
 
-A measure maps samples to sums, which add up over batches and ranks, and maps sums to its value. On a window of stored
-samples, it is computed exactly from the samples.
+A measure states its sums in one of three ways:
+
+    terms         weighted sums over samples, shared with other measures (`terms.py`); all measures of this file
+    sums          a method that returns its own sums; the way for measures from outside of the package
+    accumulate    a method that adds to its sums in place, for many sums (`auc.py`)
 
 Legend: T tasks, N samples, K sums of one measure.
 """
@@ -15,22 +18,39 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
-from tilerec.metrics.functional import (
-    auc,
-    auc_of_groups,
-    calibration,
-    cross_entropy,
-    entropy,
-    log_loss,
-    normalized_entropy,
-    ratio,
+from tilerec.metrics.functional import entropy, ratio
+from tilerec.metrics.samples import Samples
+from tilerec.metrics.terms import (
+    ABSOLUTE_ERROR,
+    CROSS_ENTROPY,
+    LABEL,
+    PREDICTION,
+    SQUARED_ERROR,
+    WEIGHT,
+    Term,
+    predicted_positive,
+    true_positive,
 )
 
 
 class Measure(ABC):
-    """One number per task, computed from predictions and labels. Samples are [T, N], sums are float64 [K, T]."""
+    """One number per task, computed from predictions and labels. Samples are [T, N], sums are float64 [K, T].
+
+    Attributes:
+        name: part of the keys of values; unique within a module.
+        terms: the sums, if they are all terms; `sums` is then not called.
+        entries: size of the ring of sums that a window needs, for measures with many sums; 0 for the module's size.
+        keeps_samples: whether a window's value is computed by `exact` from the samples, which the module stores.
+        needs_groups: whether updates must pass groups.
+        undefined: TorchRec's value where the samples do not define the measure (`RecMetricModule` returns it).
+    """
 
     name: str
+    terms: tuple[Term, ...] = ()
+    entries: int = 0
+    keeps_samples: bool = False
+    needs_groups: bool = False
+    undefined: float = math.nan
 
     @abstractmethod
     def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
@@ -40,104 +60,160 @@ class Measure(ABC):
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         """Return the values, float64 [T]; NaN if the samples do not define the measure."""
 
+    def width(self) -> int:
+        """Return K."""
+        nothing = torch.zeros(1, 0)
+        return self.sums(nothing, nothing, nothing).shape[0]
+
+    def accumulate(self, samples: Samples, sums_TK: Tensor) -> None:
+        """Add the sums of a batch to `sums_TK`, float64 [T, K], in place."""
+        sums_TK += self.sums(samples.predictions_TN, samples.labels_TN, samples.weights_TN).T
+
     def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
         """Return the measure of these samples of one task, a float64 scalar; by default from their sums."""
         return self.from_sums(self.sums(predictions_N[None], labels_N[None], weights_N[None]))[0]
 
+    def exact_of(self, samples: Samples) -> Tensor:
+        """Return the measure of these samples, float64 [T]; by default `exact` of each task."""
+        columns = (samples.predictions_TN, samples.labels_TN, samples.weights_TN)
+        return torch.stack([self.exact(*task) for task in zip(*columns, strict=True)])
 
-class NE(Measure):
+    def error_bound(self, sums_KT: Tensor) -> Tensor | None:
+        """Return the maximum error of `from_sums`, float64 [T]; None if it is exact."""
+        return None
+
+
+class TermMeasure(Measure):
+    """A measure whose sums are terms (abstract)."""
+
+    def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
+        samples = Samples(predictions_TN.double(), labels_TN.double(), weights_TN.double())
+        return torch.stack([term.of(samples) for term in self.terms])
+
+
+class NE(TermMeasure):
     """Normalized entropy: log loss divided by the entropy of the mean label."""
 
     name = "ne"
-
-    def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
-        w = weights_TN.double()
-        loss = w * cross_entropy(predictions_TN, labels_TN)
-        return torch.stack([loss.sum(1), (w * labels_TN).sum(1), w.sum(1)])
+    terms = (CROSS_ENTROPY, LABEL, WEIGHT)
 
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         loss, positive, total = sums_KT
         return ratio(loss, total * entropy(ratio(positive, total)))
 
-    def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        return normalized_entropy(predictions_N, labels_N, weights_N)
 
+class LogLoss(TermMeasure):
+    """Weighted mean cross entropy.
 
-class LogLoss(Measure):
-    """Weighted mean cross entropy in nats."""
+    Args:
+        base: of the logarithm; e for nats, 2 for bits.
+    """
 
-    name = "log_loss"
+    terms = (CROSS_ENTROPY, WEIGHT)
+    undefined = 0.0
 
-    def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
-        w = weights_TN.double()
-        return torch.stack([(w * cross_entropy(predictions_TN, labels_TN)).sum(1), w.sum(1)])
+    def __init__(self, base: float = math.e, *, name: str = "log_loss") -> None:
+        if not 1 < base < math.inf:
+            raise ConfigError(f"LogLoss: got base={base}; expected a number above 1, such as 2.")
+        self.name = name
+        self._nats = math.log(base)
 
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         loss, total = sums_KT
-        return ratio(loss, total)
-
-    def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        return log_loss(predictions_N, labels_N, weights_N)
+        return ratio(loss, total * self._nats)
 
 
-class Calibration(Measure):
+class Calibration(TermMeasure):
     """Predicted divided by observed positives."""
 
     name = "calibration"
-
-    def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
-        w = weights_TN.double()
-        return torch.stack([(w * predictions_TN).sum(1), (w * labels_TN).sum(1)])
+    terms = (PREDICTION, LABEL)
+    undefined = 0.0
 
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         predicted, observed = sums_KT
         return ratio(predicted, observed)
 
-    def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        return calibration(predictions_N, labels_N, weights_N)
 
+class CTR(TermMeasure):
+    """Click-through rate: the weighted mean label."""
 
-class AUC(Measure):
-    """Area under the ROC curve: exact on a window, from bins of the logit over a lifetime.
-
-    The lifetime's sums are the positive and the negative weight in each of `bins` equal steps of
-    log(p / (1 - p)) in [-reach, reach]. Samples of one bin count as tied. `error_bound` is the maximum difference
-    between the binned and the exact value: half the fraction of (positive, negative) pairs that fall into one bin.
-    """
-
-    name = "auc"
-
-    def __init__(self, bins: int = 1 << 14, reach: float = 16.0) -> None:
-        if bins < 2 or not reach > 0 or not math.isfinite(reach):
-            raise ConfigError(
-                f"AUC: got bins={bins}, reach={reach}; expected at least 2 bins and a positive, finite reach."
-            )
-        self._bins = bins
-        self._reach = reach
-
-    def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
-        logit_TN = torch.logit(predictions_TN.double(), eps=1e-15)
-        place_TN = (logit_TN / (2 * self._reach) + 0.5) * self._bins
-        # A NaN prediction has no bin. It takes the middle bin with NaN weight, as NaN must not become an index.
-        bin_TN = place_TN.nan_to_num(0.0).clamp(0, self._bins - 1).long()
-        w_TN = weights_TN.double() * torch.where(place_TN.isnan(), float("nan"), 1.0)
-        sums = w_TN.new_zeros(2, w_TN.shape[0], self._bins)
-        sums[0].scatter_add_(1, bin_TN, w_TN * labels_TN)
-        sums[1].scatter_add_(1, bin_TN, w_TN * (1 - labels_TN.double()))
-        return sums.permute(0, 2, 1).reshape(2 * self._bins, -1)
+    name = "ctr"
+    terms = (LABEL, WEIGHT)
+    undefined = 0.0
 
     def from_sums(self, sums_KT: Tensor) -> Tensor:
-        positive_TK, negative_TK = self._groups(sums_KT)
-        return auc_of_groups(positive_TK, negative_TK)
+        observed, total = sums_KT
+        return ratio(observed, total)
 
-    def exact(self, predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> Tensor:
-        return auc(predictions_N, labels_N, weights_N)
 
-    def error_bound(self, sums_KT: Tensor) -> Tensor:
-        """Return the maximum difference between the binned and the exact AUC, float64 [T]."""
-        positive_TK, negative_TK = self._groups(sums_KT)
-        return ratio((positive_TK * negative_TK).sum(1) / 2, positive_TK.sum(1) * negative_TK.sum(1))
+class MSE(TermMeasure):
+    """Mean squared error."""
 
-    def _groups(self, sums_KT: Tensor) -> tuple[Tensor, Tensor]:
-        positive_KT, negative_KT = sums_KT.split(self._bins)
-        return positive_KT.T, negative_KT.T
+    name = "mse"
+    terms = (SQUARED_ERROR, WEIGHT)
+    undefined = 0.0
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        error, total = sums_KT
+        return ratio(error, total)
+
+
+class RMSE(MSE):
+    """Square root of the mean squared error."""
+
+    name = "rmse"
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        return super().from_sums(sums_KT).sqrt()
+
+
+class MAE(TermMeasure):
+    """Mean absolute error."""
+
+    name = "mae"
+    terms = (ABSOLUTE_ERROR, WEIGHT)
+    undefined = 0.0
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        error, total = sums_KT
+        return ratio(error, total)
+
+
+class _AtThreshold(TermMeasure):
+    """A measure of the decision p >= threshold (abstract)."""
+
+    undefined = 0.0
+
+    def __init__(self, threshold: float = 0.5, *, name: str = "") -> None:
+        if not math.isfinite(threshold):
+            raise ConfigError(
+                f"{type(self).__name__}: got threshold={threshold}; expected a finite number, such as 0.5."
+            )
+        self.name = name or type(self).__name__.lower()
+        self.terms = (true_positive(threshold), predicted_positive(threshold), LABEL, WEIGHT)
+
+
+class Accuracy(_AtThreshold):
+    """Fraction of samples whose decision p >= threshold equals the label."""
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        true_positive, predicted, observed, total = sums_KT
+        true_negative = total - predicted - observed + true_positive
+        return ratio(true_positive + true_negative, total)
+
+
+class Precision(_AtThreshold):
+    """Fraction of the samples with p >= threshold that are positive."""
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        true_positive, predicted, _, _ = sums_KT
+        return ratio(true_positive, predicted)
+
+
+class Recall(_AtThreshold):
+    """Fraction of the positive samples with p >= threshold."""
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        true_positive, _, observed, _ = sums_KT
+        return ratio(true_positive, observed)

@@ -1,139 +1,304 @@
 """`MetricModule`: measures of every task, over a window of the latest samples and over a lifetime.
 
 Glossary
-    lifetime   all samples since the start (or `reset`), stored as sums
-    window     the latest samples, stored in a ring buffer
+    lifetime   all samples since the start (or `reset`)
+    window     the latest steps of all ranks with at most `window` samples together; at least the last step
+
+    update     samples ─► terms of all measures and tasks, once ─► one [T, K] float64 tensor ─► one addition
+    compute    sums of lifetime and window of all measures ─► one all-reduce ─► values
 
 An update adds tensors on their device and never waits for it. `compute` does the expensive work.
 
-Legend: T tasks, N samples of one update, W samples of the window, K sums of one measure.
+Legend: T tasks, N samples of one update, K sums, W ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import Metric
+from torch import Tensor, nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.metrics.measure import AUC, NE, Calibration, LogLoss, Measure
+from tilerec.metrics.auc import AUC, GroupedAUC
+from tilerec.metrics.measure import (
+    CTR,
+    MAE,
+    MSE,
+    NE,
+    RMSE,
+    Accuracy,
+    Calibration,
+    LogLoss,
+    Measure,
+    Precision,
+    Recall,
+)
+from tilerec.metrics.measure_sums import MeasureSums, Value
+from tilerec.metrics.rank_sums import RankGroup, RankSums
+from tilerec.metrics.samples import Samples
+from tilerec.metrics.torch_metric import TorchMetric
 
-_EVERY_MEASURE = ("ne", "log_loss", "auc", "calibration")
+MEASURES: tuple[type[Measure], ...] = (
+    NE,
+    LogLoss,
+    Calibration,
+    CTR,
+    MSE,
+    RMSE,
+    MAE,
+    Accuracy,
+    Precision,
+    Recall,
+    AUC,
+    GroupedAUC,
+)
+"""Measures that a module takes by name, with their default settings."""
 
 
-class MetricModule(Metric):
-    """Normalized entropy, log loss, AUC and calibration of one or several tasks.
+class MetricModule(nn.Module):
+    """Measures of one or several tasks, equal for every division of the samples into batches and ranks.
 
-    `torchmetrics.Metric` provides `.to()`, `reset`, `state_dict` (after `persistent()`), and the sum of the states over
-    the ranks of a process group in `compute`. The windows of several ranks are concatenated.
+    The state dict has lifetime and window. Save it under `synced`, and it can be loaded by any number of ranks.
 
     Args:
         tasks: names; one prediction and one label per task.
-        measures: any of "ne", "log_loss", "auc", "calibration", or `Measure` objects.
-        window: W, number of stored samples for the windowed values; 0 for lifetime values only. The window takes 24
-            bytes per sample and task.
+        measures: names of `MEASURES`, `Measure` objects, or `TorchMetric`s.
+        window: number of samples, over all ranks, of the windowed values; 0 for lifetime values only.
+        group: the ranks whose samples the values cover: a `tilerec.comms` group or a process group of torch; by default
+            torch's default group, if there is one.
+        alone: values cover this rank's samples only.
+        entries: size of the ring of sums. If the window has more steps, an entry covers several, and the window's start
+            is exact to 2 / entries of the window.
     """
-
-    full_state_update = False
-    higher_is_better = None
-    is_differentiable = False
-
-    window_samples: Tensor  # float64 [W, 3, T], in compute [ranks, W, 3, T]: prediction, label, weight
-    window_next: Tensor  # int64 []: ring position of the next sample
 
     def __init__(
         self,
         tasks: Sequence[str] = ("click",),
-        measures: Sequence[str | Measure] = _EVERY_MEASURE,
+        measures: Sequence[str | Measure | TorchMetric] = ("ne", "log_loss", "auc", "calibration"),
         *,
         window: int = 100_000,
-        **kwargs: Any,
+        group: RankGroup = None,
+        alone: bool = False,
+        entries: int = 8192,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__()
         if isinstance(tasks, str) or not tasks or len(set(tasks)) != len(tasks):
             raise ConfigError(
                 f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once."
             )
         if window < 0:
             raise ConfigError(f"MetricModule: got window={window}; expected at least 0.")
+        if entries < 2:
+            raise ConfigError(f"MetricModule: got entries={entries}; expected at least 2.")
         self.tasks = tuple(tasks)
         self.window = window
-        self._measures = tuple(_measure(given) for given in measures)
-        names = [measure.name for measure in self._measures]
+        self._ranks = RankSums(group, alone=alone)
+        all_measures = [_measure(given) for given in measures]
+        names = [measure.name for measure in all_measures]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"MetricModule: got measures {names}; expected at least one, each once.")
-        nothing = torch.zeros(len(self.tasks), 0)
-        for measure in self._measures:
-            zeros_KT = torch.zeros_like(measure.sums(nothing, nothing, nothing))
-            self.add_state(f"sums_{measure.name}", zeros_KT, dist_reduce_fx="sum")
-        # Weight 0 marks an empty ring position.
-        self.add_state(
-            "window_samples",
-            torch.zeros(window, 3, len(self.tasks), dtype=torch.float64),
-            dist_reduce_fx="cat",
+        own = [measure for measure in all_measures if isinstance(measure, Measure)]
+        self._sums = MeasureSums(self.tasks, own, window, entries)
+        self._others = [measure for measure in all_measures if isinstance(measure, TorchMetric)]
+        self.torch_metrics = nn.ModuleDict(
+            {f"of_{other.name}": other.copies(len(self.tasks), self._ranks) for other in self._others}
         )
-        self.add_state("window_next", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
+        self._synced = False
+        self._loaded_all = False
+        self.register_load_state_dict_post_hook(_clear_other_ranks)
 
-    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add samples.
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        groups: Tensor | None = None,
+    ) -> None:
+        """Add the samples of a step. On several ranks, every rank calls it in every step, with N = 0 if it has none.
 
         Args:
             predictions: probabilities, [N] for one task or [T, N].
             labels: the same shape; 0, 1 or anything between.
             weights: the same shape, at least 0; 1 if not given.
+            groups: group of each sample, integers, [N] for all tasks or [T, N]; only `GroupedAUC` and some
+                `TorchMetric`s need them.
         """
-        samples = self._samples(predictions, labels, weights)
-        for measure in self._measures:
-            state = getattr(self, f"sums_{measure.name}")
-            state += measure.sums(samples[0], samples[1], samples[2])
-        if self.window:
-            latest = samples[:, :, -self.window :].permute(2, 0, 1)
-            count = latest.shape[0]
-            place = (self.window_next + torch.arange(count, device=latest.device)) % self.window
-            self.window_samples.index_copy_(0, place, latest)
-            self.window_next = (self.window_next + count) % self.window
+        self._check(predictions, labels, weights, groups)
+        with torch.no_grad():
+            tasks = len(self.tasks)
+            count = predictions.shape[-1]
+            self.add(
+                Samples(
+                    predictions.double().view(tasks, count),
+                    labels.double().view(tasks, count),
+                    None if weights is None else weights.double().view(tasks, count),
+                    None if groups is None else groups.long().expand(tasks, count),
+                ),
+                narrow=predictions.dtype != torch.float64,
+            )
+
+    def add(self, samples: Samples, *, narrow: bool = False) -> None:
+        """Add the samples of a step that are float64 [T, N] already; see `update`.
+
+        Args:
+            samples: of all tasks.
+            narrow: stored samples may be float32.
+        """
+        if self._synced:
+            raise InputError(
+                "MetricModule: got an update under `synced`. Update after the with block, or the samples are lost."
+            )
+        with torch.no_grad():
+            if samples.labels_TN.device != self._sums.device:
+                self._sums.to(samples.labels_TN.device)
+            self._sums.add(samples, narrow=narrow, drop=self._ranks.size == 1)
+            for other in self._others:
+                other.update(self._copies(other), samples)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return float64 scalars `{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`; NaN if undefined."""
-        values = {}
-        # torchmetrics stacks the windows of several ranks: [ranks, W, 3, T].
-        window = self.window_samples.reshape(-1, 3, len(self.tasks))
-        for measure in self._measures:
-            lifetime_T = measure.from_sums(getattr(self, f"sums_{measure.name}"))
-            for index, task in enumerate(self.tasks):
-                values[f"{task}/{measure.name}/lifetime"] = lifetime_T[index]
-                if self.window:
-                    values[f"{task}/{measure.name}/window"] = measure.exact(*window[:, :, index].unbind(1))
-        return values
+        """Return float64 scalars `{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`; NaN if undefined.
 
-    def _samples(self, predictions: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Return predictions, labels and weights as float64 [3, T, N]."""
-        given = {"predictions": predictions, "labels": labels}
-        if weights is not None:
-            given["weights"] = weights
+        Measures with an approximate lifetime, such as AUC, also have "<task>/<measure>/lifetime_error", the maximum
+        difference from the exact value. Collective.
+        """
+        return {
+            f"{task}/{value.measure}/{value.scope}": value.values_T[index]
+            for value in self.values()
+            for index, task in enumerate(self.tasks)
+        }
+
+    def values(self, extra: Tensor | None = None) -> list[Value]:
+        """Return the values of all measures, float64 [T] each. Collective; one all-reduce.
+
+        The ranks first assume that their windows have the same steps, which is so if their batches have equal sizes.
+        The all-reduce shows whether they do. Otherwise the ranks exchange their numbers of samples, and reduce again.
+
+        Args:
+            extra: float64 numbers [X] that the same all-reduce replaces by their sums over ranks, in place.
+        """
+        if self._synced:
+            raise InputError(
+                "MetricModule: got compute under `synced`. Compute before or after the with block."
+            )
+        with torch.no_grad():
+            found = self._sums.values(self._ranks, extra)
+            return found + [
+                Value(name, "lifetime", torch.stack(parts), torch.zeros(len(parts), dtype=torch.bool))
+                for other in self._others
+                for name, parts in other.values(self._copies(other)).items()
+            ]
+
+    @property
+    def window_samples(self) -> int:
+        """Number of samples of all ranks in the window of the last `compute`; 0 before."""
+        return self._sums.window_samples
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._sums.reset()
+        for other in self._others:
+            for metric in self._copies(other):
+                metric.reset()  # type: ignore[operator]
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Replace this rank's state by that of all ranks within a with block, to save it. Collective.
+
+            with metrics.synced():
+                state = metrics.state_dict()     # equal on all ranks: rank 0 saves it
+
+        All ranks of a later run load that state, whatever their number. `update` and `compute` raise `InputError`
+        within the block.
+        """
+        with torch.no_grad():
+            own = self._sums.state()
+            self._sums.load(self._sums.merged(self._ranks), empty=False)
+        copies = [metric for other in self._others for metric in self._copies(other)]
+        together = self._ranks.size > 1
+        self._synced = True
+        try:
+            for metric in copies:
+                metric.sync(should_sync=together)  # type: ignore[operator]
+            yield
+        finally:
+            for metric in copies:
+                metric.unsync(should_unsync=together)  # type: ignore[operator]
+            self._synced = False
+            with torch.no_grad():
+                self._sums.load(own, empty=False)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the sums, the samples of exact windows and their counts, as plain tensors and names."""
+        covers_all = self._synced or self._ranks.size == 1
+        ranks = (
+            {"rank": 0, "ranks": 1} if covers_all else {"rank": self._ranks.rank, "ranks": self._ranks.size}
+        )
+        return {"tasks": list(self.tasks), **ranks, **self._sums.state()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Replace all sums and samples; see `synced`."""
+        if list(state["tasks"]) != list(self.tasks):
+            raise InputError(
+                f"Metric state: got tasks {list(state['tasks'])}; expected {list(self.tasks)}. Load it into metrics "
+                "with the same tasks."
+            )
+        ranks, rank = state["ranks"], state["rank"]
+        self._loaded_all = ranks == 1
+        if not self._loaded_all and (ranks, rank) != (self._ranks.size, self._ranks.rank):
+            raise InputError(
+                f"Metric state: got that of rank {rank} of {ranks} on rank {self._ranks.rank} of {self._ranks.size}; "
+                "expected that of all ranks. Save it under `with metrics.synced():`."
+            )
+        with torch.no_grad():
+            self._sums.load(state, empty=self._loaded_all and self._ranks.rank != 0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MetricModule:
+        super()._apply(fn, recurse)
+        self._sums.to(fn(torch.zeros(0, device=self._sums.device)).device)
+        return self
+
+    def _copies(self, other: TorchMetric) -> nn.ModuleList:
+        return self.torch_metrics[f"of_{other.name}"]  # type: ignore[return-value]
+
+    def _check(
+        self, predictions: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None
+    ) -> None:
+        """Raise if shapes disagree."""
         tasks = len(self.tasks)
+        given = {"predictions": predictions, "labels": labels, "weights": weights, "groups": groups}
         for name, tensor in given.items():
-            shape = tuple(tensor.shape)
-            fits = (tensor.dim() == 2 and shape[0] == tasks) or (tensor.dim() == 1 and tasks == 1)
-            if not fits or shape != tuple(predictions.shape):
+            if tensor is None:
+                continue
+            shape = tensor.shape
+            fits = (len(shape) == 2 and shape[0] == tasks) or (len(shape) == 1 and tasks == 1)
+            shared = name == "groups" and len(shape) == 1 and shape[0] == predictions.shape[-1]
+            if not shared and (not fits or shape != predictions.shape):
                 wanted = "[N]" if tasks == 1 else f"[{tasks}, N]"
                 raise InputError(
                     f"MetricModule for {tasks} task(s): got {name} of shape {list(shape)} with predictions of shape "
                     f"{list(predictions.shape)}; expected all of shape {wanted}."
                 )
-        if weights is None:
-            weights = torch.ones_like(labels, dtype=torch.float64)
-        parts = [part.detach().double().reshape(tasks, -1) for part in (predictions, labels, weights)]
-        return torch.stack(parts)
 
 
-def _measure(given: str | Measure) -> Measure:
-    if isinstance(given, Measure):
+def _clear_other_ranks(module: nn.Module, _: object) -> None:
+    """Drop a loaded state of all ranks from the torchmetrics copies of all ranks but the first."""
+    assert isinstance(module, MetricModule)
+    if module._loaded_all and module._ranks.rank:
+        for other in module._others:
+            for metric in module._copies(other):
+                metric.reset()  # type: ignore[operator]
+
+
+def _measure(given: str | Measure | TorchMetric) -> Measure | TorchMetric:
+    if isinstance(given, (Measure, TorchMetric)):
         return given
-    known: dict[str, Measure] = {measure.name: measure for measure in (NE(), LogLoss(), AUC(), Calibration())}
-    if given not in known:
-        raise ConfigError(f"MetricModule: got measure {given!r}; expected one of {list(known)}.")
-    return known[given]
+    for known in MEASURES:
+        measure = known()
+        if measure.name == given:
+            return measure
+    names = [known().name for known in MEASURES]
+    raise ConfigError(f"MetricModule: got measure {given!r}; expected one of {names}.")

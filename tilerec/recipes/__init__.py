@@ -1,6 +1,7 @@
 """Recipes: functions that return the config of a complete run."""
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
+from tilerec.recipes.files import FilesData
 from tilerec.recipes.model import DLRMConfig, DotConfig, DotModel
 from tilerec.recipes.registry import RECIPES, find_recipe, make_run
 from tilerec.recipes.runs import criteo, movielens, synthetic
@@ -15,6 +16,7 @@ __all__ = [
     "SyntheticData",
     "MovieLensData",
     "CriteoData",
+    "FilesData",
     "DLRMConfig",
     "DotConfig",
     "DotModel",

@@ -9,7 +9,7 @@ from tilerec.data.criteo import Criteo
 from tilerec.data.movielens import MovieLens
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
-from tilerec.train.config import DataConfig
+from tilerec.train.config import DataConfig, FilePath
 
 _V = TypeVar("_V", int, float)
 
@@ -70,7 +70,7 @@ class MovieLensData(DataConfig):
         held_out_per_user, like, on_bad_row, seed, shuffle_window: see `MovieLens`.
     """
 
-    path: str
+    path: FilePath
     held_out_per_user: int = 10
     like: float = 4.0
     on_bad_row: Literal["error", "skip"] = "error"
@@ -98,7 +98,7 @@ class CriteoData(DataConfig):
         missing, held_out_every, on_bad_row, seed, shuffle_window: see `Criteo`.
     """
 
-    path: str
+    path: FilePath
     num_rows: tuple[int, ...] = (100_000,)
     missing: Literal["row", "empty"] = "row"
     held_out_every: int = 10

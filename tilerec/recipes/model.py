@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tilerec.data.dataset import Dataset
+from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.errors import ConfigError
 from tilerec.models.dlrm import DLRM
 from tilerec.models.tables import prefetched
@@ -23,13 +23,13 @@ from tilerec.train.config import ModelConfig
 
 @dataclass(frozen=True)
 class DLRMConfig(ModelConfig):
-    """A DLRM with one table per sparse feature.
+    """A DLRM with one table per sparse feature, or per table that features share.
 
     Attributes:
         embedding_dim: D of every table.
         dense_arch: layer sizes of the MLP over dense features, without the last layer, which has D outputs.
         over_arch: layer sizes of the MLP over the interactions, without the last layer, which has one output.
-        mean_pooling: average bags instead of summing them.
+        mean_pooling: average bags instead of summing them; bags with weights are always summed.
         init_bound: initial rows are uniform in ±init_bound; 0 means ±sqrt(1 / rows of the table).
     """
 
@@ -48,7 +48,7 @@ class DLRMConfig(ModelConfig):
             )
         tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
         return DLRM(
-            EmbeddingBagCollection(tables, device=table_device or device),
+            EmbeddingBagCollection(tables, is_weighted=_is_weighted(dataset), device=table_device or device),
             dense_in_features=len(dataset.dense_features),
             dense_arch_layer_sizes=[*self.dense_arch, self.embedding_dim],
             over_arch_layer_sizes=[*self.over_arch, 1],
@@ -77,7 +77,11 @@ class DotConfig(ModelConfig):
             names = [feature.name for feature in dataset.sparse_features]
             raise ConfigError(f"DotModel: got a dataset with sparse features {names}; expected two.")
         tables = _tables(dataset, self.embedding_dim, mean=False, bound=self.init_bound)
-        return DotModel(EmbeddingBagCollection(tables, device=table_device or device), self.layers, device)
+        return DotModel(
+            EmbeddingBagCollection(tables, is_weighted=_is_weighted(dataset), device=table_device or device),
+            self.layers,
+            device,
+        )
 
 
 class DotModel(nn.Module):
@@ -121,15 +125,39 @@ def dot_logits(both: Tensor, over_arch: nn.Module) -> Tensor:
 
 
 def _tables(dataset: Dataset, dim: int, *, mean: bool, bound: float) -> list[EmbeddingBagConfig]:
+    """Return one table per name in `SparseFeature.table`, which features may share.
+
+    Raises:
+        ConfigError: features of one table differ in rows, or need modules that the recipes' models do not have.
+    """
+    shared: dict[str, list[SparseFeature]] = {}
+    for feature in dataset.sparse_features:
+        shared.setdefault(feature.table or f"{feature.name}_table", []).append(feature)
+        if feature.managed:
+            raise ConfigError(
+                f"feature {feature.name!r}: got a managed table; expected ids='hash' or 'rows' with this model. Change "
+                "the table, or use a model with ManagedCollisionEmbeddingBagCollection."
+            )
+    for name, features in shared.items():
+        if len({feature.num_rows for feature in features}) > 1:
+            rows = {feature.name: feature.num_rows for feature in features}
+            raise ConfigError(
+                f"table {name!r}: got features with {rows} rows; expected one number. Give both one size."
+            )
     return [
         EmbeddingBagConfig(
-            num_embeddings=feature.num_rows,
+            num_embeddings=features[0].num_rows,
             embedding_dim=dim,
-            name=f"{feature.name}_table",
-            feature_names=[feature.name],
-            pooling="MEAN" if mean else "SUM",
+            name=name,
+            feature_names=[feature.name for feature in features],
+            pooling="MEAN" if mean and not _is_weighted(dataset) else "SUM",
             weight_init_min=-bound if bound else None,
             weight_init_max=bound if bound else None,
         )
-        for feature in dataset.sparse_features
+        for name, features in shared.items()
     ]
+
+
+def _is_weighted(dataset: Dataset) -> bool:
+    """Return True if a feature has weights. Then all ids have some (1 by default), and bags are weighted sums."""
+    return any(feature.weighted for feature in dataset.sparse_features)

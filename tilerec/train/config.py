@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
+
+FilePath = Annotated[str, "path"]
+"""A local path or a URL. In a run file, a relative path begins at the folder of the file."""
 
 
 class DataConfig(ABC):
@@ -117,7 +120,7 @@ class ParallelConfig:
         exact: bitwise equal results under every plan, at the cost of more bytes sent.
     """
 
-    plan: str = ""
+    plan: FilePath = ""
     sharding: Literal[
         "planned",
         "data_parallel",
@@ -153,5 +156,5 @@ class RunConfig:
     data: DataConfig
     model: ModelConfig
     train: TrainConfig
-    log_dir: str = ""
+    log_dir: FilePath = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

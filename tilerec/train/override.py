@@ -8,14 +8,14 @@ override(run, "train.embedding_optimizer.lr=0.02")
 from __future__ import annotations
 
 import difflib
-import types
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.torch_optimizer import from_torch
+from tilerec.train.values import fit, hints_of, plain_value
 
 _C = TypeVar("_C")
 
@@ -78,8 +78,8 @@ def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
     if is_dataclass(value):
         inner = ", ".join(f"{full}.{item.name}" for item in fields(value) if item.init)
         raise ConfigError(f"{full!r} is a group of settings. Set one of {inner}.")
-    hint = get_type_hints(type(config))[name]
-    return replace(config, **{name: _parsed(full, hint, text)})
+    hint = hints_of(type(config))[name]
+    return replace(config, **{name: fit(hint, plain_value(hint, text), full)})
 
 
 def _suggestion(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:
@@ -101,71 +101,3 @@ def _optimizer(full: str, old: OptimizerSpec, text: str) -> OptimizerSpec:
         return from_torch(text, {"lr": old.lr})
     except TilerecError as error:
         raise ConfigError(f"{full}: got {text!r}. {error}") from error
-
-
-def _parsed(full: str, hint: Any, text: str) -> Any:
-    """Return the text converted to the hinted type."""
-    value = _try(hint, text)
-    if value is _NO_FIT:
-        raise ConfigError(f"{full}: got {text!r}; expected {_type_name(hint)}.")
-    return value
-
-
-_NO_FIT = object()
-
-
-def _try(hint: Any, text: str) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        # Try str last, because any text is a str.
-        for part in sorted(get_args(hint), key=lambda part: part is str):
-            value = _try(part, text)
-            if value is not _NO_FIT:
-                return value
-        return _NO_FIT
-    if origin is Literal:
-        matches = [choice for choice in get_args(hint) if str(choice) == text]
-        return matches[0] if matches else _NO_FIT
-    if origin is tuple:
-        inner = [part for part in get_args(hint) if part is not ...]
-        parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
-        if ... in get_args(hint):
-            inner = inner * len(parts)
-        if len(inner) != len(parts):
-            return _NO_FIT
-        values = tuple(_try(kind, part) for kind, part in zip(inner, parts, strict=True))
-        return _NO_FIT if _NO_FIT in values else values
-    if hint is type(None):
-        return None if text.lower() in ("none", "null") else _NO_FIT
-    if hint is bool:
-        return {"true": True, "false": False}.get(text.lower(), _NO_FIT)
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            return _NO_FIT
-    return text if hint is str else _NO_FIT
-
-
-def _type_name(hint: Any) -> str:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(part) for part in get_args(hint))
-    if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
-    if origin is tuple:
-        inner = get_args(hint)
-        if ... in inner:
-            return f"a list of {_PLURAL.get(inner[0], _type_name(inner[0]))}, such as 64,32"
-        return "a list of " + ", ".join(_type_name(part) for part in inner)
-    return _SINGULAR.get(hint, str(hint))
-
-
-_SINGULAR: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "none",
-}
-_PLURAL: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "words"}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.metrics.functional import auc
+from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
@@ -56,9 +56,9 @@ class Run:
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
         self._prefetch_batch = DevicePrefetcher(model, device)
-        # Divide the configured window over the ranks; `_auc` concatenates the ranks' windows.
-        window = -(-config.train.metric_window // world.size)
-        self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
+        self._metrics = MetricModule(
+            measures=[AUC(exact=True)], window=config.train.metric_window, group=world.group
+        ).to(device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
         self.steps = 0
@@ -145,12 +145,7 @@ class Run:
         self._loss_sum.zero_()
         self._logged_steps = self.steps
         factor = self._options.lr_factor(self.steps - 1)
-        return {"loss": loss, "auc": self._auc(), "lr_factor": factor}
-
-    def _auc(self) -> float:
-        """Return the AUC of the latest samples of all ranks."""
-        samples = self._world.gathered("metric windows", self._metrics.window_samples.reshape(-1))
-        return auc(*samples.view(-1, 3).unbind(1)).item()
+        return {"loss": loss, "auc": self._metrics.compute()["click/auc/window"].item(), "lr_factor": factor}
 
     def _wait(self) -> None:
         if self._device.type != "cpu":

@@ -1,0 +1,165 @@
+"""Arrow columns as NumPy arrays: values, lengths of lists, and which values are missing.
+
+Chunked arrays, slices, dictionaries, views, fixed-size and large lists all give the same plain arrays. Chunks are
+converted one by one and joined with 64-bit lengths, so the 32-bit offsets of Arrow's lists and texts cannot overflow.
+Of texts only the 64-bit hashes are kept (`hash_values`), since texts are ids. A dictionary's texts are hashed once.
+
+Legend: n rows, N values (n of a column without lists).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as arrow
+
+from tilerec.data.rows import hash_values
+
+Kind = str
+"""Class of a column's values: "integer", "number", "boolean", "text", "list of integer", ... or Arrow's own name."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a column or of the lists in it.
+
+    Attributes:
+        values: numbers [N], which may be read-only; of texts, their hashes as uint64.
+        lengths: number of values of each row, int64 [n]; None if each row has exactly one.
+        missing: bool [N], True for nulls, whose value is arbitrary; None if there are none.
+        missing_lists: bool [n], True for rows whose list is null (its length is 0); None if there are none.
+        hashed: values are hashes of texts.
+    """
+
+    values: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64] | None = None
+    missing: npt.NDArray[np.bool_] | None = None
+    missing_lists: npt.NDArray[np.bool_] | None = None
+    hashed: bool = False
+
+
+def kind_of(kind: pa.DataType) -> Kind:
+    """Return the class of a column's type. Types of one class are read alike; other classes do not mix."""
+    if pa.types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    if is_list(kind):
+        return f"list of {kind_of(kind.value_type)}"
+    if pa.types.is_boolean(kind):
+        return "boolean"
+    if pa.types.is_integer(kind):
+        return "integer"
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "number"
+    return "text" if _is_text(kind) else str(kind)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for every type of list."""
+    types = pa.types
+    return bool(
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+        or types.is_list_view(kind)
+        or types.is_large_list_view(kind)
+    )
+
+
+def read_values(column: pa.ChunkedArray | pa.Array) -> Values:
+    """Return the values of a column of numbers, texts, or lists of them (see `kind_of`)."""
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    if len(chunks) == 1:
+        return _of_chunk(chunks[0])
+    if not chunks:
+        return _of_chunk(pa.array([], column.type))
+    return join_values([_of_chunk(chunk) for chunk in chunks])
+
+
+def join_values(parts: list[Values]) -> Values:
+    """Return the values of consecutive rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(part.values) for part in parts]
+    lists = [part.lengths for part in parts if part.lengths is not None]
+    return Values(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate(lists) if lists else None,
+        _joined_masks([part.missing for part in parts], counts),
+        _joined_masks([part.missing_lists for part in parts], [len(lengths) for lengths in lists])
+        if lists
+        else None,
+        parts[0].hashed,
+    )
+
+
+def _joined_masks(
+    masks: list[npt.NDArray[np.bool_] | None], counts: list[int]
+) -> npt.NDArray[np.bool_] | None:
+    if all(mask is None for mask in masks):
+        return None
+    return np.concatenate(
+        [
+            np.zeros(count, np.bool_) if mask is None else mask
+            for mask, count in zip(masks, counts, strict=True)
+        ]
+    )
+
+
+def _of_chunk(chunk: pa.Array) -> Values:
+    if not is_list(chunk.type):
+        return _of_dictionary(chunk) if pa.types.is_dictionary(chunk.type) else _of_flat(chunk)
+    # `flatten` honours slices and leaves out the contents of null lists; `values` does neither.
+    inner = _of_chunk(chunk.flatten())
+    lengths = arrow.list_value_length(chunk)
+    absent = None
+    if lengths.null_count:
+        absent = np.asarray(lengths.is_null())
+        lengths = lengths.fill_null(0)
+    lengths_n = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return Values(inner.values, lengths_n, inner.missing, absent, inner.hashed)
+
+
+def _of_dictionary(chunk: pa.DictionaryArray) -> Values:
+    words = _of_flat(chunk.dictionary)
+    if not len(words.values):
+        return Values(np.zeros(len(chunk), words.values.dtype), missing=_nulls(chunk), hashed=words.hashed)
+    index_n = chunk.indices.fill_null(0).to_numpy(zero_copy_only=False)
+    missing = _nulls(chunk)
+    if words.missing is not None:
+        missing = words.missing[index_n] | (False if missing is None else missing)
+    return Values(words.values[index_n], missing=missing, hashed=words.hashed)
+
+
+def _of_flat(chunk: pa.Array) -> Values:
+    missing = _nulls(chunk)
+    if _is_text(chunk.type):
+        texts = chunk if pa.types.is_binary(chunk.type) else chunk.cast(pa.binary())
+        return Values(hash_values(texts), missing=missing, hashed=True)
+    if pa.types.is_boolean(chunk.type):
+        chunk = chunk.cast(pa.int8())
+    elif pa.types.is_decimal(chunk.type):
+        chunk = chunk.cast(pa.float64())
+    if missing is not None:
+        chunk = chunk.fill_null(0)
+    return Values(chunk.to_numpy(zero_copy_only=False), missing=missing)
+
+
+def _nulls(chunk: pa.Array) -> npt.NDArray[np.bool_] | None:
+    return np.asarray(chunk.is_null()) if chunk.null_count else None
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )

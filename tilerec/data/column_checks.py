@@ -1,0 +1,62 @@
+"""Checks of a source's columns against their roles, before any row is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilerec.data.arrow_values import kind_of
+from tilerec.data.columns import Columns, nearest
+from tilerec.data.fields import wanted_kinds
+from tilerec.data.row_groups import RowGroups
+from tilerec.errors import ConfigError, InputError
+
+
+def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, session: str = "") -> None:
+    """Check that the source has every column of a role, of a fitting type, and the same in all files.
+
+    Args:
+        labels: False leaves the label columns out.
+        session: a further column that must exist; "": none.
+
+    Raises:
+        ConfigError: a column does not exist; the message has the nearest name.
+        InputError: a column of a wrong type, or files with different schemas.
+    """
+    unread = set() if labels else {label.column for label in columns.labels}
+    wanted = [entry for entry in wanted_kinds(columns) if entry[0] not in unread]
+    for name, role, kinds in wanted:
+        check_exists(source, name, role)
+        kind = source.schema.field(name).type
+        if kind_of(kind) not in kinds:
+            raise InputError(
+                f"{source.name}: {role} {name!r}: got {kind}; expected {' or '.join(kinds)}. "
+                f"{_next_move(kind_of(kind), kinds)}"
+            )
+    if session:
+        check_exists(source, session, "group_by_session column")
+    source.check_columns(
+        list(dict.fromkeys([*(name for name, _, _ in wanted), *([session] if session else [])]))
+    )
+
+
+def check_exists(source: RowGroups, name: str, role: str) -> None:
+    """Raise unless the source has the column once."""
+    count = source.schema.names.count(name)
+    if not count:
+        raise ConfigError(
+            f"{source.name}: got {role} {name!r}, which is not there; {nearest(name, source.schema.names)}"
+        )
+    if count > 1:
+        raise InputError(f"{source.name}: got column {name!r} {count} times; expected it once. Rename one.")
+
+
+def _next_move(kind: str, kinds: Sequence[str]) -> str:
+    if f"list of {kind}" in kinds:
+        return "Set kind='single' on the column, or store lists."
+    if kind.startswith("list of ") and kind.removeprefix("list of ") in kinds:
+        return "Set kind='list' on the column, if it holds ids."
+    if kind == "number" and "integer" in kinds:
+        return "Store ids as integers or text, or set boundaries on the column."
+    if kind == "text" and "integer" in kinds:
+        return "Set ids='hash' on its table, or store row numbers."
+    return "Choose another column, or convert it."

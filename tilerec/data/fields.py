@@ -1,0 +1,302 @@
+"""Fields of a batch from columns: checks, transforms and rows of tables, for the rows of one row group.
+
+Each field reads its column as NumPy arrays (`arrow_values.py`). An error names the place, the column, the row and the
+next move.
+
+Legend: n rows, N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tilerec.data.arrow_values import Values, read_values
+from tilerec.data.columns import MISSING_ROW, Columns, DenseColumn, IdColumn, LabelColumn
+from tilerec.data.rows import hash_rows, hash_values, rows_of_hashes
+from tilerec.data.transform import signed_log
+from tilerec.errors import InputError
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+ReadColumn = Callable[[str], pa.ChunkedArray]
+"""Returns a column of the row group by name."""
+
+MISSING_ID = int(hash_values(pa.array([b"missing"]))[0].view(np.int64))
+"""The id of missing values in tables of managed collision."""
+
+
+@dataclass(frozen=True)
+class BagIds:
+    """Ids of one feature.
+
+    Attributes:
+        values: int64 [N].
+        lengths: ids of each row, int64 [n]; None if each row has one, so N = n.
+        weights: float32 [N], or None.
+    """
+
+    values: Ints
+    lengths: Ints | None = None
+    weights: Floats | None = None
+
+
+def read_label(label: LabelColumn, read: ReadColumn, where: str) -> Floats:
+    """Return the labels of a task, float32 [n]. Raise `InputError` for missing labels."""
+    values_n, missing_n = _numbers(read(label.column))
+    if missing_n is not None:
+        raise _missing(where, "label column", label.column, missing_n, "Remove these rows, or fill them in.")
+    _check_finite(values_n, where, "label column", label.column)
+    if label.at_least is None:
+        return values_n.astype(np.float32)
+    return (values_n >= label.at_least).astype(np.float32)
+
+
+def read_sample_weight(column: str, read: ReadColumn, where: str) -> Floats:
+    """Return the weights of samples, float32 [n]. Raise `InputError` unless all are finite and at least 0."""
+    values_n, missing_n = _numbers(read(column))
+    if missing_n is not None:
+        raise _missing(where, "weight column", column, missing_n, "Fill them in; 0 leaves a sample out.")
+    _check_finite(values_n, where, "weight column", column)
+    if len(values_n) and values_n.min() < 0:
+        row = int(np.argmax(values_n < 0))
+        raise InputError(
+            f"{where}: weight column {column!r}: got {values_n[row]:g} in row {row}; expected at least 0. Correct it."
+        )
+    return values_n.astype(np.float32)
+
+
+def read_dense(dense: DenseColumn, read: ReadColumn, where: str) -> Floats:
+    """Return a dense feature, transformed, float32 [n]. Raise `InputError` for infinity, and for missing values."""
+    values_n, missing_n = _numbers(read(dense.column))
+    if missing_n is not None:
+        if dense.missing == "error":
+            raise _missing(
+                where,
+                "dense column",
+                dense.column,
+                missing_n,
+                "Fill them in, or set missing='zero' on the column.",
+            )
+        values_n = np.where(missing_n, 0, values_n)
+    _check_finite(values_n, where, "dense column", dense.column)
+    if dense.transform == "log":
+        out_n = signed_log(values_n)
+    elif dense.transform == "normalize":
+        out_n = ((values_n - dense.mean) / dense.std).astype(np.float32)
+    else:
+        out_n = values_n.astype(np.float32, copy=False)
+    if missing_n is not None and dense.transform == "normalize":
+        out_n[missing_n] = 0
+    return out_n
+
+
+def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -> BagIds:
+    """Return the ids of a feature as rows of its table.
+
+    Raises:
+        InputError: missing ids, row numbers outside of the table, weights that do not match the lists.
+    """
+    found = read_values(read(column.column))
+    if column.boundaries:
+        found = _bucketised(column, found, columns.first_row(column))
+    missing_N = found.missing
+    if (missing_N is not None or found.missing_lists is not None) and column.missing == "error":
+        mask = found.missing_lists if missing_N is None else missing_N
+        inside = " inside of lists" if found.lengths is not None and missing_N is not None else ""
+        assert mask is not None
+        raise _missing(
+            where,
+            "id column",
+            column.column,
+            mask,
+            "Set missing='empty' (no id) or missing='row' (a row of their own) on the column.",
+            inside,
+        )
+    rows_N = _rows(columns, column, found, where)
+    weights_N = _weights(column, found, read, where) if column.weights else None
+    bags = BagIds(rows_N, found.lengths, weights_N)
+    if missing_N is not None and column.missing == "row":
+        table = columns.table_of(column)
+        bags.values[missing_N] = MISSING_ID if table.ids == "managed" else MISSING_ROW
+    elif missing_N is not None:
+        bags = _without(bags, missing_N)
+    if found.missing_lists is not None and column.missing == "row":
+        bags = _with_missing_rows(
+            bags,
+            found.missing_lists,
+            MISSING_ID if columns.table_of(column).ids == "managed" else MISSING_ROW,
+        )
+    return _latest(bags, column.max_length) if column.max_length else bags
+
+
+def _numbers(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
+    """Return a column's numbers, and which are null or NaN; None if none is."""
+    found = read_values(column)
+    values_n, missing_n = found.values, found.missing
+    # One sum is cheaper than a test of each value; it is NaN if a value is (or for infinities of both signs).
+    if values_n.dtype.kind == "f" and len(values_n) and np.isnan(_quiet_sum(values_n)):
+        nan_n = np.isnan(values_n)
+        if nan_n.any():
+            missing_n = nan_n if missing_n is None else missing_n | nan_n
+    return values_n, missing_n
+
+
+def _quiet_sum(values_n: npt.NDArray[Any]) -> float:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(values_n.sum(dtype=values_n.dtype))
+
+
+def _check_finite(values_n: npt.NDArray[Any], where: str, role: str, column: str) -> None:
+    if values_n.dtype.kind == "f" and not np.isfinite(_quiet_sum(values_n)):
+        bad_n = ~np.isfinite(values_n)
+        if bad_n.any():
+            row = int(bad_n.argmax())
+            raise InputError(
+                f"{where}: {role} {column!r}: got {values_n[row]} in row {row}; expected finite numbers. Correct the "
+                "value, or remove the row."
+            )
+
+
+def _missing(
+    where: str, role: str, column: str, missing_n: npt.NDArray[np.bool_], move: str, inside: str = ""
+) -> InputError:
+    place = int(missing_n.argmax())
+    return InputError(
+        f"{where}: {role} {column!r}: got {int(missing_n.sum()):,} missing values{inside}, the first at position "
+        f"{place}; expected none. {move}"
+    )
+
+
+def _bucketised(column: IdColumn, found: Values, first_row: int) -> Values:
+    """Return the rows of numbers: the boundaries that are <= the number. A NaN is missing."""
+    rows_N = np.searchsorted(np.asarray(column.boundaries), found.values, side="right") + first_row
+    missing_N = found.missing
+    if found.values.dtype.kind == "f":
+        nan_N = np.isnan(found.values)
+        if nan_N.any():
+            missing_N = nan_N if missing_N is None else missing_N | nan_N
+    return Values(rows_N.astype(np.int64), found.lengths, missing_N, found.missing_lists)
+
+
+def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints:
+    table, values_N = columns.table_of(column), found.values
+    if table.ids == "rows":
+        return _checked_rows(column, table.name, table.rows, found, where)
+    if found.hashed:
+        hashes_N: npt.NDArray[np.uint64] = values_N
+        if table.ids == "managed":
+            return hashes_N.view(np.int64)
+        return rows_of_hashes(hashes_N, table.rows, columns.first_row(column))
+    # Unsigned 64-bit ids keep their bits as int64.
+    signed_N = (
+        values_N.view(np.int64) if values_N.dtype == np.uint64 else values_N.astype(np.int64, copy=False)
+    )
+    if table.ids == "managed":
+        return hash_values(signed_N).view(np.int64)
+    return hash_rows(signed_N, table.rows, first_row=columns.first_row(column))
+
+
+def _checked_rows(column: IdColumn, table: str, rows: int, found: Values, where: str) -> Ints:
+    """Return ids that are row numbers, after a check of their range. Missing ids are not checked."""
+    values_N = found.values
+    if values_N.dtype == np.uint64:
+        if len(values_N) and values_N.max() >= rows:
+            values_N = np.minimum(values_N, np.uint64(2**63 - 1))
+        values_N = values_N.view(np.int64)
+    rows_N: Ints = values_N.astype(np.int64, copy=found.missing is not None)
+    # As unsigned numbers, negative ids are above every row: one pass.
+    if len(rows_N) and rows_N.view(np.uint64).max() >= rows:
+        bad_N = (rows_N < 0) | (rows_N >= rows)
+        if found.missing is not None:
+            bad_N &= ~found.missing
+        if bad_N.any():
+            place = int(bad_N.argmax())
+            row = place
+            if found.lengths is not None:
+                row = int(np.searchsorted(np.cumsum(found.lengths), place, side="right"))
+            raise InputError(
+                f"{where}: id column {column.column!r}: got id {rows_N[place]} in row {row}; expected row numbers of "
+                f"table {table!r} in [0, {rows}). Enlarge the table, or set ids='hash' on it."
+            )
+    return rows_N
+
+
+def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> Floats:
+    """Return the weight of each id. The lists must have the lengths of the ids' lists."""
+    given = read_values(read(column.weights))
+    lengths_n = found.lengths
+    if given.lengths is None or lengths_n is None or not np.array_equal(given.lengths, lengths_n):
+        row = 0
+        if given.lengths is not None and lengths_n is not None:
+            row = int((given.lengths != lengths_n).argmax())
+        raise InputError(
+            f"{where}: weight column {column.weights!r}: got a list of another length than that of id column "
+            f"{column.column!r} in row {row}; expected one weight per id. Correct the row."
+        )
+    if given.missing is not None:
+        raise _missing(
+            where, "weight column", column.weights, given.missing, "Fill them in.", " inside of lists"
+        )
+    _check_finite(given.values, where, "weight column", column.weights)
+    weights_N: Floats = given.values.astype(np.float32)
+    return weights_N
+
+
+def _without(bags: BagIds, missing_N: npt.NDArray[np.bool_]) -> BagIds:
+    """Return the bags without the missing ids."""
+    present_N = ~missing_N
+    if bags.lengths is None:
+        lengths_n = present_N.astype(np.int64)
+    else:
+        # reduceat cannot sum empty bags, differences of running sums can.
+        running = np.concatenate([[0], np.cumsum(present_N)])
+        ends_n = np.cumsum(bags.lengths)
+        lengths_n = running[ends_n] - running[ends_n - bags.lengths]
+    weights_N = None if bags.weights is None else bags.weights[present_N]
+    return BagIds(bags.values[present_N], lengths_n, weights_N)
+
+
+def _with_missing_rows(bags: BagIds, missing_n: npt.NDArray[np.bool_], value: int) -> BagIds:
+    """Return the bags with the id `value`, of weight 1, where the list is missing."""
+    assert bags.lengths is not None
+    places = (np.cumsum(bags.lengths) - bags.lengths)[missing_n]
+    weights_N = None if bags.weights is None else np.insert(bags.weights, places, np.float32(1))
+    return BagIds(np.insert(bags.values, places, value), bags.lengths + missing_n, weights_N)
+
+
+def _latest(bags: BagIds, most: int) -> BagIds:
+    """Return the bags with their last `most` ids."""
+    if bags.lengths is None or not len(bags.lengths) or bags.lengths.max() <= most:
+        return bags
+    from_end_N = np.repeat(np.cumsum(bags.lengths), bags.lengths) - np.arange(len(bags.values))
+    kept_N = from_end_N <= most
+    weights_N = None if bags.weights is None else bags.weights[kept_N]
+    return BagIds(bags.values[kept_N], np.minimum(bags.lengths, most), weights_N)
+
+
+def wanted_kinds(columns: Columns) -> list[tuple[str, str, Sequence[str]]]:
+    """Return (column, role, classes of values that it may have, see `kind_of`) for each role of each column."""
+    numbers, ids = ("number", "integer", "boolean"), ("integer", "text", "boolean")
+    wanted: list[tuple[str, str, Sequence[str]]] = []
+    wanted += [(label.column, "label column", numbers) for label in columns.labels]
+    wanted += [(dense.column, "dense column", numbers) for dense in columns.dense]
+    if columns.weight:
+        wanted.append((columns.weight, "weight column", numbers))
+    for column in columns.ids:
+        inner: Sequence[str] = ids
+        if column.boundaries:
+            inner = ("number", "integer")
+        elif columns.table_of(column).ids == "rows":
+            inner = ("integer", "boolean")
+        if column.kind != "single":
+            inner = tuple(f"list of {kind}" for kind in inner)
+        wanted.append((column.column, "id column", inner))
+        if column.weights:
+            wanted.append((column.weights, "weight column", ("list of number", "list of integer")))
+    return wanted

@@ -1,0 +1,140 @@
+"""Division of rows into a training part and a held-out part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as arrow
+
+from tilerec.data.columns import nearest
+from tilerec.data.row_groups import RowGroups
+from tilerec.errors import ConfigError, InputError
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Rule that holds rows out of training; at most one of its three ways, or none for no held-out part.
+
+    Attributes:
+        every: k; the last of every k rows, counted through all files.
+        column, at_least: rows whose value in this column is at least this number, date or text, such as "1700000000"
+            or "2024-06-01": a split by time.
+        path: other files with the held-out rows.
+    """
+
+    every: int = 0
+    column: str = ""
+    at_least: str = ""
+    path: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum((bool(self.every), bool(self.column), bool(self.path))) > 1:
+            raise ConfigError(
+                f"hold_out: got every={self.every}, column={self.column!r} and path={self.path}; expected at most one. "
+                "Leave the others out."
+            )
+        if self.every < 0 or self.every == 1:
+            raise ConfigError(
+                f"hold_out.every: got {self.every}; expected 0, or 2 or more, so training has rows. Change it."
+            )
+        if bool(self.column) != bool(self.at_least):
+            raise ConfigError(
+                f"hold_out: got column={self.column!r} and at_least={self.at_least!r}; expected both or neither. Set "
+                "the first value that is held out."
+            )
+
+
+class HeldOutRows:
+    """The held-out rows of each row group of a source.
+
+    With a column, the constructor reads that column of every row group whose statistics leave the answer open.
+
+    Raises:
+        ConfigError: the source lacks the column, or `at_least` is not a value of its type.
+        InputError: the column has nulls.
+    """
+
+    def __init__(self, rule: HoldOut, source: RowGroups) -> None:
+        self._rule, self._source = rule, source
+        self._starts = np.concatenate([[0], np.cumsum(source.group_rows)])
+        self._threshold = self._scalar() if rule.column else None
+        self.counts: tuple[int, ...] = tuple(self._count(group) for group in range(len(source.group_rows)))
+
+    def mask(self, group: int) -> Mask | None:
+        """Return True for each row that is held out; None if no row of the group is."""
+        rows, count = self._source.group_rows[group], self.counts[group]
+        if not count:
+            return None
+        if count == rows:
+            return np.ones(rows, np.bool_)
+        if self._rule.every:
+            first = int(self._starts[group])
+            return np.arange(first, first + rows) % self._rule.every == self._rule.every - 1
+        return self._above(group)
+
+    def _count(self, group: int) -> int:
+        rule, rows = self._rule, self._source.group_rows[group]
+        if rule.every:
+            first = int(self._starts[group])
+            return (first + rows) // rule.every - first // rule.every
+        if not rule.column:
+            return 0
+        with self._source.open(group) as reader:
+            bounds = reader.bounds(rule.column)
+        if bounds is not None:
+            low, high = (self._at_least(pa.array([value], self._type)) for value in bounds)
+            if low.all() or not high.any():
+                return rows if low.all() else 0
+        return int(self._above(group).sum())
+
+    def _above(self, group: int) -> Mask:
+        with self._source.open(group) as reader:
+            column = reader.read([self._rule.column]).column(0)
+        if column.null_count:
+            raise InputError(
+                f"{self._source.where(group)}: hold_out column {self._rule.column!r}: got {column.null_count} nulls; "
+                "expected a value in each row. Fill them in."
+            )
+        return self._at_least(column.cast(self._type))
+
+    def _at_least(self, column: pa.ChunkedArray | pa.Array) -> Mask:
+        return np.asarray(arrow.greater_equal(column, self._threshold))
+
+    @property
+    def _type(self) -> pa.DataType:
+        kind = self._source.schema.field(self._rule.column).type
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+    def _scalar(self) -> Any:
+        name = self._rule.column
+        if name not in self._source.schema.names:
+            raise ConfigError(
+                f"{self._source.name}: got hold_out.column={name!r}, which is not there; "
+                f"{nearest(name, self._source.schema.names)}"
+            )
+        try:
+            return pa.scalar(self._rule.at_least).cast(self._type)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ConfigError(
+                f"hold_out.at_least: got {self._rule.at_least!r} for column {name!r} of type {self._type}; expected a "
+                f"value of that type ({error}). Write it as the data does."
+            ) from error
+
+
+def row_indices(
+    masks: Sequence[Mask | None], rows: Sequence[int], *, held_out: bool
+) -> npt.NDArray[np.int64]:
+    """Return the numbers of the held-out rows, or of the others, in consecutive row groups laid end to end."""
+    if all(mask is None for mask in masks):
+        return np.arange(0 if held_out else sum(rows))
+    joined = np.concatenate(
+        [np.zeros(count, np.bool_) if mask is None else mask for mask, count in zip(masks, rows, strict=True)]
+    )
+    return np.flatnonzero(joined == held_out)

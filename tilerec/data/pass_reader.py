@@ -1,0 +1,153 @@
+"""Parts of batches in the order of a pass, or in the order of the source."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pyarrow as pa
+
+from tilerec.data.gather import BatchPart
+from tilerec.data.order import LanePart, PassOrder, RankPart, Window
+from tilerec.data.row_groups import RowGroups
+from tilerec.data.window_loader import WindowLoader
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """A rank's rows of a global batch: their place, and the rows themselves (none: no rows)."""
+
+    place: RankPart
+    parts: tuple[BatchPart, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory."""
+        return sum(part.bytes for part in self.parts)
+
+
+class PassReader:
+    """A rank's parts of the global batches of a pass, from a position to the end.
+
+    Each lane of the rank has one window in memory: it is loaded when a batch needs its first row, and gathered at once
+    into all batches that it has rows for.
+
+    Args:
+        order: of the pass.
+        loader: reads windows.
+        batch_size: of the global batches.
+        rank, world_size: the rank, and the number of ranks.
+        start: position of the first batch.
+    """
+
+    def __init__(
+        self, order: PassOrder, loader: WindowLoader, batch_size: int, rank: int, world_size: int, start: int
+    ) -> None:
+        self._order, self._loader = order, loader
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._next = start
+        self._coming: deque[RankPart] = deque()
+        self._ready: dict[int, deque[BatchPart]] = {}
+
+    def __iter__(self) -> Iterator[RankParts]:
+        while self._coming or self._next < self._order.rows:
+            if not self._coming:
+                self._plan_batch()
+            place = self._coming[0]
+            parts = tuple(part for lane in place.lanes for part in self._lane_parts(lane))
+            self._coming.popleft()
+            yield RankParts(place, parts)
+            del parts
+
+    def _plan_batch(self) -> None:
+        place = self._order.rank_part(self._next, self._batch_size, self._rank, self._world_size)
+        self._coming.append(place)
+        self._next = place.end
+
+    def _lane_parts(self, wanted: LanePart) -> Iterator[BatchPart]:
+        ready = self._ready.setdefault(wanted.lane, deque())
+        position = wanted.start
+        while position < wanted.end:
+            if not ready:
+                self._load(self._order.window_at(wanted.lane, position), position, ready)
+            part = ready.popleft()
+            position += part.rows
+            yield part
+
+    def _load(self, window: Window, position: int, ready: deque[BatchPart]) -> None:
+        """Gather the rows of a window from `position` on, for this batch and the following ones."""
+        ranges: list[tuple[int, int]] = []
+        batch = 0
+        while True:
+            if batch == len(self._coming):
+                if self._next >= self._order.rows:
+                    break
+                self._plan_batch()
+            part = next((lane for lane in self._coming[batch].lanes if lane.lane == window.lane), None)
+            batch += 1
+            if part is None:
+                continue
+            if part.start >= window.end:
+                break
+            start = max(part.start, position)
+            if start < min(part.end, window.end):
+                ranges.append((start - window.start, min(part.end, window.end) - window.start))
+            if part.end >= window.end:
+                break
+        ready.extend(self._loader.load(window.groups, ranges, generator=self._order.generator(window)))
+
+
+@dataclass(frozen=True)
+class OrderedParts:
+    """Consecutive rows of the source, with key columns of the same rows."""
+
+    parts: tuple[BatchPart, ...]
+    keys: pa.Table
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory."""
+        return sum(part.bytes for part in self.parts) + int(self.keys.nbytes)
+
+
+def ordered_parts(
+    source: RowGroups,
+    loader: WindowLoader,
+    counts: Sequence[int],
+    batch_size: int,
+    *,
+    held_out: bool = False,
+    keys: Sequence[str] = (),
+) -> Iterator[OrderedParts]:
+    """Yield the rows of a source in its order, in batches.
+
+    Args:
+        counts: rows of each row group that take part.
+        held_out: see `WindowLoader.load`.
+        keys: columns to yield along; all rows must take part.
+    """
+    held: list[BatchPart] = []
+    tables: list[pa.Table] = []
+    rows = 0
+    no_keys = pa.table({})
+    for group, count in enumerate(counts):
+        cuts = [0, *range(min(batch_size - rows, count), count, batch_size), count]
+        ranges = [(low, high) for low, high in pairwise(cuts) if high > low]
+        if not ranges:
+            continue
+        table = no_keys
+        if keys:
+            with source.open(group) as reader:
+                table = reader.read(keys)
+        for part, (low, high) in zip(loader.load([group], ranges, held_out=held_out), ranges, strict=True):
+            held.append(part)
+            if keys:
+                tables.append(table.slice(low, high - low))
+            rows += part.rows
+            if rows == batch_size:
+                yield OrderedParts(tuple(held), pa.concat_tables(tables) if keys else no_keys)
+                held, tables, rows = [], [], 0
+    if held:
+        yield OrderedParts(tuple(held), pa.concat_tables(tables) if keys else no_keys)

@@ -1,0 +1,217 @@
+"""`TableDataset`: samples from tables on disk or in memory, with columns that you choose.
+
+Order of a pass: `order.py`. It is a pure function of (seed, epoch, position), so any number of ranks trains on the same
+global batches, and an interrupted pass continues at the `end` of any share, on another number of ranks too.
+
+Memory: per pass, one window of gathered rows for each lane of the rank, one slab of decoded columns, and
+`read_ahead_bytes` of batches. A window is one row group, or several small ones with `shuffle_rows` rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from tilerec.data.arena import Arena
+from tilerec.data.batch import Batch
+from tilerec.data.batch_join import SessionSavings, join_parts
+from tilerec.data.column_checks import check_exists, check_source
+from tilerec.data.columns import Columns
+from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.delimited import RowCount
+from tilerec.data.hold_out import HeldOutRows, HoldOut
+from tilerec.data.order import PassOrder, check_lanes
+from tilerec.data.pass_reader import OrderedParts, PassReader, ordered_parts
+from tilerec.data.read_ahead import ReadAhead
+from tilerec.data.row_groups import RowGroups, TableGroups
+from tilerec.data.share import Share
+from tilerec.data.window_loader import WindowLoader
+from tilerec.errors import ConfigError, InputError
+
+NO_HOLD_OUT = HoldOut()
+
+
+class TableDataset(Dataset):
+    """Samples from row groups: Parquet files, text files, Arrow tables, frames, or map-style data sets.
+
+    Args:
+        data: a `RowGroups` (`ParquetGroups`, `DelimitedGroups`, `MapGroups`), or a table in memory: a pyarrow table, a
+            pandas or Polars frame, or a dict of columns.
+        columns: roles of the columns; all others are not read.
+        hold_out: the rows that are held out of training; none by default.
+        held_out_data: other data with the held-out rows, in place of `hold_out`.
+        seed: of the order of the training rows.
+        shuffle_rows: row groups are shuffled together until they have this many rows.
+        lanes: number of row groups that each batch takes rows from. On W ranks, a rank decodes only the row groups of
+            its lanes / W lanes; with one lane, every rank decodes every row group. It defines the order, so keep it
+            when the number of ranks changes: take a multiple of the largest number of ranks.
+        group_by_session: column with equal values for consecutive samples of one session. Sessions are shuffled as
+            wholes, and the samples of one share their equal bags (`batch_join.py`).
+        read_ahead_bytes: bytes of batches that a background thread reads ahead of training.
+        labels: False for data without labels, such as samples to predict: labels are NaN, and `train` is refused.
+
+    Raises:
+        ConfigError: a column that does not exist (the message has the nearest name), or settings that contradict.
+        InputError: data that cannot be read, a column of a wrong type, or no rows to train on.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        columns: Columns,
+        *,
+        hold_out: HoldOut = NO_HOLD_OUT,
+        held_out_data: Any = None,
+        seed: int = 0,
+        shuffle_rows: int = 1 << 17,
+        lanes: int = 1,
+        group_by_session: str = "",
+        read_ahead_bytes: int = 64 << 20,
+        labels: bool = True,
+    ) -> None:
+        for name, value in (
+            ("shuffle_rows", shuffle_rows),
+            ("lanes", lanes),
+            ("read_ahead_bytes", read_ahead_bytes),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name}: got {value}; expected at least 1. Leave it out for the default.")
+        if hold_out.path:
+            raise ConfigError(
+                f"hold_out.path: got {hold_out.path}; expected held_out_data=ParquetGroups(...) here. Pass the data "
+                "itself."
+            )
+        if held_out_data is not None and hold_out != NO_HOLD_OUT:
+            raise ConfigError(
+                "held_out_data: got it with hold_out, too; expected one of them. Leave one out."
+            )
+        self._columns, self._labels = columns, labels
+        self._seed, self._shuffle_rows, self._lanes = seed, shuffle_rows, lanes
+        self._session, self._read_ahead_bytes = group_by_session, read_ahead_bytes
+        self._savings = SessionSavings()
+        self._source = self._source_of(data)
+        self._held = HeldOutRows(hold_out, self._source)
+        self._held_source = None if held_out_data is None else self._source_of(held_out_data)
+        if labels and not self.train_rows:
+            raise InputError(
+                f"{self._source.name}: got no rows to train on; expected some. Hold out less, or add data."
+            )
+
+    @property
+    def columns(self) -> Columns:
+        """Roles of the columns."""
+        return self._columns
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of all columns of the data."""
+        return self._source.schema
+
+    @property
+    def sparse_features(self) -> tuple[SparseFeature, ...]:
+        return self._columns.sparse_features
+
+    @property
+    def dense_features(self) -> tuple[str, ...]:
+        return tuple(dense.column for dense in self._columns.dense)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(label.name for label in self._columns.labels)
+
+    @property
+    def train_rows(self) -> int:
+        """Number of samples of one pass over the training part."""
+        return sum(self._source.group_rows) - sum(self._held.counts)
+
+    @property
+    def held_out_rows(self) -> int:
+        """Number of samples of the held-out part."""
+        return sum(self._held.counts if self._held_source is None else self._held_source.group_rows)
+
+    def session_savings(self) -> SessionSavings:
+        """Return the ids that shared bags left out so far in the latest pass, with `group_by_session`."""
+        return self._savings
+
+    def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+        for share in self.train_shares(batch_size, epoch):
+            yield share.batch
+
+    def train_shares(
+        self, batch_size: int, epoch: int = 0, *, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[Share]:
+        """Yield a rank's share of each global batch from position `start` on.
+
+        Row groups before that position are not decoded. With one lane, a rank's share is the usual range of the batch
+        (`bounds`). With several, it is the rows of the rank's lanes, so sizes of shares differ a little.
+
+        Raises:
+            ConfigError: fewer lanes than ranks, or a dataset without labels.
+            InputError: bad rows or damaged files; the message names the file, the row group and the column.
+        """
+        _check_batch_size(batch_size)
+        check_lanes(self._lanes, world_size)
+        if not self._labels:
+            raise ConfigError(
+                "TableDataset: got labels=False; expected labels to train on. Open it with labels=True."
+            )
+        counts = [rows - held for rows, held in zip(self._source.group_rows, self._held.counts, strict=True)]
+        order = PassOrder(
+            counts, seed=self._seed, epoch=epoch, shuffle_rows=self._shuffle_rows, lanes=self._lanes
+        )
+        loader = WindowLoader(self._source, self._columns, self._held, session=self._session)
+        features, arena = [column.feature for column in self._columns.ids], Arena()
+        savings = SessionSavings() if self._session else None
+        self._savings = savings or self._savings
+        reader = PassReader(order, loader, batch_size, rank, world_size, start)
+        with ReadAhead(iter(reader), lambda item: item.bytes, self._read_ahead_bytes) as ahead:
+            for item in ahead:
+                batch = join_parts(item.parts or (loader.no_rows(),), features, arena, savings)
+                yield Share(batch, item.place.first, item.place.total, item.place.end)
+
+    def held_out(self, batch_size: int) -> Iterator[Batch]:
+        if self._held_source is not None:
+            loader = WindowLoader(self._held_source, self._columns, None, labels=self._labels)
+            items = ordered_parts(self._held_source, loader, self._held_source.group_rows, batch_size)
+        else:
+            loader = WindowLoader(self._source, self._columns, self._held, labels=self._labels)
+            items = ordered_parts(self._source, loader, self._held.counts, batch_size, held_out=True)
+        for batch, _ in self._batches(items, batch_size):
+            yield batch
+
+    def rows(self, batch_size: int, keys: Sequence[str] = ()) -> Iterator[tuple[Batch, pa.Table]]:
+        """Yield all rows in the order of the data, each batch with the table of its key columns.
+
+        Args:
+            batch_size: rows of each batch but the last.
+            keys: columns of the data, unchanged, such as those that name a sample.
+        """
+        for name in keys:
+            check_exists(self._source, name, "keys")
+        self._source.check_columns(keys)
+        loader = WindowLoader(self._source, self._columns, None, labels=self._labels)
+        items = ordered_parts(self._source, loader, self._source.group_rows, batch_size, keys=keys)
+        yield from self._batches(items, batch_size)
+
+    def row_count(self) -> RowCount:
+        held = 0 if self._held_source is None else sum(self._held_source.group_rows)
+        return RowCount(rows=sum(self._source.group_rows) + held)
+
+    def _source_of(self, data: Any) -> RowGroups:
+        source = data if isinstance(data, RowGroups) else TableGroups(data)
+        check_source(source, self._columns, labels=self._labels, session=self._session)
+        return source
+
+    def _batches(self, items: Iterator[OrderedParts], batch_size: int) -> Iterator[tuple[Batch, pa.Table]]:
+        _check_batch_size(batch_size)
+        features, arena = [column.feature for column in self._columns.ids], Arena()
+        with ReadAhead(items, lambda item: item.bytes, self._read_ahead_bytes) as ahead:
+            for item in ahead:
+                yield join_parts(item.parts, features, arena), item.keys
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size: got {batch_size}; expected at least 1. Set it higher.")

@@ -1,0 +1,292 @@
+"""`WindowLoader`: decodes the row groups of a window and gathers the rows of batches from it.
+
+A large row group is decoded in slabs of columns. Each slab is released after its rows were gathered, so a window needs
+little more memory than its gathered rows.
+
+Legend: n rows of the window that take part, b rows of one batch part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from tilerec.data.arena import Arena
+from tilerec.data.arrow_values import join_values, read_values
+from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn
+from tilerec.data.fields import (
+    BagIds,
+    Floats,
+    Ints,
+    ReadColumn,
+    read_dense,
+    read_ids,
+    read_label,
+    read_sample_weight,
+)
+from tilerec.data.gather import BagSelector, BatchPart, join_bags, positions
+from tilerec.data.hold_out import HeldOutRows, row_indices
+from tilerec.data.row_groups import GroupReader, RowGroups
+from tilerec.errors import InputError
+
+SLAB_BYTES = 1 << 20
+"""About the cache of a core: a column is gathered while it is there. 32 MB are 20 % slower."""
+
+
+Found = Floats | BagIds
+"""A field's values in one row group."""
+
+
+class _Field(ABC):
+    """A field of the batch; it reads `columns`."""
+
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def read(self, read: ReadColumn, where: str) -> Found:
+        """Read the field from one row group."""
+
+    @abstractmethod
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+        """Gather rows into parts of batches, given the field in consecutive row groups."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the results, and of intermediate arrays."""
+
+    results: Arena
+    scratch: Arena
+
+
+class _LabelField(_Field):
+    def __init__(self, label: LabelColumn, task: int) -> None:
+        self.columns = (label.column,)
+        self._label, self._task = label, task
+
+    def read(self, read: ReadColumn, where: str) -> Found:
+        return read_label(self._label, read, where)
+
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+        values_n = _joined(found, memory)
+        for part, rows_b in zip(parts, chosen, strict=True):
+            part.labels[:, self._task] = memory.scratch.take(values_n, rows_b)
+
+
+class _DenseField(_Field):
+    def __init__(self, dense: DenseColumn, place: int) -> None:
+        self.columns = (dense.column,)
+        self._dense, self._place = dense, place
+
+    def read(self, read: ReadColumn, where: str) -> Found:
+        return read_dense(self._dense, read, where)
+
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+        values_n = _joined(found, memory)
+        for part, rows_b in zip(parts, chosen, strict=True):
+            part.dense[:, self._place] = memory.scratch.take(values_n, rows_b)
+
+
+class _WeightField(_Field):
+    def __init__(self, column: str) -> None:
+        self.columns = (column,)
+
+    def read(self, read: ReadColumn, where: str) -> Found:
+        return read_sample_weight(self.columns[0], read, where)
+
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+        values_n = _joined(found, memory)
+        for part, rows_b in zip(parts, chosen, strict=True):
+            part.weights = memory.results.take(values_n, rows_b)
+
+
+class _IdField(_Field):
+    def __init__(self, columns: Columns, column: IdColumn) -> None:
+        self.columns = tuple(name for name in (column.column, column.weights) if name)
+        self._every, self._column = columns, column
+
+    def read(self, read: ReadColumn, where: str) -> Found:
+        return read_ids(self._every, self._column, read, where)
+
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+        bags = join_bags([one for one in found if isinstance(one, BagIds)], memory.scratch)
+        selector = BagSelector(bags, memory.results, memory.scratch)
+        for part, rows_b in zip(parts, chosen, strict=True):
+            part.ids[self._column.feature] = selector.select(rows_b)
+
+
+def _fields(columns: Columns) -> list[_Field]:
+    return [
+        *(_LabelField(label, task) for task, label in enumerate(columns.labels)),
+        *(_DenseField(dense, place) for place, dense in enumerate(columns.dense)),
+        *((_WeightField(columns.weight),) if columns.weight else ()),
+        *(_IdField(columns, column) for column in columns.ids),
+    ]
+
+
+def _joined(found: list[Found], memory: Memory) -> Floats:
+    arrays = [values for values in found if isinstance(values, np.ndarray)]
+    return arrays[0] if len(arrays) == 1 else memory.scratch.joined(arrays)
+
+
+class WindowLoader:
+    """Reads the rows of windows from a source.
+
+    Args:
+        source: the row groups.
+        columns: their roles.
+        held: the rows that are held out; None if none are.
+        session: column with equal values for consecutive samples of one session; "": none.
+        labels: False leaves the label columns unread; labels are NaN.
+        slab_bytes: bytes of columns that are decoded together.
+    """
+
+    def __init__(
+        self,
+        source: RowGroups,
+        columns: Columns,
+        held: HeldOutRows | None,
+        *,
+        session: str = "",
+        labels: bool = True,
+        slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        self._source, self._columns, self._held = source, columns, held
+        self._session = session
+        self._slab_bytes = slab_bytes
+        self._memory = Memory(Arena(), Arena())
+        self._fields = [one for one in _fields(columns) if labels or not isinstance(one, _LabelField)]
+
+    def load(
+        self,
+        groups: Sequence[int],
+        ranges: Sequence[tuple[int, int]],
+        *,
+        generator: np.random.Generator | None = None,
+        held_out: bool = False,
+    ) -> list[BatchPart]:
+        """Return parts of batches from consecutive row groups.
+
+        Args:
+            groups: numbers of the row groups.
+            ranges: positions [start, end) of each part among the rows that take part, in their order.
+            generator: of the order; None keeps the order of the source.
+            held_out: the held-out rows take part, instead of the others.
+        """
+        counts = [self._source.group_rows[group] for group in groups]
+        masks = [None if self._held is None else self._held.mask(group) for group in groups]
+        rows_n = row_indices(masks, counts, held_out=held_out)
+        with ExitStack() as stack:
+            # One large row group stays open for all slabs. Several small ones are read one after the other.
+            kept = stack.enter_context(self._source.open(groups[0])) if len(groups) == 1 else None
+            session_of_n = self._sessions(groups, kept)[rows_n] if self._session else None
+            if generator is not None:
+                order_n = (
+                    generator.permutation(len(rows_n))
+                    if session_of_n is None
+                    else _permuted_runs(session_of_n, generator, self._memory.scratch)
+                )
+                rows_n = rows_n[order_n]
+                session_of_n = None if session_of_n is None else session_of_n[order_n]
+            chosen = [rows_n[start:end] for start, end in ranges]
+            parts = [self._empty_part(len(rows_b)) for rows_b in chosen]
+            if session_of_n is not None:
+                for part, (start, end) in zip(parts, ranges, strict=True):
+                    part.sessions = session_of_n[start:end]
+            for slab in self._slabs(kept):
+                self._gather(slab, groups, kept, parts, chosen)
+        return parts
+
+    def no_rows(self) -> BatchPart:
+        """Return a part of a batch without rows."""
+        part = self._empty_part(0)
+        part.weights = np.zeros(0, np.float32) if self._columns.weight else None
+        part.sessions = np.zeros(0, np.int64) if self._session else None
+        for column in self._columns.ids:
+            lengths = None if column.kind == "single" else np.zeros(0, np.int64)
+            weights = np.zeros(0, np.float32) if column.weights else None
+            part.ids[column.feature] = BagIds(np.zeros(0, np.int64), lengths, weights)
+        return part
+
+    def _empty_part(self, rows: int) -> BatchPart:
+        columns = self._columns
+        dense, tasks = len(columns.dense), len(columns.labels)
+        arena = self._memory.results
+        labels = arena.empty(rows * tasks, np.float32).reshape(rows, tasks)
+        labels.fill(np.nan)
+        return BatchPart(arena.empty(rows * dense, np.float32).reshape(rows, dense), labels)
+
+    def _slabs(self, reader: GroupReader | None) -> Iterator[list[_Field]]:
+        """Yield the fields in slabs; all at once for several row groups."""
+        slab: list[_Field] = []
+        held = 0
+        for one in self._fields:
+            size = 0 if reader is None else sum(map(reader.column_bytes, one.columns))
+            if slab and held + size > self._slab_bytes:
+                yield slab
+                slab, held = [], 0
+            slab.append(one)
+            held += size
+        yield slab
+
+    def _gather(
+        self,
+        slab: list[_Field],
+        groups: Sequence[int],
+        kept: GroupReader | None,
+        parts: list[BatchPart],
+        chosen: list[Ints],
+    ) -> None:
+        names = list(dict.fromkeys(name for one in slab for name in one.columns))
+        read: list[list[Found]] = [[] for _ in slab]
+        for group in groups:
+            table = self._table(group, kept, names)
+            where = self._source.where(group)
+            for found, one in zip(read, slab, strict=True):
+                found.append(one.read(table.column, where))
+        del table
+        for found, one in zip(read, slab, strict=True):
+            one.put(found, parts, chosen, self._memory)
+            found.clear()
+
+    def _table(self, group: int, kept: GroupReader | None, names: list[str]) -> pa.Table:
+        if kept is not None:
+            table = kept.read(names)
+        else:
+            with self._source.open(group) as reader:
+                table = reader.read(names)
+        if table.num_rows != self._source.group_rows[group]:
+            raise InputError(
+                f"{self._source.where(group)}: got {table.num_rows} rows; expected {self._source.group_rows[group]}, "
+                "as when the data was opened. Leave files unchanged during a run."
+            )
+        return table
+
+    def _sessions(self, groups: Sequence[int], kept: GroupReader | None) -> Ints:
+        """Return a number for each row, equal for equal values of the session column."""
+        found = []
+        for group in groups:
+            values = read_values(self._table(group, kept, [self._session]).column(0))
+            if values.missing is not None or values.lengths is not None:
+                raise InputError(
+                    f"{self._source.where(group)}: session column {self._session!r}: got nulls or lists; expected one "
+                    "value in each row. Fill them in."
+                )
+            found.append(values)
+        joined = join_values(found).values
+        return joined.view(np.int64) if joined.dtype.itemsize == 8 else joined.astype(np.int64)
+
+
+def _permuted_runs(session_of_n: Ints, generator: np.random.Generator, scratch: Arena) -> Ints:
+    """Return the rows with runs of equal sessions in a random permutation; rows of a run stay in order."""
+    if not len(session_of_n):
+        return np.zeros(0, np.int64)
+    starts = np.concatenate([[0], np.flatnonzero(session_of_n[1:] != session_of_n[:-1]) + 1])
+    lengths = np.diff(starts, append=len(session_of_n))
+    order = generator.permutation(len(starts))
+    return positions(starts[order], lengths[order], scratch)

@@ -1,0 +1,86 @@
+"""Sums and concatenations over the ranks whose samples a module's values cover.
+
+Legend: W ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilerec.comms.group import Group
+from tilerec.comms.process import ProcessGroupComms
+
+RankGroup: TypeAlias = Group | dist.ProcessGroup | None
+"""Ranks: a group of tilerec, a process group of torch, or None for torch's default group if there is one."""
+
+
+@final
+class RankSums:
+    """Collectives of metrics over a group; without a group nothing is sent.
+
+    Args:
+        group: see `RankGroup`.
+        alone: whether this rank's samples are all samples, whatever the group.
+    """
+
+    def __init__(self, group: RankGroup, *, alone: bool = False) -> None:
+        self._given = None if alone else group
+        self.alone = alone
+
+    @property
+    def size(self) -> int:
+        """W."""
+        if isinstance(self._given, Group):
+            return self._given.size
+        return dist.get_world_size(self._given) if self._has_process_group() else 1
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 to W - 1."""
+        if isinstance(self._given, Group):
+            return self._given.rank
+        return dist.get_rank(self._given) if self._has_process_group() else 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group of torch, for metrics of torchmetrics; None for its default group."""
+        if isinstance(self._given, ProcessGroupComms):
+            return self._given.process_group
+        return None if isinstance(self._given, Group) else self._given
+
+    def sum(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the sum over all ranks of a contiguous tensor, on every rank. Collective; one all-reduce."""
+        if self.size == 1:
+            return tensor
+        if isinstance(self._given, Group):
+            return self._given.all_reduce_(name, tensor.clone()).wait()
+        carried = tensor.to(_carrier(self._given, tensor), copy=True)
+        dist.all_reduce(carried, group=self._given)
+        return carried.to(tensor.device)
+
+    def concatenate(self, name: str, tensor_n: Tensor) -> Tensor:
+        """Return the tensors of all ranks (same trailing shape), in the order of ranks. Collective."""
+        if self.size == 1:
+            return tensor_n
+        sizes_W = torch.zeros(self.size, dtype=torch.int64)
+        sizes_W[self.rank] = tensor_n.shape[0]
+        sizes = self.sum(f"sizes of {name}", sizes_W.to(tensor_n.device)).tolist()
+        # A sum of tensors that are zero outside of the rank's own place: exact, and one kind of collective for all.
+        all_N = tensor_n.new_zeros(sum(sizes), *tensor_n.shape[1:])
+        start = sum(sizes[: self.rank])
+        all_N[start : start + tensor_n.shape[0]] = tensor_n
+        return self.sum(name, all_N)
+
+    def _has_process_group(self) -> bool:
+        return not self.alone and dist.is_available() and dist.is_initialized()
+
+
+def _carrier(group: dist.ProcessGroup | None, tensor: Tensor) -> torch.device:
+    """Return the device to send from: the GPU for a tensor on the CPU under NCCL, else the tensor's own."""
+    if "nccl" in dist.get_backend(group) and tensor.device.type == "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return tensor.device

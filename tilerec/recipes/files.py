@@ -1,0 +1,95 @@
+"""`FilesData`: your own files as the data of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tilerec.data.columns import Columns
+from tilerec.data.hold_out import HoldOut
+from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
+from tilerec.data.parquet_files import ParquetGroups
+from tilerec.data.row_groups import RowGroups
+from tilerec.data.table_dataset import NO_HOLD_OUT, TableDataset
+from tilerec.data.text_files import ENDINGS as TEXT_ENDINGS
+from tilerec.data.text_files import DelimitedGroups, ListColumn
+from tilerec.errors import ConfigError
+from tilerec.train.config import DataConfig
+
+_EVERY_TENTH = HoldOut(every=10)
+
+
+@dataclass(frozen=True)
+class FilesData(DataConfig):
+    """Parquet, CSV or TSV files with columns that you choose.
+
+    Attributes:
+        path: files, folders, patterns or fsspec URLs; relative paths begin at `base`.
+        columns: roles of the columns.
+        hold_out: rows for evaluation; by default every tenth row.
+        format: "auto" decides by the ending of the first path; a folder or URL without an ending is Parquet.
+        base: folder of relative paths; "": the current folder.
+        seed, shuffle_rows, lanes, group_by_session: see `TableDataset`.
+        read_ahead_mb: megabytes of batches that are read ahead of training.
+    """
+
+    path: tuple[str, ...]
+    columns: Columns
+    hold_out: HoldOut = _EVERY_TENTH
+    format: Literal["auto", "parquet", "text"] = "auto"
+    base: str = ""
+    seed: int = 0
+    shuffle_rows: int = 1 << 17
+    lanes: int = 1
+    group_by_session: str = ""
+    read_ahead_mb: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", _as_tuple(self.path))
+        if self.format not in ("auto", "parquet", "text"):
+            raise ConfigError(
+                f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it."
+            )
+
+    def open(self) -> TableDataset:
+        held = self.hold_out
+        return TableDataset(
+            self._source(self.path),
+            self.columns,
+            hold_out=NO_HOLD_OUT if held.path else held,
+            held_out_data=self._source(held.path) if held.path else None,
+            seed=self.seed,
+            shuffle_rows=self.shuffle_rows,
+            lanes=self.lanes,
+            group_by_session=self.group_by_session,
+            read_ahead_bytes=self.read_ahead_mb << 20,
+        )
+
+    def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> TableDataset:
+        """Open other files with the same columns, for `TableDataset.rows`: nothing is held out.
+
+        Args:
+            path: as the attribute, but relative paths begin at the current folder.
+            labels: False for samples without labels.
+        """
+        other = replace(self, path=path, base="")
+        return TableDataset(
+            other._source(other.path), self.columns, read_ahead_bytes=self.read_ahead_mb << 20, labels=labels
+        )
+
+    def _source(self, path: tuple[str, ...]) -> RowGroups:
+        name = path[0] if path else ""
+        text = self.format == "text" or (
+            self.format == "auto" and name.endswith(TEXT_ENDINGS) and not name.endswith(PARQUET_ENDINGS)
+        )
+        if not text:
+            return ParquetGroups(path, base=self.base)
+        lists = tuple(
+            ListColumn(column.column, column.separator) for column in self.columns.ids if column.separator
+        )
+        return DelimitedGroups(path, base=self.base, lists=lists)
+
+
+def _as_tuple(path: object) -> tuple[str, ...]:
+    """Return one path as a tuple, too: a string is the likely mistake."""
+    return tuple(map(str, path)) if isinstance(path, (tuple, list)) else (str(path),)
