@@ -11,6 +11,7 @@ import contextlib
 import os
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from tilerec.errors import FileError
@@ -45,6 +46,40 @@ def write_file(path: str | Path, content: str | bytes, what: str) -> None:
             f"with space for {len(data):,} bytes. Free space or choose another path{unchanged}.",
             error.errno,
         ) from error
+
+
+@contextlib.contextmanager
+def replaced_file(path: str | Path, what: str) -> Iterator[Path]:
+    """Yield the path of a temporary file, and rename it to `path` if the block succeeds.
+
+    For files that are too large to hold in memory. The block writes and closes the file. If it fails, the temporary
+    file is removed and an earlier file stays unchanged.
+
+    Args:
+        what: the kind of file; the error message begins with it.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".tilerec-{uuid.uuid4().hex}.part")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(
+            f"{what}: {path} cannot be written: got '{error.strerror or error}'; expected a writable folder with "
+            "space for the file. Free space or choose another path.",
+            error.errno,
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
