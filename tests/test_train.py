@@ -283,7 +283,7 @@ def test_seconds_of_a_run_are_those_of_its_steps_without_the_evaluations(
     """A clock that a step turns by 1 s and an evaluation by 100 s; 8 steps of 64 samples."""
     clock = Turned()
     monkeypatch.setattr(run_module, "time", clock)
-    monkeypatch.setattr(run_module.Run, "_step", clock.turning(run_module.Run._step, 1.0))
+    monkeypatch.setattr(run_module.Run, "_forward", clock.turning(run_module.Run._forward, 1.0))
     monkeypatch.setattr(run_module.World, "predict", clock.turning(run_module.World.predict, 100.0))
     ear = Ear()
     result = train(_run(eval_every=3, log_every=log_every), watchers=[ear])
@@ -598,7 +598,8 @@ def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(
     first, second = two_ranks.run(_train_on_rank, run, return_exceptions=True)
     assert isinstance(second, InputError)
     assert isinstance(first, CommsError)
-    assert "rank 1 failed with InputError: line 3 is malformed" in str(first)
+    assert "rank 1 could not read its next batch; see the error on that rank" in str(first)
+    assert "line 3 is malformed" in str(second)
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert not (tmp_path / "log" / "summary.json").exists()

@@ -21,20 +21,23 @@ from tilerec.data.synthetic import SyntheticClicks
 from tilerec.errors import InputError
 from tilerec.models.dlrm import DLRM
 from tilerec.parallel.full_state import full_state_dict
+from tilerec.pipelines.batch_in_flight import BatchInFlight, Origin
+from tilerec.pipelines.device_copy import DeviceCopy
+from tilerec.pipelines.routes_ahead import RoutesAhead
+from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist, TrainPipelineBase
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.storage.table_rows import NonFiniteGradientError
 from tilerec.testing.ranks import Ranks
 from tilerec.train.config import ParallelConfig, RunConfig, TrainConfig
-from tilerec.train.device_prefetcher import DevicePrefetcher
 from tilerec.train.loop import train
 from tilerec.train.world import World
 
-STEPS = 2
+STEPS = 3
 RUN = RunConfig(
     name="small",
-    data=SyntheticData(num_rows=(40, 20), num_dense=3, train_rows=32, held_out_rows=16),
+    data=SyntheticData(num_rows=(40, 20), num_dense=3, train_rows=48, held_out_rows=16),
     model=DLRMConfig(embedding_dim=4, dense_arch=(8,), over_arch=(8,)),
     train=TrainConfig(batch_size=16, eval_batch_size=16, device="cuda", max_steps=STEPS),
     parallel=ParallelConfig(sharding="row_wise"),
@@ -44,18 +47,14 @@ RUN = RunConfig(
 Run = tuple[list[Tensor], list[bool]]
 
 
-def as_it_is(self: DevicePrefetcher, batch: Batch) -> Batch:
-    return batch.to("cuda")
-
-
 def run(ahead: bool) -> Run:
-    sorts, real = noted(), DevicePrefetcher.__call__
+    sorts, real = noted(), RoutesAhead.prefetch
     if not ahead:
-        DevicePrefetcher.__call__ = as_it_is  # type: ignore[method-assign]
+        RoutesAhead.prefetch = lambda *_: None  # type: ignore[method-assign]
     try:
         model = train(RUN).model
     finally:
-        DevicePrefetcher.__call__ = real  # type: ignore[method-assign]
+        RoutesAhead.prefetch = real  # type: ignore[method-assign]
     return [value.cpu() for value in model.state_dict().values()], sorts
 
 
@@ -65,18 +64,22 @@ def run_on_ranks(ahead: bool) -> Run:
     dataset = RUN.data.open()
     torch.manual_seed(0)
     model = world.build(RUN, dataset, device)
-    bring = DevicePrefetcher(model, device)
-    for share in itertools.islice(dataset.train_shares(RUN.train.batch_size), STEPS):
-        batch = bring(share.batch) if ahead else share.batch.to(device)
-        assert isinstance(batch.sparse_features, KeyedJaggedTensor) != ahead
-        model(batch.dense_features, batch.sparse_features).square().sum().backward()
+
+    def forward(batch: Batch) -> tuple[Tensor, None]:
+        return model(batch.dense_features, batch.sparse_features).square().sum(), None
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    make = PrefetchTrainPipelineSparseDist if ahead else TrainPipelineBase
+    pipeline = make(model, optimizer, device, custom_model_fwd=forward, even=False)
+    shares = itertools.islice(dataset.train_shares(RUN.train.batch_size), STEPS)
+    assert len(list(pipeline.outputs(share.batch for share in shares))) == STEPS
     return [value.cpu() for value in full_state_dict(model).values()], sorts
 
 
 def assert_same(plain: Run, ahead: Run) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[0], ahead[0], strict=True))
     assert plain[1] == [False] * STEPS
-    assert ahead[1] == [True] * STEPS
+    assert ahead[1] == [False] + [True] * (STEPS - 1)  # the first step learns
 
 
 @pytest.mark.filterwarnings("ignore:.*parallel.*has no effect")
@@ -88,9 +91,12 @@ def test_the_host_goes_at_most_three_steps_ahead(monkeypatch: pytest.MonkeyPatch
     waited: list[torch.cuda.Event] = []
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: waited.append(event))
     ids = KeyedJaggedTensor.from_lengths_sync(["one"], torch.tensor([1]), torch.tensor([1]))
-    bring = DevicePrefetcher(torch.nn.Identity(), torch.device("cuda"))
+    copy = DeviceCopy(torch.device("cuda"))
     for step in range(6):
-        bring(Batch(torch.ones(1, 1), ids, torch.ones(1)))
+        batch = BatchInFlight(Origin(0, step), Batch(torch.ones(1, 1), ids, torch.ones(1)))
+        copy(batch, "test")
+        assert batch.batch.labels.is_cuda
+        copy.arrive(batch)
         assert len(waited) == max(0, step - 2)
 
 

@@ -3,6 +3,7 @@
 from tilerec.pipelines.batch_in_flight import Origin
 from tilerec.pipelines.pipeline import Stage
 from tilerec.pipelines.routes_ahead import RouteReport
+from tilerec.pipelines.staged import PipelineStage, StagedTrainPipeline, StageOut
 from tilerec.pipelines.trace import Trace
 from tilerec.pipelines.train_pipelines import (
     EvalPipelineSparseDist,
@@ -19,6 +20,9 @@ __all__ = [
     "TrainPipelineSparseDist",
     "PrefetchTrainPipelineSparseDist",
     "EvalPipelineSparseDist",
+    "StagedTrainPipeline",
+    "PipelineStage",
+    "StageOut",
     "TrainPipelineContext",
     "Origin",
     "RouteReport",

@@ -44,6 +44,7 @@ class BatchInFlight:
         stays: True if the iterator returned the batch on the device.
         arrived: on a GPU, the point in the stream of the copies where the batch has arrived.
         begun, routed: see `RoutesAhead`.
+        prefetched: number of unsharded collections that have prefetched the batch.
         loss, output: results of the forward.
         trained: True if a backward ran at the batch's turn.
     """
@@ -62,6 +63,7 @@ class BatchInFlight:
     arrived: StreamEvent | None = None
     begun: list[Any] = field(default_factory=list)
     routed: dict[tuple[int, int], deque[Any]] = field(default_factory=dict)
+    prefetched: int = 0
     loss: Any = None
     output: Any = None
     trained: bool = False

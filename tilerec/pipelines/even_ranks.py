@@ -6,6 +6,7 @@ its number of samples. The result is read at the batch's turn, steps later, so n
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import weakref
 from typing import Any, cast, final
@@ -53,7 +54,8 @@ class EvenRanks:
     def _open(self, found: BatchInFlight) -> None:
         """Open the channel and agree on an empty batch. Collective."""
         channel = self._group.split("pipeline")
-        weakref.finalize(self, channel.close)
+        # Not at the exit of the process, when its groups may be destroyed already.
+        weakref.finalize(self, _close, channel).atexit = False
         self._exchange = SampleExchange(channel, self._who)
         self._why_none: Exception = ConfigError(
             f"{self._who}: this rank has no batch, and an empty one cannot be derived from those of the other ranks. "
@@ -86,3 +88,8 @@ class EvenRanks:
         """Return True if no rank has a batch at this turn; False also if a rank could not read its batch."""
         assert found.handle is not None
         return all(number == END for number in found.handle.wait().tolist())
+
+
+def _close(channel: Group) -> None:
+    with contextlib.suppress(ValueError):  # torch: the process group was destroyed before
+        channel.close()

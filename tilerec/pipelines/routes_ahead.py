@@ -5,6 +5,9 @@
     later batches    the features at the learned places are routed ahead: `begin`, then `finish`
     their forwards   a collection that receives those very features takes the result; others are routed then
 
+Unsharded collections have no routes. If the pipeline prefetches, their features are learned in the same way, and the
+rows of later batches are prefetched by `collection.prefetch`.
+
 A forward is ordinary Python code: it may branch, call a collection twice, or build features itself. Features that are
 not in the batch are routed in the forward, as without a pipeline. `report` counts both.
 """
@@ -20,6 +23,7 @@ from typing import Any, final
 from torch import nn
 
 from tilerec.errors import InputError
+from tilerec.modules.collection import TableCollection
 from tilerec.pipelines.batch_in_flight import BatchInFlight
 from tilerec.pipelines.batch_structure import Marks, Path, part_at, path_of, path_text, tensors_of
 from tilerec.sharding.embedding import ShardedCollection
@@ -77,8 +81,13 @@ class RoutesAhead:
     All ranks learn the same routes in the same order, because their forwards make the same calls.
     """
 
-    def __init__(self, model: nn.Module, who: str) -> None:
-        self._model, self._who = model, who
+    def __init__(self, model: nn.Module, who: str, *, prefetches: bool = False) -> None:
+        """Args:
+        prefetches: `prefetch` is called for every batch.
+        """
+        self._model, self._who, self._prefetches = model, who, prefetches
+        self._unsharded: list[TableCollection] = []
+        self._prefetched: list[tuple[TableCollection, Path]] = []
         self._learned: list[LearnedRoute] = []
         self._counts: Counter[tuple[int, str]] = Counter()
         self._collections: list[tuple[str, Collection]] = []
@@ -91,6 +100,14 @@ class RoutesAhead:
         known = {id(collection) for _, collection in self._collections}
         if any(id(learned.collection) not in known for learned in self._learned):
             self._learned = []
+        if self._prefetches:
+            modules = list(self._model.modules())
+            self._unsharded = [
+                m for m in modules if isinstance(m, TableCollection) and not isinstance(m, kinds)
+            ]
+            self._prefetched = [
+                pair for pair in self._prefetched if any(pair[0] is m for m in self._unsharded)
+            ]
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -127,11 +144,17 @@ class RoutesAhead:
 
     def prefetch(self, batch: BatchInFlight) -> None:
         """Load rows of cached tables, and sort rows for the update, for the batch's lookups. Collective."""
-        if batch.error is None:
-            for begun in batch.begun:
-                if begun.routed is not None and not begun.prefetched:
-                    begun.prefetched = True
-                    begun.routed = begun.learned.collection.prefetch(begun.routed)
+        if batch.error is not None:
+            return
+        for begun in batch.begun:
+            if begun.routed is not None and not begun.prefetched:
+                begun.prefetched = True
+                begun.routed = begun.learned.collection.prefetch(begun.routed)
+        for collection, path in self._prefetched[batch.prefetched :]:
+            batch.prefetched += 1
+            features = part_at(batch.batch, path)
+            if isinstance(features, KeyedJaggedTensor):
+                collection.prefetch(features)
 
     # -- the forward -------------------------------------------------------------------------------------------
 
@@ -143,11 +166,21 @@ class RoutesAhead:
         def routed_ahead(collection: Collection, features: Any, *options: Any) -> Any:
             return self._take(batch, calls, collection, features, options)
 
+        def note(collection: nn.Module, arguments: tuple[Any, ...]) -> None:
+            path = path_of(batch.batch, arguments[0]) if arguments else None
+            if path is not None and isinstance(collection, TableCollection):
+                self._prefetched.append((collection, path))
+
+        noted = [collection for collection, _ in self._prefetched]
+        new = [collection for collection in self._unsharded if not any(collection is one for one in noted)]
+        hooks = [collection.register_forward_pre_hook(note) for collection in new]
         try:
             for _, collection in self._collections:
                 collection.__dict__["routed_ahead"] = routed_ahead
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             for _, collection in self._collections:
                 collection.__dict__.pop("routed_ahead", None)
             batch.begun.clear()
@@ -189,8 +222,8 @@ class RoutesAhead:
 
     @property
     def learned(self) -> int:
-        """Number of learned routes; it only grows during a pass."""
-        return len(self._learned)
+        """Number of learned calls; it only grows during a pass."""
+        return len(self._learned) + len(self._prefetched)
 
     def report(self) -> list[RouteReport]:
         """Return the routes of each collection that a forward has called."""

@@ -8,7 +8,7 @@ EvalPipelineSparseDist            as TrainPipelineSparseDist, without gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -75,7 +75,7 @@ class TrainPipeline:
         who = type(self).__name__
         self._model, self._attached = model, True
         self._copy = DeviceCopy(torch.device(device))
-        self._routes = RoutesAhead(model, who)
+        self._routes = RoutesAhead(model, who, prefetches=self._prefetch)
         self._step = TrainStep(
             model, optimizer if self._train else None, forward, accumulate, sync_interval, who
         )
@@ -114,6 +114,7 @@ class TrainPipeline:
 
     def _prefetch_batch(self, batch: BatchInFlight, _: Pass) -> None:
         with self._copy.ahead(batch):
+            self._routes.finish(batch)  # of routes that were learned in the forward before this stage
             self._routes.prefetch(batch)
 
     def _forward(self, batch: BatchInFlight, current: Pass) -> None:
@@ -145,6 +146,16 @@ class TrainPipeline:
             return self._pipeline.progress(dataloader_iter)
         with torch.no_grad():
             return self._pipeline.progress(dataloader_iter)
+
+    def outputs(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the output of every batch: `progress` until the end. Collective."""
+        iterator = iter(batches)
+        while True:
+            try:
+                output = self.progress(iterator)
+            except StopIteration:
+                return
+            yield output
 
     @property
     def last_origin(self) -> Origin | None:
@@ -183,7 +194,7 @@ class TrainPipeline:
         self._attached = True
         if model is not None and model is not self._model:
             self._model = self._step.model = model
-            self._routes = RoutesAhead(model, type(self).__name__)
+            self._routes = RoutesAhead(model, type(self).__name__, prefetches=self._prefetch)
             self._pipeline.reset()
 
     def detach(self) -> nn.Module:

@@ -9,6 +9,7 @@ Numbers stay on the device between two log events. Reading them is the run's onl
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
+from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
 from tilerec.train.config import RunConfig
-from tilerec.train.device_prefetcher import DevicePrefetcher
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
@@ -55,7 +56,7 @@ class Run:
         self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
-        self._prefetch_batch = DevicePrefetcher(model, device)
+        self._pipeline = PrefetchTrainPipelineSparseDist(model, self, device, custom_model_fwd=self._forward)
         self._metrics = MetricModule(
             measures=[AUC(exact=True)], window=config.train.metric_window, group=world.group
         ).to(device)
@@ -70,10 +71,9 @@ class Run:
         options = self._options
         self._model.train()
         since = time.perf_counter()
-        for share in self._shares():
-            loss = self._step(share)
+        for samples, loss in self._pipeline.outputs(self._shares()):
             self.steps += 1
-            self.samples += share.total
+            self.samples += samples
             self._loss_sum += loss
             if options.check_replicas_every and self.steps % options.check_replicas_every == 0:
                 check_replicas(self._model)
@@ -114,24 +114,30 @@ class Run:
             watcher.record(event)
 
     def _shares(self) -> Iterator[Share]:
-        for epoch in range(self._options.epochs):
-            for share in self._dataset.train_shares(
+        """Return the shares of all epochs; the pipeline reads them ahead of their steps."""
+        epochs = (
+            self._dataset.train_shares(
                 self._options.batch_size, epoch, rank=self._world.rank, world_size=self._world.size
-            ):
-                if self._options.max_steps and self.steps == self._options.max_steps:
-                    return
-                yield share
+            )
+            for epoch in range(self._options.epochs)
+        )
+        return itertools.islice(itertools.chain.from_iterable(epochs), self._options.max_steps or None)
 
-    def _step(self, share: Share) -> Tensor:
-        """Run one update; return this rank's part of the loss, on the device."""
-        batch = self._prefetch_batch(share.batch)
+    def zero_grad(self) -> None:
+        """Clear gradients and set the learning rates of this step; the pipeline calls it."""
         self._optimizers.prepare(self.steps)
+
+    def step(self) -> None:
+        """Update the dense parameters; the pipeline calls it after the backward."""
+        self._optimizers.step()
+
+    def _forward(self, share: Share) -> tuple[Tensor, tuple[int, Tensor]]:
+        """Return the loss, and the step's samples on all ranks with this rank's part of the loss, on the device."""
+        batch = share.batch
         logits = self._step_module(batch.dense_features, batch.sparse_features)
         loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
-        loss.backward()
-        self._optimizers.step()
         self._metrics.update(logits.detach().reshape(-1).sigmoid(), batch.labels)
-        return loss.detach()
+        return loss, (share.total, loss.detach())
 
     def _progress(self) -> dict[str, float]:
         """Return the mean loss since the last event and the AUC of the latest samples; waits for the device."""
