@@ -2,8 +2,8 @@
 
     python benchmarks/data.py [--rows 524288] [--batch 8192] [--runs 7] [--folder FOLDER]
 
-The claims: batches (dense matrix, feature-major ids, checks, shuffled rows) take little more CPU time than a bare scan of
-the same file. Memory does not grow with the data set: it is bounded by a few row groups.
+The claims: batches (dense matrix, feature-major ids, checks, shuffled rows) take little more CPU time than a bare scan
+of the same file. Memory does not grow with the data set: it is bounded by a few row groups.
 
 Files are generated with one row group per 2^17 rows (2^15 for lists), snappy:
 
@@ -128,14 +128,9 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
 
 def memory(path: str, kind: str, files: int, batch: int) -> None:
     """Print the growth of the resident set, in MB, over a pass on copies of a file with a slow consumer."""
-    data = TableDataset(ParquetGroups([path] * 1), roles(kind, "rows"), shuffle_rows=1 << 14)
-    next(data.train(batch))
+    copies = sorted(str(each) for each in Path(path).parent.glob(f"{kind}-copy*.parquet"))
+    data = TableDataset(ParquetGroups(copies[:files]), roles(kind, "rows"), shuffle_rows=1 << 14)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data = TableDataset(
-        ParquetGroups(sorted(str(each) for each in Path(path).parent.glob(f"{kind}-copy*.parquet"))[:files]),
-        roles(kind, "rows"),
-        shuffle_rows=1 << 14,
-    )
     for number, _ in enumerate(data.train(batch)):
         if number % 64 == 0:
             time.sleep(0.02)

@@ -50,7 +50,7 @@ def test_labels_are_numbers_or_thresholds() -> None:
 
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_missing_labels_are_named(bad: float | None) -> None:
-    message = r"day.parquet, row group 3: label column 'y': got 1 missing values, the first at position 1; expected none"
+    message = r"day.parquet, row group 3: label column 'y': got 1 missing values, the first at position 1"
     with pytest.raises(InputError, match=message):
         read_label(LabelColumn("y"), _read(y=pa.array([1.0, bad, 0.0])), WHERE)
 

@@ -71,7 +71,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: float) -> None:
     path = _write(tmp_path / "day.parquet")
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(InputError, match="day.parquet: cannot be read as Parquet"):
+    with pytest.raises(InputError, match=r"day\.parquet: cannot be read as Parquet"):
         ParquetGroups(path)
 
 

@@ -10,6 +10,8 @@ than once. Compressed files have no places to begin at, so they must be converte
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from tilerec.errors import ConfigError, InputError
 ENDINGS = (".csv", ".tsv", ".txt")
 DELIMITERS = (",", "\t", ";", "|")
 _SAMPLE_BYTES = 1 << 20
+_GZIP = b"\x1f\x8b"
 _ARROW_TYPES = {
     ColumnKind.INTEGER: pa.int64(),
     ColumnKind.NUMBER: pa.float64(),
@@ -57,6 +60,7 @@ class TextLayout:
         delimiter: between fields; "": the most frequent one of comma, tab, semicolon and bar in the first line.
         names: of the columns; () reads them from the first line.
         lists: columns with several ids in a field.
+        compressed: accept gzip, which can only be read from its start.
     """
 
     def __init__(
@@ -66,8 +70,9 @@ class TextLayout:
         delimiter: str = "",
         names: Sequence[str] = (),
         lists: Sequence[ListColumn] = (),
+        compressed: bool = False,
     ) -> None:
-        sample = _start(file)
+        sample = _start(file, compressed)
         line, _, rest = sample.partition(b"\n")
         first = line.decode("utf-8", "replace").removeprefix("\ufeff")
         self.delimiter = delimiter or max(DELIMITERS, key=first.count)
@@ -92,14 +97,7 @@ class TextLayout:
         kinds = dict.fromkeys(self.names, ColumnKind.TEXT)
         self.list_types = {name: pa.list_(pa.int64()) for name in self.lists}
         if rows:
-            try:
-                table = self._parsed(rows)
-            except pa.ArrowInvalid:
-                # The strict parser names the line.
-                DelimitedFile(file.path, self._columns(kinds), delimiter=self.delimiter).parse(
-                    1 + self.header, rows, self.names
-                )
-                raise
+            table = self._parsed(rows)
             for name, column in zip(self.names, table.columns, strict=True):
                 if name in self.lists:
                     words = _split(column.combine_chunks().cast(pa.binary()), self.lists[name]).flatten()
@@ -118,7 +116,11 @@ class TextLayout:
                 use_threads=False, block_size=len(rows) + 1, column_names=list(self.names)
             ),
             parse_options=arrow_csv.ParseOptions(
-                delimiter=self.delimiter, quote_char=False, double_quote=False, ignore_empty_lines=False
+                delimiter=self.delimiter,
+                quote_char=False,
+                double_quote=False,
+                ignore_empty_lines=False,
+                invalid_row_handler=lambda row: "skip",  # the strict parser names it when it reads the rows
             ),
             convert_options=arrow_csv.ConvertOptions(
                 check_utf8=False,
@@ -282,14 +284,18 @@ class _BlockReader(GroupReader):
         return self._source.read_block(self._group, columns)
 
 
-def _start(file: DataFile) -> bytes:
+def _start(file: DataFile, compressed: bool) -> bytes:
     """Return the first whole lines of a file."""
     try:
         with file.open() as stream:
             sample = stream.read(_SAMPLE_BYTES)
-    except OSError as error:
+            if compressed and sample[:2] == _GZIP:
+                stream.seek(0)
+                with gzip.open(stream) as text:
+                    sample = text.read(_SAMPLE_BYTES)
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{file.name}: cannot be opened ({error}). Check the path.") from error
-    if sample[:2] == b"\x1f\x8b":
+    if sample[:2] == _GZIP:
         raise InputError(
             f"{file.name}: got gzip; expected plain text, which can be read from any place. Convert it once: tilerec "
             "data convert FILE --out FILE.parquet."

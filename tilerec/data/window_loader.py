@@ -34,6 +34,7 @@ from tilerec.data.hold_out import HeldOutRows, row_indices
 from tilerec.data.row_groups import GroupReader, RowGroups
 from tilerec.errors import InputError
 
+MAX_OPEN_GROUPS = 16
 SLAB_BYTES = 1 << 20
 """About the cache of a core: a column is gathered while it is there. 32 MB are 20 % slower."""
 
@@ -182,8 +183,10 @@ class WindowLoader:
         masks = [None if self._held is None else self._held.mask(group) for group in groups]
         rows_n = row_indices(masks, counts, held_out=held_out)
         with ExitStack() as stack:
-            # One large row group stays open for all slabs. Several small ones are read one after the other.
-            kept = stack.enter_context(self._source.open(groups[0])) if len(groups) == 1 else None
+            # Few row groups stay open for all slabs. Many small ones are read whole, one after the other.
+            kept: list[GroupReader] = []
+            if len(groups) <= MAX_OPEN_GROUPS:
+                kept = [stack.enter_context(self._source.open(group)) for group in groups]
             session_of_n = self._sessions(groups, kept)[rows_n] if self._session else None
             if generator is not None:
                 order_n = (
@@ -221,12 +224,12 @@ class WindowLoader:
         labels.fill(np.nan)
         return BatchPart(arena.empty(rows * dense, np.float32).reshape(rows, dense), labels)
 
-    def _slabs(self, reader: GroupReader | None) -> Iterator[list[_Field]]:
-        """Yield the fields in slabs; all at once for several row groups."""
+    def _slabs(self, readers: list[GroupReader]) -> Iterator[list[_Field]]:
+        """Yield the fields in slabs; all at once without open row groups."""
         slab: list[_Field] = []
         held = 0
         for one in self._fields:
-            size = 0 if reader is None else sum(map(reader.column_bytes, one.columns))
+            size = sum(reader.column_bytes(name) for reader in readers for name in one.columns)
             if slab and held + size > self._slab_bytes:
                 yield slab
                 slab, held = [], 0
@@ -238,14 +241,14 @@ class WindowLoader:
         self,
         slab: list[_Field],
         groups: Sequence[int],
-        kept: GroupReader | None,
+        kept: list[GroupReader],
         parts: list[BatchPart],
         chosen: list[Ints],
     ) -> None:
         names = list(dict.fromkeys(name for one in slab for name in one.columns))
         read: list[list[Found]] = [[] for _ in slab]
-        for group in groups:
-            table = self._table(group, kept, names)
+        for place, group in enumerate(groups):
+            table = self._table(group, kept[place] if kept else None, names)
             where = self._source.where(group)
             for found, one in zip(read, slab, strict=True):
                 found.append(one.read(table.column, where))
@@ -267,11 +270,12 @@ class WindowLoader:
             )
         return table
 
-    def _sessions(self, groups: Sequence[int], kept: GroupReader | None) -> Ints:
+    def _sessions(self, groups: Sequence[int], kept: list[GroupReader]) -> Ints:
         """Return a number for each row, equal for equal values of the session column."""
         found = []
-        for group in groups:
-            values = read_values(self._table(group, kept, [self._session]).column(0))
+        for place, group in enumerate(groups):
+            table = self._table(group, kept[place] if kept else None, [self._session])
+            values = read_values(table.column(0))
             if values.missing is not None or values.lengths is not None:
                 raise InputError(
                     f"{self._source.where(group)}: session column {self._session!r}: got nulls or lists; expected one "

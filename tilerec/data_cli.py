@@ -1,0 +1,107 @@
+"""`tilerec data`: commands on data files.
+
+tilerec data convert clicks.tsv --out clicks.parquet            text to Parquet, with statistics of the columns
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.terminal import SafeConsole, print_error, print_plain
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tilerec.data.convert import Conversion
+    from tilerec.data.text_files import ListColumn
+
+data_app = typer.Typer(no_args_is_help=True, help="Commands on data files.")
+
+
+@data_app.callback()
+def _root() -> None:
+    """Work on data files."""
+
+
+@data_app.command()
+def convert(
+    files: Annotated[
+        list[str], typer.Argument(help="CSV or TSV files, plain or gzip: files, folders, patterns.")
+    ],
+    out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
+    delimiter: Annotated[
+        str, typer.Option(help="Between fields; 'tab' for a tab. Default: the most frequent one of line 1.")
+    ] = "",
+    names: Annotated[
+        str, typer.Option(help="Column names, comma-separated, for files without a header line.")
+    ] = "",
+    lists: Annotated[
+        list[str] | None,
+        typer.Option("--list", help="A column with several ids per field: name=separator. Repeatable."),
+    ] = None,
+    on_bad_row: Annotated[
+        str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
+    ] = "error",
+    rows_per_group: Annotated[
+        int, typer.Option(help="Rows of a row group, the unit that training reads and shuffles.", min=1)
+    ] = 1 << 17,
+) -> None:
+    """Convert CSV or TSV files to one Parquet file, in bounded memory, and print statistics of its columns."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from tilerec.data import convert as conversion
+
+    console = SafeConsole(stderr=True)
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rows]:,} rows"),
+        TimeRemainingColumn(),
+    )
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("convert", total=None, rows=0)
+            result = conversion.convert(
+                files,
+                out,
+                delimiter="\t" if delimiter == "tab" else delimiter,
+                names=tuple(name.strip() for name in names.split(",") if name.strip()),
+                lists=[_list_column(text) for text in lists or []],
+                on_bad_row=on_bad_row,  # type: ignore[arg-type] # checked by the parser
+                rows_per_group=rows_per_group,
+                report=lambda done, total, rows: bar.update(task, completed=done, total=total, rows=rows),
+            )
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    SafeConsole().print(_summary_table(result))
+    for example in result.examples[:5]:
+        print_plain(f"skipped: {example}")
+    skipped = f", {result.skipped:,} malformed lines skipped" if result.skipped else ""
+    print_plain(f"wrote {out}: {result.rows:,} rows{skipped}")
+
+
+def _list_column(text: str) -> ListColumn:
+    from tilerec.data.text_files import ListColumn
+
+    name, equals, separator = text.partition("=")
+    if not (name and equals and separator):
+        raise ConfigError(f"--list: got {text!r}; expected name=separator, such as tags=|. Correct it.")
+    return ListColumn(name, separator)
+
+
+def _summary_table(result: Conversion) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("column", "type", "missing", "distinct", "least", "greatest")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for one in result.columns:
+        bounds = ["" if bound is None else f"{bound:.6g}" for bound in (one.low, one.high)]
+        table.add_row(Text(one.name), one.kind, f"{one.missing:,}", f"{one.distinct:,}", *bounds)
+    return table
