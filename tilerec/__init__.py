@@ -2,6 +2,7 @@
 
 from importlib import metadata as _metadata
 
+from tilerec import command_policy as command_policy
 from tilerec.errors import ConfigError as ConfigError
 from tilerec.errors import InputError as InputError
 from tilerec.errors import ReshardError as ReshardError

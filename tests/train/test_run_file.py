@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilerec.data.dataset import Dataset
+from tilerec.data.file_list import FilePath
 from tilerec.errors import ConfigError, FileError
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
 from tilerec.recipes.model import DLRMConfig, DotConfig
 from tilerec.recipes.runs import synthetic
 from tilerec.spec.optimizer import SGD, SPECS, Adagrad, Adam, RowWiseAdagrad
-from tilerec.train.config import DataConfig, FilePath, ParallelConfig, RunConfig, TrainConfig
+from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.run_file import read_run_file, run_of_toml, toml_of_run, write_run_file
 
 SMALL = """

@@ -34,9 +34,9 @@ def test_any_document_is_read_back_equal(document: dict[str, Any], comment: str)
 
 def test_comments_stand_above_settings_tables_and_elements() -> None:
     document = {"a": {"b": 1, "c": [{"d": 2}, {"d": math.inf}]}}
-    comments = {"a": "the table", "a.b": "one\ntwo\x1b[2J", "a.c[1]": "last"}
+    comments = {"a": "the table", "a.b": "one\ntwo\x1b[2J", "a.c": "all", "a.c[1]": "last"}
     assert toml_text(document, comments) == (
-        "# the table\n[a]\n# one\n# two?[2J\nb = 1\n\n[[a.c]]\nd = 2\n\n# last\n[[a.c]]\nd = inf\n"
+        "# the table\n[a]\n# one\n# two?[2J\nb = 1\n\n# all\n[[a.c]]\nd = 2\n\n# last\n[[a.c]]\nd = inf\n"
     )
 
 

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 from tilerec.errors import ConfigError, InputError
 
 Paths = str | Path | Sequence[str | Path]
+FilePath = Annotated[str, "path"]
+"""A path or URL in a config. In a run file, a relative path begins at the folder of the file."""
 ATTEMPTS = 4
 """Attempts to read from a remote file system before its error counts."""
 FIRST_DELAY = 0.2

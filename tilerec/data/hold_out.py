@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as arrow
 
 from tilerec.data.columns import nearest
+from tilerec.data.file_list import FilePath
 from tilerec.data.row_groups import RowGroups
 from tilerec.errors import ConfigError, InputError
 
@@ -32,7 +33,7 @@ class HoldOut:
     every: int = 0
     column: str = ""
     at_least: str = ""
-    path: tuple[str, ...] = ()
+    path: tuple[FilePath, ...] = ()
 
     def __post_init__(self) -> None:
         if sum((bool(self.every), bool(self.column), bool(self.path))) > 1:

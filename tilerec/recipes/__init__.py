@@ -2,7 +2,7 @@
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
 from tilerec.recipes.files import FilesData
-from tilerec.recipes.model import DLRMConfig, DotConfig, DotModel
+from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, DotModel, MLPConfig
 from tilerec.recipes.registry import RECIPES, find_recipe, make_run
 from tilerec.recipes.runs import criteo, movielens, synthetic
 
@@ -20,4 +20,6 @@ __all__ = [
     "DLRMConfig",
     "DotConfig",
     "DotModel",
+    "MLPConfig",
+    "ConcatModel",
 ]

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from tilerec.data.criteo import Criteo
+from tilerec.data.file_list import FilePath
 from tilerec.data.movielens import MovieLens
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
-from tilerec.train.config import DataConfig, FilePath
+from tilerec.train.config import DataConfig
 
 _V = TypeVar("_V", int, float)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilerec.data.columns import Columns
+from tilerec.data.file_list import FilePath
 from tilerec.data.hold_out import HoldOut
 from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
 from tilerec.data.parquet_files import ParquetGroups
@@ -31,9 +32,10 @@ class FilesData(DataConfig):
         base: folder of relative paths; "": the current folder.
         seed, shuffle_rows, lanes, group_by_session: see `TableDataset`.
         read_ahead_mb: megabytes of batches that are read ahead of training.
+        keys: columns that name the samples in files of predictions; by default the id columns with one id per sample.
     """
 
-    path: tuple[str, ...]
+    path: tuple[FilePath, ...]
     columns: Columns
     hold_out: HoldOut = _EVERY_TENTH
     format: Literal["auto", "parquet", "text"] = "auto"
@@ -43,6 +45,7 @@ class FilesData(DataConfig):
     lanes: int = 1
     group_by_session: str = ""
     read_ahead_mb: int = 64
+    keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _as_tuple(self.path))

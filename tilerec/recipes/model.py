@@ -28,7 +28,8 @@ class DLRMConfig(ModelConfig):
     Attributes:
         embedding_dim: D of every table.
         dense_arch: layer sizes of the MLP over dense features, without the last layer, which has D outputs.
-        over_arch: layer sizes of the MLP over the interactions, without the last layer, which has one output.
+        over_arch: layer sizes of the MLP over the interactions, without the last layer, which has one output
+            per task.
         mean_pooling: average bags instead of summing them; bags with weights are always summed.
         init_bound: initial rows are uniform in ±init_bound; 0 means ±sqrt(1 / rows of the table).
     """
@@ -46,12 +47,11 @@ class DLRMConfig(ModelConfig):
             raise ConfigError(
                 "DLRM: got a dataset without dense features; expected at least one. Use another model."
             )
-        tables = _tables(dataset, self.embedding_dim, mean=self.mean_pooling, bound=self.init_bound)
         return DLRM(
-            EmbeddingBagCollection(tables, is_weighted=_is_weighted(dataset), device=table_device or device),
+            _bags(dataset, self, table_device or device, mean=self.mean_pooling),
             dense_in_features=len(dataset.dense_features),
             dense_arch_layer_sizes=[*self.dense_arch, self.embedding_dim],
-            over_arch_layer_sizes=[*self.over_arch, 1],
+            over_arch_layer_sizes=[*self.over_arch, len(dataset.tasks)],
             dense_device=device,
         )
 
@@ -76,12 +76,86 @@ class DotConfig(ModelConfig):
         if len(dataset.sparse_features) != 2:
             names = [feature.name for feature in dataset.sparse_features]
             raise ConfigError(f"DotModel: got a dataset with sparse features {names}; expected two.")
-        tables = _tables(dataset, self.embedding_dim, mean=False, bound=self.init_bound)
-        return DotModel(
-            EmbeddingBagCollection(tables, is_weighted=_is_weighted(dataset), device=table_device or device),
-            self.layers,
-            device,
+        if len(dataset.tasks) != 1:
+            raise ConfigError(
+                f"DotModel: got a dataset with tasks {list(dataset.tasks)}; expected one. Use another model."
+            )
+        return DotModel(_bags(dataset, self, table_device or device, mean=False), self.layers, device)
+
+
+@dataclass(frozen=True)
+class MLPConfig(ModelConfig):
+    """`ConcatModel`: for any features, with several tasks, with or without dense features.
+
+    Attributes:
+        embedding_dim: D of every table.
+        layers: layer sizes of the MLP, without the last layer, which has one output per task.
+        mean_pooling: average bags instead of summing them; bags with weights are always summed.
+        init_bound: initial rows are uniform in ±init_bound; 0 means ±sqrt(1 / rows of the table).
+    """
+
+    embedding_dim: int = 16
+    layers: tuple[int, ...] = (64, 32)
+    mean_pooling: bool = True
+    init_bound: float = 0.0
+
+    def build(
+        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
+    ) -> nn.Module:
+        bags = None
+        if dataset.sparse_features:
+            bags = _bags(dataset, self, table_device or device, mean=self.mean_pooling)
+        return ConcatModel(bags, len(dataset.dense_features), self.layers, len(dataset.tasks), device)
+
+
+class ConcatModel(nn.Module):
+    """logits = MLP([pooled vectors of all features, dense features]).
+
+    Args:
+        embedding_bag_collection: the tables; None without sparse features.
+        dense_features: number of dense features, I.
+        layers: sizes of the MLP's hidden layers.
+        tasks: number of outputs, T.
+        device: of the MLP.
+
+    Shape: dense features [B, I] and a `KeyedJaggedTensor` of B samples to logits [B, T].
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: EmbeddingBagCollection | None,
+        dense_features: int,
+        layers: tuple[int, ...],
+        tasks: int,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+        width = dense_features
+        if embedding_bag_collection is not None:
+            tables = embedding_bag_collection.embedding_bag_configs()
+            width += sum(table.embedding_dim * len(table.feature_names) for table in tables)
+        if not width:
+            raise ConfigError(
+                "ConcatModel: got no features; expected at least one. Name columns of features."
+            )
+        hidden: list[nn.Module] = [MLP(width, list(layers), device=device)] if layers else []
+        self.over_arch = nn.Sequential(
+            *hidden, nn.Linear(layers[-1] if layers else width, tasks, device=device)
         )
+
+    def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Prefetch a later batch (`prefetch` of the tables); call the model with the returned features."""
+        if self.embedding_bag_collection is None:
+            return sparse_features
+        return prefetched(self.embedding_bag_collection, sparse_features)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        parts = [dense_features]
+        if self.embedding_bag_collection is not None:
+            parts.insert(0, self.embedding_bag_collection(sparse_features).values())
+        logits: Tensor = self.over_arch(torch.cat(parts, dim=1))
+        return logits
 
 
 class DotModel(nn.Module):
@@ -122,6 +196,14 @@ def dot_logits(both: Tensor, over_arch: nn.Module) -> Tensor:
     a_BD, b_BD = both.chunk(2, dim=1)
     logits: Tensor = (a_BD * b_BD).sum(1) / a_BD.shape[1] ** 0.5 + over_arch(both).squeeze(1)
     return logits
+
+
+def _bags(
+    dataset: Dataset, config: DLRMConfig | DotConfig | MLPConfig, device: torch.device, *, mean: bool
+) -> EmbeddingBagCollection:
+    """Return the tables of a dataset's features."""
+    tables = _tables(dataset, config.embedding_dim, mean=mean, bound=config.init_bound)
+    return EmbeddingBagCollection(tables, is_weighted=_is_weighted(dataset), device=device)
 
 
 def _tables(dataset: Dataset, dim: int, *, mean: bool, bound: float) -> list[EmbeddingBagConfig]:

@@ -11,6 +11,8 @@ from typing import Any
 from tilerec.errors import ConfigError
 from tilerec.recipes.runs import criteo, movielens, synthetic
 from tilerec.train.config import RunConfig
+from tilerec.train.override import override
+from tilerec.train.run_file import read_run_file
 
 RECIPES: dict[str, Callable[..., RunConfig]] = {
     "synthetic": synthetic,
@@ -34,7 +36,7 @@ def find_recipe(name: str) -> Callable[..., RunConfig]:
         hint = (
             f"Did you mean {near[0]!r}?"
             if near
-            else f"Expected one of {', '.join(RECIPES)}, or module:function of your own."
+            else f"Expected a run file (.toml), one of {', '.join(RECIPES)}, or module:function of your own."
         )
         raise ConfigError(f"There is no recipe {name!r}. {hint}")
     try:
@@ -54,15 +56,18 @@ def needs_data(recipe: Callable[..., Any]) -> bool:
 
 
 def make_run(name: str, data: str | None = None) -> RunConfig:
-    """Return the config of a recipe.
+    """Return the config of a recipe or of a run file.
 
     Args:
-        name: see `find_recipe`.
-        data: path of the data, for recipes that read files.
+        name: see `find_recipe`; or the path of a run file, which ends with ".toml".
+        data: path of the data, for recipes that read files; replaces that of a run file.
 
     Raises:
-        ConfigError: the recipe does not exist, a needed path is missing, or the recipe takes no path.
+        ConfigError: the recipe or the file does not exist, a needed path is missing, or the recipe takes no path.
     """
+    if name.endswith(".toml"):
+        run = read_run_file(name)
+        return run if data is None else override(run, f"data.path={data}")
     recipe = find_recipe(name)
     if needs_data(recipe):
         if data is None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from tilerec.data.dataset import Dataset
+from tilerec.data.file_list import FilePath
+from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
-
-FilePath = Annotated[str, "path"]
-"""A local path or a URL. In a run file, a relative path begins at the folder of the file."""
 
 
 class DataConfig(ABC):
@@ -23,6 +22,28 @@ class DataConfig(ABC):
     @abstractmethod
     def open(self) -> Dataset:
         """Open and return the dataset; raise `InputError` if the source cannot be read."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Columns that name the samples in files of predictions; () for the default."""
+        return ()
+
+    def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> TableDataset:
+        """Open other files with the same columns, to evaluate or predict all of their rows.
+
+        Args:
+            path: files, folders, patterns or URLs.
+            labels: False if the source may lack the columns of labels and weights.
+
+        Raises:
+            ConfigError: data of this kind have no named columns.
+            InputError: the source cannot be read, or a column is missing or has another type.
+        """
+        given = ", ".join(path)
+        raise ConfigError(
+            f"{type(self).__name__}: got {given} to evaluate or predict; expected a run with data.kind = 'files', "
+            "whose columns have names. Describe the data with `tilerec init`."
+        )
 
 
 class ModelConfig(ABC):

@@ -1,12 +1,13 @@
 """Scores of predictions, and of a model on held-out batches.
 
-Legend: B samples of a batch, N samples in total.
+Legend: B samples of a batch, N samples in total, T tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,20 @@ from torch import Tensor, nn
 from tilerec.data.batch import Batch
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
 from tilerec.ops.runtime.readback import drain
+
+
+class Predictions(NamedTuple):
+    """Predictions of N samples on the CPU.
+
+    Attributes:
+        probabilities: float64 [N], or [N, T] for several tasks.
+        labels: float32, the same shape.
+        weights: float32 [N]; None if all samples weigh the same.
+    """
+
+    probabilities: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -32,35 +47,65 @@ class Scores:
     calibration: float
 
     @staticmethod
-    def of(predictions_N: Tensor, labels_N: Tensor) -> Scores:
-        """Return the scores of probabilities."""
+    def of(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Scores:
+        """Return the scores of probabilities of one task."""
         return Scores(
             samples=labels_N.numel(),
-            auc=auc(predictions_N, labels_N).item(),
-            log_loss=log_loss(predictions_N, labels_N).item(),
-            ne=normalized_entropy(predictions_N, labels_N).item(),
-            calibration=calibration(predictions_N, labels_N).item(),
+            auc=auc(predictions_N, labels_N, weights_N).item(),
+            log_loss=log_loss(predictions_N, labels_N, weights_N).item(),
+            ne=normalized_entropy(predictions_N, labels_N, weights_N).item(),
+            calibration=calibration(predictions_N, labels_N, weights_N).item(),
         )
 
+    @staticmethod
+    def by_task(found: Predictions, tasks: Sequence[str]) -> dict[str, Scores]:
+        """Return the scores of each task."""
+        if found.labels.dim() == 1:
+            # One task; or several without samples, whose predictions have no columns.
+            return {task: Scores.of(*found) for task in tasks}
+        columns = zip(tasks, found.probabilities.unbind(1), found.labels.unbind(1), strict=True)
+        return {task: Scores.of(ours, theirs, found.weights) for task, ours, theirs in columns}
 
-def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return probabilities float64 [N] and labels float32 [N] on the CPU, with the model in eval mode."""
+    @staticmethod
+    def mean(several: Iterable[Scores]) -> Scores:
+        """Return the mean of the scores of tasks on the same samples."""
+        found = list(several)
+        if len(found) == 1:
+            return found[0]
+        names = [item.name for item in fields(Scores) if item.name != "samples"]
+        means = {name: sum(getattr(one, name) for one in found) / len(found) for name in names}
+        return Scores(samples=found[0].samples, **means)
+
+
+def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Predictions:
+    """Return the predictions of a model on batches, with the model in eval mode."""
     training = model.training
     model.eval()
-    predictions, labels = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0)]
+    probabilities, labels, weights = [], [], []
     try:
-        with torch.no_grad():
-            for batch in batches:
-                moved = batch.to(device)
-                logits_B = model(moved.dense_features, moved.sparse_features).reshape(-1)
-                predictions.append(logits_B.double().sigmoid().cpu())
-                labels.append(batch.labels.float())
+        for batch in batches:
+            probabilities.append(predict_batch(model, batch, device))
+            labels.append(batch.labels.float().cpu())
+            weights += [] if batch.weights is None else [batch.weights.float().cpu()]
         drain(device)
     finally:
         model.train(training)
-    return torch.cat(predictions), torch.cat(labels)
+    if not labels:
+        return Predictions(torch.zeros(0, dtype=torch.float64), torch.zeros(0))
+    return Predictions(torch.cat(probabilities), torch.cat(labels), torch.cat(weights) if weights else None)
+
+
+@torch.no_grad()
+def predict_batch(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Return the probabilities of a batch, float64 with the shape of its labels, on the CPU."""
+    moved = batch.to(device)
+    logits = model(moved.dense_features, moved.sparse_features)
+    probabilities: Tensor = logits.reshape(batch.labels.shape).double().sigmoid().cpu()
+    return probabilities
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Scores:
-    """Return the scores of the model on these batches; takes 12 bytes per sample."""
-    return Scores.of(*predict(model, batches, device))
+    """Return the scores of the model on these batches, the mean over tasks; takes 12 bytes per sample and task."""
+    found = predict(model, batches, device)
+    tasks = [str(t) for t in range(found.labels.shape[1])] if found.labels.dim() == 2 else ["0"]
+    return Scores.mean(Scores.by_task(found, tasks).values())

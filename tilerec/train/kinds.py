@@ -15,6 +15,7 @@ from tilerec.spec.optimizer import SPECS, OptimizerSpec
 from tilerec.train.config import DataConfig, ModelConfig
 
 DATA_KINDS = {
+    "files": "tilerec.recipes.files:FilesData",
     "synthetic": "tilerec.recipes.data:SyntheticData",
     "movielens": "tilerec.recipes.data:MovieLensData",
     "criteo": "tilerec.recipes.data:CriteoData",
@@ -22,6 +23,7 @@ DATA_KINDS = {
 MODEL_KINDS = {
     "dlrm": "tilerec.recipes.model:DLRMConfig",
     "dot": "tilerec.recipes.model:DotConfig",
+    "mlp": "tilerec.recipes.model:MLPConfig",
 }
 
 

@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, final
@@ -34,6 +35,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from tilerec.command_policy import WAIT_POLICY, wait_passively
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
 
@@ -170,7 +172,9 @@ def _environment(rank: int, count: int) -> dict[str, str]:
     }
     # All ranks run on this machine, so its host name need not resolve.
     interface = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    return {**interface, **os.environ, **{name: str(number) for name, number in numbers.items()}}
+    environment = {**interface, **os.environ, **{name: str(number) for name, number in numbers.items()}}
+    wait_passively(environment)
+    return environment
 
 
 def _local_store() -> dist.TCPStore:
@@ -194,6 +198,14 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports the last module when the first optimizer is created.
     context.set_forkserver_preload(["tilerec.train.launch", "tilerec.train.loop", "torch._dynamo"])
+    # libgomp reads its policy when the server imports torch, so the server needs it before it starts.
+    before = os.environ.get(WAIT_POLICY)
+    wait_passively(os.environ)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            os.environ.pop(WAIT_POLICY, None)
     return context
 
 

@@ -13,14 +13,19 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
+from tilerec.train.evaluate import Scores
 from tilerec.train.log_folder import open_logs, write_json
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
+from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
+from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.world import World
 
 
@@ -66,12 +71,15 @@ def train(
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model)
+            _write_run(config)
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
         run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
-        held_out, labels = run.evaluate()
+        tasks, labels = run.evaluate()
+        if config.log_dir:
+            _save(config, model, run, world, logs)
     except BaseException as error:
         world.abort(error)
         raise
@@ -84,7 +92,8 @@ def train(
         steps=run.steps,
         samples=run.samples,
         seconds=run.seconds,
-        held_out=held_out,
+        held_out=Scores.mean(tasks.values()),
+        tasks=tasks,
         best=best,
         best_expected_auc=expected,
         rows=dataset.row_count(),
@@ -97,3 +106,28 @@ def train(
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
+
+
+def _write_run(config: RunConfig) -> None:
+    """Write the run beside its logs, for `tilerec eval` and `tilerec predict`; without the folder, which may move."""
+    try:
+        write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
+    except FileError:
+        raise
+    except ConfigError as error:
+        # A class of a notebook or a function has no name for a file; the run itself does not need one.
+        warnings.warn(f"{error} The run continues without {RUN_FILE}.", stacklevel=3)
+
+
+def _save(config: RunConfig, model: nn.Module, run: Run, world: World, logs: LogFiles | None) -> None:
+    """Write the model to the log folder. Collective. A full disk must not prevent the return of the result."""
+    metadata = {name: str(value) for name, value in run.state_dict().items()}
+    path = Path(config.log_dir) / MODEL_FILE
+
+    def write() -> None:
+        save_model(path, model, metadata, rank=world.rank)
+
+    if logs is None:
+        write()
+    else:
+        logs.attempt(write)

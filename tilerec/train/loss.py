@@ -6,6 +6,8 @@ if a rank's loss is
     sum over its own samples * W / B_global
 
 This is the local mean if all local batches have one size, and 0 for a rank without samples.
+
+Legend: B samples, T tasks, W ranks.
 """
 
 from __future__ import annotations
@@ -13,21 +15,46 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from tilerec.errors import ConfigError
+
 
 def click_loss(
-    logits: Tensor, labels_B: Tensor, *, global_batch: int | None = None, world_size: int = 1
+    logits: Tensor,
+    labels: Tensor,
+    weights_B: Tensor | None = None,
+    *,
+    global_batch: int | None = None,
+    world_size: int = 1,
 ) -> Tensor:
     """Return binary cross entropy, scaled so that the update equals that of the mean over the global batch.
 
+    The mean is over samples and tasks: sum over b and t of weight_b BCE_bt / (B T). As in torch, weights do not change
+    the divisor, so it needs no communication.
+
     Args:
-        logits: [B] or [B, 1].
-        labels_B: [B].
+        logits: [B] or [B, 1] for one task, [B, T] for several.
+        labels: [B] or [B, T], from 0 to 1.
+        weights_B: of the samples; None for 1.
         global_batch: samples of all ranks together; B if None.
         world_size: W.
 
     Returns:
         float32 scalar. Logits 0, 0 on any labels: log 2 = 0.693 with one rank.
+
+    Raises:
+        ConfigError: logits and labels differ in the number of tasks.
     """
-    total = labels_B.numel() if global_batch is None else global_batch
-    summed = binary_cross_entropy_with_logits(logits.reshape(-1).float(), labels_B.float(), reduction="sum")
-    return summed * (world_size / max(total, 1))
+    if logits.numel() != labels.numel():
+        raise ConfigError(
+            f"Loss: got logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; expected one "
+            "logit per sample and task. Use a model with one output per task of the data."
+        )
+    total = labels.shape[0] if global_batch is None else global_batch
+    tasks = labels.shape[1] if labels.dim() == 2 else 1
+    weights = weights_B
+    if weights is not None:
+        weights = weights.float()[:, None] if labels.dim() == 2 else weights.float()
+    summed = binary_cross_entropy_with_logits(
+        logits.reshape(labels.shape).float(), labels.float(), weights, reduction="sum"
+    )
+    return summed * (world_size / max(total * tasks, 1))

@@ -3,11 +3,13 @@
 override(run, "train.batch_size=4096")
 override(run, "train.embedding_optimizer=RowWiseAdagrad")      another optimizer class with the same learning rate
 override(run, "train.embedding_optimizer.lr=0.02")
+override(run, "data.columns.ids[0].max_length=20")             an element of a list of tables
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -55,13 +57,17 @@ def settings(config: Any, prefix: str = "") -> dict[str, Any]:
             found[prefix + item.name] = type(value).__name__
         if is_dataclass(value):
             found.update(settings(value, f"{prefix}{item.name}."))
+        elif _is_list(value):
+            for i, one in enumerate(value):
+                found.update(settings(one, f"{prefix}{item.name}[{i}]."))
         else:
             found[prefix + item.name] = value
     return found
 
 
 def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
-    name, rest = path[0], path[1:]
+    name, index = re.fullmatch(r"([^\[]*)(\[.*)?", path[0], re.DOTALL).groups()  # type: ignore[union-attr] # any text fits
+    rest = path[1:]
     known = [item.name for item in fields(config) if item.init]
     if name not in known:
         raise ConfigError(
@@ -69,6 +75,10 @@ def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
         )
     value = getattr(config, name)
     full = where + name
+    if _is_list(value):
+        return replace(config, **{name: _with_element(value, index, rest, text, full)})
+    if index:
+        raise ConfigError(f"{full!r} is not a list of tables and has no element {index}. Write {full}=….")
     if rest:
         if not is_dataclass(value):
             raise ConfigError(f"{full!r} is a value and has no setting {rest[0]!r}. Write {full}=….")
@@ -80,6 +90,23 @@ def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
         raise ConfigError(f"{full!r} is a group of settings. Set one of {inner}.")
     hint = hints_of(type(config))[name]
     return replace(config, **{name: fit(hint, plain_value(hint, text), full)})
+
+
+def _is_list(value: Any) -> bool:
+    """Return True for a list of tables, such as the columns of a data set."""
+    return isinstance(value, tuple) and bool(value) and all(is_dataclass(one) for one in value)
+
+
+def _with_element(value: tuple[Any, ...], index: str | None, rest: list[str], text: str, full: str) -> Any:
+    number = (index or "")[1:-1]
+    if not rest or not number.isdecimal() or int(number) >= len(value):
+        raise ConfigError(
+            f"{full!r} is a list of {len(value)} tables; expected an element and its setting. Write "
+            f"{full}[0].{next(item.name for item in fields(value[0]))}=…."
+        )
+    i = int(number)
+    changed = _with_value(value[i], rest, text, f"{full}[{i}].")
+    return (*value[:i], changed, *value[i + 1 :])
 
 
 def _suggestion(config: Any, name: str, rest: list[str], known: list[str], where: str) -> str:

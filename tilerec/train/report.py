@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tilerec.train.evaluate import Scores
 from tilerec.train.result import RunResult
+
+MEASURES = (("AUC", "auc"), ("log loss", "log_loss"), ("NE", "ne"), ("calibration", "calibration"))
+"""Rows of the report: label and field of `Scores`."""
 
 
 def report(result: RunResult) -> RenderableType:
     """Return a table of held-out scores and the best reachable ones, followed by speed and skipped rows."""
     best = result.best
-    title = Text(f"{result.name}: {result.held_out.samples:,} held-out samples", style="bold")
-    table = Table()
-    table.add_column("")
-    table.add_column("model", justify="right")
-    if best is not None:
-        table.add_column("best reachable", justify="right")
-        table.add_column("difference", justify="right")
-    for label, name in (
-        ("AUC", "auc"),
-        ("log loss", "log_loss"),
-        ("NE", "ne"),
-        ("calibration", "calibration"),
-    ):
-        value = getattr(result.held_out, name)
-        cells = [label, _number(value)]
-        if best is not None:
-            reachable = getattr(best, name)
-            cells += [_number(reachable), _number(value - reachable, sign=True)]
-        table.add_row(*cells)
+    tasks = result.tasks or {"model": result.held_out}
     lines = [
         f"{result.samples:,} samples in {result.steps:,} steps, {result.seconds:.1f} s of training"
         f"{f' on {result.ranks} ranks' if result.ranks > 1 else ''}: {result.samples_per_second:,.0f} samples/s"
@@ -49,7 +36,32 @@ def report(result: RunResult) -> RenderableType:
         lines += [f"  {example}" for example in result.rows.examples]
     if result.log_dir:
         lines.append(f"logs: {result.log_dir}")
-    return Group(title, table, *(Text(line) for line in lines))
+    return Group(score_table(result.name, "held-out samples", tasks, best), *(Text(line) for line in lines))
+
+
+def score_table(
+    name: str, what: str, tasks: Mapping[str, Scores], best: Scores | None = None
+) -> RenderableType:
+    """Return a table of scores: a column per task, their mean, and the best reachable scores if they are known.
+
+    Args:
+        name: of the run.
+        what: kind of the samples, for the title.
+        tasks: scores by task.
+    """
+    mean = Scores.mean(tasks.values())
+    columns = {**tasks, "mean": mean} if len(tasks) > 1 else {"model": mean}
+    table = Table("")
+    for name in (*columns, *(("best reachable", "difference") if best is not None else ())):
+        table.add_column(Text(name), justify="right")
+    for label, name in MEASURES:
+        cells = [_number(getattr(scores, name)) for scores in columns.values()]
+        if best is not None:
+            reachable = getattr(best, name)
+            cells += [_number(reachable), _number(getattr(mean, name) - reachable, sign=True)]
+        table.add_row(label, *cells)
+    title = Text(f"{name}: {mean.samples:,} {what}", style="bold")
+    return Group(title, table)
 
 
 def _number(value: float, *, sign: bool = False) -> str:

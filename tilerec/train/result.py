@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ class RunResult:
         name: of the recipe.
         steps, samples: number of training steps and samples.
         seconds: of training, without the evaluations.
-        held_out: scores on the held-out part after the last step.
+        held_out: scores on the held-out part after the last step; the mean over the tasks.
+        tasks: scores of each task, by name.
         best: scores of the true probabilities on the held-out part, if the dataset has them.
         best_expected_auc: AUC of the true probabilities, expected over labels drawn from them.
         rows: counts of read and skipped rows of the source.
@@ -43,6 +45,7 @@ class RunResult:
     log_dir: str
     ranks: int = 1
     log_errors: tuple[str, ...] = ()
+    tasks: Mapping[str, Scores] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:
@@ -59,6 +62,7 @@ def summary(result: RunResult) -> dict[str, object]:
         "seconds": result.seconds,
         "samples_per_second": result.samples_per_second,
         "held_out": asdict(result.held_out),
+        "tasks": {name: asdict(scores) for name, scores in result.tasks.items()},
         "best": None if result.best is None else asdict(result.best),
         "best_expected_auc": result.best_expected_auc,
         "rows": asdict(result.rows),
@@ -71,6 +75,6 @@ def summary(result: RunResult) -> dict[str, object]:
 def best_scores(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None]:
     """Return the scores of the true probabilities, and their expected AUC, if the dataset has them."""
     true = dataset.best_predictions()
-    if true is None:
+    if true is None or labels.dim() != 1:
         return None, None
     return Scores.of(true, labels), Scores.of(true, true).auc

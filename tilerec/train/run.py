@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import ConfigError, InputError, TilerecError
 from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
@@ -58,10 +58,12 @@ class Run:
         self._step_module = world.data_parallel(model)
         self._pipeline = PrefetchTrainPipelineSparseDist(model, self, device, custom_model_fwd=self._forward)
         self._metrics = MetricModule(
-            measures=[AUC(exact=True)], window=config.train.metric_window, group=world.group
+            dataset.tasks, [AUC(exact=True)], window=config.train.metric_window, group=world.group
         ).to(device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
+        self._epoch = 0
+        self._position = 0
         self.steps = 0
         self.samples = 0
         self.seconds = 0.0
@@ -71,9 +73,10 @@ class Run:
         options = self._options
         self._model.train()
         since = time.perf_counter()
-        for samples, loss in self._pipeline.outputs(self._shares()):
+        for epoch, share, loss in self._pipeline.outputs(self._shares()):
+            self._epoch, self._position = epoch, share.end
             self.steps += 1
-            self.samples += samples
+            self.samples += share.total
             self._loss_sum += loss
             if options.check_replicas_every and self.steps % options.check_replicas_every == 0:
                 check_replicas(self._model)
@@ -99,13 +102,13 @@ class Run:
             self.seconds += time.perf_counter() - since
             self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
 
-    def evaluate(self) -> tuple[Scores, Tensor]:
-        """Return the scores on the held-out part, and its labels; log the scores. Collective."""
-        size = self._options.eval_batch_size
-        predictions, labels = self._world.predict(self._model, self._dataset, size, self._device)
-        scores = Scores.of(predictions, labels)
-        self._emit("eval", {name: value for name, value in asdict(scores).items() if name != "samples"})
-        return scores, labels
+    def evaluate(self) -> tuple[dict[str, Scores], Tensor]:
+        """Return the scores of each task on the held-out part, and its labels; log the scores. Collective."""
+        tasks, batches = self._dataset.tasks, self._dataset.held_out(self._options.eval_batch_size)
+        found = self._world.predict(self._model, batches, self._device, len(tasks))
+        scores = Scores.by_task(found, tasks)
+        self._emit("eval", _numbers(Scores.mean(scores.values())))
+        return scores, found.labels
 
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
@@ -113,15 +116,44 @@ class Run:
         for watcher in self._watchers:
             watcher.record(event)
 
-    def _shares(self) -> Iterator[Share]:
-        """Return the shares of all epochs; the pipeline reads them ahead of their steps."""
-        epochs = (
-            self._dataset.train_shares(
-                self._options.batch_size, epoch, rank=self._world.rank, world_size=self._world.size
-            )
-            for epoch in range(self._options.epochs)
-        )
-        return itertools.islice(itertools.chain.from_iterable(epochs), self._options.max_steps or None)
+    def state_dict(self) -> dict[str, float]:
+        """Return the position of the run in its data, and its counters; alike on every rank.
+
+        The order of the data is a function of the data's seed, the epoch and the position, so these numbers continue a
+        run on any number of ranks.
+        """
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "steps": self.steps,
+            "samples": self.samples,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue after the step at which `state_dict` was called; call it before `learn`."""
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self.steps, self.samples = int(state["steps"]), int(state["samples"])
+        self.seconds, self._logged_steps = float(state["seconds"]), self.steps
+
+    def _shares(self) -> Iterator[tuple[int, Share]]:
+        """Yield the remaining shares with their epochs; the pipeline reads them ahead of their steps."""
+        left = self._options.max_steps - self.steps if self._options.max_steps else None
+        yield from itertools.islice(self._remaining_shares(), left)
+
+    def _remaining_shares(self) -> Iterator[tuple[int, Share]]:
+        start = self._position
+        for epoch in range(self._epoch, self._options.epochs):
+            for share in self._dataset.train_shares(
+                self._options.batch_size,
+                epoch,
+                rank=self._world.rank,
+                world_size=self._world.size,
+                start=start,
+            ):
+                _check_labels(share.batch.labels, self._dataset.tasks)
+                yield epoch, share
+            start = 0
 
     def zero_grad(self) -> None:
         """Clear gradients and set the learning rates of this step; the pipeline calls it."""
@@ -131,13 +163,23 @@ class Run:
         """Update the dense parameters; the pipeline calls it after the backward."""
         self._optimizers.step()
 
-    def _forward(self, share: Share) -> tuple[Tensor, tuple[int, Tensor]]:
-        """Return the loss, and the step's samples on all ranks with this rank's part of the loss, on the device."""
+    def _forward(self, numbered: tuple[int, Share]) -> tuple[Tensor, tuple[int, Share, Tensor]]:
+        """Return the loss, and the epoch and the share with this rank's part of the loss, on the device."""
+        epoch, share = numbered
         batch = share.batch
         logits = self._step_module(batch.dense_features, batch.sparse_features)
-        loss = click_loss(logits, batch.labels, global_batch=share.total, world_size=self._world.size)
-        self._metrics.update(logits.detach().reshape(-1).sigmoid(), batch.labels)
-        return loss, (share.total, loss.detach())
+        loss = click_loss(
+            logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size
+        )
+        probabilities = logits.detach().reshape(batch.labels.shape).sigmoid()
+        weights = batch.weights
+        if batch.labels.dim() == 2:
+            labels_TB = batch.labels.t().contiguous()
+            weights = None if weights is None else weights.expand_as(labels_TB).contiguous()
+            self._metrics.update(probabilities.t().contiguous(), labels_TB, weights)
+        else:
+            self._metrics.update(probabilities, batch.labels, weights)
+        return loss, (epoch, share, loss.detach())
 
     def _progress(self) -> dict[str, float]:
         """Return the mean loss since the last event and the AUC of the latest samples; waits for the device."""
@@ -151,8 +193,28 @@ class Run:
         self._loss_sum.zero_()
         self._logged_steps = self.steps
         factor = self._options.lr_factor(self.steps - 1)
-        return {"loss": loss, "auc": self._metrics.compute()["click/auc/window"].item(), "lr_factor": factor}
+        values = self._metrics.compute()
+        by_task = [values[f"{task}/auc/window"].item() for task in self._dataset.tasks]
+        return {"loss": loss, "auc": sum(by_task) / len(by_task), "lr_factor": factor}
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def _numbers(scores: Scores) -> dict[str, float]:
+    return {name: value for name, value in asdict(scores).items() if name != "samples"}
+
+
+def _check_labels(labels: Tensor, tasks: Sequence[str]) -> None:
+    """Raise `InputError` for labels on the CPU that are not from 0 to 1; on a GPU the check would wait for it."""
+    if labels.device.type != "cpu" or not labels.numel():
+        return
+    low, high = labels.aminmax()
+    if not (low >= 0 and high <= 1):
+        bad = labels if labels.dim() == 2 else labels[:, None]
+        row, column = (~((bad >= 0) & (bad <= 1))).nonzero()[0].tolist()
+        raise InputError(
+            f"label {tasks[column]!r}: got {bad[row, column].item():g}; expected 0 to 1. Set at_least on the label "
+            "column (labels of at least that number become 1), or convert the column."
+        )

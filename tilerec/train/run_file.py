@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from tilerec.atomic_file import write_file
+from tilerec.data.file_list import FilePath
 from tilerec.errors import ConfigError, FileError, TilerecError
-from tilerec.train.config import FilePath, RunConfig
+from tilerec.train.config import RunConfig
 from tilerec.train.kinds import has_kinds, kind_of
 from tilerec.train.toml_text import toml_text
 from tilerec.train.values import fit_record, record_fields
@@ -41,6 +42,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+RUN_FILE = "run.toml"
 _MOST_BYTES = 1 << 24
 
 

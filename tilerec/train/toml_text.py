@@ -37,24 +37,29 @@ def toml_text(document: Mapping[str, Any], comments: Comments | None = None) -> 
 def _table(lines: list[str], table: Mapping[str, Any], name: str, place: str, comments: Comments) -> None:
     """Append a table: its plain settings first, as TOML assigns everything below a header to that header."""
     prefix, place_prefix = (f"{name}." if name else ""), (f"{place}." if place else "")
-    inner = {key: value for key, value in table.items() if isinstance(value, Mapping) or _is_array(value)}
+    inner = {key: value for key, value in table.items() if _has_header(value)}
     for key, value in table.items():
         if key not in inner:
             lines += _comment(comments.get(place_prefix + key))
             lines.append(f"{_key(key)} = {_value(value, place_prefix + key)}")
     for key, value in inner.items():
         full, at = prefix + _key(key), place_prefix + key
+        note = _comment(comments.get(at))
         if isinstance(value, Mapping):
-            lines += ["", *_comment(comments.get(at)), f"[{full}]"]
+            # A header without settings is needed only for an empty table.
+            header = note or not value or any(not _has_header(one) for one in value.values())
+            lines += ["", *note, f"[{full}]"] if header else []
             _table(lines, value, full, at, comments)
         else:
-            lines += ["", *note] if (note := _comment(comments.get(at))) else []
             for i, element in enumerate(value):
-                lines += ["", *_comment(comments.get(f"{at}[{i}]")), f"[[{full}]]"]
+                lines += ["", *(() if i else note), *_comment(comments.get(f"{at}[{i}]")), f"[[{full}]]"]
                 _table(lines, element, full, f"{at}[{i}]", comments)
 
 
-def _is_array(value: Any) -> bool:
+def _has_header(value: Any) -> bool:
+    """Return True for a table and for an array of tables."""
+    if isinstance(value, Mapping):
+        return True
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 

@@ -8,12 +8,12 @@ ranks:
     batches               divided into shares (`data/share.py`); a scaled loss gives the same updates as one process
     reported numbers      summed over ranks; predictions are gathered, so AUC is exact
 
-Legend: N samples of all ranks, n of this one, W ranks.
+Legend: N samples of all ranks, n of this one, W ranks, T tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import final
 
 import torch
@@ -30,7 +30,7 @@ from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
 from tilerec.torch_private import ignore_in_ddp
 from tilerec.train.config import RunConfig
-from tilerec.train.evaluate import predict
+from tilerec.train.evaluate import Predictions, predict
 from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
 from tilerec.train.run_plan import run_plan
@@ -109,28 +109,39 @@ class World:
         return received.cpu()
 
     def predict(
-        self, model: nn.Module, dataset: Dataset, batch_size: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return probabilities float64 [N] and labels float32 [N] of the held-out part, in its order, on every rank.
+        self, model: nn.Module, batches: Iterable[Batch], device: torch.device, tasks: int = 1
+    ) -> Predictions:
+        """Return the predictions on batches, in their order, on every rank.
 
-        Each rank predicts its share of every batch. Collective.
+        Each rank predicts its share of every batch. Collective: every rank passes the same batches.
+
+        Args:
+            tasks: number of tasks of the labels.
         """
         if self.size == 1 or self._group is None:
-            return predict(model, dataset.held_out(batch_size), device)
+            return predict(model, batches, device)
         places = [torch.zeros(0, dtype=torch.int64)]
 
         def own() -> Iterator[Batch]:
-            for share in shares(dataset.held_out(batch_size), self.rank, self.size):
+            for share in shares(batches, self.rank, self.size):
                 places.append(torch.arange(share.batch.batch_size) + share.first)
                 yield share.batch
 
-        predictions_n, labels_n = predict(model, own(), device)
+        found = predict(model, own(), device)
         place_N = self.gathered("places", torch.cat(places))
-        in_order = []
-        for name, tensor_n in (("predictions", predictions_n), ("labels", labels_n)):
-            tensor_N = self.gathered(name, tensor_n)
+        shape = (-1, tasks) if tasks > 1 else (-1,)
+        in_order: list[Tensor | None] = []
+        for name, tensor_n in zip(found._fields, found, strict=True):
+            if tensor_n is None:
+                in_order.append(None)
+                continue
+            tensor_N = self.gathered(name, tensor_n.reshape(-1))
+            tensor_N = tensor_N if name == "weights" else tensor_N.view(shape)
             in_order.append(torch.zeros_like(tensor_N).index_copy_(0, place_N, tensor_N))
-        return in_order[0], in_order[1]
+        probabilities, labels, weights = in_order
+        assert probabilities is not None
+        assert labels is not None
+        return Predictions(probabilities, labels, weights)
 
     def abort(self, error: BaseException) -> None:
         """Report this rank's failure to the other ranks, so that they do not wait for it."""

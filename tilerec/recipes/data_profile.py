@@ -1,0 +1,211 @@
+"""Profile of a data set's columns: types, missing values, distinct values and ranges of its first rows.
+
+Parquet, CSV and TSV. The first rows are read once, batch by batch; of each column a sample of values is kept, and the
+distinct values of all rows read are counted approximately (`HyperLogLog`). The footers of Parquet files give the number
+of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as parquet
+
+from tilerec.data.arrow_values import kind_of, read_values
+from tilerec.data.file_list import DataFile, list_files
+from tilerec.data.hyperloglog import HyperLogLog
+from tilerec.data.rows import hash_values
+from tilerec.errors import InputError
+
+PARQUET_ENDINGS = (".parquet", ".parq", ".pq")
+TEXT_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+MOST_ROWS = 1_000_000
+_SAMPLE = 100_000
+_BATCH_ROWS = 1 << 16
+_READ_ERRORS = (OSError, pa.ArrowException, EOFError)
+
+
+@dataclass
+class ColumnProfile:
+    """Profile of one column.
+
+    Attributes:
+        name: of the column.
+        type: its Arrow type, as text.
+        kind: class of its values (`kind_of`).
+        rows: rows that were read.
+        missing: rows of them with a null, and with a NaN.
+        values: values of all lists in these rows; `rows` less `missing` for other columns.
+        sample: numbers of the first rows, float64, without missing ones; empty for text.
+        low, high: bounds of all rows by the footers of Parquet files, if they have them.
+        texts: some of the texts.
+        longest: values of the longest list.
+    """
+
+    name: str
+    type: str
+    kind: str
+    rows: int = 0
+    missing: int = 0
+    values: int = 0
+    sample: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    low: Any = None
+    high: Any = None
+    texts: tuple[str, ...] = ()
+    longest: int = 0
+    _distinct: HyperLogLog = field(default_factory=HyperLogLog)
+
+    @property
+    def distinct(self) -> int:
+        """Approximate number of distinct values in the rows that were read."""
+        return round(self._distinct.count())
+
+    @property
+    def is_time(self) -> bool:
+        """Return True for dates and times; their sample has the integers that Arrow stores."""
+        return self.type.startswith(("timestamp", "date"))
+
+    def add(self, column: pa.ChunkedArray) -> None:
+        """Add the next rows of the column."""
+        self.rows += len(column)
+        if self.is_time:
+            column = _as_integers(column)
+        elif self.kind.removeprefix("list of ") not in ("integer", "number", "boolean", "text"):
+            self.missing += column.null_count
+            return
+        found = read_values(column)
+        values = found.values
+        missing = np.zeros(len(values), np.bool_) if found.missing is None else found.missing
+        if values.dtype.kind == "f":
+            missing = missing | np.isnan(values)
+        if found.lengths is None:
+            self.missing += int(missing.sum())
+        elif found.missing_lists is not None:
+            self.missing += int(found.missing_lists.sum())
+        if found.lengths is not None and len(found.lengths):
+            self.longest = max(self.longest, int(found.lengths.max()))
+        kept = values[~missing]
+        self.values += len(kept)
+        self._distinct.add(kept if found.hashed else hash_values(_as_int64(kept)))
+        if not found.hashed and len(self.sample) < _SAMPLE:
+            self.sample = np.concatenate([self.sample, kept[: _SAMPLE - len(self.sample)].astype(np.float64)])
+        if self.kind == "text" and len(self.texts) < 1000:
+            self.texts += tuple(str(text) for text in column.slice(0, 1000).drop_null().to_pylist())
+
+
+def _as_integers(times: pa.ChunkedArray) -> pa.ChunkedArray:
+    width = pa.int32() if times.type.bit_width == 32 else pa.int64()
+    return times.cast(width).cast(pa.int64())
+
+
+def _as_int64(values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    if values.dtype.kind == "f":
+        return values.astype(np.float64).view(np.int64)
+    return values.astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
+class DataProfile:
+    """Profile of a data set.
+
+    Attributes:
+        name: the path, as given.
+        format: "parquet" or "text".
+        separator: of the columns of text.
+        columns: in their order.
+        rows: rows that were read.
+        total: all rows; None if unknown, for text that was not read to its end.
+    """
+
+    name: str
+    format: str
+    separator: str
+    columns: tuple[ColumnProfile, ...]
+    rows: int
+    total: int | None
+
+
+def profile_data(path: str, most_rows: int = MOST_ROWS) -> DataProfile:
+    """Profile the first rows of a file, folder, pattern or URL.
+
+    Raises:
+        InputError: there are no files, no rows, or a file cannot be read.
+    """
+    files = list_files(path, PARQUET_ENDINGS + TEXT_ENDINGS)
+    text = files[0].name.endswith(TEXT_ENDINGS)
+    separator = _separator(files[0]) if text else ""
+    columns: dict[str, ColumnProfile] = {}
+    rows = 0
+    whole = True
+    for batch in _batches(files, text, separator):
+        if rows >= most_rows:
+            whole = False
+            break
+        table = pa.table(batch)
+        for name in table.column_names:
+            kind = table.schema.field(name).type
+            columns.setdefault(name, ColumnProfile(name, str(kind), kind_of(kind))).add(table.column(name))
+        rows += table.num_rows
+    if not rows:
+        raise InputError(
+            f"{files[0].name}: got no rows; expected data with a header and rows. Check the path."
+        )
+    total = rows if whole else None
+    if not (whole or text):
+        total = _read_footers(files, columns)
+    return DataProfile(path, "text" if text else "parquet", separator, tuple(columns.values()), rows, total)
+
+
+def _batches(files: list[DataFile], text: bool, separator: str) -> Iterator[pa.RecordBatch]:
+    for file in files:
+        try:
+            with file.open() as stream:
+                if text:
+                    source = pa.input_stream(
+                        stream, compression="gzip" if file.name.endswith(".gz") else None
+                    )
+                    options = arrow_csv.ParseOptions(delimiter=separator)
+                    yield from arrow_csv.open_csv(source, parse_options=options)
+                else:
+                    yield from parquet.ParquetFile(stream).iter_batches(_BATCH_ROWS)
+        except _READ_ERRORS as error:
+            raise InputError(
+                f"{file.name}: got {' '.join(str(error).split())[:300]}; expected a readable "
+                f"{'CSV or TSV file with a header' if text else 'Parquet file'}. Correct or copy it again."
+            ) from error
+
+
+def _read_footers(files: list[DataFile], columns: dict[str, ColumnProfile]) -> int:
+    """Return the number of all rows; set the bounds of the columns."""
+    total = 0
+    bounds: dict[str, list[Any]] = {}
+    for file in files:
+        with file.open() as stream:
+            footer = parquet.ParquetFile(stream).metadata
+        total += footer.num_rows
+        for group in range(footer.num_row_groups):
+            for index in range(footer.num_columns):
+                chunk = footer.row_group(group).column(index)
+                found = chunk.statistics
+                known = found is not None and found.has_min_max
+                bounds.setdefault(chunk.path_in_schema, []).extend(
+                    (found.min, found.max) if known else (None,)
+                )
+    for name, values in bounds.items():
+        if name in columns and None not in values:
+            columns[name].low, columns[name].high = min(values), max(values)
+    return total
+
+
+def _separator(file: DataFile) -> str:
+    """Return the separator of a text file: a tab if its header has one, else a comma, else a semicolon."""
+    with file.open() as stream:
+        source = pa.input_stream(stream, compression="gzip" if file.name.endswith(".gz") else None)
+        header = source.read(1 << 16).split(b"\n")[0]
+    return next((mark.decode() for mark in (b"\t", b",", b";") if mark in header), ",")

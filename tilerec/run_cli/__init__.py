@@ -1,0 +1,1 @@
+"""Commands of a run: `tilerec train`, `eval`, `predict` and `init`."""

@@ -1,0 +1,73 @@
+"""`tilerec eval`: scores of a trained run on files, or on its held-out part.
+
+tilerec eval run.toml test.parquet
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import TilerecError
+from tilerec.run_cli.progress import row_progress
+from tilerec.run_cli.ranks import run_on_ranks
+from tilerec.terminal import SafeConsole, print_rank_error
+
+if TYPE_CHECKING:
+    from tilerec.comms.process import ProcessGroupComms
+    from tilerec.train.trained_run import TrainedRun
+
+
+def evaluate(
+    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    data: Annotated[
+        str | None,
+        typer.Argument(help="File, folder or URL with labelled samples. Default: the run's held-out part."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)
+    ] = None,
+) -> None:
+    """Print the scores of the newest model of a run on labelled data."""
+    from tilerec.train.trained_run import find_trained
+
+    try:
+        trained = find_trained(run)
+        place = device or trained.config.train.device
+        run_on_ranks(_evaluate, trained, data, place, nproc=nproc, device=place)
+    except TilerecError as error:
+        print_rank_error(error)
+        raise typer.Exit(1) from None
+
+
+def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, device: str) -> None:
+    """Evaluate on one rank; rank 0 prints."""
+    from tilerec.train.device import run_device
+    from tilerec.train.evaluate import Scores
+    from tilerec.train.predictions import evaluate_rows
+    from tilerec.train.report import score_table
+    from tilerec.train.world import World
+
+    world = World(group)
+    try:
+        config = trained.config
+        size, place = config.train.eval_batch_size, run_device(device, world.size)
+        if data is None:
+            held_out = config.data.open()
+            model = trained.load(held_out, place, world)
+            found = world.predict(model, held_out.held_out(size), place, len(held_out.tasks))
+            tasks = Scores.by_task(found, held_out.tasks)
+        else:
+            dataset = config.data.open_rows((data,), labels=True)
+            model = trained.load(dataset, place, world)
+            with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
+                tasks = evaluate_rows(model, dataset, size, place, world, progress)
+    except BaseException as error:
+        world.abort(error)
+        raise
+    if world.rank == 0:
+        SafeConsole().print(
+            score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks)
+        )

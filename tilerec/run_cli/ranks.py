@@ -1,0 +1,62 @@
+"""The ranks of a command: this process, new processes (`--nproc`), or those that torchrun started."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.terminal import SafeConsole, print_rank_error
+
+
+def run_on_ranks(
+    function: Callable[..., object], *args: Any, nproc: int | None, device: str, grouped: bool = False
+) -> None:
+    """Run `function(group, *args)` on every rank; `group` is None for a single process.
+
+    Args:
+        function: see `launch`.
+        nproc: number of processes to start; None or 1 for this one.
+        device: see `joined`.
+        grouped: pass a group of one rank to a single process.
+
+    Raises:
+        ConfigError: nproc is given under torchrun.
+        RankFailed: a rank failed.
+    """
+    from tilerec.train.launch import joined, launch, under_torchrun
+
+    if under_torchrun():
+        if nproc is not None:
+            raise ConfigError(
+                f"--nproc: got {nproc} under torchrun, which has already started the processes; expected no "
+                "--nproc. Leave it out."
+            )
+        _run_as_rank(function, args, device)
+    elif nproc is not None and nproc > 1:
+        launch(nproc, function, *args, device=device)
+    elif grouped:
+        with joined(device) as group:
+            function(group, *args)
+    else:
+        function(None, *args)
+
+
+def _run_as_rank(function: Callable[..., object], args: tuple[Any, ...], device: str) -> None:
+    """Run in a process that torchrun started. End the process if it fails, so torchrun stops the others."""
+    from rich.text import Text
+
+    from tilerec.train.launch import end, joined
+
+    where = ""
+    try:
+        with joined(device) as group:
+            where = f"rank {group.rank} of {group.size}: "
+            function(group, *args)
+    except TilerecError as error:
+        print_rank_error(error, where)
+        end(1)
+    except BaseException:
+        SafeConsole(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
+        end(1)

@@ -1,0 +1,92 @@
+"""The newest model of a run, by its run file or its log folder.
+
+clicks.toml                                 a run file
+runs/clicks/20260301-120000/run.toml        the run as it was trained
+runs/clicks/20260301-120000/model.safetensors
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tilerec.data.dataset import Dataset
+from tilerec.errors import ConfigError
+from tilerec.train.config import RunConfig
+from tilerec.train.run_file import RUN_FILE, read_run_file
+from tilerec.train.saved_model import MODEL_FILE, load_model
+from tilerec.train.world import World
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run with a model.
+
+    Attributes:
+        config: the run as it was trained.
+        folder: its log folder.
+    """
+
+    config: RunConfig
+    folder: Path
+
+    @property
+    def model_file(self) -> Path:
+        """The model's weights."""
+        return self.folder / MODEL_FILE
+
+    def load(self, dataset: Dataset, device: torch.device, world: World) -> nn.Module:
+        """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective."""
+        torch.manual_seed(self.config.train.seed)
+        model = world.build(self.config, dataset, device)
+        load_model(self.model_file, model)
+        return model.eval()
+
+
+def runs_folder(run_file: Path, name: str) -> Path:
+    """Return the folder of the log folders of a run file: `runs/<name>` beside it."""
+    # A name is any text, and must not lead out of the folder.
+    plain = re.sub(r"[^\w.-]+", "_", name).lstrip(".") or "run"
+    return run_file.parent / "runs" / plain
+
+
+def find_trained(path: str | Path) -> TrainedRun:
+    """Return the newest model of a run.
+
+    Args:
+        path: a log folder; or a run file: the model beside it, in its `log_dir`, or the newest in `runs/<name>`.
+
+    Raises:
+        ConfigError: there is none; the message has the next move.
+        FileError: a file cannot be read.
+    """
+    given = Path(path)
+    if given.is_dir():
+        return _trained(given)
+    if (given.parent / MODEL_FILE).is_file() and given.name == RUN_FILE:
+        return _trained(given.parent)
+    config = read_run_file(given)
+    if config.log_dir:
+        return _trained(Path(config.log_dir))
+    folder = runs_folder(given, config.name)
+    found = sorted((file.stat().st_mtime_ns, file.parent) for file in folder.glob(f"*/{MODEL_FILE}"))
+    if not found:
+        raise ConfigError(
+            f"{given}: got no trained model in {folder}; expected at least one. Run `tilerec train {given}`, or pass "
+            "the log folder of a run that used --log-dir."
+        )
+    return _trained(found[-1][1])
+
+
+def _trained(folder: Path) -> TrainedRun:
+    missing = [name for name in (RUN_FILE, MODEL_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder}: got a folder without {' and '.join(missing)}; expected the log folder of a finished run. Train "
+            "the run to its end, or pass another folder."
+        )
+    return TrainedRun(read_run_file(folder / RUN_FILE), folder)
