@@ -217,3 +217,36 @@ class Recall(_AtThreshold):
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         true_positive, _, observed, _ = sums_KT
         return ratio(true_positive, observed)
+
+
+class TermMean(TermMeasure):
+    """A term divided by the weight of the samples: the mean of any quantity.
+
+    Args:
+        name: of the measure.
+        term: its sum.
+    """
+
+    def __init__(self, name: str, term: Term) -> None:
+        self.name = name
+        self.terms = (term, WEIGHT)
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        above, total = sums_KT
+        return ratio(above, total)
+
+
+class TermTotal(TermMeasure):
+    """A term as it is: the sum of any quantity.
+
+    Args:
+        name: of the measure.
+        term: its sum.
+    """
+
+    def __init__(self, name: str, term: Term) -> None:
+        self.name = name
+        self.terms = (term,)
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        return sums_KT[0]
