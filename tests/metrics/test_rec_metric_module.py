@@ -144,6 +144,11 @@ def test_undefined_values_are_torchrecs_and_bad_ones_stay_nan() -> None:
     assert values["auc-click|window_auc"].isnan()
     assert not values["auc-like|window_auc"].isnan()
 
+    module = _module(_config((RecMetricEnum.AUC,), arguments={"exact": True}))
+    assert module.compute()["auc-click|window_auc"] == 0.5
+    module.update(bad)
+    assert module.compute()["auc-click|window_auc"].isnan()
+
 
 def test_windows_are_whole_batches_within_the_window() -> None:
     """TorchRec's windows: 100 + 100 of batches 100, 100, 40 in a window of 150 would not fit; 40 + 100 do."""
@@ -193,6 +198,8 @@ def test_measures_and_torchmetrics_objects_have_names_of_their_own() -> None:
     assert values["mean_prediction-click|window_mean_prediction"] == pytest.approx(1.65 / 4.5)
     with pytest.raises(InputError, match="got no 'grouping_keys'"):
         module.update(BATCH)
+    with pytest.raises(InputError, match=r"model_out\['grouping_keys'\]: got 3 samples; expected 4"):
+        module.update({**BATCH, "grouping_keys": torch.arange(3)})
 
 
 def test_reports_come_every_few_steps_and_within_the_limits_of_seconds() -> None:

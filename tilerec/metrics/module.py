@@ -151,6 +151,9 @@ class MetricModule(nn.Module):
         with torch.no_grad():
             if samples.labels_TN.device != self._sums.device:
                 self._to(samples.labels_TN.device)
+            if samples.groups_TN is None:
+                for other in self._others:
+                    other.check_without_groups()
             self._sums.add(samples, narrow=narrow, drop=self._ranks.size == 1)
             for other in self._others:
                 other.update(samples)

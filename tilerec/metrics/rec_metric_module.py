@@ -90,13 +90,13 @@ class RecMetricModule(nn.Module):
             model_out: predictions (probabilities), labels and weights of all tasks, [N] or [N, 1] each; further tensors
                 are ignored.
         """
-        count = 0
-        for module, (_, fused) in zip(self.metric_modules, self._fused, strict=True):
-            samples, narrow = _samples(fused.tasks, model_out, fused.needs_groups)
-            count = samples.labels_TN.shape[1]
+        # Check the input of all modules before the first one counts it.
+        found = [_samples(fused.tasks, model_out, fused.needs_groups) for _, fused in self._fused]
+        for module, (samples, narrow) in zip(self.metric_modules, found, strict=True):
             module.add(samples, narrow=narrow)  # type: ignore[operator]
-        if not self.metric_modules:
-            count = next((tensor.shape[0] for tensor in model_out.values()), 0)
+        count = next((tensor.shape[0] for tensor in model_out.values()), 0)
+        if found:
+            count = found[0][0].labels_TN.shape[1]
         if self.throughput_metric is not None:
             self.throughput_metric.update(count)
         self.trained_batches += 1
@@ -253,47 +253,42 @@ def _samples(
     tasks: Sequence[RecTaskInfo], model_out: Mapping[str, Tensor], groups: bool
 ) -> tuple[Samples, bool]:
     """Return the samples of all tasks in float64 [T, N], and whether all predictions have at most 32 bits."""
-    predictions = [_tensor(model_out, task.prediction_name, task) for task in tasks]
-    labels = [_tensor(model_out, task.label_name, task) for task in tasks]
-    weights = [_tensor(model_out, task.weight_name, task) if task.weighted else None for task in tasks]
-    count = predictions[0].shape[0]
-    for names, tensors in (
-        ("label_name", labels),
-        ("prediction_name", predictions),
-        ("weight_name", weights),
+    keys = [task.prediction_name for task in tasks] + [task.label_name for task in tasks]
+    weighted = any(task.weighted for task in tasks)
+    tensors = [_tensor(model_out, key, task) for key, task in zip(keys, (*tasks, *tasks), strict=True)]
+    if weighted:
+        ones = torch.ones_like(tensors[0])
+        tensors += [_tensor(model_out, task.weight_name, task) if task.weighted else ones for task in tasks]
+        keys += [task.weight_name for task in tasks]
+    of_groups = [_tensor(model_out, task.group_name, task) for task in tasks] if groups else []
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    same = all(tensor.dtype == dtype for tensor in tensors)
+    for key, tensor in zip(
+        keys + [task.group_name for task in tasks if groups], tensors + of_groups, strict=True
     ):
-        for task, tensor in zip(tasks, tensors, strict=True):
-            if tensor is not None and tensor.shape[0] != count:
-                raise InputError(
-                    f"model_out[{getattr(task, names)!r}]: got {tensor.shape[0]} samples; expected {count}, as "
-                    f"{tasks[0].prediction_name!r} has. Pass one number per sample."
-                )
-    with torch.no_grad():
-        weights_TN = None
-        if any(weight is not None for weight in weights):
-            weights_TN = _stacked(
-                [torch.ones_like(y) if w is None else w for w, y in zip(weights, labels, strict=True)]
+        if tensor.shape != shape:
+            raise InputError(
+                f"model_out[{key!r}]: got {tensor.numel()} samples; expected {shape.numel()}, as {keys[0]!r} has. Pass "
+                "one number per sample."
             )
-        groups_TN = None
-        if groups:
-            groups_TN = torch.stack([_tensor(model_out, task.group_name, task).long() for task in tasks])
-        narrow = all(prediction.dtype != torch.float64 for prediction in predictions)
-        return Samples(_stacked(predictions), _stacked(labels), weights_TN, groups_TN), narrow
-
-
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return float64 [T, N]."""
-    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-        tensors = [tensor.double() for tensor in tensors]
-    return torch.stack(list(tensors)).double()
+    narrow = all(tensor.dtype != torch.float64 for tensor in tensors[: len(tasks)])
+    with torch.no_grad():
+        if not same:
+            tensors = [tensor.double() for tensor in tensors]
+        # One copy for all tensors of all tasks.
+        columns = torch.stack(tensors).double().view(-1, len(tasks), shape.numel())
+        groups_TN = torch.stack(of_groups).long() if groups else None
+    return Samples(columns[0], columns[1], columns[2] if weighted else None, groups_TN), narrow
 
 
 def _tensor(model_out: Mapping[str, Tensor], key: str, task: RecTaskInfo) -> Tensor:
-    if key not in model_out:
+    """Return a tensor of a model's output as [N]."""
+    tensor = model_out.get(key)
+    if tensor is None:
         near = difflib.get_close_matches(key, list(model_out), 1)
         raise InputError(
             f"model_out: got no {key!r}, which task {task.name!r} reads; expected one of its keys "
             f"{sorted(model_out)}. {f'Did you mean {near[0]!r}? ' if near else ''}Correct the task's names, or pass "
             "weighted=False for a task without weights."
         )
-    return model_out[key].detach().reshape(-1)
+    return tensor if tensor.dim() == 1 else tensor.detach().reshape(-1)

@@ -76,16 +76,19 @@ class TaskMetrics:
         for metric in self._metrics:
             metric.to(device)
 
+    def check_without_groups(self) -> None:
+        """Raise if the metric needs groups."""
+        if self.given.groups:
+            raise InputError(
+                f"Metric {self.given.name}: got no groups; expected one group per sample. Pass update(groups=...)."
+            )
+
     def update(self, samples: Samples) -> None:
         """Pass a batch to the metric of each task; an empty batch has no effect."""
         count = samples.labels_TN.shape[1]
         if not count:
             return
         given = self.given
-        if given.groups and samples.groups_TN is None:
-            raise InputError(
-                f"Metric {given.name}: got no groups; expected one group per sample. Pass update(groups=...)."
-            )
         labels_TN = samples.labels_TN.long() if given.integer_labels else samples.labels_TN
         for task, metric in enumerate(self._metrics):
             named = {}

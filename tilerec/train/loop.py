@@ -18,6 +18,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json
+from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
@@ -69,6 +70,8 @@ def train(
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
+        for watcher in all_watchers:
+            watcher.begin(config.name, settings(config))
         run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
         held_out, labels = run.evaluate()

@@ -31,6 +31,7 @@ from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_logger import Event, Watcher
+from tilerec.train.table_stats import TableStats
 from tilerec.train.world import World
 
 
@@ -57,8 +58,10 @@ class Run:
         self._step_module = world.data_parallel(model)
         self._prefetch_batch = DevicePrefetcher(model, device)
         self._metrics = MetricModule(
-            measures=[AUC(exact=True)], window=config.train.metric_window, group=world.group
+            measures=[AUC(exact=True, lifetime=False)], window=config.train.metric_window, group=world.group
         ).to(device)
+        self._table_stats = TableStats(model, world.group)
+        self._logged_seconds = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
         self.steps = 0
@@ -81,7 +84,7 @@ class Run:
                 values = self._progress()
                 # Reading the values has waited for the device, so the elapsed time includes the device's work.
                 self.seconds += time.perf_counter() - since
-                self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
+                self._emit_train(values)
                 since = time.perf_counter()
             if (
                 options.eval_every
@@ -97,15 +100,23 @@ class Run:
         if self.steps > self._logged_steps:
             values = self._progress()
             self.seconds += time.perf_counter() - since
-            self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
+            self._emit_train(values)
 
     def evaluate(self) -> tuple[Scores, Tensor]:
         """Return the scores on the held-out part, and its labels; log the scores. Collective."""
         size = self._options.eval_batch_size
+        self._table_stats.pause()
         predictions, labels = self._world.predict(self._model, self._dataset, size, self._device)
+        self._table_stats.resume()
         scores = Scores.of(predictions, labels)
         self._emit("eval", {name: value for name, value in asdict(scores).items() if name != "samples"})
         return scores, labels
+
+    def _emit_train(self, values: dict[str, float]) -> None:
+        """Send the progress since the last event, with the use of the tables, to every watcher. Collective."""
+        use = self._table_stats.values(self.seconds - self._logged_seconds)
+        self._logged_seconds = self.seconds
+        self._emit("train", {**values, "samples_per_second": self.samples / self.seconds, **use})
 
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
