@@ -9,6 +9,7 @@ from tilerec.train.override import override, override_all, settings
 from tilerec.train.report import report
 from tilerec.train.result import RunResult
 from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
+from tilerec.train.tracking import MlflowWatcher, WandbWatcher
 
 __all__ = [
     "train",
@@ -28,6 +29,8 @@ __all__ = [
     "settings",
     "Event",
     "Watcher",
+    "WandbWatcher",
+    "MlflowWatcher",
     "JsonLines",
     "TensorBoard",
     "Terminal",
