@@ -1,6 +1,6 @@
 """Reading: `TableDataset` beside bare `ParquetFile.iter_batches`, by CPU time and by memory.
 
-    python benchmarks/data.py [--rows 524288] [--batch 8192] [--runs 7] [--folder FOLDER]
+    python benchmarks/data.py [--rows 524288] [--batch 8192] [--runs 7] [--folder FOLDER] [--only-memory]
 
 The claims: batches (dense matrix, feature-major ids, checks, shuffled rows) take little more CPU time than a bare scan
 of the same file. Memory does not grow with the data set: it is bounded by a few row groups.
@@ -130,11 +130,18 @@ def memory(path: str, kind: str, files: int, batch: int) -> None:
     """Print the growth of the resident set, in MB, over a pass on copies of a file with a slow consumer."""
     copies = sorted(str(each) for each in Path(path).parent.glob(f"{kind}-copy*.parquet"))
     data = TableDataset(ParquetGroups(copies[:files]), roles(kind, "rows"), shuffle_rows=1 << 14)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    most = before = resident()
     for number, _ in enumerate(data.train(batch)):
         if number % 64 == 0:
             time.sleep(0.02)
-    print(round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+        most = max(most, resident())
+    print(round((most - before) / 2**20))
+
+
+def resident() -> int:
+    """Return the bytes of the resident set."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def compare_memory(folder: Path, batch: int) -> None:
@@ -165,6 +172,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1 << 13)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--only-memory", action="store_true", help="leave the CPU times out")
     parser.add_argument("--memory", nargs=3, metavar=("FILE", "KIND", "FILES"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -174,7 +182,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        compare(folder, options)
+        if options.only_memory:
+            for kind in ("flat", "list"):
+                write(kind, folder / f"{kind}.parquet", options.rows // (4 if kind == "list" else 1))
+        else:
+            compare(folder, options)
         compare_memory(folder, options.batch)
 
 

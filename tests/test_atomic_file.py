@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilerec import atomic_file
-from tilerec.atomic_file import write_file
+from tilerec.atomic_file import replaced_file, write_file
 from tilerec.errors import ConfigError, FileError
 
 
@@ -116,3 +116,22 @@ def test_an_error_is_one_of_the_callers_and_one_of_the_system(tmp_path: Path) ->
     assert caught.value.errno == errno.ENOENT
     with pytest.raises(FileError, match="Is a directory"):
         write_file(tmp_path, "x", "File")
+
+
+def test_a_file_written_in_a_block_appears_when_the_block_succeeds(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("earlier")
+    broken = replaced_file(path, "File")
+    broken.__enter__().write_text("half")
+    assert not broken.__exit__(KeyError, KeyError(), None)
+    assert path.read_text() == "earlier"
+    with replaced_file(path, "File") as temporary:
+        temporary.write_text("later")
+        assert path.read_text() == "earlier"
+    assert path.read_text() == "later"
+    assert list(tmp_path.iterdir()) == [path]
+    with (
+        pytest.raises(FileError, match=r"File: .* cannot be written"),
+        replaced_file(tmp_path / "none" / "a", "File"),
+    ):
+        (tmp_path / "none" / "b").write_text("x")

@@ -43,6 +43,12 @@ def convert(
         list[str] | None,
         typer.Option("--list", help="A column with several ids per field: name=separator. Repeatable."),
     ] = None,
+    texts: Annotated[
+        str,
+        typer.Option(
+            "--text", help="Columns that stay text even if they look like numbers, comma-separated."
+        ),
+    ] = "",
     on_bad_row: Annotated[
         str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
     ] = "error",
@@ -53,7 +59,7 @@ def convert(
     """Convert CSV or TSV files to one Parquet file, in bounded memory, and print statistics of its columns."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from tilerec.data import convert as conversion
+    from tilerec.data.convert import convert as write_parquet
 
     console = SafeConsole(stderr=True)
     columns = (
@@ -65,11 +71,12 @@ def convert(
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("convert", total=None, rows=0)
-            result = conversion.convert(
+            result = write_parquet(
                 files,
                 out,
                 delimiter="\t" if delimiter == "tab" else delimiter,
-                names=tuple(name.strip() for name in names.split(",") if name.strip()),
+                names=_words(names),
+                texts=_words(texts),
                 lists=[_list_column(text) for text in lists or []],
                 on_bad_row=on_bad_row,  # type: ignore[arg-type] # checked by the parser
                 rows_per_group=rows_per_group,
@@ -83,6 +90,10 @@ def convert(
         print_plain(f"skipped: {example}")
     skipped = f", {result.skipped:,} malformed lines skipped" if result.skipped else ""
     print_plain(f"wrote {out}: {result.rows:,} rows{skipped}")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _list_column(text: str) -> ListColumn:

@@ -65,7 +65,9 @@ def stats(
                     "--recipe: got --features, --separator or --format, too; expected none of them, as the recipe "
                     "defines its data. Leave them out."
                 )
-            run = override_all(make_run(recipe, data), [f"data.on_bad_row={on_bad_row}"] if data else [])
+            # Only readers of text have the setting.
+            changes = [f"data.on_bad_row={on_bad_row}"] if data and on_bad_row != "error" else []
+            run = override_all(make_run(recipe, data), changes)
             dataset = run.data.open()
             source = BatchIds(lambda: dataset.train(run.train.batch_size), f"recipe {recipe}")
         elif data is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from tilerec.data.batch import Batch
-from tilerec.data.criteo import DENSE, SPARSE, Criteo
+from tilerec.data.convert import convert
+from tilerec.data.criteo import DENSE, SPARSE, Criteo, criteo_columns
+from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.rows import hash_rows
+from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError, InputError
 
 Row = list[str]  # label, 13 counts, 26 categories
@@ -170,3 +174,22 @@ def test_files_that_are_no_criteo_data_are_errors(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Criteo(_tsv(tmp_path / "a.txt", _rows(3)), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("missing", ["row", "empty"])
+def test_day_files_as_parquet_give_the_same_samples(tmp_path: Path, missing: Any) -> None:
+    days = [_tsv(tmp_path / "day_0", _rows(40)), _tsv(tmp_path / "day_1.gz", _rows(30, seed=1), zipped=True)]
+    names = ("Label", *DENSE, *SPARSE)
+    convert(days, tmp_path / "days.parquet", delimiter="\t", names=names, texts=SPARSE, rows_per_group=25)
+    data = TableDataset(ParquetGroups(tmp_path), criteo_columns(1000, missing=missing))
+    found = _columns([batch for batch, _ in data.rows(16)])
+    expected = [
+        _columns([*streamed.train(1000), *streamed.held_out(1000)])
+        for streamed in (Criteo(day, num_rows=1000, missing=missing) for day in days)
+    ]
+    # `Criteo` shuffles: compare the samples as a multiset.
+    samples = [str(one) for one in zip(found[0].tolist(), found[1].tolist(), found[2], strict=True)]
+    wanted = [
+        str(one) for part in expected for one in zip(part[0].tolist(), part[1].tolist(), part[2], strict=True)
+    ]
+    assert sorted(samples) == sorted(wanted)

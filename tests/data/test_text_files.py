@@ -111,5 +111,7 @@ def test_files_with_other_headers_are_named(tmp_path: Path) -> None:
         InputError, match=r"2.csv: got the header 'x,y,user,tags,when.*expected that of .*1.csv"
     ):
         TableDataset(DelimitedGroups(tmp_path, lists=[ListColumn("tags", "|")]), COLUMNS)
-    with pytest.raises(ConfigError, match=r"got list column 'tag', which is not there; did you mean 'tags'"):
+    with pytest.raises(
+        ConfigError, match=r"got list or text column 'tag', which is not there; did you mean 'tags'"
+    ):
         DelimitedGroups(tmp_path, lists=[ListColumn("tag", "|")])

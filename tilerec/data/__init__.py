@@ -2,7 +2,7 @@
 
 from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
-from tilerec.data.criteo import Criteo
+from tilerec.data.criteo import Criteo, criteo_columns
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
 from tilerec.data.hold_out import HoldOut
@@ -36,6 +36,7 @@ __all__ = [
     "MapGroups",
     "MovieLens",
     "Criteo",
+    "criteo_columns",
     "DelimitedFile",
     "Column",
     "ColumnKind",

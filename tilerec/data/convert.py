@@ -71,6 +71,7 @@ def convert(
     delimiter: str = "",
     names: Sequence[str] = (),
     lists: Sequence[ListColumn] = (),
+    texts: Sequence[str] = (),
     on_bad_row: OnBadRow = "error",
     rows_per_group: int = ROWS_PER_GROUP,
     report: Callable[[int, int, int], None] | None = None,
@@ -82,7 +83,7 @@ def convert(
     Args:
         paths: files, in the order of their rows (`file_list.py`).
         out: the Parquet file; an earlier one is replaced.
-        delimiter, names, lists: see `TextLayout`.
+        delimiter, names, lists, texts: see `TextLayout`.
         on_bad_row: "error", or "skip" to leave malformed lines out and count them.
         rows_per_group: rows of a row group, which is the unit that training reads and shuffles.
         report: called with (bytes read, bytes in all, rows) after each block.
@@ -97,7 +98,7 @@ def convert(
             f"rows_per_group: got {rows_per_group}; expected at least 1. Leave it out for the default."
         )
     files = list_files(paths, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
-    layout = TextLayout(files[0], delimiter=delimiter, names=names, lists=lists, compressed=True)
+    layout = TextLayout(files[0], delimiter=delimiter, names=names, lists=lists, texts=texts, compressed=True)
     total = sum(file.size() for file in files)
     summaries = [
         _Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from tilerec.data.batch import Batch
+from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
 from tilerec.data.rows import hash_rows
@@ -147,6 +148,23 @@ class Criteo(Dataset):
             )
             rows[absent_n, index] = 0 if self._first_row else -1  # -1: no id
         return signed_log(dense), rows, block.numbers["Label"].astype(np.float32)
+
+
+def criteo_columns(num_rows: int = 100_000, *, missing: Missing = "row") -> Columns:
+    """Return the roles of the columns of Criteo files as Parquet or text, with the rows of `Criteo`.
+
+    For the Terabyte data, convert the day files (`tilerec.data.convert.convert(days, out, delimiter="\\t",
+    names=("Label", *DENSE, *SPARSE), texts=SPARSE)`), and hold a day out.
+
+    Args:
+        num_rows, missing: see `Criteo`.
+    """
+    return Columns(
+        labels=(LabelColumn("Label", task="click"),),
+        dense=tuple(DenseColumn(name, transform="log", missing="zero") for name in DENSE),
+        ids=tuple(IdColumn(name, missing=missing) for name in SPARSE),
+        tables=tuple(TableRows(name, num_rows) for name in SPARSE),
+    )
 
 
 def _has_header(path: Path) -> bool:

@@ -60,6 +60,7 @@ class TextLayout:
         delimiter: between fields; "": the most frequent one of comma, tab, semicolon and bar in the first line.
         names: of the columns; () reads them from the first line.
         lists: columns with several ids in a field.
+        texts: columns that are text even if they look like numbers, such as hexadecimal ids.
         compressed: accept gzip, which can only be read from its start.
     """
 
@@ -70,6 +71,7 @@ class TextLayout:
         delimiter: str = "",
         names: Sequence[str] = (),
         lists: Sequence[ListColumn] = (),
+        texts: Sequence[str] = (),
         compressed: bool = False,
     ) -> None:
         sample = _start(file, compressed)
@@ -86,10 +88,12 @@ class TextLayout:
                 "the names."
             )
         self.lists = {one.column: one.separator for one in lists}
-        unknown = sorted(self.lists.keys() - set(self.names))
+        self._texts = {*texts, *self.lists}
+        unknown = sorted(self._texts - set(self.names))
         if unknown:
             raise ConfigError(
-                f"{file.name}: got list column {unknown[0]!r}, which is not there; {nearest(unknown[0], self.names)}"
+                f"{file.name}: got list or text column {unknown[0]!r}, which is not there; "
+                f"{nearest(unknown[0], self.names)}"
             )
         self._read_types(file, rest if self.header else sample)
 
@@ -126,7 +130,7 @@ class TextLayout:
                 check_utf8=False,
                 null_values=[""],
                 strings_can_be_null=True,
-                column_types={name: pa.binary() for name in self.lists},
+                column_types={name: pa.binary() for name in self._texts},
             ),
         )
 
@@ -181,7 +185,7 @@ class DelimitedGroups(RowGroups):
     Args:
         paths: a file, a folder, a pattern, a URL, or a list of them (`file_list.py`).
         base: folder of relative local paths.
-        delimiter, names, lists: see `TextLayout`.
+        delimiter, names, lists, texts: see `TextLayout`.
         block_bytes: bytes of text in a row group.
 
     Raises:
@@ -196,11 +200,12 @@ class DelimitedGroups(RowGroups):
         delimiter: str = "",
         names: Sequence[str] = (),
         lists: Sequence[ListColumn] = (),
+        texts: Sequence[str] = (),
         block_bytes: int = 1 << 23,
     ) -> None:
         self.files = list_files(paths, ENDINGS, base=base)
         self.name = self.files[0].name if len(self.files) == 1 else f"{len(self.files)} text files"
-        self._layout = TextLayout(self.files[0], delimiter=delimiter, names=names, lists=lists)
+        self._layout = TextLayout(self.files[0], delimiter=delimiter, names=names, lists=lists, texts=texts)
         self.schema = self._layout.schema
         blocks = [
             (number, *block)
