@@ -1,4 +1,4 @@
-"""A metric of your own: the Brier score, over a window of the latest samples and over all samples of all ranks.
+"""A metric of your own: the Brier score, over a window of the latest steps and over all samples of all ranks.
 
 torchrun --nproc-per-node 2 examples/extending/metric.py
 
@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/extending/metric.py
     Source: Brier, Verification of forecasts expressed in terms of probability, 1950.
 
 A `Measure` maps samples to sums that add up over batches and ranks, and sums to its value. Updates add tensors on their
-device, so a measure never waits for it. Override `exact` if the sums are an approximation, as those of AUC are.
+device, so a measure never waits for it. If sums cannot give the value, set `keeps_samples` and override `exact`.
 """
 
 from __future__ import annotations

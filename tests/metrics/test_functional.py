@@ -76,6 +76,16 @@ def test_what_one_class_or_no_sample_cannot_define_is_nan() -> None:
         assert measure(none, none).isnan()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_auc_of_every_dtype_and_of_nan(dtype: torch.dtype) -> None:
+    p, y = torch.rand(50).to(dtype), (torch.rand(50) < 0.5).to(dtype)
+    assert auc(p, y).item() == pytest.approx(_auc_by_pairs(p.tolist(), y.tolist(), [1.0] * 50))
+    p[7] = float("nan")
+    assert auc(p, y).isnan()
+    assert calibration(p, y).isnan()
+    assert normalized_entropy(p, y).isnan()
+
+
 def test_certain_and_wrong_predictions_cost_a_finite_loss() -> None:
     loss = log_loss(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]))
     assert loss.item() == pytest.approx(-math.log(1e-12), rel=1e-3)

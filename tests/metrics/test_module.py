@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -141,6 +143,18 @@ def test_lifetime_auc_has_an_error_bound_that_holds() -> None:
     assert bound < 1e-4
 
 
+def test_auc_of_a_window_only() -> None:
+    p, y, w = _samples(1, 30)
+    metrics = MetricModule(measures=[AUC(exact=True, lifetime=False)], window=20)
+    for at in (0, 10, 20):
+        metrics.update(*(part[0, at : at + 10] for part in (p, y, w)))
+    values = metrics.compute()
+    assert set(values) == {"click/auc/window"}
+    torch.testing.assert_close(values["click/auc/window"], auc(p[0, 10:], y[0, 10:], w[0, 10:]))
+    with pytest.raises(ConfigError, match="lifetime=False without exact=True"):
+        AUC(lifetime=False)
+
+
 def test_exact_grouped_auc_joins_groups_of_several_steps() -> None:
     p, y, w = _samples(1, 60)
     g = torch.arange(60) % 7
@@ -194,6 +208,27 @@ def test_zero_weights_and_one_class_are_undefined() -> None:
     metrics.reset()
     metrics.update(torch.rand(4), torch.ones(4), torch.zeros(4))
     assert all(value.isnan() for value in metrics.compute().values())
+
+
+def test_a_refused_update_counts_nothing() -> None:
+    p, y, w = _samples(1, 10)
+    metrics = MetricModule(measures=["mse", "grouped_auc"], window=10)
+    metrics.update(p[0], y[0], w[0], groups=torch.zeros(10, dtype=torch.int64))
+    before = metrics.compute()
+    with pytest.raises(InputError, match=r"Measure grouped_auc: got no groups"):
+        metrics.update(p[0], y[0], w[0])
+    torch.testing.assert_close(metrics.compute(), before, rtol=0, atol=0)
+    assert metrics.window_samples == 10
+
+
+def test_copies_and_pickles_go_on_alone() -> None:
+    p, y, w = _samples(1, 10)
+    metrics = MetricModule(measures=[*EVERY, "recall"], window=10)
+    metrics.update(p[0], y[0], w[0])
+    for other in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
+        torch.testing.assert_close(other.compute(), metrics.compute(), rtol=0, atol=0)
+        other.update(1 - p[0], y[0], w[0])
+        assert other.compute()["click/ne/window"] != metrics.compute()["click/ne/window"]
 
 
 def test_predictions_with_a_graph_leave_no_graph_behind() -> None:

@@ -14,10 +14,26 @@ from tilerec.metrics.measure import (
     Measure,
     Precision,
     Recall,
+    TermMean,
+    TermTotal,
+)
+from tilerec.metrics.metrics_config import (
+    DefaultMetricsConfig,
+    DefaultTaskInfo,
+    EmptyMetricsConfig,
+    MetricsConfig,
+    RecComputeMode,
+    RecMetricDef,
+    RecMetricEnum,
+    RecTaskInfo,
+    StateMetricEnum,
+    ThroughputDef,
 )
 from tilerec.metrics.module import MetricModule
+from tilerec.metrics.rec_metric_module import RecMetricModule, StateMetric, generate_metric_module
 from tilerec.metrics.samples import Samples
 from tilerec.metrics.terms import Term
+from tilerec.metrics.throughput import ThroughputMetric
 from tilerec.metrics.torch_metric import TorchMetric
 
 __all__ = [
@@ -38,6 +54,22 @@ __all__ = [
     "Recall",
     "AUC",
     "GroupedAUC",
+    "TermMean",
+    "TermTotal",
+    "RecMetricModule",
+    "generate_metric_module",
+    "MetricsConfig",
+    "RecTaskInfo",
+    "RecMetricDef",
+    "RecMetricEnum",
+    "RecComputeMode",
+    "StateMetric",
+    "StateMetricEnum",
+    "ThroughputDef",
+    "ThroughputMetric",
+    "DefaultMetricsConfig",
+    "DefaultTaskInfo",
+    "EmptyMetricsConfig",
     "normalized_entropy",
     "log_loss",
     "auc",

@@ -42,6 +42,7 @@ class Measure(ABC):
         entries: size of the ring of sums that a window needs, for measures with many sums; 0 for the module's size.
         keeps_samples: whether a window's value is computed by `exact` from the samples, which the module stores.
         needs_groups: whether updates must pass groups.
+        has_lifetime: whether there are sums, and so a lifetime's value.
         undefined: TorchRec's value where the samples do not define the measure (`RecMetricModule` returns it).
     """
 
@@ -50,6 +51,7 @@ class Measure(ABC):
     entries: int = 0
     keeps_samples: bool = False
     needs_groups: bool = False
+    has_lifetime: bool = True
     undefined: float = math.nan
 
     @abstractmethod
@@ -217,3 +219,36 @@ class Recall(_AtThreshold):
     def from_sums(self, sums_KT: Tensor) -> Tensor:
         true_positive, _, observed, _ = sums_KT
         return ratio(true_positive, observed)
+
+
+class TermMean(TermMeasure):
+    """A term divided by the weight of the samples: the mean of any quantity.
+
+    Args:
+        name: of the measure.
+        term: its sum.
+    """
+
+    def __init__(self, name: str, term: Term) -> None:
+        self.name = name
+        self.terms = (term, WEIGHT)
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        above, total = sums_KT
+        return ratio(above, total)
+
+
+class TermTotal(TermMeasure):
+    """A term as it is: the sum of any quantity.
+
+    Args:
+        name: of the measure.
+        term: its sum.
+    """
+
+    def __init__(self, name: str, term: Term) -> None:
+        self.name = name
+        self.terms = (term,)
+
+    def from_sums(self, sums_KT: Tensor) -> Tensor:
+        return sums_KT[0]

@@ -94,6 +94,13 @@ class MeasureSums:
             drop: see `StepSums.open`.
         """
         count = samples.labels_TN.shape[1]
+        if samples.groups_TN is None:
+            for measure in self._measures:
+                if measure.needs_groups:  # before anything is counted
+                    raise InputError(
+                        f"Measure {measure.name}: got no groups; expected one group per sample. Pass "
+                        "update(groups=...)."
+                    )
         sums_TK = self._rings[0].open(count, drop=drop)
         if self._terms:
             terms = torch.stack([term.of(samples) for term in self._terms], 1)
@@ -102,7 +109,8 @@ class MeasureSums:
             columns = self._places[measure.name].columns
             measure.accumulate(samples, sums_TK[:, columns[0] : columns[-1] + 1])
         for ring, measure in zip(self._rings[1:], self._apart, strict=True):
-            measure.accumulate(samples, ring.open(count, drop=drop))
+            if measure.has_lifetime:
+                measure.accumulate(samples, ring.open(count, drop=drop))
         if self._samples is not None:
             self._samples.add(samples, narrow=narrow)
 
@@ -258,14 +266,15 @@ class MeasureSums:
         ring, columns = self._places[measure.name]
         found = []
         for scope, sums_TK in zip(("lifetime", "window"), sums[ring], strict=False):
+            if scope == "lifetime" and not measure.has_lifetime:
+                continue
             sums_KT = sums_TK.T if measure.entries else sums_TK.T[columns]
             if scope == "window" and measure.keeps_samples and window is not None:
-                values_T = measure.exact_of(window)
+                values_T, finite_T = measure.exact_of(window), window.finite()
             else:
-                values_T = measure.from_sums(sums_KT)
-            undefined_T = values_T.isnan() & sums_KT.isfinite().all(0)
-            found.append(Value(measure.name, scope, values_T, undefined_T))
-            bound_T = measure.error_bound(sums_KT)
-            if bound_T is not None and scope == "lifetime":
+                values_T, finite_T = measure.from_sums(sums_KT), sums_KT.isfinite().all(0)
+            found.append(Value(measure.name, scope, values_T, values_T.isnan() & finite_T))
+            bound_T = measure.error_bound(sums_KT) if scope == "lifetime" else None
+            if bound_T is not None:
                 found.append(Value(measure.name, "lifetime_error", bound_T, bound_T.isnan()))
         return found

@@ -39,7 +39,7 @@ from tilerec.metrics.measure import (
 from tilerec.metrics.measure_sums import MeasureSums, Value
 from tilerec.metrics.rank_sums import RankGroup, RankSums
 from tilerec.metrics.samples import Samples
-from tilerec.metrics.torch_metric import TorchMetric
+from tilerec.metrics.torch_metric import TaskMetrics, TorchMetric
 
 MEASURES: tuple[type[Measure], ...] = (
     NE,
@@ -102,13 +102,9 @@ class MetricModule(nn.Module):
             raise ConfigError(f"MetricModule: got measures {names}; expected at least one, each once.")
         own = [measure for measure in all_measures if isinstance(measure, Measure)]
         self._sums = MeasureSums(self.tasks, own, window, entries)
-        self._others = [measure for measure in all_measures if isinstance(measure, TorchMetric)]
-        self.torch_metrics = nn.ModuleDict(
-            {f"of_{other.name}": other.copies(len(self.tasks), self._ranks) for other in self._others}
-        )
+        others = [measure for measure in all_measures if isinstance(measure, TorchMetric)]
+        self._others = [TaskMetrics(other, len(self.tasks)) for other in others]
         self._synced = False
-        self._loaded_all = False
-        self.register_load_state_dict_post_hook(_clear_other_ranks)
 
     def update(
         self,
@@ -154,10 +150,13 @@ class MetricModule(nn.Module):
             )
         with torch.no_grad():
             if samples.labels_TN.device != self._sums.device:
-                self._sums.to(samples.labels_TN.device)
+                self._to(samples.labels_TN.device)
+            if samples.groups_TN is None:
+                for other in self._others:
+                    other.check_without_groups()
             self._sums.add(samples, narrow=narrow, drop=self._ranks.size == 1)
             for other in self._others:
-                other.update(self._copies(other), samples)
+                other.update(samples)
 
     def compute(self) -> dict[str, Tensor]:
         """Return float64 scalars `{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`; NaN if undefined.
@@ -187,9 +186,9 @@ class MetricModule(nn.Module):
         with torch.no_grad():
             found = self._sums.values(self._ranks, extra)
             return found + [
-                Value(name, "lifetime", torch.stack(parts), torch.zeros(len(parts), dtype=torch.bool))
+                Value(name, "lifetime", values_T, torch.zeros_like(values_T, dtype=torch.bool))
                 for other in self._others
-                for name, parts in other.values(self._copies(other)).items()
+                for name, values_T in other.values(self._ranks).items()
             ]
 
     @property
@@ -201,8 +200,7 @@ class MetricModule(nn.Module):
         """Forget all samples."""
         self._sums.reset()
         for other in self._others:
-            for metric in self._copies(other):
-                metric.reset()  # type: ignore[operator]
+            other.reset()
 
     @contextmanager
     def synced(self) -> Iterator[None]:
@@ -216,20 +214,19 @@ class MetricModule(nn.Module):
         """
         with torch.no_grad():
             own = self._sums.state()
+            own_of_others = [other.state() for other in self._others]
             self._sums.load(self._sums.merged(self._ranks), empty=False)
-        copies = [metric for other in self._others for metric in self._copies(other)]
-        together = self._ranks.size > 1
+            for other in self._others:
+                other.put(other.merged(self._ranks))
         self._synced = True
         try:
-            for metric in copies:
-                metric.sync(should_sync=together)  # type: ignore[operator]
             yield
         finally:
-            for metric in copies:
-                metric.unsync(should_unsync=together)  # type: ignore[operator]
             self._synced = False
             with torch.no_grad():
                 self._sums.load(own, empty=False)
+                for other, state in zip(self._others, own_of_others, strict=True):
+                    other.put(state)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the sums, the samples of exact windows and their counts, as plain tensors and names."""
@@ -237,7 +234,8 @@ class MetricModule(nn.Module):
         ranks = (
             {"rank": 0, "ranks": 1} if covers_all else {"rank": self._ranks.rank, "ranks": self._ranks.size}
         )
-        return {"tasks": list(self.tasks), **ranks, **self._sums.state()}
+        others = {other.given.name: other.state() for other in self._others}
+        return {"tasks": list(self.tasks), **ranks, **self._sums.state(), "torchmetrics": others}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Replace all sums and samples; see `synced`."""
@@ -247,22 +245,31 @@ class MetricModule(nn.Module):
                 "with the same tasks."
             )
         ranks, rank = state["ranks"], state["rank"]
-        self._loaded_all = ranks == 1
-        if not self._loaded_all and (ranks, rank) != (self._ranks.size, self._ranks.rank):
+        if ranks != 1 and (ranks, rank) != (self._ranks.size, self._ranks.rank):
             raise InputError(
                 f"Metric state: got that of rank {rank} of {ranks} on rank {self._ranks.rank} of {self._ranks.size}; "
                 "expected that of all ranks. Save it under `with metrics.synced():`."
             )
+        if set(state["torchmetrics"]) != {other.given.name for other in self._others}:
+            raise InputError(
+                f"Metric state: got torchmetrics {sorted(state['torchmetrics'])}; expected "
+                f"{sorted(other.given.name for other in self._others)}. Load it into metrics with the same measures."
+            )
+        empty = ranks == 1 and self._ranks.rank != 0
         with torch.no_grad():
-            self._sums.load(state, empty=self._loaded_all and self._ranks.rank != 0)
+            self._sums.load(state, empty=empty)
+            for other in self._others:
+                other.reset() if empty else other.put(state["torchmetrics"][other.given.name])
 
     def _apply(self, fn: Any, recurse: bool = True) -> MetricModule:
         super()._apply(fn, recurse)
-        self._sums.to(fn(torch.zeros(0, device=self._sums.device)).device)
+        self._to(fn(torch.zeros(0, device=self._sums.device)).device)
         return self
 
-    def _copies(self, other: TorchMetric) -> nn.ModuleList:
-        return self.torch_metrics[f"of_{other.name}"]  # type: ignore[return-value]
+    def _to(self, device: torch.device) -> None:
+        self._sums.to(device)
+        for other in self._others:
+            other.to(device)
 
     def _check(
         self, predictions: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None
@@ -282,15 +289,6 @@ class MetricModule(nn.Module):
                     f"MetricModule for {tasks} task(s): got {name} of shape {list(shape)} with predictions of shape "
                     f"{list(predictions.shape)}; expected all of shape {wanted}."
                 )
-
-
-def _clear_other_ranks(module: nn.Module, _: object) -> None:
-    """Drop a loaded state of all ranks from the torchmetrics copies of all ranks but the first."""
-    assert isinstance(module, MetricModule)
-    if module._loaded_all and module._ranks.rank:
-        for other in module._others:
-            for metric in module._copies(other):
-                metric.reset()  # type: ignore[operator]
 
 
 def _measure(given: str | Measure | TorchMetric) -> Measure | TorchMetric:

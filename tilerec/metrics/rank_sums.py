@@ -5,14 +5,13 @@ Legend: W ranks.
 
 from __future__ import annotations
 
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.comms.process import ProcessGroupComms
 
 RankGroup: TypeAlias = Group | dist.ProcessGroup | None
 """Ranks: a group of tilerec, a process group of torch, or None for torch's default group if there is one."""
@@ -29,7 +28,7 @@ class RankSums:
 
     def __init__(self, group: RankGroup, *, alone: bool = False) -> None:
         self._given = None if alone else group
-        self.alone = alone
+        self._alone = alone
 
     @property
     def size(self) -> int:
@@ -44,13 +43,6 @@ class RankSums:
         if isinstance(self._given, Group):
             return self._given.rank
         return dist.get_rank(self._given) if self._has_process_group() else 0
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group of torch, for metrics of torchmetrics; None for its default group."""
-        if isinstance(self._given, ProcessGroupComms):
-            return self._given.process_group
-        return None if isinstance(self._given, Group) else self._given
 
     def sum(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks of a contiguous tensor, on every rank. Collective; one all-reduce."""
@@ -75,8 +67,16 @@ class RankSums:
         all_N[start : start + tensor_n.shape[0]] = tensor_n
         return self.sum(name, all_N)
 
+    def objects(self, own: Any) -> list[Any]:
+        """Return the objects of all ranks, in the order of ranks. Collective; pickled, for small objects."""
+        if isinstance(self._given, Group):
+            return self._given.all_gather_object(own)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._given)
+        return found
+
     def _has_process_group(self) -> bool:
-        return not self.alone and dist.is_available() and dist.is_initialized()
+        return not self._alone and dist.is_available() and dist.is_initialized()
 
 
 def _carrier(group: dist.ProcessGroup | None, tensor: Tensor) -> torch.device:

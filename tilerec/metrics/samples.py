@@ -43,19 +43,18 @@ class Samples:
         return torch.ones_like(self.labels_TN) if self.given_weights_TN is None else self.given_weights_TN
 
     @cached_property
-    def log_others_TN(self) -> Tensor:
-        """log(1 - p), p clamped to [1e-12, 1 - 1e-12]."""
-        return (-self._clamped_TN).log1p()
+    def logs_TN(self) -> tuple[Tensor, Tensor]:
+        """log(1 - p) and log(p / (1 - p)), p clamped to [1e-12, 1 - 1e-12]."""
+        clamped_TN = self.predictions_TN.clamp(SMALLEST, 1 - SMALLEST)
+        log_others_TN = clamped_TN.neg().log1p_()
+        return log_others_TN, clamped_TN.log_().sub_(log_others_TN)
 
-    @cached_property
-    def logits_TN(self) -> Tensor:
-        """log(p / (1 - p)), p clamped to [1e-12, 1 - 1e-12]."""
-        return self._clamped_TN.log().sub_(self.log_others_TN)
-
-    @cached_property
-    def cross_entropies_TN(self) -> Tensor:
-        """-(y log p + (1 - y) log(1 - p)) = -(log(1 - p) + y logit(p)): one product instead of two."""
-        return torch.addcmul(self.log_others_TN, self.labels_TN, self.logits_TN).neg_()
+    def cross_entropy(self) -> Tensor:
+        """Return sum w c, float64 [T], with c = -(y log p + (1 - y) log(1 - p)) = -(log(1 - p) + y logit(p))."""
+        log_others_TN, logits_TN = self.logs_TN
+        return (
+            self.weighted_sum(log_others_TN) + torch.linalg.vecdot(self.weighted_labels_TN, logits_TN)
+        ).neg_()
 
     @cached_property
     def errors_TN(self) -> Tensor:
@@ -80,6 +79,11 @@ class Samples:
             return self.labels_TN.new_full((tasks,), count)
         return self.given_weights_TN.sum(1)
 
+    def finite(self) -> Tensor:
+        """Return whether all numbers of each task are finite, bool [T]."""
+        columns = torch.stack([self.predictions_TN, self.labels_TN, self.weights_TN])
+        return columns.isfinite().all(2).all(0)
+
     def above(self, threshold: float) -> Tensor:
         """Return 1 where p >= threshold, 0 below and NaN where p is not finite; float64 [T, N]."""
         if threshold not in self._above:
@@ -87,7 +91,3 @@ class Samples:
             above_TN = (self.predictions_TN >= threshold).double()
             self._above[threshold] = above_TN.add_(self.predictions_TN, alpha=0)
         return self._above[threshold]
-
-    @cached_property
-    def _clamped_TN(self) -> Tensor:
-        return self.predictions_TN.clamp(SMALLEST, 1 - SMALLEST)

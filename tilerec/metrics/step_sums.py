@@ -55,6 +55,7 @@ class StepSums:
         self.retired_TK = torch.zeros(tasks, sums, dtype=torch.float64, device=device)
         self.steps: list[int] = []  # per entry in use
         self.samples: list[int] = []  # per entry, of this rank
+        self._held = 0  # samples of all entries
         self._per_entry = 1
         self._first = 0  # position of the oldest entry
 
@@ -76,6 +77,7 @@ class StepSums:
             self._begin_entry(drop)
         self.steps[-1] += 1
         self.samples[-1] += samples
+        self._held += samples
         return self.tensor_ETK[(self._first + len(self.steps) - 1) % self._entries]
 
     def latest(self, count: int) -> Tensor:
@@ -92,10 +94,11 @@ class StepSums:
         """Add all but the latest `count` entries to the lifetime's earlier steps."""
         drop = len(self.steps) - count
         if drop > 0:
-            for old_DTK in self._parts(0, drop):
+            for old_DTK in self._parts(0, drop) if self.retired_TK.numel() else ():
                 self.retired_TK += old_DTK.sum(0)
                 old_DTK.zero_()
             self._first = (self._first + drop) % self._entries
+            self._held -= sum(self.samples[:drop])
             del self.steps[:drop], self.samples[:drop]
 
     def reset(self) -> None:
@@ -103,7 +106,7 @@ class StepSums:
         self.tensor_ETK.zero_()
         self.retired_TK.zero_()
         self.steps, self.samples = [], []
-        self._per_entry, self._first = 1, 0
+        self._per_entry, self._first, self._held = 1, 0, 0
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the sums and counts; `window` has only the entries in use."""
@@ -140,13 +143,18 @@ class StepSums:
             self.retired_TK += window_ETK[:start].sum(0)
         self.tensor_ETK[:kept] = window_ETK[start:]
         self.steps, self.samples = steps[start:], samples[start:]
+        self._held = sum(self.samples)
         self._per_entry = int(state["steps_per_entry"])
 
     def _begin_entry(self, drop: bool) -> None:
         """Append an entry without steps; retire or merge entries before if there is no place for it."""
         if drop:
             # An entry outside of the window never fits again: the window only gains samples at its other end.
-            self.keep_latest(latest_within(self.samples, self._window))
+            excess, out = self._held - self._window, 0
+            while excess > 0 and out < len(self.samples) - 1:
+                excess -= self.samples[out]
+                out += 1
+            self.keep_latest(len(self.samples) - out)
         if len(self.steps) == self._entries:
             self._merge()
         elif self._per_entry > 1 and len(self.steps) <= self._entries // 8:

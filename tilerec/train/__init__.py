@@ -10,6 +10,7 @@ from tilerec.train.report import report
 from tilerec.train.result import RunResult
 from tilerec.train.run_file import read_run_file, write_run_file
 from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
+from tilerec.train.tracking import MlflowWatcher, WandbWatcher
 
 __all__ = [
     "train",
@@ -31,6 +32,8 @@ __all__ = [
     "settings",
     "Event",
     "Watcher",
+    "WandbWatcher",
+    "MlflowWatcher",
     "JsonLines",
     "TensorBoard",
     "Terminal",

@@ -21,6 +21,7 @@ from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.evaluate import Scores
 from tilerec.train.log_folder import open_logs, write_json
+from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
 from tilerec.train.run_file import RUN_FILE, write_run_file
@@ -75,6 +76,8 @@ def train(
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
+        for watcher in all_watchers:
+            watcher.begin(config.name, settings(config))
         run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
         tasks, labels = run.evaluate()

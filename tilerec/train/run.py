@@ -31,6 +31,7 @@ from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_logger import Event, Watcher
+from tilerec.train.table_stats import TableStats
 from tilerec.train.world import World
 
 
@@ -57,8 +58,13 @@ class Run:
         self._step_module = world.data_parallel(model)
         self._prefetch_batch = DevicePrefetcher(model, device)
         self._metrics = MetricModule(
-            dataset.tasks, [AUC(exact=True)], window=config.train.metric_window, group=world.group
+            dataset.tasks,
+            [AUC(exact=True, lifetime=False)],
+            window=config.train.metric_window,
+            group=world.group,
         ).to(device)
+        self._table_stats = TableStats(model, world.group)
+        self._logged_seconds = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
         self._epoch = 0
@@ -83,7 +89,7 @@ class Run:
                 values = self._progress()
                 # Reading the values has waited for the device, so the elapsed time includes the device's work.
                 self.seconds += time.perf_counter() - since
-                self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
+                self._emit_train(values)
                 since = time.perf_counter()
             if (
                 options.eval_every
@@ -99,15 +105,23 @@ class Run:
         if self.steps > self._logged_steps:
             values = self._progress()
             self.seconds += time.perf_counter() - since
-            self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
+            self._emit_train(values)
 
     def evaluate(self) -> tuple[dict[str, Scores], Tensor]:
         """Return the scores of each task on the held-out part, and its labels; log the scores. Collective."""
         tasks, batches = self._dataset.tasks, self._dataset.held_out(self._options.eval_batch_size)
+        self._table_stats.pause()
         found = self._world.predict(self._model, batches, self._device, len(tasks))
+        self._table_stats.resume()
         scores = Scores.by_task(found, tasks)
         self._emit("eval", _numbers(Scores.mean(scores.values())))
         return scores, found.labels
+
+    def _emit_train(self, values: dict[str, float]) -> None:
+        """Send the progress since the last event, with the use of the tables, to every watcher. Collective."""
+        use = self._table_stats.values(self.seconds - self._logged_seconds)
+        self._logged_seconds = self.seconds
+        self._emit("train", {**values, "samples_per_second": self.samples / self.seconds, **use})
 
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
@@ -133,7 +147,8 @@ class Run:
         """Continue after the step at which `state_dict` was called; call it before `learn`."""
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.steps, self.samples = int(state["steps"]), int(state["samples"])
-        self.seconds, self._logged_steps = float(state["seconds"]), self.steps
+        self.seconds = self._logged_seconds = float(state["seconds"])
+        self._logged_steps = self.steps
 
     def _shares(self) -> Iterator[Share]:
         rank, world_size = self._world.rank, self._world.size

@@ -50,7 +50,15 @@ class Event:
 
 
 class Watcher(ABC):
-    """Receiver of a run's events (abstract)."""
+    """Receiver of a run's events (abstract): `begin`, then `record` for each event, then `close`."""
+
+    def begin(self, name: str, settings: Mapping[str, object]) -> None:  # noqa: B027 - most logs need no beginning
+        """Open the log, before the first event.
+
+        Args:
+            name: of the recipe.
+            settings: the run's config, flat: "train.batch_size" and so on.
+        """
 
     @abstractmethod
     def record(self, event: Event) -> None:
