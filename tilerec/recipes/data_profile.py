@@ -7,6 +7,7 @@ of all rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ PARQUET_ENDINGS = (".parquet", ".parq", ".pq")
 TEXT_ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 MOST_ROWS = 1_000_000
 _SAMPLE = 100_000
+_TIME_NAME = re.compile(r"time|date|^ts$|_ts$|^day$", re.IGNORECASE)
+"""Names of columns whose numbers may be times. All of them are kept, for an exact split."""
 _BATCH_ROWS = 1 << 16
 _READ_ERRORS = (OSError, pa.ArrowException, EOFError)
 
@@ -93,8 +96,9 @@ class ColumnProfile:
         kept = values[~missing]
         self.values += len(kept)
         self._distinct.add(kept if found.hashed else hash_values(_as_int64(kept)))
-        if not found.hashed and len(self.sample) < _SAMPLE:
-            self.sample = np.concatenate([self.sample, kept[: _SAMPLE - len(self.sample)].astype(np.float64)])
+        most = MOST_ROWS if self.is_time or _TIME_NAME.search(self.name) else _SAMPLE
+        if not found.hashed and len(self.sample) < most:
+            self.sample = np.concatenate([self.sample, kept[: most - len(self.sample)].astype(np.float64)])
         if self.kind == "text" and len(self.texts) < 1000:
             self.texts += tuple(str(text) for text in column.slice(0, 1000).drop_null().to_pylist())
 
@@ -170,8 +174,10 @@ def _batches(files: list[DataFile], text: bool, separator: str) -> Iterator[pa.R
                     source = pa.input_stream(
                         stream, compression="gzip" if file.name.endswith(".gz") else None
                     )
-                    options = arrow_csv.ParseOptions(delimiter=separator)
-                    yield from arrow_csv.open_csv(source, parse_options=options)
+                    parse = arrow_csv.ParseOptions(delimiter=separator)
+                    # An empty field is a missing value, as for the reader of text files.
+                    convert = arrow_csv.ConvertOptions(strings_can_be_null=True, null_values=[""])
+                    yield from arrow_csv.open_csv(source, parse_options=parse, convert_options=convert)
                 else:
                     yield from parquet.ParquetFile(stream).iter_batches(_BATCH_ROWS)
         except _READ_ERRORS as error:

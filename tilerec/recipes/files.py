@@ -30,7 +30,11 @@ class FilesData(DataConfig):
         hold_out: rows for evaluation; by default every tenth row.
         format: "auto" decides by the ending of the first path; a folder or URL without an ending is Parquet.
         base: folder of relative paths; "": the current folder.
-        seed, shuffle_rows, lanes, group_by_session: see `TableDataset`.
+        seed: of the order of the training rows.
+        shuffle_rows: row groups are shuffled together until they have this many rows.
+        lanes: row groups that each batch takes rows from; 1, or a multiple of the largest number of ranks, so that each
+            rank decodes its own row groups only. It defines the order of the rows.
+        group_by_session: column with equal values for consecutive samples of one session, which then share their ids.
         read_ahead_mb: megabytes of batches that are read ahead of training.
         keys: columns that name the samples in files of predictions; by default the id columns with one id per sample.
     """

@@ -127,7 +127,7 @@ def _is_number(column: ColumnProfile) -> bool:
 
 
 def _is_binary(column: ColumnProfile) -> bool:
-    return len(column.sample) > 0 and bool(np.isin(column.sample, (0.0, 1.0)).all())
+    return np.array_equal(np.unique(column.sample), (0.0, 1.0))
 
 
 def _as_label(column: ColumnProfile, why: str) -> Guess:
@@ -135,6 +135,11 @@ def _as_label(column: ColumnProfile, why: str) -> Guess:
         raise ConfigError(
             f"--label: got {column.name!r} with {column.missing:,} missing values; expected a value in each row. "
             "Remove these rows, or choose another column."
+        )
+    if column.sample.min() == column.sample.max():
+        raise ConfigError(
+            f"--label: got {column.name!r}, which is {column.sample[0]:g} in all rows; expected different values. "
+            "Choose another column, or read more rows with --rows."
         )
     settings: dict[str, Any] = {"column": column.name}
     if not _is_binary(column):

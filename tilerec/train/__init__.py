@@ -8,6 +8,7 @@ from tilerec.train.optimizers import Optimizers
 from tilerec.train.override import override, override_all, settings
 from tilerec.train.report import report
 from tilerec.train.result import RunResult
+from tilerec.train.run_file import read_run_file, write_run_file
 from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
 from tilerec.train.tracking import MlflowWatcher, WandbWatcher
 
@@ -15,6 +16,8 @@ __all__ = [
     "train",
     "report",
     "RunConfig",
+    "read_run_file",
+    "write_run_file",
     "DataConfig",
     "ModelConfig",
     "TrainConfig",

@@ -167,9 +167,12 @@ class RunConfig:
     """Config of a complete run.
 
     Attributes:
-        name: of the recipe, for logs.
-        data, model, train: the three parts.
-        log_dir: folder for logs, created if it does not exist; "" for no logs.
+        name: of the run or recipe, for logs; in a run file, the default is the name of the file.
+        data: where the samples come from.
+        model: which model to train.
+        train: how to train it.
+        log_dir: folder for logs and the model, created if it does not exist; "" for none. (The command line takes
+            runs/<name>/<date and time> in place of "".)
         parallel: sharding of tables, for runs on several ranks.
     """
 

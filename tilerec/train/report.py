@@ -52,13 +52,13 @@ def score_table(
     mean = Scores.mean(tasks.values())
     columns = {**tasks, "mean": mean} if len(tasks) > 1 else {"model": mean}
     table = Table("")
-    for name in (*columns, *(("best reachable", "difference") if best is not None else ())):
-        table.add_column(Text(name), justify="right")
-    for label, name in MEASURES:
-        cells = [_number(getattr(scores, name)) for scores in columns.values()]
+    for header in (*columns, *(("best reachable", "difference") if best is not None else ())):
+        table.add_column(Text(header), justify="right")
+    for label, measure in MEASURES:
+        cells = [_number(getattr(scores, measure)) for scores in columns.values()]
         if best is not None:
-            reachable = getattr(best, name)
-            cells += [_number(reachable), _number(getattr(mean, name) - reachable, sign=True)]
+            reachable = getattr(best, measure)
+            cells += [_number(reachable), _number(getattr(mean, measure) - reachable, sign=True)]
         table.add_row(label, *cells)
     title = Text(f"{name}: {mean.samples:,} {what}", style="bold")
     return Group(title, table)

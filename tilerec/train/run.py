@@ -148,7 +148,8 @@ class Run:
         """Continue after the step at which `state_dict` was called; call it before `learn`."""
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.steps, self.samples = int(state["steps"]), int(state["samples"])
-        self.seconds, self._logged_steps = float(state["seconds"]), self.steps
+        self.seconds = self._logged_seconds = float(state["seconds"])
+        self._logged_steps = self.steps
 
     def _shares(self) -> Iterator[tuple[int, Share]]:
         """Yield the remaining shares with their epochs; the pipeline reads them ahead of their steps."""

@@ -1,9 +1,8 @@
-"""The train loop: schedule, loss scale, ranks, overrides, logs, and what a run reports."""
+"""The train loop: schedule, loss scale, ranks, launching, logs, and the report of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
 import math
@@ -24,7 +23,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import RowCount
-from tilerec.data.share import Share, bounds, cut, shares
+from tilerec.data.share import Share
 from tilerec.data.synthetic import SyntheticClicks
 from tilerec.errors import CommsError, ConfigError, InputError, TilerecError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -33,10 +32,9 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
 from tilerec.sharding.table import ShardedTable
-from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.testing import Ranks, random_batch
+from tilerec.testing import Ranks
 from tilerec.train import run as run_module
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
@@ -44,7 +42,7 @@ from tilerec.train.launch import RankFailed, _local_store, cores, launch, under_
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
-from tilerec.train.override import override, override_all, settings
+from tilerec.train.override import override
 from tilerec.train.report import report
 from tilerec.train.run_logger import Event, Terminal, Watcher, finite
 
@@ -669,142 +667,6 @@ def test_a_launch_of_no_ranks_is_refused() -> None:
 def test_a_process_with_a_rank_knows_its_launcher() -> None:
     assert under_torchrun({"RANK": "0", "WORLD_SIZE": "2"})
     assert not under_torchrun({"WORLD_SIZE": "2"})
-
-
-# Shares -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("total", "world_size"), [(0, 2), (1, 2), (5, 2), (7, 3), (2, 5), (64, 4)])
-def test_shares_cover_a_batch_once_and_differ_by_one_sample_at_most(total: int, world_size: int) -> None:
-    cuts = [bounds(total, rank, world_size) for rank in range(world_size)]
-    assert [sample for first, last in cuts for sample in range(first, last)] == list(range(total))
-    sizes = [last - first for first, last in cuts]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_a_source_that_draws_shares_alone_draws_those_of_the_whole_batches() -> None:
-    dataset = SyntheticData(num_rows=(30, 20), max_lengths=(3, 1), min_lengths=(0, 1), train_rows=2500).open()
-    for rank in range(3):
-        drawn = list(dataset.train_shares(700, 1, rank=rank, world_size=3))
-        kept = list(shares(dataset.train(700, 1), rank, 3))
-        assert [(s.first, s.total, s.end) for s in drawn] == [(s.first, s.total, s.end) for s in kept]
-        for own, other in zip(drawn, kept, strict=True):
-            assert torch.equal(own.batch.dense_features, other.batch.dense_features)
-            assert torch.equal(own.batch.labels, other.batch.labels)
-            ours, theirs = own.batch.sparse_features, other.batch.sparse_features
-            assert torch.equal(ours.values(), theirs.values())
-            assert torch.equal(ours.lengths(), theirs.lengths())
-            assert ours.stride() == theirs.stride() == own.batch.batch_size
-
-
-@pytest.mark.parametrize("start", [0, 700, 2100, 2500])
-def test_a_pass_continues_at_the_end_of_any_share_on_any_number_of_ranks(start: int) -> None:
-    dataset = SyntheticData(num_rows=(30,), train_rows=2500).open()
-    complete = list(dataset.train_shares(700, 1, rank=0, world_size=1))
-    wanted = [share for share in complete if share.end > start]
-    for source in (dataset.train_shares, functools.partial(Dataset.train_shares, dataset)):
-        parts = [list(source(700, 1, rank=rank, world_size=3, start=start)) for rank in range(3)]
-        for i, whole in enumerate(wanted):
-            assert [part[i].end for part in parts] == [whole.end] * 3
-            labels = torch.cat([part[i].batch.labels for part in parts])
-            assert torch.equal(labels, whole.batch.labels)
-        assert {len(part) for part in parts} == {len(wanted)}
-
-
-KEYS = ["a", "b", "c"]
-
-
-def _batch_of(features: KeyedJaggedTensor, size: int) -> Batch:
-    return Batch(torch.arange(2.0 * size).view(size, 2), features, torch.arange(float(size)))
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 0), (5, 5), (1, 4), (2, 3)])
-def test_a_cut_keeps_the_bags_and_weights_of_its_samples(first: int, last: int) -> None:
-    features = random_batch(KEYS, 9, 5, weighted=True, seed=3)
-    own = cut(_batch_of(features, 5), first, last)
-    assert own.batch_size == own.sparse_features.stride() == last - first
-    assert own.labels.tolist() == list(map(float, range(first, last)))
-    assert own.dense_features.shape == (last - first, 2)
-    for key in KEYS:
-        whole, part = features[key], own.sparse_features[key]
-        begin, end = whole.offsets()[first], whole.offsets()[last]
-        assert torch.equal(part.values(), whole.values()[begin:end])
-        assert torch.equal(part.weights(), whole.weights()[begin:end])
-        assert torch.equal(part.lengths(), whole.lengths()[first:last])
-
-
-def test_a_batch_of_several_batch_sizes_cannot_be_cut() -> None:
-    features = random_batch(["a", "b"], 9, 5, variable=True)
-    with pytest.raises(InputError, match="cannot be divided among ranks"):
-        cut(_batch_of(features, 5), 0, 2)
-
-
-# Overrides ----------------------------------------------------------------------------------------------------
-
-
-def test_an_override_changes_one_field_of_a_copy() -> None:
-    run = _run()
-    changed = override(run, "train.batch_size=4096")
-    assert changed.train.batch_size == 4096
-    assert run.train.batch_size == 64
-    assert dataclasses.replace(changed, train=run.train) == run
-
-
-@pytest.mark.parametrize(
-    ("assignment", "name", "value"),
-    [
-        ("train.decay_to=0.5", "train.decay_to", 0.5),
-        ("train.decay_to=1", "train.decay_to", 1.0),
-        ("train.device = cpu ", "train.device", "cpu"),
-        ("model.mean_pooling=true", "model.mean_pooling", True),
-        ("model.over_arch=64,32", "model.over_arch", (64, 32)),
-        ("model.over_arch=(7,)", "model.over_arch", (7,)),
-        ("data.exponents=1.5, 0", "data.exponents", (1.5, 0.0)),
-        ("train.embedding_optimizer=SGD", "train.embedding_optimizer", "SGD"),
-        ("train.embedding_optimizer.eps=1e-3", "train.embedding_optimizer.eps", 1e-3),
-        ("train.embedding_optimizer.non_finite=skip", "train.embedding_optimizer.non_finite", "skip"),
-        ("train.dense_optimizer.betas=0.5,0.6", "train.dense_optimizer.betas", (0.5, 0.6)),
-        ("log_dir=a=b", "log_dir", "a=b"),
-    ],
-)
-def test_values_are_read_by_the_type_of_their_field(assignment: str, name: str, value: object) -> None:
-    found = settings(override(_run(), assignment))[name]
-    assert found == value
-    assert type(found) is type(value)
-
-
-def test_an_optimizer_keeps_its_learning_rate_when_its_class_changes() -> None:
-    run = override_all(
-        _run(), ["train.embedding_optimizer.lr=0.25", "train.embedding_optimizer=RowWiseAdagrad"]
-    )
-    assert run.train.embedding_optimizer == RowWiseAdagrad(lr=0.25)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("train.batchsize=3", r"no setting 'train\.batchsize'\. Did you mean 'train\.batch_size'\?"),
-        ("batch_size=3", r"no setting 'batch_size'\. Did you mean 'train\.batch_size'\?"),
-        ("tran.batch_size=3", r"no setting 'tran'\. Did you mean 'train'\?"),
-        ("zzz=3", r"no setting 'zzz'\. Expected one of name, data, model, train, log_dir"),
-        ("train.batch_size=many", r"train\.batch_size: got 'many'; expected a whole number"),
-        ("train.batch_size=1.5", r"train\.batch_size: got '1\.5'; expected a whole number"),
-        ("train.batch_size=0", r"train\.batch_size: got 0; expected at least 1"),
-        ("model.mean_pooling=yes", r"expected true or false"),
-        ("model.over_arch=a,b", r"expected a list of whole numbers, such as 64,32"),
-        ("train.dense_optimizer.betas=0.5", r"expected a list of a number, a number"),
-        ("train.embedding_optimizer=Ada", r"train\.embedding_optimizer: got 'Ada'"),
-        ("train.embedding_optimizer.non_finite=maybe", r"expected one of error, skip"),
-        ("train.embedding_optimizer.lr=-1", r"got lr=-1"),
-        ("train=3", r"'train' is a group of settings\. Set one of train\.batch_size"),
-        ("train.seed.more=3", r"'train\.seed' is a value and has no setting 'more'"),
-        ("train.batch_size", r"--set: got .train\.batch_size.; expected name=value"),
-        ("=3", r"--set: got .=3.; expected name=value"),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_the_nearest_named(assignment: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        override(_run(), assignment)
 
 
 # Showing ------------------------------------------------------------------------------------------------------

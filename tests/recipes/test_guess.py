@@ -1,0 +1,160 @@
+"""Guessed roles: each kind of column, table sizes, and a first run file that trains."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.recipes.data_profile import profile_data
+from tilerec.recipes.guess import Guess, guess_roles, run_text, table_rows, words_of
+from tilerec.train.run_file import run_of_toml
+
+ROWS = 400
+
+
+def _columns() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    return {
+        "row_key": [f"k{i}" for i in range(ROWS)],
+        "clicked": draw.integers(0, 2, ROWS),
+        "flag": draw.integers(0, 2, ROWS) == 1,
+        "price": draw.random(ROWS) * 4,
+        "views": (draw.pareto(1.0, ROWS) * 10).astype(np.int64),
+        "userId": draw.integers(0, 90, ROWS),
+        "big": draw.integers(0, 50, ROWS) + 2**40,
+        "city": [None if i % 7 == 0 else f"c{i % 20}" for i in range(ROWS)],
+        "tags": [[int(i % 9)] * (i % 4) for i in range(ROWS)],
+        "hist_items": [[f"i{i % 12}"] * 3 for i in range(ROWS)],
+        "scores": [[0.5] for _ in range(ROWS)],
+        "comment": [
+            "a long text that is no id at all, because it is a sentence " + str(i % 50) for i in range(ROWS)
+        ],
+        "constant": [1] * ROWS,
+        "nothing": pa.nulls(ROWS, pa.float64()),
+        "ts": 1_700_000_000 + np.arange(ROWS),
+    }
+
+
+def _guesses(tmp_path: Path, label: str | None = None, **changes: Any) -> dict[str, Guess]:
+    columns = {name: one for name, one in {**_columns(), **changes}.items() if one is not None}
+    parquet.write_table(pa.table(columns), tmp_path / "data.parquet")
+    profile = profile_data(str(tmp_path / "data.parquet"))
+    return {guess.column: guess for guess in guess_roles(profile, label)}
+
+
+def test_each_kind_of_column_has_its_role(tmp_path: Path) -> None:
+    found = _guesses(tmp_path)
+    assert {name: guess.role for name, guess in found.items()} == {
+        "row_key": "", "clicked": "label", "flag": "dense", "price": "dense", "views": "dense", "userId": "id",
+        "big": "id", "city": "id", "tags": "id", "hist_items": "id", "scores": "", "comment": "", "constant": "",
+        "nothing": "", "ts": "time",
+    }  # fmt: skip
+    assert found["views"].settings["transform"] == "log"
+    assert found["city"].settings == {"column": "city", "missing": "row"}
+    assert found["tags"].settings == {"column": "tags", "kind": "list", "missing": "empty"}
+    assert found["hist_items"].settings["kind"] == "sequence"
+    assert found["hist_items"].settings["max_length"] == 3
+    assert found["ts"].settings == {"column": "ts", "at_least": str(1_700_000_000 + 359)}
+    assert all(guess.why for guess in found.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "expected"),
+    [
+        ({}, "flag", {"column": "flag"}),
+        (
+            {"clicked": None, "flag": None, "rating": [i % 5 + 1.0 for i in range(ROWS)]},
+            None,
+            {"column": "rating", "at_least": 4.0},
+        ),
+        ({"clicked": None}, None, {"column": "flag"}),
+        ({}, "views", {"column": "views", "at_least": 10.0}),
+    ],
+)
+def test_a_label_is_given_or_named_or_the_only_one(
+    changes: dict[str, Any], label: str | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (found,) = (guess for guess in _guesses(tmp_path, label, **changes).values() if guess.role == "label")
+    assert found.settings["column"] == expected["column"]
+    assert ("at_least" in found.settings) == ("at_least" in expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "message"),
+    [
+        ({}, "click", r"--label: got 'click', which is not there; did you mean 'clicked'"),
+        ({}, "city", r"'city' of type string; expected a column of numbers"),
+        ({"clicked": None, "flag": None}, None, r"no column is clearly a label.*Pass --label"),
+        ({"clicked": [0] * ROWS}, None, r"'clicked', which is 0 in all rows"),
+        ({"clicked": [None] + [0, 1] * 199 + [1]}, None, r"1 missing values"),
+    ],
+)
+def test_labels_that_cannot_be_used_are_refused(
+    changes: dict[str, Any], label: str | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _guesses(tmp_path, label, **changes)
+
+
+def test_dates_split_by_time_and_text_files_are_read(tmp_path: Path) -> None:
+    days = [datetime.datetime(2024, 1, 1) + datetime.timedelta(days=i) for i in range(ROWS)]
+    found = _guesses(tmp_path, when=pa.array(days, pa.timestamp("us")), ts=None)
+    assert found["when"].settings["at_least"].startswith("2024-12-25")
+    lines = ["user\tgenres\tempty\tlabel"] + [
+        f"u{i % 9}\ta|b{i % 3}\t{'' if i % 2 else 'x' + str(i % 5)}\t{i % 2}" for i in range(50)
+    ]
+    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
+    profile = profile_data(str(tmp_path / "a.tsv"))
+    assert (profile.format, profile.separator, profile.rows, profile.total) == ("text", "\t", 50, 50)
+    texts = {guess.column: guess for guess in guess_roles(profile)}
+    assert texts["genres"].settings == {
+        "column": "genres",
+        "kind": "list",
+        "separator": "|",
+        "missing": "empty",
+    }
+    assert texts["empty"].settings["missing"] == "row"
+
+
+def test_sizes_grow_with_rows_that_were_not_read(tmp_path: Path) -> None:
+    table = pa.table({"user_id": list(range(1000)) * 2, "y": [0, 1] * 1000, "few_id": [0, 1, 2, 3] * 500})
+    parquet.write_table(table, tmp_path / "data.parquet", row_group_size=100)
+    part = profile_data(str(tmp_path / "data.parquet"), most_rows=100)
+    assert part.total == 2000
+    assert part.rows >= 100
+    assert table_rows(1) == 16
+    assert table_rows(1000) == 1300
+    assert table_rows(10**9) == 10_000_000
+    assert words_of("userId_2") == ["user", "id"]
+
+
+def test_a_first_run_file_is_a_run_with_a_reason_at_each_column(tmp_path: Path) -> None:
+    _guesses(tmp_path)
+    profile = profile_data(str(tmp_path / "data.parquet"))
+    text = run_text(profile, str(tmp_path / "data.parquet"), guess_roles(profile))
+    run = run_of_toml(text)
+    dataset = run.data.open()
+    assert dataset.tasks == ("clicked",)
+    assert "# text; 20 distinct" in text
+    assert "#   comment: texts of" in text
+    batch = next(dataset.train(32))
+    assert batch.batch_size == 32
+
+
+def test_data_without_rows_or_features_are_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "empty.parquet")
+    with pytest.raises(InputError, match="got no rows"):
+        profile_data(str(tmp_path / "empty.parquet"))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(InputError, match=r"bad\.parquet: got .*readable Parquet file"):
+        profile_data(str(tmp_path / "bad.parquet"))
+    parquet.write_table(pa.table({"y": [0, 1]}), tmp_path / "alone.parquet")
+    with pytest.raises(ConfigError, match="got no column to predict 'y' from"):
+        guess_roles(profile_data(str(tmp_path / "alone.parquet")))

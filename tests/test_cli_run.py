@@ -1,0 +1,136 @@
+"""Run files on the command line: from a data file to predictions, and mistakes in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+from typer.testing import CliRunner
+
+from tilerec.cli import app
+
+
+def _invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, the run file that `init` writes, and a trained model."""
+    place = tmp_path_factory.mktemp("clicks")
+    draw = np.random.default_rng(0)
+    rows = 600
+    table = pa.table(
+        {
+            "user_id": draw.integers(0, 30, rows),
+            "item": [f"i{i}" for i in draw.integers(0, 20, rows)],
+            "tags": [[int(i) for i in draw.integers(0, 5, count)] for count in draw.integers(0, 4, rows)],
+            "price": draw.random(rows),
+            "click": draw.integers(0, 2, rows),
+        }
+    )
+    parquet.write_table(table.slice(0, 500), place / "clicks.parquet")
+    parquet.write_table(table.slice(500), place / "test.parquet")
+    parquet.write_table(table.slice(500).drop_columns(["click"]), place / "new.parquet")
+    code, text = _invoke("init", str(place / "clicks.parquet"), "--out", str(place / "run.toml"))
+    assert code == 0, text
+    assert "named like a label" in text
+    code, text = _invoke("train", str(place / "run.toml"))
+    assert code == 0, text
+    assert "run: 50 held-out samples" in text
+    return place
+
+
+def test_a_run_file_leaves_its_model_beside_it(folder: Path) -> None:
+    (log,) = (folder / "runs" / "run").iterdir()
+    names = {path.name for path in log.iterdir()}
+    assert names >= {"run.toml", "model.safetensors", "metrics.jsonl", "summary.json"}
+    code, text = _invoke("eval", str(folder / "run.toml"), str(folder / "test.parquet"))
+    assert code == 0, text
+    assert "100 samples of" in text
+    by_folder = _invoke("eval", str(log), str(folder / "test.parquet"))
+    assert by_folder == (0, text)
+    held_out = _invoke("eval", str(folder / "run.toml"))
+    assert "50 held-out samples" in held_out[1]
+
+
+def test_any_number_of_processes_predicts_the_same(folder: Path) -> None:
+    found = []
+    for arguments in ([], ["--nproc", "2", "--batch-size", "7"]):
+        out = folder / "scores.parquet"
+        code, text = _invoke(
+            "predict", str(folder / "run.toml"), str(folder / "new.parquet"), "--out", str(out), *arguments
+        )
+        assert code == 0, text
+        found.append(parquet.read_table(out))
+    alone, two = found
+    assert alone.column_names == two.column_names == ["user_id", "item", "score"]
+    assert alone.drop_columns(["score"]) == two.drop_columns(["score"])
+    assert alone["user_id"] == parquet.read_table(folder / "new.parquet")["user_id"]
+    np.testing.assert_allclose(alone["score"].to_numpy(), two["score"].to_numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["init", "{}/none.parquet", "--out", "{}/x.toml"], "a path that does not exist"),
+        (["init", "{}/clicks.parquet", "--out", "{}/run.toml"], "exists; expected a new file"),
+        (["init", "{}/clicks.parquet", "--out", "{}/no/run.toml"], "expected a file in an existing folder"),
+        (["train", "{}/none.toml"], "got 'No such file or directory'"),
+        (["train", "{}/run.toml", "--set", "data.columns.ids[9].missing=row"], "is a list of 3 tables"),
+        (
+            ["train", "{}/run.toml", "--set", "data.columns.ids[0].mising=row"],
+            "Did you mean 'data.columns.ids[0].missing'?",
+        ),
+        (["train", "{}/run.toml", "--data", "{}/new.parquet"], "'click', which is not there"),
+        (["eval", "{}/run.toml", "{}/new.parquet"], "'click', which is not there"),
+        (["eval", "{}"], "without model.safetensors"),
+        (
+            ["predict", "{}/run.toml", "{}/new.parquet", "--out", "{}/no/x.parquet"],
+            "expected a file in an existing",
+        ),
+        (["predict", "{}/run.toml", "{}/new.parquet", "--out", "{}"], "expected a file. Name a file in it"),
+        (
+            ["predict", "{}/run.toml", "{}/new.parquet", "--out", "{}/x.parquet", "--keys", "usr"],
+            "--keys: got 'usr'",
+        ),
+        (["predict", "{}/run.toml", "{}/run.toml", "--out", "{}/x.parquet"], "cannot be read as Parquet"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_file(arguments: list[str], message: str, folder: Path) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    code, text = _invoke(*(part.replace("{}", str(folder)) for part in arguments))
+    assert code == 1
+    assert message in text
+    assert "Traceback" not in text
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_show_prints_elements_of_lists_as_set_takes_them(folder: Path) -> None:
+    code, text = _invoke(
+        "train", str(folder / "run.toml"), "--set", "data.columns.ids[1].missing=row", "--show"
+    )
+    assert code == 0
+    assert "data.columns.ids[1].missing = row" in text
+    assert "data.columns.labels[0].column = click" in text
+
+
+def test_recipes_leave_models_too_and_name_the_kind_of_data_that_predicts(tmp_path: Path) -> None:
+    small = ["data.train_rows=64", "data.held_out_rows=32", "train.batch_size=32"]
+    settings = [part for one in small for part in ("--set", one)]
+    code, text = _invoke("train", "synthetic", "--log-dir", str(tmp_path / "log"), *settings)
+    assert code == 0, text
+    code, text = _invoke("eval", str(tmp_path / "log"))
+    assert code == 0, text
+    assert "32 held-out samples" in text
+    code, text = _invoke(
+        "predict", str(tmp_path / "log"), "x.parquet", "--out", str(tmp_path / "out.parquet")
+    )
+    assert code == 1
+    assert "expected a run with data.kind = 'files'" in text
