@@ -95,6 +95,9 @@ def train(
             help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."
         ),
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="File for the times of all stages, to open at ui.perfetto.dev.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
     """Run a recipe and print its scores.
@@ -117,6 +120,7 @@ def train(
             "log_dir": log_dir,
             "parallel.plan": plan,
             "parallel.sharding": sharding,
+            "trace": trace,
         }
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
         run = _with_log_dir(run, [*(set_ or []), *given])

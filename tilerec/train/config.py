@@ -147,6 +147,7 @@ class RunConfig:
         data, model, train: the three parts.
         log_dir: folder for logs, created if it does not exist; "" for no logs.
         parallel: sharding of tables, for runs on several ranks.
+        trace: file for the times of all stages, for Perfetto; "" for none.
     """
 
     name: str
@@ -155,3 +156,4 @@ class RunConfig:
     train: TrainConfig
     log_dir: str = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trace: str = ""

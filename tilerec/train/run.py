@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Literal
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.metrics.functional import auc
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
@@ -56,7 +57,11 @@ class Run:
         self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
-        self._pipeline = PrefetchTrainPipelineSparseDist(model, self, device, custom_model_fwd=self._forward)
+        self._pipeline = PrefetchTrainPipelineSparseDist(
+            model, self, device, custom_model_fwd=self._forward, group=world.group
+        )
+        if config.trace:
+            self._pipeline.start_trace()
         # Divide the configured window over the ranks; `_auc` concatenates the ranks' windows.
         window = -(-config.train.metric_window // world.size)
         self._metrics = MetricModule(measures=["auc"], window=window, sync_on_compute=False).to(device)
@@ -98,6 +103,11 @@ class Run:
             values = self._progress()
             self.seconds += time.perf_counter() - since
             self._emit("train", {**values, "samples_per_second": self.samples / self.seconds})
+        if self._config.trace:
+            try:
+                self._pipeline.write_trace(self._config.trace)
+            except FileError as error:  # the trained model counts more
+                warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
 
     def evaluate(self) -> tuple[Scores, Tensor]:
         """Return the scores on the held-out part, and its labels; log the scores. Collective."""

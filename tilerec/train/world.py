@@ -49,6 +49,11 @@ class World:
         self.rank = 0 if group is None else group.rank
         self.size = 1 if group is None else group.size
 
+    @property
+    def group(self) -> ProcessGroupComms | None:
+        """The ranks; None for a run in one process."""
+        return self._group
+
     def check(self, config: RunConfig) -> None:
         """Raise if the ranks' settings differ, and name the first one that does."""
         if self._group is not None:
