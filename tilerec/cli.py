@@ -95,9 +95,7 @@ def train(
             help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."
         ),
     ] = None,
-    trace: Annotated[
-        str | None, typer.Option(help="File for the times of all stages, to open at ui.perfetto.dev.")
-    ] = None,
+    trace: Annotated[str | None, typer.Option(help="File for the times of all stages, for Perfetto.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
     """Run a recipe and print its scores.
