@@ -731,3 +731,18 @@ def test_the_launchers_store_listens_on_the_loopback_only() -> None:
     assert [place for place in places if place.endswith(f":{store.port:04X}")] == [
         f"0100007F:{store.port:04X}"
     ]
+
+
+def test_a_run_writes_its_trace(tmp_path: Path) -> None:
+    run = dataclasses.replace(_run(), trace=str(tmp_path / "trace.json"))
+    steps = train(run).steps
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "update" and event["ph"] == "X" for event in events) == steps
+
+
+def test_a_trace_that_cannot_be_written_warns_and_loses_nothing(tmp_path: Path) -> None:
+    run = dataclasses.replace(_run(), trace=str(tmp_path / "missing" / "trace.json"))
+    with pytest.warns(
+        UserWarning, match=r"Trace: .* cannot be written: .* The run continues without a trace"
+    ):
+        assert train(run).steps

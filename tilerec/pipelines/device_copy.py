@@ -51,14 +51,19 @@ class DeviceCopy:
         """Copy a batch that was read; `who` is the pipeline, in errors."""
         if batch.error is not None or batch.batch is None:
             return
-        batch.check_unwritten(who)
-        batch.stays = any(tensor.device == self.device for tensor in tensors_of(batch.batch))
+        here = [] if batch.marks is None else [self._is_here(tensor) for tensor in batch.marks.tensors]
+        batch.stays = any(here)
         with self.ahead(batch):
-            there = moved(batch.batch, self.device)
-            if there is not batch.batch:
-                batch.batch, batch.marks = there, Marks.of(tensors_of(there))
+            if not all(here):
+                batch.check_unwritten(who)
+                batch.batch = moved(batch.batch, self.device)
+                batch.marks = Marks.of(tensors_of(batch.batch))
             if self._stream is not None:
                 batch.arrived = StreamEvent(self.device)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        device = tensor.device
+        return device.type == self.device.type and self.device.index in (None, device.index)
 
     def arrive(self, batch: BatchInFlight) -> None:
         """Make the current stream wait for a batch whose step comes next, and keep the host's pace."""

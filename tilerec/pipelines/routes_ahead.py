@@ -221,6 +221,11 @@ class RoutesAhead:
                 self._learned.append(call)
 
     @property
+    def maps_ids(self) -> bool:
+        """True if a learned route maps ids: it changes the maps, for a batch without samples, too."""
+        return any(isinstance(one.collection, ShardedManagedCollisionEmbeddings) for one in self._learned)
+
+    @property
     def learned(self) -> int:
         """Number of learned calls; it only grows during a pass."""
         return len(self._learned) + len(self._prefetched)

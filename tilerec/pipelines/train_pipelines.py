@@ -81,8 +81,8 @@ class TrainPipeline:
         )
         self._group = group_of(model) if group is None else group
         several = even and self._group is not None and self._group.size > 1
-        evened = EvenRanks(self._group, empty, who) if several and self._group is not None else None
-        self._pipeline = Pipeline(self._stages(), self._depth, evened, who)
+        self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None
+        self._pipeline = Pipeline(self._stages(), self._depth, self._even, who)
 
     def _stages(self) -> list[Stage]:
         """Return the stages, in the order of one step."""
@@ -104,17 +104,26 @@ class TrainPipeline:
             self._routes.find_collections()
         self._copy(batch, type(self).__name__)
 
+    def _has_turn(self, batch: BatchInFlight) -> bool:
+        """Return False for a batch after the end of all ranks, whose route would change maps of ids.
+
+        Ranks learn late that all have ended. Routes of tables alone are harmless then, so only maps wait for it.
+        """
+        return self._even is None or not self._routes.maps_ids or not self._even.is_end(batch)
+
     def _begin_route(self, batch: BatchInFlight, _: Pass) -> None:
-        with self._copy.ahead(batch):
-            self._routes.begin(batch)
+        if self._has_turn(batch):
+            with self._copy.ahead(batch):
+                self._routes.begin(batch)
 
     def _finish_route(self, batch: BatchInFlight, _: Pass) -> None:
-        with self._copy.ahead(batch):
-            self._routes.finish(batch)
+        if self._has_turn(batch):
+            with self._copy.ahead(batch):
+                self._routes.finish(batch)
 
-    def _prefetch_batch(self, batch: BatchInFlight, _: Pass) -> None:
+    def _prefetch_batch(self, batch: BatchInFlight, current: Pass) -> None:
+        self._finish_route(batch, current)  # of routes that were learned in the forward before this stage
         with self._copy.ahead(batch):
-            self._routes.finish(batch)  # of routes that were learned in the forward before this stage
             self._routes.prefetch(batch)
 
     def _forward(self, batch: BatchInFlight, current: Pass) -> None:

@@ -70,7 +70,7 @@ class TrainStep:
                     f"{self._who}: the model returned losses of type {type(losses).__name__}; expected a tensor. "
                     "Return (losses, output), or call model.eval() for a pipeline that does not train."
                 )
-            batch.loss = torch.sum(losses, dim=0)
+            batch.loss = torch.sum(losses, dim=0) if losses.dim() else losses
             held.held.append(batch)
 
     def backward(self, batch: BatchInFlight, held: Pass) -> None:

@@ -60,6 +60,7 @@ def train(
             help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."
         ),
     ] = None,
+    trace: Annotated[str | None, typer.Option(help="File for the times of all stages, for Perfetto.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
     """Train a run file or a recipe, print its scores, and leave logs and model in a folder.
@@ -78,6 +79,7 @@ def train(
             "log_dir": log_dir,
             "parallel.plan": plan,
             "parallel.sharding": sharding,
+            "trace": trace,
         }
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
         run = _with_log_dir(run, recipe, [*(set_ or []), *given])

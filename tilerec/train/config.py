@@ -174,6 +174,7 @@ class RunConfig:
         log_dir: folder for logs and the model, created if it does not exist; "" for none. (The command line takes
             runs/<name>/<date and time> in place of "".)
         parallel: sharding of tables, for runs on several ranks.
+        trace: file for the times of all stages, for Perfetto; "" for none.
     """
 
     name: str
@@ -182,3 +183,4 @@ class RunConfig:
     train: TrainConfig
     log_dir: FilePath = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trace: str = ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
-from tilerec.errors import ConfigError, InputError, TilerecError
+from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.ops.runtime.readback import drain
@@ -57,7 +58,11 @@ class Run:
         self._watchers = all_watchers
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
-        self._pipeline = PrefetchTrainPipelineSparseDist(model, self, device, custom_model_fwd=self._forward)
+        self._pipeline = PrefetchTrainPipelineSparseDist(
+            model, self, device, custom_model_fwd=self._forward, group=world.group
+        )
+        if config.trace:
+            self._pipeline.start_trace()
         self._metrics = MetricModule(
             dataset.tasks,
             [AUC(exact=True, lifetime=False)],
@@ -107,6 +112,11 @@ class Run:
             values = self._progress()
             self.seconds += time.perf_counter() - since
             self._emit_train(values)
+        if self._config.trace:
+            try:
+                self._pipeline.write_trace(self._config.trace)
+            except FileError as error:  # the trained model counts more
+                warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
 
     def evaluate(self) -> tuple[dict[str, Scores], Tensor]:
         """Return the scores of each task on the held-out part, and its labels; log the scores. Collective."""
