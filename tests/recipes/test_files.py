@@ -161,7 +161,7 @@ def _losses_of_rank(folder: str) -> list[float]:
 def test_two_ranks_train_as_one(files: Path) -> None:
     one = _losses(str(files))
     assert len(set(one)) == len(CASES)
-    for losses in run_ranks(2, _losses_of_rank, str(files)):
+    for losses in run_ranks(2, _losses_of_rank, str(files), timeout_s=150.0):
         assert losses == pytest.approx(one, rel=1e-5)
 
 
