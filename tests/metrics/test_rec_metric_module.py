@@ -98,7 +98,8 @@ def test_metrics_with_several_values_and_settings() -> None:
     values = module.compute()
     # Pairs (positive, negative), by weight: (0.35, 0.1) 1, (0.8, 0.1) 0.5, (0.8, 0.4) 1 of 4.5 in order.
     assert values["auc-click|window_auc"] == pytest.approx(2.5 / 4.5)
-    assert values["auc-click|window_grouped_auc"] == pytest.approx(1 / 3)  # group 5: 1 of 3
+    # Group 5: pairs of weight 1 of 3 in order. Group 6 has one class, which counts 0.5.
+    assert values["auc-click|window_grouped_auc"] == pytest.approx((1 / 3 + 0.5) / 2)
 
     module = _module(_config((RecMetricEnum.NE,), arguments={"include_logloss": True}))
     module.update(BATCH)

@@ -87,7 +87,7 @@ class AUC(Measure):
 
 
 class GroupedAUC(Measure):
-    """Mean of the AUC within each group, such as a user or a session. Groups of one class have no AUC and do not count.
+    """Mean of the AUC within each group, such as a user or a session. Groups of one class have no AUC.
 
     The sums treat equal groups of two batches as two groups. With `exact=True` a window's value joins them.
 
@@ -97,16 +97,24 @@ class GroupedAUC(Measure):
         weights: of a group in the mean: the weight of its samples, or 1.
         exact: compute a window's value from its samples, which the module then stores (see `AUC`; 8 bytes more per
             sample).
+        one_class: AUC of groups of one class; None leaves them out. TorchRec takes 0.5.
     """
 
     name = "grouped_auc"
     needs_groups = True
     undefined = 0.5
 
-    def __init__(self, weights: Literal["samples", "groups"] = "samples", *, exact: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Literal["samples", "groups"] = "samples",
+        *,
+        exact: bool = False,
+        one_class: float | None = None,
+    ) -> None:
         if weights not in ("samples", "groups"):
             raise ConfigError(f"GroupedAUC: got weights={weights!r}; expected 'samples' or 'groups'.")
         self._by_samples = weights == "samples"
+        self._one_class = one_class
         self.keeps_samples = exact
 
     def width(self) -> int:
@@ -136,6 +144,8 @@ class GroupedAUC(Measure):
         auc_TN, weight_TN = group_aucs(
             samples.predictions_TN, samples.labels_TN, samples.weights_TN, samples.groups_TN
         )
+        if self._one_class is not None:
+            auc_TN = torch.where(auc_TN.isinf() & (weight_TN > 0), self._one_class, auc_TN)
         counts_TN = ~auc_TN.isinf()
         if not self._by_samples:
             weight_TN = torch.ones_like(weight_TN)

@@ -120,5 +120,5 @@ def _measures(name: RecMetricEnum | str, definition: RecMetricDef) -> tuple[str,
 def _auc(given: dict[str, Any]) -> list[Measure | TorchMetric]:
     exact, grouped = bool(given.pop("exact", False)), bool(given.pop("grouped_auc", False))
     bins = {"bins": given.pop("bins")} if "bins" in given else {}
-    more = [GroupedAUC("groups", exact=True)] if grouped else []
+    more = [GroupedAUC("groups", exact=True, one_class=0.5)] if grouped else []
     return [AUC(**bins, exact=exact), *more]
