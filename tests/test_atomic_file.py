@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tilerec import atomic_file
-from tilerec.atomic_file import replaced_file, write_file
+from tilerec.atomic_file import open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
 
 
@@ -121,17 +121,17 @@ def test_an_error_is_one_of_the_callers_and_one_of_the_system(tmp_path: Path) ->
 def test_a_file_written_in_a_block_appears_when_the_block_succeeds(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("earlier")
-    broken = replaced_file(path, "File")
-    broken.__enter__().write_text("half")
+    broken = open_replacement(path, "File")
+    broken.__enter__().write(b"half")
     assert not broken.__exit__(KeyError, KeyError(), None)
     assert path.read_text() == "earlier"
-    with replaced_file(path, "File") as temporary:
-        temporary.write_text("later")
+    with open_replacement(path, "File") as file:
+        file.write(b"later")
         assert path.read_text() == "earlier"
     assert path.read_text() == "later"
     assert list(tmp_path.iterdir()) == [path]
     with (
         pytest.raises(FileError, match=r"File: .* cannot be written"),
-        replaced_file(tmp_path / "none" / "a", "File"),
+        open_replacement(tmp_path / "none" / "a", "File") as file,
     ):
-        (tmp_path / "none" / "b").write_text("x")
+        file.write(b"x")

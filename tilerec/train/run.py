@@ -59,8 +59,8 @@ class Run:
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
         self._pipeline = PrefetchTrainPipelineSparseDist(
-            model, self, device, custom_model_fwd=self._forward, group=world.group
-        )
+            model, self, device, custom_model_fwd=self._forward, group=world.group, even=False
+        )  # every rank has a share of every global batch, so all have equally many
         if config.trace:
             self._pipeline.start_trace()
         self._metrics = MetricModule(
