@@ -68,9 +68,7 @@ def main() -> None:
     for name in VARIANTS:
         for nproc in (1, 2):
             alone, beside = (statistics.median(found[name, nproc, busy]) for busy in (0, given.busy))
-            print(
-                f"{name:14s} {nproc} processes: {alone:9,.0f} alone {beside:9,.0f} beside {given.busy} busy"
-            )
+            print(f"{name:14s} {nproc} processes: {alone:9,.0f} alone {beside:9,.0f} beside {given.busy} busy")
 
 
 if __name__ == "__main__":

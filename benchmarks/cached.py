@@ -133,9 +133,7 @@ def print_times(rows: int, ids: Tensor, batch: int) -> None:
         own += module.fused_optimizer.state_dict()["state"]["embedding_bags.t.weight"].values()
         assert all(torch.equal(a, b) for a, b in zip(own, wants, strict=True)), "the same rows and state"
     print(f"\nTraining steps, Zipf 1.05, dim {DIM}, {batch:,} ids in bags of {BAG}, row-wise Adagrad, CPU")
-    print(
-        "| load factor | hit rate, all batches | ms per step | of that without a cache |\n|---|---|---|---|"
-    )
+    print("| load factor | hit rate, all batches | ms per step | of that without a cache |\n|---|---|---|---|")
     base = statistics.median(times["without"][len(times["without"]) // 2 :])
     for name, own_times in times.items():
         took = statistics.median(own_times[len(own_times) // 2 :])
@@ -144,9 +142,7 @@ def print_times(rows: int, ids: Tensor, batch: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--batch", type=int, default=16_384)
     parser.add_argument("--batches", type=int, default=100, help="measured; as many come before")

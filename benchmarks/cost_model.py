@@ -123,17 +123,12 @@ class Run:
             parameter.data.zero_()
         generator = torch.Generator().manual_seed(group.rank)
         names = [w.name for w in plan.works]
-        lengths = torch.cat(
-            [torch.full((plan.batch,), int(w.ids_per_bag), dtype=torch.int32) for w in plan.works]
-        )
+        lengths = torch.cat([torch.full((plan.batch,), int(w.ids_per_bag), dtype=torch.int32) for w in plan.works])
         self.batches = [
             KeyedJaggedTensor(
                 names,
                 torch.cat(
-                    [
-                        torch.randint(w.rows, (plan.batch * int(w.ids_per_bag),), generator=generator)
-                        for w in plan.works
-                    ]
+                    [torch.randint(w.rows, (plan.batch * int(w.ids_per_bag),), generator=generator) for w in plan.works]
                 ),
                 lengths=lengths,
             )
@@ -262,9 +257,7 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", type=int, default=36)
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--steps", type=int, default=11)

@@ -165,9 +165,7 @@ def compare_memory(folder: Path, batch: int) -> None:
 
 def main() -> None:
     """Run the comparisons."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1 << 19)
     parser.add_argument("--batch", type=int, default=1 << 13)
     parser.add_argument("--runs", type=int, default=7)

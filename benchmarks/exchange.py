@@ -146,9 +146,7 @@ def fixed_cases(slots: int) -> list[Case]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=26)
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=15)
@@ -157,9 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if library() is None:
         raise SystemExit(str(status()))
     print(f"{options.slots} slots, batch {options.batch}; torch {torch.__version__}; {status()}")
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     every = cases(options.slots, options.batch)
     fixed = fixed_cases(options.slots)
     for case in every + fixed:

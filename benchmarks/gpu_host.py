@@ -210,8 +210,7 @@ def install(clock: Clock) -> None:
     torch.cuda.is_current_stream_capturing = lambda: False  # type: ignore[assignment]
 
     backends = [
-        importlib.import_module(f"{OPS}.{name}.triton.backend")
-        for name in ("lookup", "update", "exchange", "jagged")
+        importlib.import_module(f"{OPS}.{name}.triton.backend") for name in ("lookup", "update", "exchange", "jagged")
     ]
     watched: list[Any] = []
     for share, places in WATCHED.items():

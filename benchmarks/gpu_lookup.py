@@ -271,9 +271,7 @@ class Fbgemm:
 IMPLEMENTATIONS = (Ours, Torch, Fbgemm)
 
 
-def expected(
-    case: Case, optimizer: str, device: torch.device, data: Data, t: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def expected(case: Case, optimizer: str, device: torch.device, data: Data, t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return table t's outputs, its touched rows and their values after one step, in fp64 from the values of `fill`."""
     table = torch.empty(case.rows[t], case.dims[t], dtype=DTYPES[case.dtype], device=device)
     fill(table, t)
@@ -317,9 +315,7 @@ def check(runner: Any, case: Case, optimizer: str, device: torch.device, data: D
         scale = math.sqrt(case.lengths[t])
         torch.testing.assert_close(got.double(), want, rtol=rough, atol=rough * 4 * scale)
         if runner.name == "tilerec" or optimizer == "sgd":  # the peers' epsilons and first steps differ
-            torch.testing.assert_close(
-                runner.tables[t].detach()[rows_U].double(), values, rtol=rough, atol=rough * 2
-            )
+            torch.testing.assert_close(runner.tables[t].detach()[rows_U].double(), values, rtol=rough, atol=rough * 2)
 
 
 # Cycles of the GPU's clock that a timed call finds the device busy for: about 1.5 ms at 1.98 GHz, longer than the host
@@ -376,9 +372,7 @@ def compulsory(case: Case, optimizer: str, data: Data) -> tuple[float, float, fl
         distinct += u * sector_row(dim, size)
         every += n * sector_row(dim, size)
         gathered += n * dim * size
-        state += {"sgd": 0, "rowwise_adagrad": 64 * u, "adagrad": 8 * u * dim, "adam": 16 * u * dim}[
-            optimizer
-        ]
+        state += {"sgd": 0, "rowwise_adagrad": 64 * u, "adagrad": 8 * u * dim, "adam": 16 * u * dim}[optimizer]
     moved = 2 * distinct + state + ids + 4 * data.ids.numel()
     rest = outputs + ids + offsets
     return distinct + rest, every + rest, moved + outputs, moved + gathered
@@ -427,9 +421,7 @@ def step(runner: Any, data: Data) -> None:
     runner.backward(data)
 
 
-def run(
-    kind: Any, case: Case, optimizer: str, batches: list[Data], rounds: int, bandwidth: float
-) -> dict[str, Any]:
+def run(kind: Any, case: Case, optimizer: str, batches: list[Data], rounds: int, bandwidth: float) -> dict[str, Any]:
     """Check and time one implementation."""
     device = batches[0].ids.device
     clock, line = Clock(device), {"case": case.name, "optimizer": optimizer, "who": kind.name}
@@ -485,9 +477,7 @@ def show(line: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="*", default=[case.name for case in CASES])
-    parser.add_argument(
-        "--optimizer", nargs="*", default=["sgd", "rowwise_adagrad", "adam"], choices=list(HYPER)
-    )
+    parser.add_argument("--optimizer", nargs="*", default=["sgd", "rowwise_adagrad", "adam"], choices=list(HYPER))
     parser.add_argument("--who", nargs="*", default=[kind.name for kind in IMPLEMENTATIONS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and samples by this")
@@ -517,9 +507,7 @@ def main() -> None:
                         print(f"    {ms * 1e3:8.1f} us  {name[:110]}")
                 results.append(line)
     if options.json:
-        options.json.write_text(
-            json.dumps({"device": name, "copy_gbs": bandwidth / 1e9, "lines": results}, indent=1)
-        )
+        options.json.write_text(json.dumps({"device": name, "copy_gbs": bandwidth / 1e9, "lines": results}, indent=1))
 
 
 if __name__ == "__main__":

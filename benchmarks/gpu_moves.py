@@ -116,9 +116,7 @@ def cases(device: torch.device, shrink: int) -> Iterator[Case]:
         own = torch.randn(len(segments) * batch * 64, device=device)
         adds = [int(owners > 1)] * len(segments)
 
-        def place(
-            function: Callable[..., None], own: Tensor = own, moves: Any = moves, adds: Any = adds
-        ) -> Tensor:
+        def place(function: Callable[..., None], own: Tensor = own, moves: Any = moves, adds: Any = adds) -> Tensor:
             out = torch.empty(batch * columns, device=device)
             function(out, own, slots, *moves, adds, True)
             return out
@@ -153,9 +151,7 @@ def cases(device: torch.device, shrink: int) -> Iterator[Case]:
 def agree(case: Case) -> None:
     """Raise unless both give the same result."""
     results, expecteds = case.run(), case.reference()
-    pairs = (
-        [(results, expecteds)] if isinstance(results, Tensor) else list(zip(results, expecteds, strict=True))
-    )
+    pairs = [(results, expecteds)] if isinstance(results, Tensor) else list(zip(results, expecteds, strict=True))
     for one, other in pairs:
         close = {"rtol": 0.0, "atol": 0.0} if case.bits else {"rtol": 1e-4, "atol": 1e-3}
         torch.testing.assert_close(one, other, **close)
@@ -176,9 +172,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide the batch by this")
     parser.add_argument("--rounds", type=int, default=30)

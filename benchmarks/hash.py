@@ -258,9 +258,7 @@ def measure(options: argparse.Namespace, load: float, peer: Peer | None) -> Iter
     fill: dict[str, float] = {}
     filling = work.fill()
     for threads, ours in sides.items():
-        fill[f"{threads}"] = work.filled / sum(
-            clock(lambda i=ids_N, o=ours: o.step(i))[0] for ids_N in filling
-        )
+        fill[f"{threads}"] = work.filled / sum(clock(lambda i=ids_N, o=ours: o.step(i))[0] for ids_N in filling)
     if gpu is not None:
         gpu.filled(filling, work.filled)
     fill["dict"] = work.filled / sum(clock(lambda i=ids_N: dictionary.step(i))[0] for ids_N in filling)
@@ -317,9 +315,7 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def peer_line(
-    peer: Peer, name: str, load: float, work: Workload, interval: int, threads: int, batches: int
-) -> Line:
+def peer_line(peer: Peer, name: str, load: float, work: Workload, interval: int, threads: int, batches: int) -> Line:
     """Run TorchRec's module on the first batches of the stream; whole intervals, for the mean."""
     filling = peer.ask("fill", work=dataclasses.asdict(work), interval=interval, threads=threads)["seconds"]
     batches = -(-batches // interval) * interval
@@ -331,22 +327,16 @@ def peer_line(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=os.environ.get("TILEREC_PEER_PYTHON", ".venv-peer/bin/python"))
     parser.add_argument("--ids", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=65_536)
     parser.add_argument("--rows", type=int, default=768 * 1366)
     parser.add_argument("--max-probe", type=int, default=128)
     parser.add_argument("--zipf", type=float, default=1.05)
-    parser.add_argument(
-        "--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.5, 0.9, 1.0]
-    )
+    parser.add_argument("--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.5, 0.9, 1.0])
     parser.add_argument("--threads", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2])
-    parser.add_argument(
-        "--peer-batches", type=int, default=8, help="batches of the stream that TorchRec takes"
-    )
+    parser.add_argument("--peer-batches", type=int, default=8, help="batches of the stream that TorchRec takes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     if library() is None:
@@ -362,9 +352,7 @@ def main() -> None:
     else:
         hello = peer.ask("hello")
         print(f"- peer: torchrec {hello['torchrec']}, torch {hello['torch']}")
-    print(
-        f"- recipe: `{' '.join(['python', *sys.argv])}`, {time.strftime('%Y-%m-%d')}; medians over batches\n"
-    )
+    print(f"- recipe: `{' '.join(['python', *sys.argv])}`, {time.strftime('%Y-%m-%d')}; medians over batches\n")
     print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|", flush=True)
     for load in options.loads:
         for line in measure(options, load, peer):

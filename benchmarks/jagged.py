@@ -116,9 +116,7 @@ def bench_ops(bags: int, mean_length: int, rounds: int) -> int:
     native = LIBRARY.taking_arguments(kernels(loaded))
     arguments = op_arguments(bags, mean_length)
     print(f"{bags} bags of 0 to {2 * mean_length} ids; torch {torch.__version__}; {status()}")
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     for name, args in arguments.items():
         pairs = [
             result if isinstance(result, tuple) else (result,)
@@ -219,9 +217,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(
-            f"{self.process.args!r} ended with code {self.process.wait()}; run it by hand to see why."
-        )
+        raise SystemExit(f"{self.process.args!r} ended with code {self.process.wait()}; run it by hand to see why.")
 
     def ask(self, case: str) -> Any:
         assert self.process.stdin is not None
@@ -236,9 +232,7 @@ class Worker:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--weighted", action="store_true")
@@ -268,12 +262,8 @@ def main() -> int:
     workers = {"tilerec": Worker(sys.executable, "tilerec", arguments)}
     if options.peer_python:
         workers["torchrec"] = Worker(options.peer_python, "torchrec", arguments)
-    print(
-        f"{options.keys} keys x {options.batch}, {'weighted' if options.weighted else 'unweighted'}, one thread"
-    )
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
+    print(f"{options.keys} keys x {options.batch}, {'weighted' if options.weighted else 'unweighted'}, one thread")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     for name, worker in workers.items():
         print(f"{name}: torch {worker.about['torch']}")
     for case in CASES:
@@ -289,9 +279,7 @@ def main() -> int:
             for name, worker in workers.items():
                 times[name].append(worker.ask(case)["seconds"] * 1e6)
         medians = {name: statistics.median(series) for name, series in times.items()}
-        line = f"{case:14s} {kind:7s}" + "".join(
-            f"  {name} {median:9.1f} us" for name, median in medians.items()
-        )
+        line = f"{case:14s} {kind:7s}" + "".join(f"  {name} {median:9.1f} us" for name, median in medians.items())
         if "torchrec" in medians:
             ratio = medians["tilerec"] / medians["torchrec"]
             line += f"  ratio {ratio:5.2f}"

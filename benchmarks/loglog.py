@@ -61,9 +61,7 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
     for tick in _decades(left, right):
         x = at_x(tick)
         out.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
-        out.append(
-            f'<text class="soft" x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{tick:,.0f}</text>'
-        )
+        out.append(f'<text class="soft" x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{tick:,.0f}</text>')
     for tick in _decades(low, high):
         y = at_y(tick)
         out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
@@ -81,9 +79,7 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
         out.append(f'<polyline class="line of{i}" points="{line}"/>')
         for (x, y), (size, seconds) in zip(places, one.points, strict=True):
             text = f"{size:,.0f}: {seconds:.3g}"
-            out.append(
-                f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
-            )
+            out.append(f'<circle class="dot{i}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>')
         x, y = places[len(places) // 2]
         end = x > (LEFT + WIDTH) / 2  # the right half: text ends at its point
         anchor = f'x="{WIDTH - RIGHT}" text-anchor="end"' if end else f'x="{x + 12:.1f}"'

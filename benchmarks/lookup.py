@@ -132,9 +132,7 @@ class Peer:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        raise RuntimeError(
-            f"the peer process ended (exit code {self.process.wait()}); its messages are above"
-        )
+        raise RuntimeError(f"the peer process ended (exit code {self.process.wait()}); its messages are above")
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -197,9 +195,7 @@ def check(who: str, case: Case, got: list[Tensor], want: list[Tensor]) -> None:
         wrong = (a - b).abs() > 2 * unit * (b.abs() + case.length + 1)
         if float(wrong.double().mean()) > (0 if i == 0 else 1e-4) or not bool(a.isfinite().all()):
             at = tuple(wrong.nonzero()[0].tolist())
-            raise SystemExit(
-                f"{who} is wrong in {case}: result {i} at {at}: {a[at]}, wanted {b[at]}; not timed"
-            )
+            raise SystemExit(f"{who} is wrong in {case}: result {i} at {at}: {a[at]}, wanted {b[at]}; not timed")
 
 
 def compulsory_bytes(case: Case, data: dict[str, Any]) -> int:
@@ -281,9 +277,7 @@ class Bench:
             their_repeats = max(1, min(1000, int(self.round_seconds / once)))
             pairs = []
             for _ in range(self.rounds):
-                pairs.append(
-                    (timed(stages, repeats), self.peer.ask("time", repeats=their_repeats)["seconds"])
-                )
+                pairs.append((timed(stages, repeats), self.peer.ask("time", repeats=their_repeats)["seconds"]))
             mine += [a for a, _ in pairs]
             theirs = [b for _, b in pairs]
             seconds[who] = theirs
@@ -294,9 +288,7 @@ class Bench:
             mine = [timed(ours.stages(), repeats) for _ in range(self.rounds)]
         for i, stage in enumerate(["forward", "backward+update"] if case.train else ["forward"]):
 
-            def middle(
-                table: dict[str, list[list[float]]], who: str, scale: float, i: int = i
-            ) -> float | None:
+            def middle(table: dict[str, list[list[float]]], who: str, scale: float, i: int = i) -> float | None:
                 return statistics.median(row[i] for row in table[who]) * scale if who in table else None
 
             us = statistics.median(row[i] for row in mine) * 1e6
@@ -340,13 +332,9 @@ def numbers(text: str) -> list[int]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=os.environ.get("TILEREC_PEER_PYTHON", ".venv-peer/bin/python"))
-    parser.add_argument(
-        "--quick", action="store_true", help="dims 64, fp32, lengths 1 and 20, Zipf, fewer rounds"
-    )
+    parser.add_argument("--quick", action="store_true", help="dims 64, fp32, lengths 1 and 20, Zipf, fewer rounds")
     parser.add_argument("--section", action="append", choices=SECTIONS)
     parser.add_argument("--dims", type=numbers, default=[16, 32, 64, 128, 256])
     parser.add_argument("--dtypes", type=words, default=["fp32", "bf16", "fp16"])
@@ -354,13 +342,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ids", type=words, default=["zipf", "uniform"])
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--optimizers", type=words, default=[*PEER_OPTIMIZERS, "adam"])
-    parser.add_argument(
-        "--half-train", action="store_true", help="training sections for bf16 and fp16 tables too"
-    )
+    parser.add_argument("--half-train", action="store_true", help="training sections for bf16 and fp16 tables too")
     parser.add_argument("--tables", type=int, default=8)
-    parser.add_argument(
-        "--rows", type=int, default=0, help="default: 500k, fewer above 64 columns (1 GB of fp32)"
-    )
+    parser.add_argument("--rows", type=int, default=0, help="default: 500k, fewer above 64 columns (1 GB of fp32)")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--most-mib", type=int, default=256, help="skip unpooled outputs larger than this")
     parser.add_argument("--rounds", type=int, default=7)
@@ -377,11 +361,7 @@ def machine() -> str:
     model = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line.split(":")[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         model = f"{names[0]} x {len(names)}" if names else model
     return f"{model}, {platform.system()} {platform.release()}"
 

@@ -148,9 +148,7 @@ class Rows(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         values = torch.cat(
             [
-                self.sorted[name].indices[
-                    torch.searchsorted(self.sorted[name].values, features[name].values())
-                ]
+                self.sorted[name].indices[torch.searchsorted(self.sorted[name].values, features[name].values())]
                 for name in NAMES
             ]
         )
@@ -206,9 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", required=True, help="ratings.csv or its folder")
     parser.add_argument("--seeds", type=int, default=5, help="of the table")
-    parser.add_argument(
-        "--pairs", type=int, default=16, help="seeds of the claim: dense map and managed, with room"
-    )
+    parser.add_argument("--pairs", type=int, default=16, help="seeds of the claim: dense map and managed, with room")
     parser.add_argument("--set", action="append", default=[], help="change a setting of the recipe")
     arguments = parser.parse_args()
     run = override_all(make_run("movielens", arguments.data), arguments.set)
@@ -234,9 +230,7 @@ def main() -> int:
     )
     print(f"{'ids':12}{'size':18}{'rows (user, movie)':>20}{'AUC':>10}{'+-':>9}{'samples/s':>12}")
     for make, words, sizes in cases:
-        results = [
-            train(run, dataset, epochs, held_out, make, sizes, seed) for seed in range(arguments.seeds)
-        ]
+        results = [train(run, dataset, epochs, held_out, make, sizes, seed) for seed in range(arguments.seeds)]
         aucs = [result.auc for result in results]
         mean = statistics.mean(aucs)
         spread = statistics.stdev(aucs) if len(aucs) > 1 else 0.0

@@ -29,9 +29,7 @@ BUCKETS, IDS, EXPONENT, WARM, TIMED = 768, 2_000_000, 1.05, 10, 30
 
 
 def batches(batch: int, bag: int) -> list[KeyedJaggedTensor]:
-    uniform = torch.rand(
-        WARM + TIMED, batch * bag, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    uniform = torch.rand(WARM + TIMED, batch * bag, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rank = ((uniform * (IDS ** (1 - EXPONENT) - 1) + 1) ** (1 / (1 - EXPONENT))).long()
     lengths = torch.full((batch,), bag)
     return [KeyedJaggedTensor(["f"], ids * 0x1E3779B97F4A7C15 - 7, lengths=lengths) for ids in rank]
@@ -56,18 +54,14 @@ def check(users: ManagedCollisionEmbeddingBagCollection, part: KeyedJaggedTensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--bag", type=int, default=20)
     parser.add_argument("--dim", type=int, default=16)
     options = parser.parse_args()
     torch.set_num_threads(1)
     parts, size = batches(options.batch, options.bag), options.batch * options.bag
-    print(
-        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread; {size} ids a batch"
-    )
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, 1 thread; {size} ids a batch")
     for rows in (BUCKETS * 1024, BUCKETS * 256, BUCKETS * 64):
         config = EmbeddingBagConfig(rows, options.dim, "t", feature_names=["f"])
         ids = HashZchManagedCollisionModule(rows, "cpu", BUCKETS, eviction_policy_name="LRU_EVICTION")

@@ -165,9 +165,7 @@ def check(own: Side, peer: Peer) -> None:
             worst = max(worst, difference)
             if not difference < 1e-6:
                 raise SystemExit(f"{key} in mode {mode}: {ours[key]} here, {value} in TorchRec.")
-    print(
-        f"values: {len(theirs)} keys equal TorchRec's in {len(MODES)} modes; largest difference {worst:.1e}\n"
-    )
+    print(f"values: {len(theirs)} keys equal TorchRec's in {len(MODES)} modes; largest difference {worst:.1e}\n")
 
 
 def timed(own: Side, peer: Peer | None, rounds: int) -> None:
@@ -247,9 +245,7 @@ def step_share() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=os.environ.get("TILEREC_PEER_PYTHON", ".venv-peer/bin/python"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-step", action="store_true", help="leave out the training run")

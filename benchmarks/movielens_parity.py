@@ -103,9 +103,7 @@ def compare(run: RunConfig) -> tuple[Side, Side]:
         if spec != Adagrad(lr=spec.lr):
             raise SystemExit(f"This comparison is about Adagrad with its defaults; the run has {spec}.")
     if run.train.warmup_steps or run.train.decay_steps or run.train.max_steps:
-        raise SystemExit(
-            "This comparison has no learning-rate schedule and no limit on steps; leave them at 0."
-        )
+        raise SystemExit("This comparison has no learning-rate schedule and no limit on steps; leave them at 0.")
     dataset = run.data.open()
     torch.manual_seed(run.train.seed)
     model = run.model.build(dataset, CPU)
@@ -117,9 +115,7 @@ def compare(run: RunConfig) -> tuple[Side, Side]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", required=True, help="ratings.csv or its folder")
-    parser.add_argument(
-        "--set", action="append", default=[], help="change a setting of the recipe: name=value"
-    )
+    parser.add_argument("--set", action="append", default=[], help="change a setting of the recipe: name=value")
     arguments = parser.parse_args()
     ours, plain = compare(override_all(make_run("movielens", arguments.data), arguments.set))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
@@ -127,13 +123,10 @@ def main() -> int:
     for name, side in (("tilerec", ours), ("torch.nn.EmbeddingBag", plain)):
         scores = side.scores
         print(
-            f"{name:22}{scores.auc:>10.6f}{scores.log_loss:>10.6f}{scores.ne:>10.6f}"
-            f"{side.samples_per_second:>12,.0f}"
+            f"{name:22}{scores.auc:>10.6f}{scores.log_loss:>10.6f}{scores.ne:>10.6f}{side.samples_per_second:>12,.0f}"
         )
     difference = abs(ours.scores.auc - plain.scores.auc)
-    print(
-        f"AUC difference {difference:.2e} (tolerance {TOLERANCE:g}), {ours.scores.samples:,} held-out samples"
-    )
+    print(f"AUC difference {difference:.2e} (tolerance {TOLERANCE:g}), {ours.scores.samples:,} held-out samples")
     return 0 if difference <= TOLERANCE else 1
 
 

@@ -137,9 +137,7 @@ class Aten:
             raise NotImplementedError(f"torch.optim has no sparse {case.optimizer}")
         self.case, self.data, self.out = case, data, torch.empty(0)
         self.tables = [
-            torch.nn.Parameter(
-                torch.empty(case.rows, case.dim, dtype=DTYPES[case.dtype]), requires_grad=case.train
-            )
+            torch.nn.Parameter(torch.empty(case.rows, case.dim, dtype=DTYPES[case.dtype]), requires_grad=case.train)
             for _ in range(case.tables)
         ]
         for t, table in enumerate(self.tables):

@@ -101,9 +101,7 @@ class BusyModel(nn.Module):
 def built(group: Any, rows: int, seconds: float) -> nn.Module:
     """A DLRM with 8 tables, sharded by rows over a group."""
     torch.manual_seed(0)
-    tables = EmbeddingBagCollection(
-        [EmbeddingBagConfig(rows, 64, f"t{key}", feature_names=[key]) for key in KEYS]
-    )
+    tables = EmbeddingBagCollection([EmbeddingBagConfig(rows, 64, f"t{key}", feature_names=[key]) for key in KEYS])
     apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
     model: nn.Module = DLRMTrain(DLRM(tables, 13, [256, 64], [256, 128, 1]))
     if group is not None:
@@ -140,9 +138,7 @@ def cycled(made: list[Batch]) -> Iterator[Batch]:
         yield from made
 
 
-def timed(
-    steps: dict[str, Callable[[Any], Any]], made: list[Batch], count: int
-) -> dict[str, tuple[float, float]]:
+def timed(steps: dict[str, Callable[[Any], Any]], made: list[Batch], count: int) -> dict[str, tuple[float, float]]:
     """Median wall time and CPU time per step in ms; the loops alternate step by step."""
     wall: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}

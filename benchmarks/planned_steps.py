@@ -162,9 +162,7 @@ def measure(seed: int, plans: dict[str, dict[str, Tiling]], rounds: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a Python with TorchRec")
     parser.add_argument("--sets", type=int, default=10)
     parser.add_argument("--only", type=int, nargs="+", help="these sets")
@@ -183,9 +181,7 @@ def main() -> None:
             topology = Topology.from_json(json.loads(given.topology.read_text()))
         else:
             topology = Topology.from_json(ranks.run(measured_speeds)[0])
-        print(
-            f"{'set':>3} {'tables':>6} {'batch':>5} {'ids':>5} {'predicted':>9} | milliseconds | ratio to tilerec"
-        )
+        print(f"{'set':>3} {'tables':>6} {'batch':>5} {'ids':>5} {'predicted':>9} | milliseconds | ratio to tilerec")
         print(f"{'':>33} | {' '.join(f'{name:>9}' for name in PLANNERS)}")
         ratios: dict[str, list[float]] = {}
         for seed, tables, answer in zip(chosen, sets, answers, strict=True):
@@ -204,16 +200,12 @@ def main() -> None:
                 f"{seed:>3} {len(tables.works):>6} {tables.batch:>5} {ids:>5.1f} {predicted:>9.2f}  | "
                 + " ".join(f"{median.get(name, math.nan):>9.2f}" for name in PLANNERS)
                 + " | "
-                + " ".join(
-                    f"{median.get(name, math.nan) / median['tilerec']:>5.2f}" for name in PLANNERS[1:]
-                ),
+                + " ".join(f"{median.get(name, math.nan) / median['tilerec']:>5.2f}" for name in PLANNERS[1:]),
                 flush=True,
             )
     for name, found in ratios.items():
         if name != "tilerec":
-            print(
-                f"{name:>9}: mean {statistics.mean(found):.2f}, least {min(found):.2f}, most {max(found):.2f}"
-            )
+            print(f"{name:>9}: mean {statistics.mean(found):.2f}, least {min(found):.2f}, most {max(found):.2f}")
 
 
 if __name__ == "__main__":

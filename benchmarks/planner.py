@@ -172,9 +172,7 @@ def plan_json(plan: ShardingPlan) -> dict[str, Any]:
     rows = {}
     for _, name, sharding in plan.tables():
         assert sharding.tiling is not None
-        shards = [
-            [t.r0, t.c0, t.r1 - t.r0, t.c1 - t.c0, rank] for t in sharding.tiling.tiles() for rank in t.owners
-        ]
+        shards = [[t.r0, t.c0, t.r1 - t.r0, t.c1 - t.c0, rank] for t in sharding.tiling.tiles() for rank in t.owners]
         rows[name] = {"type": sharding.kind.value, "shards": shards}
     return rows
 
@@ -256,9 +254,7 @@ def curve(given: argparse.Namespace) -> None:
     for one in series:
         print(one.name)
     if series:
-        write(
-            given.curve, "Planning on 64 ranks, from configs to the plan's file", "tables", "seconds", series
-        )
+        write(given.curve, "Planning on 64 ranks, from configs to the plan's file", "tables", "seconds", series)
 
 
 def growth(points: list[tuple[float, float]]) -> str:

@@ -89,9 +89,7 @@ class Case:
         optimizer = RowWiseAdagrad(lr=0.1)
         batch = float(self.batch)
         return [
-            TableWork(
-                f"t{i:06d}", rows, dim, optimizer=optimizer, reads=tuple(Reads(batch, bag) for bag in bags)
-            )
+            TableWork(f"t{i:06d}", rows, dim, optimizer=optimizer, reads=tuple(Reads(batch, bag) for bag in bags))
             for i, (rows, dim, bags) in enumerate(zip(self.rows, self.dims, self.bags, strict=True))
         ]
 
@@ -116,9 +114,7 @@ def many_small() -> Case:
     """Return 500 tables of up to 1,000 rows and 4, 8 or 16 columns."""
     rng = np.random.default_rng(0)
     rows = rng.integers(2, 1000, 500)
-    return Case(
-        tuple(rows.tolist()), tuple(rng.choice([4, 8, 16], 500).tolist()), ((1.0,),) * 500, 8, cap=32 * GIB
-    )
+    return Case(tuple(rows.tolist()), tuple(rng.choice([4, 8, 16], 500).tolist()), ((1.0,),) * 500, 8, cap=32 * GIB)
 
 
 def criteo(ranks: int) -> Case:

@@ -106,9 +106,7 @@ def check_price(case: Case, planned: Planned) -> Iterator[Violation]:
         yield Violation("price", case, text, found.seconds / own.seconds - 1.0)
     off = float(np.abs(found.memory - own.memory).max())
     if off > own.pieces:
-        yield Violation(
-            "price memory", case, f"price() has {off:,.0f} bytes more or less", off / own.memory.max()
-        )
+        yield Violation("price memory", case, f"price() has {off:,.0f} bytes more or less", off / own.memory.max())
 
 
 def check_report(case: Case, planned: Planned) -> Iterator[Violation]:
@@ -174,9 +172,7 @@ def check_pins(case: Case, planned: Planned) -> Iterator[Violation]:
         yield Violation("pins price", case, text, report.cost_s / first.cost_s - 1.0)
     off = int(np.abs(report.memory - first.memory).max())
     if off > planned.price.pieces:
-        yield Violation(
-            "pins memory", case, f"{off:,} bytes more or less as pins", off / int(first.memory.max())
-        )
+        yield Violation("pins memory", case, f"{off:,} bytes more or less as pins", off / int(first.memory.max()))
 
 
 def check_order(case: Case, planned: Planned) -> Iterator[Violation]:
@@ -200,9 +196,7 @@ def check_file(case: Case, planned: Planned) -> Iterator[Violation]:
 def check_group(case: Case, planned: Planned) -> Iterator[Violation]:
     """Check that the ranks of two sharding groups together get the same plan as one group alone."""
     planner, tables = case.planner(), list(case.tables)
-    plans = run_virtual_ranks(
-        2 * planned.world.ranks, lambda group: planner.collective_plan(tables, pg=group)
-    )
+    plans = run_virtual_ranks(2 * planned.world.ranks, lambda group: planner.collective_plan(tables, pg=group))
     if any(plan != planned.plan for plan in plans):
         yield Violation("group", case, "collective_plan gives another plan than plan")
 
@@ -220,9 +214,7 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
         ),
     ]
     if topology.hbm_caps is None and topology.ddr_caps is None:
-        ways.append(
-            ({"hosts": 2, "ranks_per_host": 2}, lambda: replace(case, topology=_two_by_two(topology)))
-        )
+        ways.append(({"hosts": 2, "ranks_per_host": 2}, lambda: replace(case, topology=_two_by_two(topology))))
     what, other = ways[case.seed % len(ways)]
     first, second = (
         _request(lambda: with_changes(planned.request, **what)),
@@ -236,9 +228,7 @@ def check_what_if(case: Case, planned: Planned) -> Iterator[Violation]:
     if first.digest() != second.digest():
         one, two = first.to_json(), second.to_json()
         differ = {key: (one[key], two[key]) for key in one if one[key] != two[key]}
-        yield Violation(
-            "what-if", case, f"{what} gives another request than planning it: {str(differ)[:200]}"
-        )
+        yield Violation("what-if", case, f"{what} gives another request than planning it: {str(differ)[:200]}")
     elif _plan_of(first) != _plan_of(second):
         yield Violation("what-if", case, f"{what}: one request got two plans")
 
@@ -277,9 +267,7 @@ def check_all(case: Case, planned: Planned, result: Result) -> Iterator[Violatio
         if best is not None:
             fits = "; ".join(", ".join(str(tile) for tile in placed.tiling.tiles()[:4]) for placed in best[1])
             what = "no plan exists" if planned.error.proved else "no plan was found"
-            yield Violation(
-                "infeasible" if planned.error.proved else "missed", case, f"{what}, and this fits: {fits}"
-            )
+            yield Violation("infeasible" if planned.error.proved else "missed", case, f"{what}, and this fits: {fits}")
         return
     if best is None:
         return  # only uneven ranges of rows fit
@@ -361,9 +349,7 @@ def check(case: Case, only: Sequence[str] = ()) -> Result:
                 elif name in _OF_A_PLAN and planned.plan is not None:
                     result.violations += _OF_A_PLAN[name](case, planned)
             except Exception as error:
-                result.violations.append(
-                    Violation("crash", case, f"{name}: {type(error).__name__}: {_line(error)}")
-                )
+                result.violations.append(Violation("crash", case, f"{name}: {type(error).__name__}: {_line(error)}"))
         if planned.plan is not None and planned.report.bound_s:
             result.gap = planned.price.seconds / planned.report.bound_s - 1.0
         return result
@@ -405,9 +391,7 @@ def _two_by_two(topology: Topology) -> Topology:
 def summary(results: Sequence[Result], show: int = 3) -> str:
     """Return counts by outcome and check, and the simplest violations of each check."""
     outcomes = Counter(result.outcome for result in results)
-    lines = [
-        f"{len(results)} cases: " + ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
-    ]
+    lines = [f"{len(results)} cases: " + ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))]
     for field, what in (
         ("above", "the best of all arrangements"), ("above_walk", "the end of a walk downhill"), ("gap", "their bounds")
     ):  # fmt: skip
@@ -429,9 +413,7 @@ def summary(results: Sequence[Result], show: int = 3) -> str:
     for name, violations in sorted(by_check.items(), key=lambda item: -len(item[1])):
         cases = {(v.case.kind, v.case.seed) for v in violations}
         worst_one = max(violations, key=lambda v: abs(v.factor))
-        worst_text = (
-            f", worst {100 * worst_one.factor:+.3g} % ({worst_one.case.once})" if worst_one.factor else ""
-        )
+        worst_text = f", worst {100 * worst_one.factor:+.3g} % ({worst_one.case.once})" if worst_one.factor else ""
         lines.append(f"\n{name}: {len(cases)} cases{worst_text}")
         for violation in sorted(violations, key=lambda v: v.case.size)[:show]:
             lines += [f"  {violation.case.once}", f"    {violation.text}"]
@@ -439,14 +421,10 @@ def summary(results: Sequence[Result], show: int = 3) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500, help="how many cases, of each kind in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind")
-    parser.add_argument(
-        "--kind", nargs="*", choices=KINDS, default=[], help="kinds of cases; all if left out"
-    )
+    parser.add_argument("--kind", nargs="*", choices=KINDS, default=[], help="kinds of cases; all if left out")
     parser.add_argument("--check", nargs="*", choices=list(CHECKS), default=[], help="all if left out")
     parser.add_argument("--show", type=int, default=3, help="violations to list of each check")
     given = parser.parse_args()

@@ -80,9 +80,7 @@ class Arrangements:
         if way in (Way.ROWS, Way.GRID) and not even and not (limit.types and width > 1):
             return
         if way is Way.COPIES:
-            yield Tiling(
-                table.rows, table.dim, (ColumnBlock(0, table.dim, (0, table.rows), (tuple(range(ranks)),)),)
-            )
+            yield Tiling(table.rows, table.dim, (ColumnBlock(0, table.dim, (0, table.rows), (tuple(range(ranks)),)),))
         elif way is Way.WHOLE:
             for rank in allowed:
                 yield Tiling(table.rows, table.dim, (ColumnBlock(0, table.dim, (0, table.rows), ((rank,),)),))

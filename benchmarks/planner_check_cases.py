@@ -107,9 +107,7 @@ class _Draw:
     def case(self) -> Case:
         draw = self.random
         topology = self.topology()
-        batch_size = (
-            draw.choice((1, 16, 64, 512, 2048, 4096)) if not self.small else draw.choice((16, 256, 2048))
-        )
+        batch_size = draw.choice((1, 16, 64, 512, 2048, 4096)) if not self.small else draw.choice((16, 256, 2048))
         tables = self.tables(topology)
         constraints: dict[str, ParameterConstraints] = {}
         for table in tables:
@@ -117,9 +115,7 @@ class _Draw:
             given.update(self.restrictions(table, topology, tables))
             if given:
                 constraints[table.key] = ParameterConstraints(**given)
-        case = Case(
-            self.kind, self.seed, tuple(tables), topology, batch_size, constraints, self.reservation()
-        )
+        case = Case(self.kind, self.seed, tuple(tables), topology, batch_size, constraints, self.reservation())
         return replace(case, topology=self.with_caps(case))
 
     # ---------------------------------------------------------------------------------------------- machines
@@ -220,9 +216,7 @@ class _Draw:
                     pooled="sequence" not in self.has or draw.random() < 0.4,
                     weighted="weighted" in self.has and draw.random() < 0.7,
                     wire=Wire(draw.choice(CODECS), draw.choice(CODECS)) if "wire" in self.has else None,
-                    cached=draw.choice((None, 0.1, 0.5))
-                    if self.kind == "cached" and draw.random() < 0.2
-                    else None,
+                    cached=draw.choice((None, 0.1, 0.5)) if self.kind == "cached" and draw.random() < 0.2 else None,
                 )
             )
         return found
@@ -237,24 +231,18 @@ class _Draw:
         return int(10 ** self.random.uniform(1, 4 if self.small else 7))
 
     def dim(self) -> int:
-        return self.random.choice(
-            (32, 64, 96, 128) if self.small else (1, 8, 16, 30, 32, 48, 64, 96, 128, 256, 384)
-        )
+        return self.random.choice((32, 64, 96, 128) if self.small else (1, 8, 16, 30, 32, 48, 64, 96, 128, 256, 384))
 
     def data_type(self) -> DataType:
         if "optimizers" in self.has or self.kind == "mixed":
-            return self.random.choice(
-                (DataType.FP32, DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64)
-            )
+            return self.random.choice((DataType.FP32, DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64))
         return DataType.FP32
 
     def about_ids(self, table: PlannedTable) -> dict[str, Any]:
         draw, count = self.random, len(table.features)
         given: dict[str, Any] = {}
         if draw.random() < 0.6:
-            lengths = [
-                draw.choice((0.0, 0.3, 1.0, 1.0, 2.5, 10.0, 40.0)) for _ in range(draw.choice((1, count)))
-            ]
+            lengths = [draw.choice((0.0, 0.3, 1.0, 1.0, 2.5, 10.0, 40.0)) for _ in range(draw.choice((1, count)))]
             given["pooling_factors"] = lengths
         if draw.random() < 0.1:
             given["num_poolings"] = [draw.choice((0.5, 1.0, 2.0))]
@@ -316,9 +304,7 @@ class _Draw:
             lambda: ParameterSharding("table_wise", ranks=some[:1]),
             lambda: ParameterSharding("row_wise", ranks=some),
             lambda: ParameterSharding("row_wise"),
-            lambda: ParameterSharding(
-                "column_wise", ranks=[draw.randrange(ranks) for _ in range(draw.choice(pieces))]
-            ),
+            lambda: ParameterSharding("column_wise", ranks=[draw.randrange(ranks) for _ in range(draw.choice(pieces))]),
             lambda: ParameterSharding("data_parallel"),
             lambda: ParameterSharding("data_parallel", ranks=sorted(some)),
         ]

@@ -91,11 +91,7 @@ def wrong_cover(planned: Planned) -> Iterator[str]:
         for tile in tiles:
             if not (0 <= tile.r0 < tile.r1 <= table.rows and 0 <= tile.c0 < tile.c1 <= table.dim):
                 yield f"{table.key}: {tile} is outside of {table.rows} x {table.dim}"
-            if (
-                not tile.owners
-                or len(set(tile.owners)) < len(tile.owners)
-                or not set(tile.owners) <= set(range(ranks))
-            ):
+            if not tile.owners or len(set(tile.owners)) < len(tile.owners) or not set(tile.owners) <= set(range(ranks)):
                 yield f"{table.key}: {tile} has owners {tile.owners}"
         for one, other in itertools.combinations(tiles, 2):
             if one.r0 < other.r1 and other.r0 < one.r1 and one.c0 < other.c1 and other.c0 < one.c1:

@@ -200,9 +200,7 @@ def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_s
     ):
         bags = samples * lookups
         # Rows that are not pooled: each id is a bag.
-        features.append(
-            Feature(bags, length, weighted) if planned.pooled else Feature(bags * length, 1.0, weighted)
-        )
+        features.append(Feature(bags, length, weighted) if planned.pooled else Feature(bags * length, 1.0, weighted))
     element = data_type_to_dtype(planned.data_type).itemsize
     state = 8 if planned.data_type is DataType.FP64 else 4
     spec = planned.optimizer
@@ -367,9 +365,7 @@ class Pricing:
         self.tables, self.world = tuple(tables), world
         self.collections = max(1, len({t.collection for t in tables}))
         self.wide = 8 if any(t.fp64 for t in tables) else 4
-        touched = (
-            sum(t.distinct(world.ranks) * t.dim * (t.element + t.cell_state) for t in tables) / world.ranks
-        )
+        touched = sum(t.distinct(world.ranks) * t.dim * (t.element + t.cell_state) for t in tables) / world.ranks
         # Part of the touched bytes that is still in a rank's processor cache in the next step.
         self.resident = min(1.0, world.speeds.cache / touched) if touched > 0 else 1.0
 
@@ -384,9 +380,7 @@ class Pricing:
     def nothing(self) -> Sums:
         ranks = self.world.ranks
         exchange = (len(EXCHANGES), 2, ranks)
-        return Sums(
-            np.zeros((len(STAGES), ranks)), np.zeros(exchange), np.zeros(exchange), np.zeros((ranks, 2))
-        )
+        return Sums(np.zeros((len(STAGES), ranks)), np.zeros(exchange), np.zeros(exchange), np.zeros((ranks, 2)))
 
     # -------------------------------------------------------------------------------------------- all tables
 
@@ -579,9 +573,7 @@ class _OfTable:
         owners = sorted({part[2][0] for part in group})
         place, pick = world.rate("place", width), world.rate("pick", width)
         elsewhere = [home for home in self.everyone if world.host[home] != host]
-        for turn, home in enumerate(
-            elsewhere
-        ):  # to ranks of the same host, rows are sent without sums: `_part`
+        for turn, home in enumerate(elsewhere):  # to ranks of the same host, rows are sent without sums: `_part`
             proxy = owners[turn % len(owners)]
             self._send("header", home, proxy, 4.0 * (1 + len(group)))
             self._send("ids", home, proxy, positions)
@@ -629,9 +621,7 @@ class _OfTable:
                     self._work("lookup", owner, from_memory * dearer)
                     if len(owners) == 1:
                         ids = table.ids * q * reads
-                        self._work(
-                            "update", owner, self._update(ids, bags * reads, self.every * share, width)
-                        )
+                        self._work("update", owner, self._update(ids, bags * reads, self.every * share, width))
                     if not table.attached:
                         self._work("update", owner, 3.0 * rows * width * table.element * self.speeds.copy)
                     if self.cached:
@@ -678,9 +668,7 @@ class _OfTable:
         bags, own = sum(f.bags * min(f.length, 1.0) for f in table.features), table.distinct(1)
         word = 4.0 if rows < 2**31 else 8.0
         # Bytes to each other copy, and bytes that an all-reduce adds up.
-        numbers = {BAGS: (2.0 * len(table.features) + bags + table.ids) * word, ROWS: own * word}.get(
-            form, 0.0
-        )
+        numbers = {BAGS: (2.0 * len(table.features) + bags + table.ids) * word, ROWS: own * word}.get(form, 0.0)
         gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
         sent = numbers + gradients + 8.0 * (form == ROWS) + 24.0 * (form != BARE)
         reduced = {DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element)}.get(form, 0.0)

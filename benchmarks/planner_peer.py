@@ -53,9 +53,7 @@ class Peer:
             compute_device=case.get("device", "cuda"),
             hbm_cap=case["hbm"],
         )
-        self.constraints = {
-            t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]
-        }
+        self.constraints = {t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in case["tables"]}
         self.sharders: Any = [EmbeddingBagCollectionSharder()]
 
     def plan(self) -> tuple[float, dict[str, Any]]:
@@ -97,9 +95,7 @@ class Peer:
         )
         options = enumerator.enumerate(self.module, self.sharders)
         kernels = {True: "dense", False: "fused"}
-        return enumerator, [
-            o for o in options if o.compute_kernel == kernels[o.sharding_type == "data_parallel"]
-        ]
+        return enumerator, [o for o in options if o.compute_kernel == kernels[o.sharding_type == "data_parallel"]]
 
     def options(self) -> list[dict[str, Any]]:
         """Return [row, column, rows, columns, milliseconds, bytes] of each shard of each option of each table."""

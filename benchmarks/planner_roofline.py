@@ -58,9 +58,7 @@ def roofline(case: Case, plan: ShardingPlan, topology: Topology, *, present: boo
                 homes = 1.0 if copied else float(ranks)
                 for length in bags:
                     ids = case.batch * length * share
-                    there = (
-                        case.batch * (1.0 - (1.0 - share) ** length) if present and share < 1 else case.batch
-                    )
+                    there = case.batch * (1.0 - (1.0 - share) ** length) if present and share < 1 else case.batch
                     memory[0, owner] += homes * (ids + there) * width * BYTES
                     memory[1, owner] += homes * (2.0 * ids + there) * width * BYTES
                     if not copied:
@@ -118,10 +116,7 @@ def main() -> None:
         )
     for ranks, rows in ratios.items():
         for name, of in (("mean", statistics.fmean), ("worst", max)):
-            print(
-                f"{name:>6} {ranks:>5} | "
-                + " ".join(f"{of(column):>7.3f}" for column in zip(*rows, strict=True))
-            )
+            print(f"{name:>6} {ranks:>5} | " + " ".join(f"{of(column):>7.3f}" for column in zip(*rows, strict=True)))
 
 
 if __name__ == "__main__":

@@ -100,9 +100,7 @@ def planner(topology: Topology, hot: set[str], tables: int, whole: bool) -> Embe
         topology,
         BATCH,
         constraints={
-            name: ParameterConstraints(
-                sharding_types=kinds, pooling_factors=[float(HOT if name in hot else COLD)]
-            )
+            name: ParameterConstraints(sharding_types=kinds, pooling_factors=[float(HOT if name in hot else COLD)])
             for name in names(tables)
         },
     )
@@ -112,9 +110,7 @@ def step(module: Any, batch: KeyedJaggedTensor) -> None:
     module(batch).values().backward(torch.full((BATCH, DIM * len(batch.keys())), 1e-3))
 
 
-def timed(
-    group: ProcessGroupComms, phases: dict[str, tuple[Any, list[Any]]], steps: int
-) -> dict[str, list[float]]:
+def timed(group: ProcessGroupComms, phases: dict[str, tuple[Any, list[Any]]], steps: int) -> dict[str, list[float]]:
     """Return the seconds of steps of each (module, batches), in turns."""
     taken: dict[str, list[float]] = {name: [] for name in phases}
     order = list(phases)
@@ -305,9 +301,7 @@ def price_of(number: int, speeds: dict[str, Any], rows: int) -> tuple[str, float
     collections = {"": module}
     present = plan_of(module)
     whole, _ = complete_plan(present, collections, second, module.exchange.topology)
-    loads = move_loads(
-        collections, [[("", name)] for name in module._tables], present, whole, module.exchange.topology
-    )
+    loads = move_loads(collections, [[("", name)] for name in module._tables], present, whole, module.exchange.topology)
     predicted = seconds_of(loads, schedule(loads, group.size, None), topology, topology.speeds)
     taken = []
     time.sleep(PAUSE)
@@ -330,8 +324,7 @@ def show_drift(ranks: Ranks, speeds: dict[str, Any], tables: int, rows: int, ste
     for whole in (True, False):
         results = ranks.run(drift, speeds, tables, rows, steps, whole)
         ms = {
-            phase: 1e3
-            * statistics.median(max(step) for step in zip(*(t[phase] for t in results), strict=True))
+            phase: 1e3 * statistics.median(max(step) for step in zip(*(t[phase] for t in results), strict=True))
             for phase in ("A", "B", "after", "best")
         }
         report = results[0]["report"]
@@ -371,8 +364,7 @@ def show_bandwidth(ranks: Ranks, size: int, rounds: int) -> None:
     print(f"{'':>34} {'MB in and out':>13} {'ms':>8} {'GB/s':>6}")
     for name in results[0]:
         worst = [
-            (max(b for b, _ in call), max(s for _, s in call))
-            for call in zip(*(t[name] for t in results), strict=True)
+            (max(b for b, _ in call), max(s for _, s in call)) for call in zip(*(t[name] for t in results), strict=True)
         ]
         count, taken = min(worst, key=lambda call: call[1])
         rate = f"{count / taken / 1e9:.2f}" if count else "-"
@@ -380,9 +372,7 @@ def show_bandwidth(ranks: Ranks, size: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--topology", type=Path, help="measured by `tilerec calibrate`; None: measure now")
     parser.add_argument("--only", choices=("drift", "prices", "bandwidth"), help="one of the three parts")
@@ -390,15 +380,9 @@ def main() -> None:
     parts = ("drift", "prices", "bandwidth") if given.only is None else (given.only,)
     tables, rows, steps = (8, 50_000, 15) if given.quick else (16, 200_000, 40)
     size, rounds = ((64 << 20), 2) if given.quick else ((512 << 20), 3)
-    print(
-        f"{machine()}, Python {platform.python_version()}, torch {torch.__version__}; {RANKS} ranks x 1 thread"
-    )
+    print(f"{machine()}, Python {platform.python_version()}, torch {torch.__version__}; {RANKS} ranks x 1 thread")
     with Ranks(RANKS, timeout_s=600) as ranks:
-        speeds = (
-            json.loads(given.topology.read_text())
-            if given.topology is not None
-            else ranks.run(measured_speeds)[0]
-        )
+        speeds = json.loads(given.topology.read_text()) if given.topology is not None else ranks.run(measured_speeds)[0]
         if "drift" in parts:
             show_drift(ranks, speeds, tables, rows, steps)
         if "bandwidth" in parts:

@@ -157,9 +157,7 @@ def timed(runner: Runner, steps: int, batches: int) -> float:
 Answer = Callable[[dict[str, Any], "dict[str, Runner]"], dict[str, Any]]
 
 
-def serve(
-    make: Callable[[Case, dict[str, Any], int], Runner], hello: Answer, more: dict[str, Answer]
-) -> None:
+def serve(make: Callable[[Case, dict[str, Any], int], Runner], hello: Answer, more: dict[str, Answer]) -> None:
     """Run one rank: `RANK WORLD RENDEZVOUS THREADS` on the command line, requests on stdin."""
     rank, world, rendezvous, threads = int(sys.argv[-4]), int(sys.argv[-3]), sys.argv[-2], int(sys.argv[-1])
     answers = os.fdopen(os.dup(1), "w")  # output of libraries goes to stderr
@@ -227,16 +225,12 @@ class TorchRec(Runner):
         self.batch_type = KeyedJaggedTensor
         module = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(
-                    num_embeddings=case.rows, embedding_dim=case.dim, name=f"t{t}", feature_names=[name]
-                )
+                EmbeddingBagConfig(num_embeddings=case.rows, embedding_dim=case.dim, name=f"t{t}", feature_names=[name])
                 for t, name in enumerate(self.names)
             ],
             device=torch.device("meta"),
         )
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
-        )
+        sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR})
         plan = construct_module_sharding_plan(
             module,
             {f"t{t}": _placed(case, t) for t in range(case.tables)},
@@ -245,9 +239,7 @@ class TorchRec(Runner):
             world_size=case.ranks,
             device_type="cpu",
         )
-        self.module = sharder.shard(
-            module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu")
-        )
+        self.module = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
         self.optimizer: torch.optim.Optimizer | None = None
         shards = plan["t0"].sharding_spec.shards if case.tiling != "data-parallel" else []
         self.remark = "; ".join(_remarks(case, shards))
@@ -327,9 +319,7 @@ def _planner_shards(case: Case, kind: str) -> int | None:
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
-    config = EmbeddingBagConfig(
-        num_embeddings=case.rows, embedding_dim=case.dim, name="t0", feature_names=["f0"]
-    )
+    config = EmbeddingBagConfig(num_embeddings=case.rows, embedding_dim=case.dim, name="t0", feature_names=["f0"])
     module = torch.nn.ModuleDict({"m": EmbeddingBagCollection(tables=[config], device=torch.device("meta"))})
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=case.ranks, compute_device="cpu"),

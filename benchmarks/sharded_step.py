@@ -350,8 +350,7 @@ def measure_stages(request: dict[str, Any], runners: dict[str, Runner]) -> dict[
         lines.setdefault("step", []).append(step)
     return {
         "stages": {
-            stage: [statistics.median(column) for column in zip(*times, strict=True)]
-            for stage, times in lines.items()
+            stage: [statistics.median(column) for column in zip(*times, strict=True)] for stage, times in lines.items()
         },
         "bounds": bounds,
         "copy": speed,
@@ -425,9 +424,7 @@ class World:
                     answer = json.loads(line) if line else {"failed": "the process ended"}
                     if "failed" in answer:
                         self.kill()
-                        raise SystemExit(
-                            f"{self.who}, rank {key.data}, at '{do}': {answer['failed']} (more above)"
-                        )
+                        raise SystemExit(f"{self.who}, rank {key.data}, at '{do}': {answer['failed']} (more above)")
                     answers[key.data] = answer
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(len(self.processes))]
@@ -530,9 +527,7 @@ def check(data: dict[str, Any], sides: list[Checked]) -> None:
     for side in sides:
         strays = sum(result["strays"] for result in side.results)
         if strays:
-            raise SystemExit(
-                f"{side.who} changed {strays} rows that no batch reads in {side.case}; not timed"
-            )
+            raise SystemExit(f"{side.who} changed {strays} rows that no batch reads in {side.case}; not timed")
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -635,11 +630,7 @@ class Bench:
             return statistics.median(r[name] for r in rounds) if name in worlds else None
 
         def ratio(name: str) -> float | None:
-            return (
-                statistics.median(r["peer"] / r[name] for r in rounds)
-                if {name, "peer"} <= set(worlds)
-                else None
-            )
+            return statistics.median(r["peer"] / r[name] for r in rounds) if {name, "peer"} <= set(worlds) else None
 
         own = middle("ours")
         assert own is not None
@@ -688,29 +679,21 @@ class Bench:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for tiling, dim, length in itertools.product(options.tilings, options.dims, options.lengths):
-        yield Case(
-            tiling, dim, length, options.tables, options.rows, options.batch, options.ranks, options.hosts
-        )
+        yield Case(tiling, dim, length, options.tables, options.rows, options.batch, options.ranks, options.hosts)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=os.environ.get("TILEREC_PEER_PYTHON", ".venv-peer/bin/python"))
     parser.add_argument("--no-peer", action="store_true", help="ours alone")
-    parser.add_argument(
-        "--quick", action="store_true", help="small tables and batches, few rounds: to see it work"
-    )
+    parser.add_argument("--quick", action="store_true", help="small tables and batches, few rounds: to see it work")
     parser.add_argument("--stages", action="store_true", help="where a step of ours goes, and what bounds it")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="cProfile of our rank 0")
     parser.add_argument("--tilings", type=words, default=list(TILINGS), help=f"of {TILINGS + HOST_TILINGS}")
     parser.add_argument("--dims", type=numbers, default=[64, 128])
     parser.add_argument("--lengths", type=numbers, default=[1, 10])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--hosts", type=int, default=1, help="that many hosts of ranks / hosts, by number only"
-    )
+    parser.add_argument("--hosts", type=int, default=1, help="that many hosts of ranks / hosts, by number only")
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=2048, help="samples of a rank")
@@ -727,9 +710,7 @@ def parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"--tilings {sorted(unknown)}: wanted some of {TILINGS + HOST_TILINGS}")
     if options.hosts < 1 or options.ranks % options.hosts:
-        parser.error(
-            f"--ranks {options.ranks} --hosts {options.hosts}: hosts must have the same number of ranks"
-        )
+        parser.error(f"--ranks {options.ranks} --hosts {options.hosts}: hosts must have the same number of ranks")
     return options
 
 
@@ -740,9 +721,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)
         ours = World("tilerec", sys.executable, "sharded_step.py", options.ranks, folder, ["--serve"])
-        peer = (
-            None if alone else World("TorchRec", options.peer, "sharded_peer.py", options.ranks, folder, [])
-        )
+        peer = None if alone else World("TorchRec", options.peer, "sharded_peer.py", options.ranks, folder, [])
         try:
             print(f"- machine: {machine()}; {options.ranks} ranks x 1 thread on {options.hosts} host"
                   f"{'s (by number only)' if options.hosts > 1 else ''}, gloo")  # fmt: skip

@@ -110,10 +110,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.ebc = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(size.rows, size.dim, f"t{t}", feature_names=[f"f{t}"])
-                for t in range(size.tables)
-            ]
+            [EmbeddingBagConfig(size.rows, size.dim, f"t{t}", feature_names=[f"f{t}"]) for t in range(size.tables)]
         )
         apply_optimizer_in_backward(spec, list(self.ebc.parameters()))
 
@@ -123,9 +120,7 @@ class Model(nn.Module):
 
 def batch(size: Size, rank: int, step: int) -> KeyedJaggedTensor:
     keys = [f"f{t}" for t in range(size.tables)]
-    return random_batch(
-        keys, size.rows, size.batch, mean_length=size.ids, exponent=1.05, seed=1000 * step + rank
-    )
+    return random_batch(keys, size.rows, size.batch, mean_length=size.ids, exponent=1.05, seed=1000 * step + rank)
 
 
 def wrapped(size: Size, spec: OptimizerSpec, layout: Layout) -> DMPCollection:
@@ -186,9 +181,7 @@ def measure(size: Size) -> list[Measured]:
             if turn:
                 times[i].append((time.perf_counter() - start) / size.steps)
             lines = [(line.name.startswith(REPLICA_CALLS), line.total) for line in dmp.traffic()]
-            sent[i] = tuple(
-                sum(n for mine, n in lines if mine == which) / size.steps for which in (False, True)
-            )
+            sent[i] = tuple(sum(n for mine, n in lines if mine == which) / size.steps for which in (False, True))
     return [Measured(own, *pair) for own, pair in zip(times, sent, strict=True)]
 
 

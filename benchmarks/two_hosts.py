@@ -141,8 +141,7 @@ def batch_of(rank: int, step: int, options: argparse.Namespace) -> KeyedJaggedTe
 def collection(options: argparse.Namespace) -> EmbeddingBagCollection:
     torch.manual_seed(0)
     tables = [
-        EmbeddingBagConfig(options.rows, options.dim, f"t{t}", feature_names=[f"f{t}"])
-        for t in range(options.tables)
+        EmbeddingBagConfig(options.rows, options.dim, f"t{t}", feature_names=[f"f{t}"]) for t in range(options.tables)
     ]
     module = EmbeddingBagCollection(tables)
     apply_optimizer_in_backward(SGD(lr=0.1), list(module.parameters()))
@@ -213,9 +212,7 @@ def rank_main(options: argparse.Namespace) -> None:
             found[tiling]["seen"] += (bytes_sent() - sent) / (ROUNDS * STEPS)
     for tiling, module in modules.items():
         between = traffic(module).between(module.plan.hosts)
-        found[tiling]["counted"] = {
-            name: count // (ROUNDS * STEPS) for name, count in between.items() if count
-        }
+        found[tiling]["counted"] = {name: count // (ROUNDS * STEPS) for name, count in between.items() if count}
     everyone: list[Any] = [None] * W
     dist.all_gather_object(everyone, found)
     if rank == 0:
@@ -285,9 +282,7 @@ def show(report: dict[str, Any], link: str, options: argparse.Namespace) -> None
         f"{options.tables} tables of {options.rows:,} x {options.dim}, batch {options.batch} per rank, 0 to "
         f"{options.length} ids per bag\n"
     )
-    print(
-        f"{'':16}{'ms/step':>9}{'predicted':>12}{'counted':>12}{'seen':>12}   largest difference from unsharded"
-    )
+    print(f"{'':16}{'ms/step':>9}{'predicted':>12}{'counted':>12}{'seen':>12}   largest difference from unsharded")
     for tiling, facts in report.items():
         most = max(range(2), key=lambda host: sum(facts["predicted"][host].values()))
         print(
@@ -299,9 +294,7 @@ def show(report: dict[str, Any], link: str, options: argparse.Namespace) -> None
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit", help="bandwidth in tc's notation; '' for no limit")
     parser.add_argument("--tables", type=int, default=4)
     parser.add_argument("--rows", type=int, default=10_000)

@@ -41,25 +41,19 @@ PASSES, DIGIT = 2, 10
 
 def compiled(folder: Path) -> ctypes.CDLL:
     source, library = Path(__file__).with_suffix(".cpp"), folder / "bound.so"
-    subprocess.run(
-        ["g++", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
-    )
+    subprocess.run(["g++", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     return ctypes.CDLL(str(library))
 
 
 class Bound:
     """The three loops over the tables of a case; threads share the tables."""
 
-    def __init__(
-        self, library: ctypes.CDLL, case: Case, data: dict[str, Tensor], tables: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, case: Case, data: dict[str, Tensor], tables: Sequence[Tensor]) -> None:
         self.library, self.case, self.tables = library, case, tables
         self.pool = ThreadPoolExecutor(case.threads)
         self.bits = (case.batch - 1).bit_length()
         if case.rows > 1 << (PASSES * DIGIT) or (case.rows - 1).bit_length() + self.bits > 32:
-            raise SystemExit(
-                f"rows {case.rows}, batch {case.batch}: the bound's keys have 32 bits, rows 20 of them"
-            )
+            raise SystemExit(f"rows {case.rows}, batch {case.batch}: the bound's keys have 32 bits, rows 20 of them")
         bags = torch.arange(case.batch).repeat_interleave(case.length)
         self.keys = [(ids << self.bits | bags).to(torch.uint32) for ids in data["ids"].chunk(case.tables)]
         self.scratch = [torch.empty_like(keys) for keys in self.keys]
@@ -113,10 +107,7 @@ class Bound:
         for t in range(self.case.tables):
             assert torch.equal(self.scratch[t].long(), self.keys[t].long().sort().values)
         self.read_gradients()
-        want = (
-            self.grad.view(self.case.batch, self.case.tables, self.case.dim).double().sum(0)
-            * self.case.length
-        )
+        want = self.grad.view(self.case.batch, self.case.tables, self.case.dim).double().sum(0) * self.case.length
         torch.testing.assert_close(self.sums.double(), want, rtol=1e-3, atol=1e-1)
 
 

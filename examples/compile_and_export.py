@@ -19,12 +19,8 @@ class ClickModel(torch.nn.Module):
         super().__init__()
         self.ebc = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(
-                    name="user", num_embeddings=1_000, embedding_dim=8, feature_names=["user"]
-                ),
-                EmbeddingBagConfig(
-                    name="item", num_embeddings=5_000, embedding_dim=8, feature_names=["item"]
-                ),
+                EmbeddingBagConfig(name="user", num_embeddings=1_000, embedding_dim=8, feature_names=["user"]),
+                EmbeddingBagConfig(name="item", num_embeddings=5_000, embedding_dim=8, feature_names=["item"]),
             ]
         )
         self.head = torch.nn.Linear(16, 1)

@@ -35,9 +35,7 @@ def main(steps: int = 60) -> float:
     for step in range(steps):
         # The set of active users changes: 1,000 at a time. Their numbers are too large to index a table.
         person = 20 * step + torch.randint(0, 1000, (256,), generator=draw)
-        batch = KeyedJaggedTensor(
-            ["user"], person * 7919**4 - 2**62, lengths=torch.ones(256, dtype=torch.int64)
-        )
+        batch = KeyedJaggedTensor(["user"], person * 7919**4 - 2**62, lengths=torch.ones(256, dtype=torch.int64))
         pooled, _ = users(batch)
         loss = binary_cross_entropy_with_logits(head(pooled.values()).squeeze(1), (person % 3 == 0).float())
         optimizer.zero_grad()

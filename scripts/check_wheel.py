@@ -72,10 +72,7 @@ def another_python() -> str:
         name = f"python3.{minor}"
         if minor == sys.version_info.minor or shutil.which(name) is None:
             continue
-        if (
-            subprocess.run([name, "-c", "import venv, ctypes"], capture_output=True, check=False).returncode
-            == 0
-        ):
+        if subprocess.run([name, "-c", "import venv, ctypes"], capture_output=True, check=False).returncode == 0:
             return name
     print("no second Python on PATH: the same Python is used for every environment")
     return sys.executable
@@ -156,18 +153,12 @@ def build_without_compiler(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="PYTHON=TORCH", help="an environment to check"
-    )
+    parser.add_argument("--env", action="append", default=[], metavar="PYTHON=TORCH", help="an environment to check")
     parser.add_argument("--index", help="a further package index to find torch in (CPU builds)")
     parser.add_argument("--tests", nargs="*", default=["tests/ops", "tests/test_conftest.py"])
-    parser.add_argument(
-        "--without-compiler", action="store_true", help="also build and check a pure-Python install"
-    )
+    parser.add_argument("--without-compiler", action="store_true", help="also build and check a pure-Python install")
     options = parser.parse_args()
 
     wheel = options.wheel.resolve()

@@ -51,9 +51,7 @@ def steps(out: Path) -> list[Step]:
     python = sys.executable
     return [
         Step("machine", [python, "-c", MACHINE], 60),
-        Step(
-            "native", ["sh", "-c", "cmake -S . -B build/native -G Ninja && cmake --build build/native"], 300
-        ),
+        Step("native", ["sh", "-c", "cmake -S . -B build/native -G Ninja && cmake --build build/native"], 300),
         Step(
             "tests",
             [
@@ -120,11 +118,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    results = [
-        (step.name, *run(step, given.out, given.quick))
-        for step in steps(given.out)
-        if step.name in given.only
-    ]
+    results = [(step.name, *run(step, given.out, given.quick)) for step in steps(given.out) if step.name in given.only]
     for name, status, seconds in results:
         print(f"{name:8} {'ok' if status == 0 else f'failed ({status})':12} {seconds:6.0f} s")
     return int(any(status for _, status, _ in results))

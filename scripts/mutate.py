@@ -263,11 +263,7 @@ def _is_type(node: ast.expr) -> bool:
         node = node.value
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     none = isinstance(node, ast.Constant) and node.value is None
-    return (
-        none
-        or (name[:1].isupper() and not name.isupper())
-        or name in ("int", "float", "str", "bool", "tuple")
-    )
+    return none or (name[:1].isupper() and not name.isupper()) or name in ("int", "float", "str", "bool", "tuple")
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
@@ -451,9 +447,7 @@ def _kill_group(pid: int) -> None:
 
 def test_files(room: Room) -> list[str]:
     return [
-        path.relative_to(ROOT).as_posix()
-        for folder in room.tests
-        for path in sorted((ROOT / folder).glob("test_*.py"))
+        path.relative_to(ROOT).as_posix() for folder in room.tests for path in sorted((ROOT / folder).glob("test_*.py"))
     ]
 
 
@@ -535,9 +529,7 @@ class Elsewhere:
         return "passed", ""
 
 
-def run_room(
-    name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[tuple[str, str, str]]
-) -> Score:
+def run_room(name: str, chosen: Sequence[Mutant], copy: Copy, equivalents: set[tuple[str, str, str]]) -> Score:
     files = test_files(ROOMS[name])
     score = Score(name)
     counted = [mutant for mutant in chosen if mutant.key not in equivalents]
@@ -594,9 +586,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40, help="mutants per room")
     parser.add_argument("--floor", type=float, default=95.0, help="least percent noticed per room")
-    parser.add_argument(
-        "--at", nargs="+", default=[], metavar="FILE:LINE", help="every mutant of these lines"
-    )
+    parser.add_argument("--at", nargs="+", default=[], metavar="FILE:LINE", help="every mutant of these lines")
     given = parser.parse_args()
 
     chosen: dict[str, list[Mutant]] = {}
@@ -605,9 +595,7 @@ def main() -> int:
         found = [m for m in mutants_of(path, (ROOT / path).read_bytes()) if m.line == int(line)]
         chosen.setdefault(_room_of(path), []).extend(found)
     if not given.at:
-        chosen = {
-            room: sample(list(mutants_in(ROOMS[room])), given.seed, given.count) for room in given.rooms
-        }
+        chosen = {room: sample(list(mutants_in(ROOMS[room])), given.seed, given.count) for room in given.rooms}
 
     reasons = read_equivalents(EQUIVALENTS.read_text())
     every = {mutant.key for room in ROOMS.values() for mutant in mutants_in(room)}
@@ -627,9 +615,7 @@ def main() -> int:
         print(f"    - {before}\n    + {after}")
     low = [score.room for score in scores if score.percent < given.floor]
     if low:
-        print(
-            f"\nBelow {given.floor:g} percent: {', '.join(low)}. Write the tests that notice these survivors."
-        )
+        print(f"\nBelow {given.floor:g} percent: {', '.join(low)}. Write the tests that notice these survivors.")
     return 1 if low else 0
 
 

@@ -47,11 +47,7 @@ def _inner(cls: type, place: str) -> Iterator[str]:
     for name in record_fields(cls):
         hint = hints_of(cls)[name]
         inner = next(
-            (
-                one
-                for one in (hint, *get_args(hint))
-                if isinstance(one, type) and dataclasses.is_dataclass(one)
-            ),
+            (one for one in (hint, *get_args(hint)) if isinstance(one, type) and dataclasses.is_dataclass(one)),
             None,
         )
         if inner is None or has_kinds(inner):
@@ -81,9 +77,7 @@ def _shown(item: dataclasses.Field[Any]) -> str:
         return f"{type(value).__name__}(lr={value.lr})"
     if dataclasses.is_dataclass(value):
         changed = {
-            f.name: getattr(value, f.name)
-            for f in dataclasses.fields(value)
-            if getattr(value, f.name) != f.default
+            f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default
         }
         return ", ".join(f"{name} = {one}" for name, one in changed.items()) or "its defaults"
     if isinstance(value, bool):
@@ -98,9 +92,7 @@ def descriptions(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = inspect.cleandoc(base.__doc__ or "")
-        section = re.search(
-            r"^(?:Attributes|Fields of every optimizer):\n((?:[ ]{4}.*\n?|\n)*)", text, re.MULTILINE
-        )
+        section = re.search(r"^(?:Attributes|Fields of every optimizer):\n((?:[ ]{4}.*\n?|\n)*)", text, re.MULTILINE)
         for part in re.split(r"\n(?= {4}\S)", "\n" + section.group(1)) if section else []:
             head, colon, rest = part.strip().partition(":")
             if colon:

@@ -89,8 +89,7 @@ def _topology(path: Path) -> None:
 def _request(path: Path) -> None:
     request = PlanRequest.load(path)
     assert (
-        PlanRequest.from_json(json.loads(json.dumps(request.to_json(), allow_nan=False))).digest()
-        == request.digest()
+        PlanRequest.from_json(json.loads(json.dumps(request.to_json(), allow_nan=False))).digest() == request.digest()
     )
 
 
@@ -134,9 +133,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     todo = [value]
     while todo:
         item = todo.pop()
-        keys: Any = (
-            item.keys() if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
-        )
+        keys: Any = item.keys() if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
         for key in keys:
             found.append((item, key))
             todo.append(item[key])
@@ -167,9 +164,7 @@ def changed(document: Any, draw: random.Random) -> bytes:
         elif kind < 0.9 and isinstance(container, list):
             container.insert(key, draw.choice(WORDS))
         elif isinstance(container, dict):
-            container[draw.choice([str(w) for w in WORDS if not isinstance(w, (list, dict))])] = container[
-                key
-            ]
+            container[draw.choice([str(w) for w in WORDS if not isinstance(w, (list, dict))])] = container[key]
     text = json.dumps(copy, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")
     if draw.random() < 0.25:
         for _ in range(draw.randint(1, 3)):

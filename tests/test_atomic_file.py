@@ -27,9 +27,7 @@ def test_a_write_that_fails_leaves_the_earlier_file_and_nothing_else(
     if before is not None:
         path.write_text(before)
     monkeypatch.setattr(atomic_file.os, step, _full)
-    with pytest.raises(
-        FileError, match=r"Plan: .*plan\.json cannot be written: got 'No space left.* 5 bytes"
-    ) as e:
+    with pytest.raises(FileError, match=r"Plan: .*plan\.json cannot be written: got 'No space left.* 5 bytes") as e:
         write_file(path, "later", "Plan")
     assert e.value.errno == errno.ENOSPC
     assert ("the earlier file is unchanged" in str(e.value)) is (before is not None)
@@ -47,9 +45,7 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_and_folder_are_synced_around_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_and_folder_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -78,9 +74,7 @@ def test_a_new_file_has_the_permissions_of_open_and_a_replaced_one_keeps_its_own
     assert stat.S_IMODE(new.stat().st_mode) == 0o640
 
 
-def test_a_file_without_permission_to_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_permission_to_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     path.write_text("earlier")
     monkeypatch.setattr(atomic_file.os, "access", lambda *_: False)  # root may write everything

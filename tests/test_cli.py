@@ -68,9 +68,7 @@ def test_train_prints_the_scores_and_writes_the_logs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*The run continues without this log")
-def test_scores_are_printed_where_a_full_disk_takes_no_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_printed_where_a_full_disk_takes_no_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full from the second event on."""
     events = 0
 
@@ -119,9 +117,7 @@ def test_show_prints_every_setting_in_the_form_that_set_takes(tmp_path: Path) ->
 
 
 def test_movielens_runs_from_its_folder(ratings: Path) -> None:
-    code, text = _invoke(
-        "train", "movielens", "--data", str(ratings), "--log-dir", "", "--set", "train.epochs=1"
-    )
+    code, text = _invoke("train", "movielens", "--data", str(ratings), "--log-dir", "", "--set", "train.epochs=1")
     assert code == 0
     assert "100 held-out samples" in text
 
@@ -175,9 +171,7 @@ def test_mistakes_are_told_in_a_line_without_a_traceback(arguments: list[str], m
     assert "Traceback" not in text
 
 
-def test_a_recipe_of_the_users_own_runs_by_module_and_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_of_the_users_own_runs_by_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_recipes_for_test.py").write_text(
         "import dataclasses\n"
         "from tilerec.recipes import synthetic\n"
@@ -298,9 +292,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_words(
     how: str, message: str, traced: bool, failing_recipes: str, tmp_path: Path
 ) -> None:
     settings = ["--set", f"data.how={how}", "--set", "train.batch_size=64", "--set", "train.log_every=1"]
-    code, text = _invoke(
-        "train", failing_recipes, *settings, "--nproc", "2", "--log-dir", str(tmp_path / "log")
-    )
+    code, text = _invoke("train", failing_recipes, *settings, "--nproc", "2", "--log-dir", str(tmp_path / "log"))
     assert code == 1
     assert message in text
     assert text.count("error: ") == 1
@@ -322,9 +314,7 @@ def test_what_is_wrong_for_all_ranks_is_said_once(tmp_path: Path) -> None:
 def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
     """Over itself: the plan is checked, and the scores are the same bits."""
     assert _invoke("train", "synthetic", *SMALL, "--log-dir", str(tmp_path / "a"))[0] == 0
-    code, _ = _invoke(
-        "train", "synthetic", *SMALL, "--sharding", "row_wise", "--log-dir", str(tmp_path / "b")
-    )
+    code, _ = _invoke("train", "synthetic", *SMALL, "--sharding", "row_wise", "--log-dir", str(tmp_path / "b"))
     assert code == 0
     assert _summary(tmp_path / "a")["held_out"] == _summary(tmp_path / "b")["held_out"]
     plan = tmp_path / "b" / "plan.json"
@@ -348,9 +338,7 @@ def test_one_process_shards_where_it_is_told_how(tmp_path: Path) -> None:
         (["--sharding", "row_wise", "--plan", "p"], "expected only one of them"),
     ],
 )
-def test_contradictions_about_plans_are_told_before_anything_starts(
-    arguments: list[str], message: str
-) -> None:
+def test_contradictions_about_plans_are_told_before_anything_starts(arguments: list[str], message: str) -> None:
     code, text = _invoke("train", "synthetic", *arguments, "--nproc", "2", "--log-dir", "")
     assert code == 1
     assert message in text

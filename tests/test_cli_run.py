@@ -113,9 +113,7 @@ def test_mistakes_are_one_line_and_leave_no_file(arguments: list[str], message: 
 
 
 def test_show_prints_elements_of_lists_as_set_takes_them(folder: Path) -> None:
-    code, text = _invoke(
-        "train", str(folder / "run.toml"), "--set", "data.columns.ids[1].missing=row", "--show"
-    )
+    code, text = _invoke("train", str(folder / "run.toml"), "--set", "data.columns.ids[1].missing=row", "--show")
     assert code == 0
     assert "data.columns.ids[1].missing = row" in text
     assert "data.columns.labels[0].column = click" in text
@@ -129,8 +127,6 @@ def test_recipes_leave_models_too_and_name_the_kind_of_data_that_predicts(tmp_pa
     code, text = _invoke("eval", str(tmp_path / "log"))
     assert code == 0, text
     assert "32 held-out samples" in text
-    code, text = _invoke(
-        "predict", str(tmp_path / "log"), "x.parquet", "--out", str(tmp_path / "out.parquet")
-    )
+    code, text = _invoke("predict", str(tmp_path / "log"), "x.parquet", "--out", str(tmp_path / "out.parquet"))
     assert code == 1
     assert "expected a run with data.kind = 'files'" in text

@@ -17,9 +17,7 @@ def valid() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_file_that_was_changed_at_random_is_read_or_refused(
-    kind: str, valid: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_file_that_was_changed_at_random_is_read_or_refused(kind: str, valid: dict[str, Any], tmp_path: Path) -> None:
     draw = random.Random(kind)
     found = [outcome(kind, changed(valid[kind], draw), tmp_path) for _ in range(120)]
     refused = [text for text in found if text != "read"]

@@ -53,8 +53,7 @@ def test_an_init_file_is_a_list_of_names() -> None:
         for node in ast.parse(path.read_text()).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             names = isinstance(node, ast.Assign) and all(
-                isinstance(target, ast.Name) and target.id in ("__all__", "__version__")
-                for target in node.targets
+                isinstance(target, ast.Name) and target.id in ("__all__", "__version__") for target in node.targets
             )
             if not (docstring or names or isinstance(node, (ast.Import, ast.ImportFrom))):
                 broken.append(_where(path, node))
@@ -111,13 +110,9 @@ def test_inside_the_library_the_defining_file_is_imported() -> None:
                     if not (node.module or "").startswith("tilerec"):
                         continue
                     target = PACKAGE.parent.joinpath(*(node.module or "").split("."))
-                    imports_a_module = (target / f"{alias.name}.py").exists() or (
-                        target / alias.name
-                    ).is_dir()
+                    imports_a_module = (target / f"{alias.name}.py").exists() or (target / alias.name).is_dir()
                     if target.is_dir() and not imports_a_module:
-                        broken.append(
-                            f"{_where(path, node)} ({alias.name} through {node.module}/__init__.py)"
-                        )
+                        broken.append(f"{_where(path, node)} ({alias.name} through {node.module}/__init__.py)")
             else:
                 for alias in node.names:
                     if alias.name == "tilerec":
@@ -150,11 +145,7 @@ def test_result_files_are_written_by_the_one_helper() -> None:
             if not (isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name))):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-            words = [
-                a.value
-                for a in [*node.args, *(k.value for k in node.keywords)]
-                if isinstance(a, ast.Constant)
-            ]
+            words = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if isinstance(a, ast.Constant)]
             opens = name in ("open", "fdopen") and any(str(word)[:1] in "wax" for word in words if word)
             if opens or name in ("write_text", "write_bytes", "tofile"):
                 where = path.relative_to(PACKAGE).as_posix()
@@ -175,12 +166,9 @@ def test_the_compiler_is_not_imported_with_the_package() -> None:
                 broken += [
                     _where(path, decorator)
                     for decorator in node.decorator_list
-                    if "torch.compiler.disable" in ast.unparse(decorator)
-                    or "_disable_dynamo" in ast.unparse(decorator)
+                    if "torch.compiler.disable" in ast.unparse(decorator) or "_disable_dynamo" in ast.unparse(decorator)
                 ]
-    assert not broken, (
-        f"{broken}: write tilerec.ops.runtime.graph_break.graph_break, which does not import it"
-    )
+    assert not broken, f"{broken}: write tilerec.ops.runtime.graph_break.graph_break, which does not import it"
 
 
 # ---------------------------------------------------------------------------------------------------------- sizes

@@ -38,9 +38,7 @@ def _read(folder: Path, text: str | bytes) -> JsonValue:
         ('{"\\u001b[31m": {"b": 1e999}}', r': \["\\u001b\[31m"\]\.b: got inf'),
     ],
 )
-def test_what_no_document_may_have_is_refused_with_its_place(
-    tmp_path: Path, text: str | bytes, message: str
-) -> None:
+def test_what_no_document_may_have_is_refused_with_its_place(tmp_path: Path, text: str | bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^File: .*f\.json{message}") as caught:
         _read(tmp_path, text)
     assert len(str(caught.value)) < 500
@@ -61,9 +59,7 @@ def _file(folder: Path) -> Path:
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileError, match=r"File: .*none\.json cannot be read: got 'No such file or directory'"
-    ):
+    with pytest.raises(FileError, match=r"File: .*none\.json cannot be read: got 'No such file or directory'"):
         read_json(tmp_path / "none.json", "File")
     with pytest.raises(FileError, match="Is a directory"):
         read_json(tmp_path, "File")
@@ -96,7 +92,5 @@ def test_each_kind_refuses_the_others() -> None:
         (value.members, "an object"),
         (value.wholes, "a list of whole numbers from 0"),
     ):
-        with pytest.raises(
-            ConfigError, match=rf"^File: a\.b\[0\]: got true; expected {expected}\. Correct the file"
-        ):
+        with pytest.raises(ConfigError, match=rf"^File: a\.b\[0\]: got true; expected {expected}\. Correct the file"):
             call()

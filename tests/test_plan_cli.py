@@ -100,9 +100,7 @@ def test_the_same_source_gives_the_same_files(planned: Path) -> None:
 
 
 def test_a_recipes_model_is_planned_with_its_optimizer_and_batch(here: Path) -> None:
-    code, text = run(
-        "synthetic", "--hosts", 2, "--ranks-per-host", 2, "--device", "cpu", QUICK, "--html", "r.html"
-    )
+    code, text = run("synthetic", "--hosts", 2, "--ranks-per-host", 2, "--device", "cpu", QUICK, "--html", "r.html")
     assert code == 0
     assert "on 4 cpu ranks of 2 hosts, 512 samples each" in text
     assert "; wrote plan.json and r.html" in text
@@ -218,10 +216,7 @@ def test_without_the_package_yaml_is_refused(here: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "yaml", None)
     code, text = run("t.yaml", *WORLD)
     assert code == 1
-    assert (
-        "got YAML without the package pyyaml; expected JSON, or pyyaml. Install tilerec[yaml], or write JSON"
-        in text
-    )
+    assert "got YAML without the package pyyaml; expected JSON, or pyyaml. Install tilerec[yaml], or write JSON" in text
 
 
 def test_a_key_twice_in_a_yaml_mapping_is_refused(here: Path) -> None:
@@ -367,8 +362,7 @@ def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned:
     code, text = run("show", "--html", "r.html")
     assert code == 1
     assert (
-        "plan.report.json: got the report of another plan; expected the report of plan.json, which --html draws"
-        in text
+        "plan.report.json: got the report of another plan; expected the report of plan.json, which --html draws" in text
     )
 
 
@@ -388,9 +382,7 @@ def test_a_plan_that_was_edited_is_not_shown_with_another_plans_figures(planned:
         (("tables.json", *WORLD, "--device", "tpu"), "got compute_device='tpu'"),
     ],
 )
-def test_wrong_paths_are_refused_before_any_work(
-    planned: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_wrong_paths_are_refused_before_any_work(planned: Path, arguments: tuple[str, ...], message: str) -> None:
     (planned / "folder").mkdir()
     before = {path.name for path in planned.iterdir()}
     code, text = run(*arguments)
@@ -401,9 +393,7 @@ def test_wrong_paths_are_refused_before_any_work(
 
 def test_machines_that_differ_in_memory_come_in_by_a_file(here: Path) -> None:
     caps = [200 * 2**20, 900 * 2**20]
-    (here / "machines.json").write_text(
-        json.dumps({"world_size": 2, "compute_device": "cuda", "hbm_caps": caps})
-    )
+    (here / "machines.json").write_text(json.dumps({"world_size": 2, "compute_device": "cuda", "hbm_caps": caps}))
     code, text = run("tables.json", "--topology", "machines.json", QUICK)
     assert code == 0, text
     report = PlanReport.load("plan.report.json")

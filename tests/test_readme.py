@@ -21,9 +21,7 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
 ]
 
-pytestmark = pytest.mark.skipif(
-    not README.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not README.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def _blocks(language: str) -> list[str]:

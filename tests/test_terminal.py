@@ -28,9 +28,7 @@ def test_a_console_shows_steering_characters_in_texts_and_tables_and_keeps_its_o
     terminal: bool,
 ) -> None:
     file = io.StringIO()
-    console = SafeConsole(
-        file=file, force_terminal=terminal, color_system="standard" if terminal else None, width=200
-    )
+    console = SafeConsole(file=file, force_terminal=terminal, color_system="standard" if terminal else None, width=200)
     table = Table("name")
     table.add_row(Text(STEERING, "red"))
     console.print(table)
@@ -42,17 +40,11 @@ def test_a_console_shows_steering_characters_in_texts_and_tables_and_keeps_its_o
     assert not any(bad in printed for bad in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\r", "\u202e"))
 
 
-def test_names_of_tables_reach_no_terminal_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_tables_reach_no_terminal_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("tables.json").write_text(
-        json.dumps([{"name": STEERING, "num_embeddings": 100, "embedding_dim": 8}])
-    )
+    Path("tables.json").write_text(json.dumps([{"name": STEERING, "num_embeddings": 100, "embedding_dim": 8}]))
     Path("bad.json").write_text(json.dumps([{"name": STEERING, "num_embeddings": 0, "embedding_dim": 8}]))
-    Path("twice.json").write_text(
-        json.dumps([{"name": STEERING, "num_embeddings": 9, "embedding_dim": 8}] * 2)
-    )
+    Path("twice.json").write_text(json.dumps([{"name": STEERING, "num_embeddings": 9, "embedding_dim": 8}] * 2))
     Path("data.csv").write_text("a,b\n" + STEERING.replace("\r", "") + ",1\n")
     runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
     for arguments, code in (

@@ -239,9 +239,7 @@ def test_hooks_around_a_modules_state_are_listed() -> None:
     assert ran == ["save"]
 
 
-@pytest.mark.parametrize(
-    "when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
-)
+@pytest.mark.parametrize("when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_hooks_around_an_optimizers_state_are_listed(when: str) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert not private.optimizer_hooks(optimizer, when)

@@ -31,9 +31,7 @@ def calibrate(
 
     try:
         if not out.parent.is_dir():
-            raise ConfigError(
-                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
-            )
+            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
         if out.is_dir():
             raise ConfigError(f"--out: got the folder {out}; expected a file. Name a file in it.")
         launch(nproc, _calibrate, str(out), device, device=device)

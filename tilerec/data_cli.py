@@ -29,25 +29,19 @@ def _root() -> None:
 
 @data_app.command()
 def convert(
-    files: Annotated[
-        list[str], typer.Argument(help="CSV or TSV files, plain or gzip: files, folders, patterns.")
-    ],
+    files: Annotated[list[str], typer.Argument(help="CSV or TSV files, plain or gzip: files, folders, patterns.")],
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
     delimiter: Annotated[
         str, typer.Option(help="Between fields; 'tab' for a tab. Default: the most frequent one of line 1.")
     ] = "",
-    names: Annotated[
-        str, typer.Option(help="Column names, comma-separated, for files without a header line.")
-    ] = "",
+    names: Annotated[str, typer.Option(help="Column names, comma-separated, for files without a header line.")] = "",
     lists: Annotated[
         list[str] | None,
         typer.Option("--list", help="A column with several ids per field: name=separator. Repeatable."),
     ] = None,
     texts: Annotated[
         str,
-        typer.Option(
-            "--text", help="Columns that stay text even if they look like numbers, comma-separated."
-        ),
+        typer.Option("--text", help="Columns that stay text even if they look like numbers, comma-separated."),
     ] = "",
     on_bad_row: Annotated[
         str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")

@@ -60,9 +60,7 @@ class JsonValue:
 
     __slots__ = ("_document", "_key", "_parent", "value")
 
-    def __init__(
-        self, value: Any, document: _Document, parent: JsonValue | None = None, key: str | int = ""
-    ) -> None:
+    def __init__(self, value: Any, document: _Document, parent: JsonValue | None = None, key: str | int = "") -> None:
         self.value = value
         self._document = document
         self._parent = parent
@@ -113,22 +111,16 @@ class JsonValue:
             raise self.error(expected)
         for key in value:
             if not isinstance(key, str):
-                raise ConfigError(
-                    f"{self.where}: got key {shown(key)}; expected strings as keys. {_FIX_FILE}"
-                )
+                raise ConfigError(f"{self.where}: got key {shown(key)}; expected strings as keys. {_FIX_FILE}")
         return {key: JsonValue(item, self._document, self, key) for key, item in value.items()}
 
-    def record(
-        self, known: Sequence[str], required: Sequence[str] = (), move: str = _FIX_FILE
-    ) -> dict[str, JsonValue]:
+    def record(self, known: Sequence[str], required: Sequence[str] = (), move: str = _FIX_FILE) -> dict[str, JsonValue]:
         """Return the members of an object; raise for unknown or missing keys."""
         members = self.members(f"an object with {_join_names(required or known)}")
         unknown = [key for key in members if key not in known]
         missing = [key for key in required if key not in members]
         if unknown or missing:
-            got = (
-                f"unknown {_join_names(unknown)}" if unknown else f"an object without {_join_names(missing)}"
-            )
+            got = f"unknown {_join_names(unknown)}" if unknown else f"an object without {_join_names(missing)}"
             raise ConfigError(f"{self.where}: got {got}; expected {_join_names(known, 40)}. {move}")
         return members
 
@@ -222,9 +214,7 @@ def read_json(path: str | Path, what: str, most_bytes: int = MOST_BYTES) -> Json
     except ValueError as error:
         # `json` also raises a ValueError for a number with more digits than Python converts.
         reason = str(error) if isinstance(error, json.JSONDecodeError) else "a number of thousands of digits"
-        raise ConfigError(
-            f"{origin} is not JSON: got {reason}; expected one JSON value. {_FIX_FILE}"
-        ) from error
+        raise ConfigError(f"{origin} is not JSON: got {reason}; expected one JSON value. {_FIX_FILE}") from error
     return JsonValue.of(data, origin)
 
 
@@ -260,9 +250,7 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of about {value.bit_length() * 3 // 10:,} digits"
     if isinstance(value, str):
-        return json.dumps(
-            value if len(value) <= _SHOWN else value[:_SHOWN] + "…", ensure_ascii=not value.isprintable()
-        )
+        return json.dumps(value if len(value) <= _SHOWN else value[:_SHOWN] + "…", ensure_ascii=not value.isprintable())
     if isinstance(value, (list, tuple)):
         if len(value) <= 4 and all(x is None or isinstance(x, (bool, int, float, str)) for x in value):
             return f"[{', '.join(map(shown, value))}]"

@@ -24,9 +24,7 @@ def stats(
     data: Annotated[
         str | None, typer.Argument(help="A file or folder: Criteo, MovieLens, delimited text or Parquet.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The JSON file to write; `tilerec plan` reads it.")] = Path(
-        "stats.json"
-    ),
+    out: Annotated[Path, typer.Option(help="The JSON file to write; `tilerec plan` reads it.")] = Path("stats.json"),
     recipe: Annotated[
         str | None,
         typer.Option(help="Count the row ids that this recipe trains on, instead of a file's ids."),
@@ -40,9 +38,7 @@ def stats(
     features: Annotated[
         str, typer.Option(help="Columns with ids, comma-separated. Default: those of the format.")
     ] = "",
-    separator: Annotated[
-        str, typer.Option(help="Separator of the ids within one field of delimited text.")
-    ] = "",
+    separator: Annotated[str, typer.Option(help="Separator of the ids within one field of delimited text.")] = "",
     on_bad_row: Annotated[
         str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
     ] = "error",
@@ -54,9 +50,7 @@ def stats(
 
     try:
         if not out.absolute().parent.is_dir():
-            raise ConfigError(
-                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
-            )
+            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
         names = tuple(name.strip() for name in features.split(",") if name.strip())
         source: IdSource
         if recipe is not None:
@@ -107,9 +101,7 @@ def _gather_statistics(source: IdSource) -> Statistics:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("read", total=source.progress.total or None, rows=0)
-        return gather(
-            source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows)
-        )
+        return gather(source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows))
 
 
 def _stats_table(found: Statistics) -> Table:

@@ -213,9 +213,7 @@ def test_values_that_checks_find_are_compared() -> None:
 @pytest.mark.parametrize("protocol", ["agreeing", "on_all_ranks"])
 def test_an_interrupt_of_one_rank_does_not_leave_the_others_waiting(protocol: str) -> None:
     def run(group: Group) -> str:
-        block = (
-            agreeing(group, "the model") if protocol == "agreeing" else on_all_ranks(group, "the model", "it")
-        )
+        block = agreeing(group, "the model") if protocol == "agreeing" else on_all_ranks(group, "the model", "it")
         try:
             with block:
                 if group.rank == 1:

@@ -186,9 +186,7 @@ def test_float64_rows_arrive_as_rounded_float32(name: str) -> None:
 @pytest.mark.parametrize("segments", [[(1, 3)], [(1, 3), (1, 1)], [(2, 3), (1, 1)]], ids=str)
 @pytest.mark.parametrize("shift", [1, 2, 3])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_wire_of_bytes_may_begin_anywhere_in_memory(
-    name: str, shift: int, segments: list[tuple[int, int]]
-) -> None:
+def test_a_wire_of_bytes_may_begin_anywhere_in_memory(name: str, shift: int, segments: list[tuple[int, int]]) -> None:
     flat = rows_of(segments, spread=1.0)
     wire = codec(name).encode(flat, segments)
     moved = torch.cat([torch.zeros(shift, dtype=wire.dtype), wire])[shift:]

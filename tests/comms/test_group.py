@@ -239,9 +239,7 @@ def claim_what_does_not_fit_is_refused_before_anything_is_sent(group: Group) -> 
     assert torch.equal(output, expected)
 
 
-CLAIMS = {
-    name.removeprefix("claim_"): claim for name, claim in list(globals().items()) if name.startswith("claim_")
-}
+CLAIMS = {name.removeprefix("claim_"): claim for name, claim in list(globals().items()) if name.startswith("claim_")}
 
 
 def _claim_on_this_process(name: str) -> None:

@@ -116,9 +116,7 @@ def _hosts_on_processes(hosts: list[list[int]]) -> tuple[int, list[object]]:
     return _hosts(ProcessGroupComms(), hosts)
 
 
-@pytest.mark.parametrize(
-    "hosts", [[[0, 1], [2, 3]], [[3, 0, 2], [1]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str
-)
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[3, 0, 2], [1]], [[0], [1], [2], [3]], [[0, 1, 2, 3]]], ids=str)
 def test_the_ranks_of_a_host_are_a_group_in_ascending_order(
     hosts: list[list[int]], pool: Callable[[int], Ranks]
 ) -> None:

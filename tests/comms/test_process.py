@@ -94,9 +94,7 @@ def _fault(kind: str, fault: str) -> str:
     ("kind", "world_size"),
     [("all_to_all", 2), ("all_to_all", 3), ("all_reduce", 3), ("exchange", 3), ("barrier", 3)],
 )
-def test_a_rank_that_dies_is_an_error_on_the_others(
-    kind: str, world_size: int, pool: Callable[[int], Ranks]
-) -> None:
+def test_a_rank_that_dies_is_an_error_on_the_others(kind: str, world_size: int, pool: Callable[[int], Ranks]) -> None:
     outcomes = pool(world_size).run(_fault, kind, "dies", return_exceptions=True)
     dead = outcomes.pop(1)
     assert isinstance(dead, RankError)
@@ -110,9 +108,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "exchange"])
-def test_a_rank_that_raises_before_a_call_ends_it_for_the_others(
-    kind: str, pool: Callable[[int], Ranks]
-) -> None:
+def test_a_rank_that_raises_before_a_call_ends_it_for_the_others(kind: str, pool: Callable[[int], Ranks]) -> None:
     with pytest.raises(ArithmeticError, match="0 divides nothing") as caught:
         pool(3).run(_fault, kind, "raises")
     story = str(caught.value.__cause__)
@@ -127,9 +123,7 @@ def test_a_rank_that_gives_up_is_named_with_its_error(kind: str, pool: Callable[
     outcomes = pool(3).run(_fault, kind, "gives up", return_exceptions=True)
     name = {"all_to_all": "all_to_all 'ids'", "all_reduce": "all_reduce 'sums'"}[kind]
     for rank in (0, 2):
-        assert outcomes[rank] == (
-            f"{name} on rank {rank} of 3: rank 1 failed with ArithmeticError: 0 divides nothing"
-        )
+        assert outcomes[rank] == (f"{name} on rank {rank} of 3: rank 1 failed with ArithmeticError: 0 divides nothing")
 
 
 def _said(pool: Callable[[int], Ranks], ways: dict[int, list[str]]) -> list[str]:
@@ -283,9 +277,7 @@ def _step_with_a_fault(place: str | None, fault: str) -> tuple[float, str]:
 @pytest.mark.parametrize(
     ("place", "fault"), [*((place, "dies") for place in PLACES), ("route", "raises"), ("backward", "raises")]
 )
-def test_a_rank_lost_in_a_step_is_an_error_on_the_others(
-    place: str, fault: str, pool: Callable[[int], Ranks]
-) -> None:
+def test_a_rank_lost_in_a_step_is_an_error_on_the_others(place: str, fault: str, pool: Callable[[int], Ranks]) -> None:
     outcomes = pool(3).run(_step_with_a_fault, place, fault, return_exceptions=True)
     assert isinstance(outcomes[1], RankError if fault == "dies" else ArithmeticError)
     for rank in (0, 2):

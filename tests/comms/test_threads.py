@@ -33,9 +33,7 @@ def said(world_size: int, act: Callable[[Group], object], timeout_s: float = 30.
     return run_virtual_ranks(world_size, live, timeout_s=timeout_s)
 
 
-def all_to_all(
-    group: Group, name: str, to: int = 1, dtype: torch.dtype = torch.float32, got: int = 1
-) -> None:
+def all_to_all(group: Group, name: str, to: int = 1, dtype: torch.dtype = torch.float32, got: int = 1) -> None:
     """`to` elements to every rank, `got` from every rank."""
     size = group.size
     group.all_to_all(
@@ -80,10 +78,7 @@ def test_dtypes_that_disagree_are_named() -> None:
     texts = said(2, lambda group: all_to_all(group, "x", dtype=(torch.int32, torch.int64)[group.rank]))
     assert all("rank 0 sends 1 int32 to rank 1, which expects 1 int64." in text for text in texts)
     texts = said(2, lambda group: group.all_reduce_("x", torch.zeros(2 + group.rank)).wait())
-    assert all(
-        "rank 0 has 2 float32, rank 1 has 3 float32; expected tensors of one size and dtype" in t
-        for t in texts
-    )
+    assert all("rank 0 has 2 float32, rank 1 has 3 float32; expected tensors of one size and dtype" in t for t in texts)
 
 
 def test_messages_of_other_sizes_are_refused_on_both_sides() -> None:
@@ -168,9 +163,7 @@ def test_a_part_speaks_of_ranks_by_their_numbers_in_the_world() -> None:
             all_to_all(part, "rows", to=part.rank + 1, got=1)
 
     texts = said(4, act)
-    assert (
-        "on rank 1: all_to_all 'rows': rank 3 sends 2 float32 to rank 1, which expects 1 float32." in texts[1]
-    )
+    assert "on rank 1: all_to_all 'rows': rank 3 sends 2 float32 to rank 1, which expects 1 float32." in texts[1]
     assert "on rank 3: " in texts[3]
 
 

@@ -33,9 +33,7 @@ from tilerec.spec.table import EmbeddingBagConfig
 
 def test_a_planner_set_up_as_for_torchrec_plans_and_says_once_what_it_does_not_use() -> None:
     topology = Topology(world_size=8, compute_device="cuda", hbm_cap=2**30, local_world_size=4)
-    constraints = {
-        "t": ParameterConstraints(sharding_types=["row_wise", "table_wise"], pooling_factors=[12.0])
-    }
+    constraints = {"t": ParameterConstraints(sharding_types=["row_wise", "table_wise"], pooling_factors=[12.0])}
     with pytest.warns(UserWarning, match="have no effect") as caught:
         planner = EmbeddingShardingPlanner(
             topology=topology,
@@ -58,9 +56,7 @@ def test_a_planner_set_up_as_for_torchrec_plans_and_says_once_what_it_does_not_u
             debug=False,
         )
     assert len(caught) == 1
-    assert "enumerator, proposer, partitioner, performance_model, stats have no effect" in str(
-        caught[0].message
-    )
+    assert "enumerator, proposer, partitioner, performance_model, stats have no effect" in str(caught[0].message)
     plan = planner.plan([EmbeddingBagConfig(100_000, 64, "t")])
     assert plan.plan[""]["t"].kind.value in ("row_wise", "table_wise")
     assert plan.plan[""]["t"].ids_per_bag == 12.0
@@ -77,9 +73,7 @@ def test_parts_keep_what_they_were_made_with() -> None:
 
 
 def test_topologies_are_set_up_as_for_torchrec() -> None:
-    with pytest.warns(
-        UserWarning, match="Topology: got settings without effect: bwd_compute_multiplier"
-    ) as caught:
+    with pytest.warns(UserWarning, match="Topology: got settings without effect: bwd_compute_multiplier") as caught:
         topology = Topology(
             world_size=2,
             compute_device="cuda",

@@ -170,9 +170,7 @@ def test_arguments_of_a_sharder_without_effect_are_taken_with_a_warning() -> Non
         sequences = EmbeddingCollectionSharder({"learning_rate": 0.5}, wire, use_index_dedup=True)
     assert seen[0].filename == __file__
     with pytest.warns(UserWarning, match="BagCollectionSharder: .*sharded_module_order_overwrite") as seen:
-        pooled = EmbeddingBagCollectionSharder(
-            {"learning_rate": 0.5}, wire, sharded_module_order_overwrite=["t"]
-        )
+        pooled = EmbeddingBagCollectionSharder({"learning_rate": 0.5}, wire, sharded_module_order_overwrite=["t"])
     assert seen[0].filename == __file__
     assert sequences.optimizer == pooled.optimizer == SGD(0.5)
     assert sequences.wire == pooled.wire == wire

@@ -201,9 +201,7 @@ def test_cached_tables_are_not_captured() -> None:
 def test_rows_that_were_skipped_are_counted_where_their_lines_are() -> None:
     module = cache_tables(ebc(SGD(0.1, non_finite="skip")), 0.15, device="cuda")
     ids = torch.tensor([250, 40, 7])
-    out = output(
-        module, on_gpu(KeyedJaggedTensor.from_lengths_sync(["f", "g", "h"], ids, torch.tensor([2, 0, 1])))
-    )
+    out = output(module, on_gpu(KeyedJaggedTensor.from_lengths_sync(["f", "g", "h"], ids, torch.tensor([2, 0, 1]))))
     grad = torch.ones_like(out)
     grad[0, 0] = float("nan")
     out.backward(grad)

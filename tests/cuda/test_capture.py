@@ -60,12 +60,8 @@ def batches() -> list[KeyedJaggedTensor]:
 
 def attached(spec: OptimizerSpec, lr: Any, capturable: bool) -> tuple[Model, torch.optim.Optimizer]:
     model = Model()
-    settings = {
-        key: value for key, value in spec.to_json().items() if key not in ("optimizer", "lr", "capturable")
-    }
-    apply_optimizer_in_backward(
-        type(spec), model.tables.parameters(), {"lr": lr, "capturable": capturable, **settings}
-    )
+    settings = {key: value for key, value in spec.to_json().items() if key not in ("optimizer", "lr", "capturable")}
+    apply_optimizer_in_backward(type(spec), model.tables.parameters(), {"lr": lr, "capturable": capturable, **settings})
     return model, torch.optim.SGD(model.over.parameters(), lr=0.05, foreach=False)
 
 

@@ -164,9 +164,7 @@ def test_bad_entries_are_told_as_on_the_cpu_and_change_nothing() -> None:
     first = size(4000, 80)
     counts[first:] = 0
     state = on_gpu(empty_state(6, 8))
-    KERNELS["zch_assign_each_"](
-        ids.cuda(), counts.cuda(), None, None, *state, 0, 6, 8, 8, 1, 0, 0, 1.0, 0, True, 1
-    )
+    KERNELS["zch_assign_each_"](ids.cuda(), counts.cuda(), None, None, *state, 0, 6, 8, 8, 1, 0, 0, 1.0, 0, True, 1)
     with pytest.raises(InputError, match=rf"counts\[{first}\] is 0"):
         raise_all(state.ids_E.device)
     assert not any(values.any() for values in state)
@@ -181,9 +179,7 @@ def test_batches_of_other_sizes_compile_nothing_anew() -> None:
     rest = (0, 16, 32, 128)
     for step, count in enumerate((1, 16, 1000, 17, 2**15), 1):
         ids = torch.arange(count, device="cuda")
-        KERNELS["zch_assign_each_"](
-            ids, None, None, None, *state, *rest, step, step * 10**10, 0, 1.0, 0, True, 1
-        )
+        KERNELS["zch_assign_each_"](ids, None, None, None, *state, *rest, step, step * 10**10, 0, 1.0, 0, True, 1)
         compiled = sum(len(kernels_of[0]) for kernels_of in walk_kernel.device_caches.values())
         if step == 2:
             before = compiled

@@ -21,9 +21,7 @@ def on_the_cpu(rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("init_fn", [nn.init.normal_, on_the_cpu])
-def test_a_tile_has_the_bits_of_the_whole_table(
-    init_fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tile_has_the_bits_of_the_whole_table(init_fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial, "INIT_BLOCK", 8)
     table = EmbeddingBagConfig(27, 5, "t", init_fn=init_fn)
 

@@ -243,9 +243,7 @@ def test_rows_are_placed_added_and_picked_with_the_cpus_bits(width: int, dtype: 
     slots = []
     for feature in range(features):
         for _ in range(owners if feature % 2 else 1):
-            own = torch.randperm(bags, generator=generator)[
-                : int(torch.randint(0, bags, (1,), generator=generator))
-            ]
+            own = torch.randperm(bags, generator=generator)[: int(torch.randint(0, bags, (1,), generator=generator))]
             start = -1 if feature == 2 else sum(s.numel() for s in slots)
             for column, value in zip(
                 moves,
@@ -256,9 +254,7 @@ def test_rows_are_placed_added_and_picked_with_the_cpus_bits(width: int, dtype: 
             if start >= 0:
                 slots.append(own.sort().values.int())
     all_slots = torch.cat(slots)
-    rows = (
-        torch.randn(sum(c * w for c, w in zip(moves[0], moves[1], strict=True)), generator=generator) * 9
-    ).to(dtype)
+    rows = (torch.randn(sum(c * w for c, w in zip(moves[0], moves[1], strict=True)), generator=generator) * 9).to(dtype)
     wanted = torch.ones(bags * features * width).to(dtype)
     got = wanted.to(DEVICE)
     exchange_reference._place_rows_reference_(wanted, rows, all_slots, *moves)
@@ -330,9 +326,7 @@ def served() -> Iterator[None]:
 
 @pytest.mark.usefixtures("served")
 def test_selections_are_differentiated_without_waiting() -> None:
-    values, offsets, order, out_offsets, total = there(
-        jagged_arguments((64,), torch.float32)["select_segments"]
-    )
+    values, offsets, order, out_offsets, total = there(jagged_arguments((64,), torch.float32)["select_segments"])
     values.requires_grad_()
     op = torch.ops.tilerec.select_segments
     op(values, offsets, order, out_offsets, total).sum().backward()

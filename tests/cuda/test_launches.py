@@ -42,9 +42,9 @@ def fresh(rows: int, device: torch.device = CUDA) -> tuple[Tensor, Tensor, Tenso
 def pooled(table: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
     sinks = torch.zeros(0, dtype=torch.int64)
     batch = [ids.numel()]
-    return lookup_kernels.pooled_lookup(
-        [table], sinks, ids, offsets, None, [0], [0], [0], batch, torch.float32, "f@t"
-    )[0]
+    return lookup_kernels.pooled_lookup([table], sinks, ids, offsets, None, [0], [0], [0], batch, torch.float32, "f@t")[
+        0
+    ]
 
 
 def test_a_stream_does_not_read_a_layout_that_another_has_yet_to_send() -> None:

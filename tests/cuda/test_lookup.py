@@ -72,9 +72,7 @@ def case(
 ) -> tuple[Any, ...]:
     torch.manual_seed(1)
     rows, features = 1000, len(dims)
-    offsets = torch.cat(
-        [torch.zeros(1, dtype=torch.int64, device=CUDA), lengths_of(kind, features * batch).cumsum(0)]
-    )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=CUDA), lengths_of(kind, features * batch).cumsum(0)])
     count = int(offsets[-1])
     weights = [torch.randn(rows, d, device=CUDA).to(t) for d, t in zip(dims, dtypes, strict=True)]
     ids = torch.randint(0, rows, (count,), device=CUDA).to(index)
@@ -112,9 +110,7 @@ def test_pooled_lookups_equal_the_reference(kind: str, weighted: bool, index: to
         # Sums of 100,000 rows: their order counts.
         slack = 200 if kind == "some long" else 4
         torch.testing.assert_close(got, want, rtol=UNITS[dtype] * slack, atol=UNITS[dtype] * slack)
-        assert torch.equal(lookup_kernels.pooled_lookup(*arguments, dtype, names(arguments))[0], got), (
-            "the same bits"
-        )
+        assert torch.equal(lookup_kernels.pooled_lookup(*arguments, dtype, names(arguments))[0], got), "the same bits"
 
 
 @pytest.mark.parametrize("kind", ["one", "a few"])
@@ -145,9 +141,7 @@ def test_sequence_lookups_equal_the_reference(dim: int, host: bool) -> None:
     ids = torch.randint(0, 1000, (count,), device=CUDA)
     starts = torch.tensor([0, 0, count // 2, count // 2 + 1, count], device="cpu" if host else CUDA)
     arguments = (weights, NO_SINKS, ids, starts, [1, 0, 2, 1], F32, "a@t,b@u,c@v,d@t")
-    assert torch.equal(
-        lookup_kernels.sequence_lookup(*arguments)[0], sequence_lookup_reference(*arguments)[0]
-    )
+    assert torch.equal(lookup_kernels.sequence_lookup(*arguments)[0], sequence_lookup_reference(*arguments)[0])
 
 
 @real
@@ -238,9 +232,7 @@ def test_bad_ids_are_told_and_the_device_lives_on() -> None:
     good = lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))[0].clone()
     arguments[2][11] = -7
     lookup_kernels.pooled_lookup(*arguments, F32, names(arguments))
-    with pytest.raises(
-        InputError, match=r"Table 't0': id -7 of feature 'f0' \(position 11 .* outside \[0, 1000\)"
-    ):
+    with pytest.raises(InputError, match=r"Table 't0': id -7 of feature 'f0' \(position 11 .* outside \[0, 1000\)"):
         reports.raise_all(CUDA)
     arguments[2][11] = 3
     torch.cuda.synchronize()
@@ -264,9 +256,7 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     weight[rows - 1], weight[2**25] = 3.0, 2.0
     ids = torch.tensor([rows - 1, 2**25], device=CUDA)
     offsets = torch.tensor([0, 2], device=CUDA)
-    out = lookup_kernels.pooled_lookup(
-        [weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [1], BF16, "f@t"
-    )[0]
+    out = lookup_kernels.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [1], BF16, "f@t")[0]
     assert out.tolist() == [[5.0] * dim]
     out = lookup_kernels.sequence_lookup([weight], NO_SINKS, ids, offsets, [0], BF16, "f@t")[0]
     assert out[:, 0].tolist() == [3.0, 2.0]
@@ -278,9 +268,7 @@ def test_outputs_beyond_two_to_the_31_elements_are_written() -> None:
     weight = torch.arange(100, device=CUDA).to(BF16)[:, None].expand(100, dim).contiguous()
     ids = torch.randint(0, 100, (batch,), device=CUDA)
     offsets = torch.arange(batch + 1, device=CUDA)
-    out = lookup_kernels.pooled_lookup(
-        [weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [batch], BF16, "f@t"
-    )[0]
+    out = lookup_kernels.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [0], [batch], BF16, "f@t")[0]
     assert torch.equal(out[:, 0].long(), ids)
     assert torch.equal(out[:, -1].long(), ids)
     del out
@@ -293,8 +281,6 @@ def test_a_bag_of_a_million_ids_is_shared_by_many_programs() -> None:
     count = size(1_000_003, 5003)
     ids = torch.randint(0, 1000, (count,), device=CUDA)
     offsets = torch.tensor([0, 3, count], device=CUDA)
-    got = lookup_kernels.pooled_lookup(
-        [weight], NO_SINKS, ids, offsets, None, [0], [0], [1], [2], F32, "f@t"
-    )[0]
+    got = lookup_kernels.pooled_lookup([weight], NO_SINKS, ids, offsets, None, [0], [0], [1], [2], F32, "f@t")[0]
     want = weight.double()[ids[3:]].mean(0)
     torch.testing.assert_close(got[1].double(), want, rtol=1e-5, atol=1e-6)

@@ -67,9 +67,7 @@ def batches(count: int) -> list[KeyedJaggedTensor]:
     return made
 
 
-def trained(
-    before: Callable[[EmbeddingBagCollection, KeyedJaggedTensor], Any], steps: int = 3
-) -> list[Tensor]:
+def trained(before: Callable[[EmbeddingBagCollection, KeyedJaggedTensor], Any], steps: int = 3) -> list[Tensor]:
     """All rows after some steps; `before`: called with each batch ahead of its forward."""
     module = collection()
     for batch in batches(steps):

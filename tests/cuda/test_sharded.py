@@ -78,9 +78,7 @@ def train_on_the_gpu() -> list[Tensor]:
 
 
 # One GPU is enough: NCCL with one rank, gloo with several on the same device.
-WORLDS = pytest.mark.parametrize(
-    ("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 2), ("gloo", 4)]
-)
+WORLDS = pytest.mark.parametrize(("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 2), ("gloo", 4)])
 
 
 @WORLDS
@@ -143,9 +141,7 @@ def managed(device: str) -> ManagedCollisionEmbeddingBagCollection:
     tables = [EmbeddingBagConfig(64, 8, "t", feature_names=["a", "b"])]
     ids = HashZchManagedCollisionModule(64, device, 8, eviction_policy_name="LRU_EVICTION")
     collection = ManagedCollisionCollection({"t": ids}, tables)
-    module = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables), collection, True).to(
-        device
-    )
+    module = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables), collection, True).to(device)
     apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
     return module
 

@@ -47,9 +47,7 @@ def noted() -> list[bool]:
 def trained(module: Any, tables: Any, rank: int, ahead: bool) -> Trained:
     """`tables`: the collection in the module."""
     sorts, side = noted(), torch.cuda.Stream()
-    coming: list[Any] = [
-        random_batch(KEYS, ROWS, 3 + 2 * rank, seed=10 * at + rank).to("cuda") for at in range(STEPS)
-    ]
+    coming: list[Any] = [random_batch(KEYS, ROWS, 3 + 2 * rank, seed=10 * at + rank).to("cuda") for at in range(STEPS)]
     torch.cuda.synchronize()
 
     def prefetched(at: int) -> None:
@@ -66,9 +64,7 @@ def trained(module: Any, tables: Any, rank: int, ahead: bool) -> Trained:
 
 
 def train(kind: str, each_id: bool, ahead: bool) -> Trained:
-    module = (
-        sequences() if each_id else model()
-    )  # by row-wise Adagrad: where columns are cut, sums come first
+    module = sequences() if each_id else model()  # by row-wise Adagrad: where columns are cut, sums come first
     tables = list(module.parameters())
     apply_optimizer_in_backward(SGD(lr=0.1), tables[:1], replace=True)
     apply_optimizer_in_backward(Adam(lr=0.1), tables[1:2], replace=True)

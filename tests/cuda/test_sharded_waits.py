@@ -32,9 +32,7 @@ from tilerec.testing.ranks import Ranks
 from tilerec.testing.virtual import run_virtual_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-WORLDS = pytest.mark.parametrize(
-    ("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 1), ("gloo", 2)]
-)
+WORLDS = pytest.mark.parametrize(("backend", "size"), [pytest.param("nccl", 1, marks=real), ("gloo", 1), ("gloo", 2)])
 KINDS = ("pooled", "weighted", "sequences")
 KEYS, ROWS = ["a", "b", "c"], 40
 
@@ -65,9 +63,7 @@ def sharded(kind: str) -> Any:
             EmbeddingBagConfig(ROWS, 12, "whole", feature_names=["c"]),
         ]
         if kind == "pooled":
-            tables.append(
-                EmbeddingBagConfig(ROWS, 16, "blocks", feature_names=["d", "e"], pooling=PoolingType.MEAN)
-            )
+            tables.append(EmbeddingBagConfig(ROWS, 16, "blocks", feature_names=["d", "e"], pooling=PoolingType.MEAN))
             plan["blocks"] = column_wise(ranks=list(range(size)))
         module = EmbeddingBagCollection(tables, is_weighted=kind == "weighted")
     apply_optimizer_in_backward(SGD(lr=0.1), module.parameters())
@@ -113,9 +109,7 @@ def test_a_step_waits_once_and_that_of_one_rank_not_at_all(backend: str, size: i
 
 def forward(group: Group, device: str, weighted: bool, steps: int) -> list[Tensor]:
     """Outputs of some of three batches, on two hosts of two ranks: they add up what they have of other hosts' bags."""
-    module = EmbeddingBagCollection(
-        [EmbeddingBagConfig(ROWS, 4, "t", feature_names=["a", "b"])], is_weighted=weighted
-    )
+    module = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, "t", feature_names=["a", "b"])], is_weighted=weighted)
     with torch.no_grad():
         module.embedding_bags["t"].weight.copy_(torch.arange(4.0 * ROWS).view(ROWS, 4))
     step = ROWS // 4
@@ -124,8 +118,7 @@ def forward(group: Group, device: str, weighted: bool, steps: int) -> list[Tenso
     topology = Topology(4, "cpu", hosts=[[0, 1], [2, 3]])
     shard_collection(module, {"t": tiling}, group, group.split("route"), topology)
     batches = [
-        random_batch(KEYS, ROWS, size, seed=10 * size + group.rank, weighted=weighted).to(device)
-        for size in (0, 1, 7)
+        random_batch(KEYS, ROWS, size, seed=10 * size + group.rank, weighted=weighted).to(device) for size in (0, 1, 7)
     ]
     with torch.no_grad():
         return [module(features).values() for features in batches[:steps]]
@@ -137,9 +130,7 @@ def test_a_forward_on_two_hosts_waits_once_and_has_the_cpus_bits(weighted: bool)
     _, before = waits(lambda: run_virtual_ranks(4, forward, "cuda", weighted, 0))
     got, waited = waits(lambda: run_virtual_ranks(4, forward, "cuda", weighted, 3))
     assert all(
-        torch.equal(a.cpu(), b)
-        for one, other in zip(got, want, strict=True)
-        for a, b in zip(one, other, strict=True)
+        torch.equal(a.cpu(), b) for one, other in zip(got, want, strict=True) for a, b in zip(one, other, strict=True)
     )
     assert waited - before == 4 * 3, "each rank, for each batch"
 

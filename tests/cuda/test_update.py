@@ -66,17 +66,13 @@ def run(function: Any, weights: Sequence[Tensor], slots: Sequence[Tensor], *rest
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_every_rule_equals_the_reference_and_itself(name: str, dtype: torch.dtype) -> None:
     rule, hyper, kinds = RULES[name]
     dims = some([1, 4, 32, 64, 100, 128, 257, 1000, 2048], [1, 4, 32, 100, 257])
     rows, batch = size(500, 30), size(64, 5)
     lengths = torch.randint(0, 40, (len(dims) * batch,)).tolist()
-    record = pooled(
-        dims, lengths, rows, batch, torch.float32, torch.int32, True, ([0, 1, 0] * 3)[: len(dims)]
-    )
+    record = pooled(dims, lengths, rows, batch, torch.float32, torch.int32, True, ([0, 1, 0] * 3)[: len(dims)])
     weights = [torch.randn(rows, d).to(dtype) for d in dims]
     slots = [s for w in weights for s in slots_for(kinds, *w.shape)]
     count = len(dims)
@@ -188,9 +184,7 @@ def test_cut_rows_have_the_references_sums_and_rows(name: str, exact: bool, widt
     rest_ = (dims, rule, hyper, [2, 3], [1, 2, 3, 4], [0, 0], offsets)
     on = on_gpu(parts["weights"]), on_gpu(parts["slots"])
     rule_apply_to_tables_(*on, on_gpu(parts["rows"]), on_gpu(parts["grads"]), on_gpu(scalars), *rest_)
-    rule_apply_to_tables_reference_(
-        parts["weights"], parts["slots"], parts["rows"], parts["grads"], scalars, *rest_
-    )
+    rule_apply_to_tables_reference_(parts["weights"], parts["slots"], parts["rows"], parts["grads"], scalars, *rest_)
     for a, b in zip((*on[0], *on[1]), (*parts["weights"], *parts["slots"]), strict=True):
         # A row of about 1 less a step of about 1 is off by a last digit of them, however little is left.
         torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=3e-7)

@@ -12,9 +12,7 @@ from tilerec.data.arena import Arena
 
 def test_arrays_do_not_overlap() -> None:
     arena = Arena(chunk_bytes=1 << 12)
-    arrays = [
-        arena.empty(count, kind) for count in (1, 7, 100, 0, 600) for kind in (np.int8, np.float32, np.int64)
-    ]
+    arrays = [arena.empty(count, kind) for count in (1, 7, 100, 0, 600) for kind in (np.int8, np.float32, np.int64)]
     for number, array in enumerate(arrays):
         array.fill(number)
     assert all((array == number).all() for number, array in enumerate(arrays))

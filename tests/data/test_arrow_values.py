@@ -19,9 +19,7 @@ LIST_TYPES = [
     pa.list_view(pa.int64()),
     pa.large_list_view(pa.int64()),
 ]
-ROWS = st.lists(
-    st.one_of(st.none(), st.lists(st.one_of(st.none(), st.integers(0, 99)), max_size=4)), max_size=12
-)
+ROWS = st.lists(st.one_of(st.none(), st.lists(st.one_of(st.none(), st.integers(0, 99)), max_size=4)), max_size=12)
 
 
 def _python(values: Values) -> list[Any]:

@@ -7,9 +7,7 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
 def _batch() -> Batch:
-    features = KeyedJaggedTensor.from_lengths_sync(
-        ["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 0, 1])
-    )
+    features = KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([2, 0, 0, 1]))
     return Batch(torch.ones(2, 3), features, torch.tensor([0.0, 1.0]))
 
 

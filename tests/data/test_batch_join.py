@@ -33,9 +33,7 @@ def _data(sessions: list[int], past: list[list[int]]) -> TableDataset:
             "w": pa.array([[float(i) for i in one] for one in past], pa.list_(pa.float32())),
         }
     )
-    return TableDataset(
-        TableGroups(table, rows_per_group=7), COLUMNS, group_by_session="session", shuffle_rows=4
-    )
+    return TableDataset(TableGroups(table, rows_per_group=7), COLUMNS, group_by_session="session", shuffle_rows=4)
 
 
 def _bags(features: KeyedJaggedTensor, key: str) -> list[list[int]]:
@@ -47,9 +45,7 @@ def _bags(features: KeyedJaggedTensor, key: str) -> list[list[int]]:
 
 
 @given(
-    rows=st.lists(
-        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=3)), min_size=1, max_size=25
-    ),
+    rows=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), max_size=3)), min_size=1, max_size=25),
     batch=st.integers(1, 9),
 )
 def test_every_sample_keeps_its_own_ids(rows: list[tuple[int, list[int]]], batch: int) -> None:
@@ -59,9 +55,7 @@ def test_every_sample_keeps_its_own_ids(rows: list[tuple[int, list[int]]], batch
     for share in data.train_shares(batch):
         features, numbers = share.batch.sparse_features, share.batch.labels.long().tolist()
         assert features.values().shape == features.weights().shape
-        assert (
-            features.weights()[features.length_per_key()[0] :].tolist() == features["past"].values().tolist()
-        )
+        assert features.weights()[features.length_per_key()[0] :].tolist() == features["past"].values().tolist()
         for number, item, ids in zip(numbers, _bags(features, "item"), _bags(features, "past"), strict=True):
             assert item == [sessions[number] % 3]
             assert ids == past[number]
@@ -93,9 +87,7 @@ def test_bags_of_different_sessions_are_not_shared() -> None:
 
 def test_samples_of_a_session_stay_together_and_in_order() -> None:
     sessions = np.repeat(np.arange(12), 3).tolist()
-    data = TableDataset(
-        _data(sessions, [[0]] * 36)._source, COLUMNS, group_by_session="session", shuffle_rows=36
-    )
+    data = TableDataset(_data(sessions, [[0]] * 36)._source, COLUMNS, group_by_session="session", shuffle_rows=36)
     numbers = [n for share in data.train_shares(5) for n in share.batch.labels.long().tolist()]
     order = [sessions[n] for n in numbers]
     starts = sum(one != other for one, other in itertools.pairwise(order))

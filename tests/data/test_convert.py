@@ -18,8 +18,7 @@ from tilerec.errors import ConfigError, FileError, InputError
 
 def _text(rows: int, first: int = 0) -> str:
     lines = [
-        f"{n},{n / 4 if n % 10 else ''},u{n % 7},{';'.join(map(str, range(n % 3)))}"
-        for n in range(first, first + rows)
+        f"{n},{n / 4 if n % 10 else ''},u{n % 7},{';'.join(map(str, range(n % 3)))}" for n in range(first, first + rows)
     ]
     return "\n".join(["n,x,user,tags", *lines]) + "\n"
 

@@ -75,9 +75,7 @@ def _expected_ids(row: Row, num_rows: int, missing: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("missing", ["row", "empty"])
 @pytest.mark.parametrize("block_bytes", [500, 1 << 20])
-def test_every_value_of_both_layouts_arrives_where_it_belongs(
-    tmp_path: Path, missing: str, block_bytes: int
-) -> None:
+def test_every_value_of_both_layouts_arrives_where_it_belongs(tmp_path: Path, missing: str, block_bytes: int) -> None:
     rows = _rows(40)
     held = [row for index, row in enumerate(rows) if index % 4 == 3]
     for path in (
@@ -189,7 +187,5 @@ def test_day_files_as_parquet_give_the_same_samples(tmp_path: Path, missing: Any
     ]
     # `Criteo` shuffles: compare the samples as a multiset.
     samples = [str(one) for one in zip(found[0].tolist(), found[1].tolist(), found[2], strict=True)]
-    wanted = [
-        str(one) for part in expected for one in zip(part[0].tolist(), part[1].tolist(), part[2], strict=True)
-    ]
+    wanted = [str(one) for part in expected for one in zip(part[0].tolist(), part[1].tolist(), part[2], strict=True)]
     assert sorted(samples) == sorted(wanted)

@@ -65,17 +65,13 @@ GOOD_ROWS: list[Row] = [
 @pytest.mark.parametrize("block_bytes", [1, 7, 20, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", ["", "end"])
-def test_every_row_arrives_once_whatever_the_block_size(
-    tmp_path: Path, block_bytes: int, end: str, last: str
-) -> None:
+def test_every_row_arrives_once_whatever_the_block_size(tmp_path: Path, block_bytes: int, end: str, last: str) -> None:
     path = _file(tmp_path, HEADER, *GOOD, end=end, last=end if last else "")
     assert _read(path, block_bytes=block_bytes) == GOOD_ROWS
 
 
 @pytest.mark.parametrize("last", ["\n", ""])
-def test_good_rows_are_never_parsed_one_by_one(
-    tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_good_rows_are_never_parsed_one_by_one(tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(*_: object) -> Block:
         raise AssertionError("a block of good rows took the slow way")
 
@@ -154,9 +150,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=range(len(BAD)))
 @pytest.mark.parametrize("block_bytes", [10, 1 << 20])
-def test_a_bad_line_is_named_by_file_line_and_column(
-    tmp_path: Path, line: str, message: str, block_bytes: int
-) -> None:
+def test_a_bad_line_is_named_by_file_line_and_column(tmp_path: Path, line: str, message: str, block_bytes: int) -> None:
     path = _file(tmp_path, HEADER, GOOD[0], line, *GOOD[1:])
     with pytest.raises(InputError, match=r"file\.csv" + message):
         _read(path, block_bytes=block_bytes)
@@ -185,9 +179,7 @@ def test_a_last_line_cut_short_is_a_bad_line(tmp_path: Path, cut: int) -> None:
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("kept", [0.5, 0.99])
-def test_a_gzip_file_cut_short_is_an_error_that_names_the_line(
-    tmp_path: Path, policy: str, kept: float
-) -> None:
+def test_a_gzip_file_cut_short_is_an_error_that_names_the_line(tmp_path: Path, policy: str, kept: float) -> None:
     lines = [f"{index},0.5,{index * 7919 % 1000003},tag{index}" for index in range(20_000)]
     whole = gzip.compress("\n".join([HEADER, *lines]).encode())
     path = tmp_path / "file.csv"
@@ -241,9 +233,7 @@ def test_a_line_is_too_long_wherever_in_a_block_it_stands(
     if length == 100:
         assert sum(len(b) for b in _blocks(path, block_bytes)) == 2 * len(GOOD) + 1
         return
-    with pytest.raises(
-        InputError, match=rf"csv:{number}: the line is longer than 100 bytes .*on_bad_row='skip'"
-    ):
+    with pytest.raises(InputError, match=rf"csv:{number}: the line is longer than 100 bytes .*on_bad_row='skip'"):
         list(_blocks(path, block_bytes))
     count = RowCount()
     kept = [line for block in _blocks(path, block_bytes, count, "skip") for line in block.lines.tolist()]

@@ -63,9 +63,7 @@ def test_infinite_numbers_are_named(bad: float) -> None:
         (lambda: read_dense(DenseColumn("y"), read, WHERE), "dense"),
         (lambda: read_sample_weight("y", read, WHERE), "weight"),
     ):
-        with pytest.raises(
-            InputError, match=rf"{role} column 'y': got {bad} in row 2; expected finite numbers"
-        ):
+        with pytest.raises(InputError, match=rf"{role} column 'y': got {bad} in row 2; expected finite numbers"):
             reader()
 
 
@@ -109,10 +107,7 @@ def test_ids_of_managed_tables_stay_hashes() -> None:
 
 def test_unsigned_ids_keep_their_bits() -> None:
     values = pa.array([2**64 - 1], pa.uint64())
-    assert (
-        _ids(IdColumn("c"), values, TableRows("c", 99)).values.tolist()
-        == hash_rows(np.array([-1]), 99).tolist()
-    )
+    assert _ids(IdColumn("c"), values, TableRows("c", 99)).values.tolist() == hash_rows(np.array([-1]), 99).tolist()
     with pytest.raises(InputError, match=r"expected row numbers of table 'c' in \[0, 99\)"):
         _ids(IdColumn("c"), values, TableRows("c", 99, "rows"))
 
@@ -120,9 +115,7 @@ def test_unsigned_ids_keep_their_bits() -> None:
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
 def test_row_numbers_outside_of_the_table_are_named(bad: int) -> None:
     table = TableRows("c", 10, "rows")
-    message = (
-        rf"row group 3: id column 'c': got id {bad} in row 1; expected row numbers of table 'c' in \[0, 10\)"
-    )
+    message = rf"row group 3: id column 'c': got id {bad} in row 1; expected row numbers of table 'c' in \[0, 10\)"
     with pytest.raises(InputError, match=message):
         _ids(IdColumn("c"), [9, bad], table)
     with pytest.raises(InputError, match=message):
@@ -157,9 +150,7 @@ def test_a_row_for_missing_ids_is_no_row_of_others() -> None:
     assert set(found.values[:-1].tolist()) == set(range(1, 20))
 
 
-@given(
-    lists=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=8), most=st.integers(1, 5)
-)
+@given(lists=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=8), most=st.integers(1, 5))
 def test_sequences_keep_their_latest_ids(lists: list[list[int]], most: int) -> None:
     column = IdColumn("c", kind="sequence", max_length=most, weights="w")
     weights = pa.array([[float(n) for n in one] for one in lists], pa.list_(pa.float64()))

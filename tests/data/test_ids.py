@@ -146,9 +146,7 @@ def test_lists_of_any_kind_give_their_ids(tmp_path: Path) -> None:
 def test_a_row_group_of_any_size_is_read_in_bounded_memory(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(-(2**62), 2**62, 2_000_000)
     path = tmp_path / "x.parquet"
-    parquet.write_table(
-        pa.table({"id": ids}), path, row_group_size=len(ids), compression="none", use_dictionary=False
-    )
+    parquet.write_table(pa.table({"id": ids}), path, row_group_size=len(ids), compression="none", use_dictionary=False)
     del ids
     before, most = pa.total_allocated_bytes(), 0
     for block in open_ids(path).blocks():
@@ -182,9 +180,7 @@ def test_bad_lines_stop_or_are_counted(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("user,item\n1,2\n")
-    with pytest.raises(
-        ConfigError, match=r"features is empty; expected the columns that hold ids.*user, item"
-    ):
+    with pytest.raises(ConfigError, match=r"features is empty; expected the columns that hold ids.*user, item"):
         open_ids(path)
     with pytest.raises(ConfigError, match="did you mean 'item'"):
         open_ids(path, features=["itm"])

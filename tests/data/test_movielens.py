@@ -65,9 +65,7 @@ def _samples(batches: list[Batch]) -> list[tuple[int, int, float]]:
 
 @pytest.mark.parametrize("per_user", [1, 3, 50])
 @pytest.mark.parametrize("block_bytes", [50, 1 << 20])
-def test_the_last_interactions_of_each_user_are_held_out(
-    tmp_path: Path, per_user: int, block_bytes: int
-) -> None:
+def test_the_last_interactions_of_each_user_are_held_out(tmp_path: Path, per_user: int, block_bytes: int) -> None:
     ratings = _ratings(users=12, movies=30, count=200)
     data = MovieLens(_write(tmp_path, ratings), held_out_per_user=per_user, block_bytes=block_bytes)
     held = _expected_held_out(ratings, per_user)

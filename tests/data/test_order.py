@@ -48,8 +48,7 @@ def test_lanes_give_rows_in_proportion_to_their_lengths(groups: list[int], lanes
         assert sum(counts) == position
         assert all(low <= high for low, high in zip(before, counts, strict=True))
         assert all(
-            abs(count - rows * position / max(order.rows, 1)) <= lanes
-            for count, rows in zip(counts, ends, strict=True)
+            abs(count - rows * position / max(order.rows, 1)) <= lanes for count, rows in zip(counts, ends, strict=True)
         )
         before = counts
 
@@ -81,7 +80,5 @@ def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
 def test_a_rank_without_a_lane_is_refused() -> None:
     check_lanes(1, 64)
     check_lanes(8, 8)
-    with pytest.raises(
-        ConfigError, match=r"lanes: got 2 on 4 ranks; expected 1, or at least one lane per rank"
-    ):
+    with pytest.raises(ConfigError, match=r"lanes: got 2 on 4 ranks; expected 1, or at least one lane per rank"):
         check_lanes(2, 4)

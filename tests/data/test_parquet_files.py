@@ -110,9 +110,7 @@ def test_bad_values_are_named_with_file_and_row_group(tmp_path: Path) -> None:
     table = pa.table({"y": pa.array([1.0] * 25 + [None] + [0.0] * 4), "c": list(range(30))})
     parquet.write_table(table, tmp_path / "day.parquet", row_group_size=10)
     data = TableDataset(ParquetGroups(tmp_path), COLUMNS)
-    with pytest.raises(
-        InputError, match=r"day.parquet, row group 2: label column 'y': got 1 missing .* position 5"
-    ):
+    with pytest.raises(InputError, match=r"day.parquet, row group 2: label column 'y': got 1 missing .* position 5"):
         list(data.train(10))
 
 

@@ -54,9 +54,7 @@ def test_scattering_of_the_largest_table_stays_in_range() -> None:
     assert len(set(ids.tolist())) == 3
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "exponent"), [(0, 1.0), (2**31 + 1, 1.0), (10, -0.1), (10, float("nan"))]
-)
+@pytest.mark.parametrize(("num_rows", "exponent"), [(0, 1.0), (2**31 + 1, 1.0), (10, -0.1), (10, float("nan"))])
 def test_what_the_formula_does_not_hold_for_is_refused(num_rows: int, exponent: float) -> None:
     with pytest.raises(ConfigError):
         check_power_law(num_rows, exponent)

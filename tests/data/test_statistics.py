@@ -141,9 +141,7 @@ def test_a_table_without_feature_names_is_read_by_its_own() -> None:
 
 def test_statistics_of_other_features_than_the_tables_say_that_they_have_no_effect() -> None:
     seen = Statistics("ratings.csv", 10, 0, False, {f"f{i}": _feature() for i in range(9)})
-    with pytest.warns(
-        UserWarning, match=r"ratings\.csv have no effect.*'f0', .*'f7' and 1 more.*tables read 'user'"
-    ):
+    with pytest.warns(UserWarning, match=r"ratings\.csv have no effect.*'f0', .*'f7' and 1 more.*tables read 'user'"):
         assert seen.constraints([EmbeddingBagConfig(100, 8, "t", feature_names=["user"])]) == {}
     assert seen.constraints([]) == {}
 

@@ -74,9 +74,7 @@ def test_ids_follow_the_power_law_and_lengths_their_range() -> None:
     stated[scattered_ids(np.arange(50), 50)] = power_law_probabilities(50, 1.2)
     counted = np.bincount(a.values().numpy(), minlength=50) / a.values().numel()
     np.testing.assert_allclose(counted, stated, atol=4 * 0.5 / a.values().numel() ** 0.5)
-    assert torch.bincount(b.lengths().long()).div(b.lengths().numel()).tolist() == pytest.approx(
-        [0.25] * 4, abs=0.02
-    )
+    assert torch.bincount(b.lengths().long()).div(b.lengths().numel()).tolist() == pytest.approx([0.25] * 4, abs=0.02)
     assert c.lengths().unique().tolist() == [2]
     assert int(c.values().max()) < 10**6
 
@@ -98,9 +96,7 @@ def _planted_logit(data: SyntheticClicks, batch: Batch) -> np.ndarray:
                 pooled[table, sample] += effect / len(ids)
     logits += 1.0 / np.sqrt(len(names)) * pooled[:, :, 0].sum(0)
     pairs = sum(
-        (pooled[f, :, 1:] * pooled[g, :, 1:]).sum(1)
-        for f in range(len(names))
-        for g in range(f + 1, len(names))
+        (pooled[f, :, 1:] * pooled[g, :, 1:]).sum(1) for f in range(len(names)) for g in range(f + 1, len(names))
     )
     return logits + 0.5 / np.sqrt(len(names) * (len(names) - 1) / 2 * 4) * pairs
 
@@ -128,9 +124,7 @@ def test_the_parts_of_the_logit_have_about_the_stated_strength() -> None:
     one_id = [PowerLawFeature(f"f{index}", 10**6, 0.0) for index in range(6)]
     for scales in ((2.0, 0.0, 0.0), (0.0, 2.0, 0.0), (0.0, 0.0, 2.0)):
         dense, main, pair = scales
-        data = SyntheticClicks(
-            one_id, num_dense=400, bias=0.0, dense_scale=dense, main_scale=main, pair_scale=pair
-        )
+        data = SyntheticClicks(one_id, num_dense=400, bias=0.0, dense_scale=dense, main_scale=main, pair_scale=pair)
         assert data.probabilities(0, 4096).logit().std().item() == pytest.approx(2.0, rel=0.15)
 
 

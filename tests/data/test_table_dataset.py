@@ -38,9 +38,7 @@ def _table(rows: int, first: int = 0) -> pa.Table:
             "y": pa.array([float(n % 2) for n in numbers], pa.float32()),
             "x": pa.array([n / 8 for n in numbers], pa.float64()),
             "user": pa.array(list(numbers), pa.int32()),
-            "items": pa.array(
-                [None if n % 7 == 3 else [n % 5] * (n % 4) for n in numbers], pa.list_(pa.int64())
-            ),
+            "items": pa.array([None if n % 7 == 3 else [n % 5] * (n % 4) for n in numbers], pa.list_(pa.int64())),
             "when": pa.array([f"2024-01-{1 + n // 20:02}" for n in numbers]).cast(pa.date32()),
             "unused": pa.array(["?"] * rows),
         }
@@ -60,9 +58,7 @@ def _samples(batch: Batch) -> list[tuple[Any, ...]]:
     features = batch.sparse_features.to_dict()
     items = [row.tolist() for row in features["items"].to_dense()]
     users = features["user"].values().tolist()
-    return list(
-        zip(users, batch.labels.tolist(), batch.dense_features[:, 0].tolist(), map(tuple, items), strict=True)
-    )
+    return list(zip(users, batch.labels.tolist(), batch.dense_features[:, 0].tolist(), map(tuple, items), strict=True))
 
 
 def _expected(rows: int) -> list[tuple[Any, ...]]:
@@ -105,10 +101,7 @@ def test_a_pass_continues_on_another_number_of_ranks(
     data = TableDataset(source, COLUMNS, shuffle_rows=shuffle, lanes=lanes)
 
     def global_batches(world: int, start: int = 0) -> list[list[Any]]:
-        ranks = [
-            list(data.train_shares(batch, 2, rank=rank, world_size=world, start=start))
-            for rank in range(world)
-        ]
+        ranks = [list(data.train_shares(batch, 2, rank=rank, world_size=world, start=start)) for rank in range(world)]
         out = []
         for shares in zip(*ranks, strict=True):
             assert len({(share.total, share.end) for share in shares}) == 1
@@ -216,9 +209,7 @@ def test_an_iterator_that_is_left_early_ends_its_thread_and_closes_its_files(tmp
     shares.close()
     assert threading.active_count() == before
     descriptors = {
-        str(path.readlink())
-        for path in Path("/proc/self/fd").iterdir()
-        if path.is_symlink() and path.exists()
+        str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.exists()
     }
     assert not [path for path in descriptors if path.startswith(str(tmp_path))]
 

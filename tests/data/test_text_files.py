@@ -26,9 +26,7 @@ COLUMNS = Columns(
 def _write(path: Path, rows: int = 20, first: int = 0) -> Path:
     lines = ["y,x,user,tags,when"]
     for n in range(first, first + rows):
-        lines.append(
-            f"{n % 2},{'' if n == 5 else n / 4},u{n},{'|'.join(map(str, range(n % 4)))},2024-01-{n + 1:02}"
-        )
+        lines.append(f"{n % 2},{'' if n == 5 else n / 4},u{n},{'|'.join(map(str, range(n % 4)))},2024-01-{n + 1:02}")
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -63,9 +61,7 @@ def test_samples_of_several_files_are_read_in_any_order(tmp_path: Path) -> None:
     data = TableDataset(source, COLUMNS, shuffle_rows=5)
     dense = [x for batch in data.train(4) for x in batch.dense_features[:, 0].tolist()]
     assert sorted(dense) == sorted(0.0 if n == 5 else n / 4 for n in range(21))
-    assert [x for b, _ in data.rows(6) for x in b.dense_features[:, 0].tolist()][6:] == [
-        n / 4 for n in range(6, 21)
-    ]
+    assert [x for b, _ in data.rows(6) for x in b.dense_features[:, 0].tolist()][6:] == [n / 4 for n in range(6, 21)]
 
 
 def test_bad_lines_are_named(tmp_path: Path) -> None:
@@ -107,11 +103,7 @@ def test_compressed_and_empty_files_are_refused(tmp_path: Path) -> None:
 def test_files_with_other_headers_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "1.csv")
     (tmp_path / "2.csv").write_text("x,y,user,tags,when\n1,1,u,,2024\n")
-    with pytest.raises(
-        InputError, match=r"2.csv: got the header 'x,y,user,tags,when.*expected that of .*1.csv"
-    ):
+    with pytest.raises(InputError, match=r"2.csv: got the header 'x,y,user,tags,when.*expected that of .*1.csv"):
         TableDataset(DelimitedGroups(tmp_path, lists=[ListColumn("tags", "|")]), COLUMNS)
-    with pytest.raises(
-        ConfigError, match=r"got list or text column 'tag', which is not there; did you mean 'tags'"
-    ):
+    with pytest.raises(ConfigError, match=r"got list or text column 'tag', which is not there; did you mean 'tags'"):
         DelimitedGroups(tmp_path, lists=[ListColumn("tag", "|")])

@@ -14,9 +14,7 @@ from tilerec.train.loop import train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def test_the_code_runs_from_top_to_bottom(

@@ -12,9 +12,7 @@ from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "managed-collision.md"
 
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def test_the_code_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,7 @@ import tilerec.models
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "modules.md"
 
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def sections() -> dict[str, str]:

@@ -27,9 +27,7 @@ def _table(title: str, number: int = 0) -> list[list[str]]:
     """The body of a section's table, cell by cell."""
     tables = re.findall(r"(?:^\|.*\n)+", _section(title) + "\n", flags=re.M)
     lines = tables[number].strip().splitlines()[2:]
-    return [
-        [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines
-    ]
+    return [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,9 +103,7 @@ def test_the_bytes_of_state_are_those_of_the_slots() -> None:
         return sum(4 * torch.Size(slot.shape(10**6, 128)).numel() for slot in made.slots) // 10**6
 
     text = " ".join(PAGE.split())
-    figures = re.search(
-        r"row-wise Adagrad adds (\d+) MB, partial row-wise Adam (\d+) MB, Adam ([\d,]+) MB", text
-    )
+    figures = re.search(r"row-wise Adagrad adds (\d+) MB, partial row-wise Adam (\d+) MB, Adam ([\d,]+) MB", text)
     assert figures is not None
     assert [int(figure.replace(",", "")) for figure in figures.groups()] == [
         megabytes(spec.RowWiseAdagrad()),

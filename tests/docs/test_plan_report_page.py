@@ -19,9 +19,7 @@ from tilerec.spec.topology import Topology
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan-report.md"
 
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def test_the_examples_run_from_data_to_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

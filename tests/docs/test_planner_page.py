@@ -15,9 +15,7 @@ from tilerec.planner import ParameterConstraints, PlanReport
 from tilerec.planner.report.plan_report import TableEntry
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 
 
 def test_the_first_lines_make_a_plan(
@@ -31,9 +29,7 @@ def test_the_first_lines_make_a_plan(
 
 
 def test_every_figure_of_the_report_is_there() -> None:
-    rows = re.findall(
-        r"^\| (`.*?) \| ", PAGE.read_text().split("| `plan.report` |")[1].split("\n\n")[0], re.MULTILINE
-    )
+    rows = re.findall(r"^\| (`.*?) \| ", PAGE.read_text().split("| `plan.report` |")[1].split("\n\n")[0], re.MULTILINE)
     names = [re.match(r"\w+", word) for row in rows for word in re.findall(r"`([^`]*)`", row)]
     known = {
         *dir(PlanReport),

@@ -17,9 +17,7 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.testing.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "torchrec-users.md"
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="the pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of the repository, not of the wheel")
 TABLES = "model.sparse_arch.embedding_bag_collection.embedding_bags"
 
 
@@ -58,11 +56,7 @@ def imported(source: str) -> dict[str, str]:
 def test_every_name_of_the_tables_is_where_the_page_says(mark: str) -> None:
     rows = names(mark)
     assert len(rows) > 7
-    missing = [
-        f"{module}.{name}"
-        for _, _, module, name in rows
-        if not hasattr(importlib.import_module(module), name)
-    ]
+    missing = [f"{module}.{name}" for _, _, module, name in rows if not hasattr(importlib.import_module(module), name)]
     assert not missing
     assert len(set(rows)) == len(rows)
 
@@ -93,9 +87,7 @@ def run(source: str) -> dict[str, Any]:
             for name, value in first.items()
         },
         "dense": {name: value for name, value in now.items() if "embedding_bags" not in name},
-        "grads": [
-            name for name, p in model.named_parameters() if "embedding_bags" in name and p.grad is not None
-        ],
+        "grads": [name for name, p in model.named_parameters() if "embedding_bags" in name and p.grad is not None],
         "state": sorted(optimizer.state_dict()["state"]),
         "owners": {name: sharding.ranks for _, name, sharding in model.plan.tables()},
     }

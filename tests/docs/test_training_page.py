@@ -15,16 +15,12 @@ from tilerec.train.run_file import run_of_toml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "training.md"
-pytestmark = pytest.mark.skipif(
-    not PAGE.exists(), reason="pages are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="pages are part of the repository, not of the wheel")
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "run_file_reference", ROOT / "scripts" / "run_file_reference.py"
-    )
+    spec = importlib.util.spec_from_file_location("run_file_reference", ROOT / "scripts" / "run_file_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,9 +13,7 @@ from tilerec.testing import Ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytestmark = pytest.mark.skipif(
-    not EXAMPLES.exists(), reason="examples are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="examples are part of the repository, not of the wheel")
 
 
 def _main(name: str) -> Callable[..., float]:

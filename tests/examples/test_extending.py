@@ -29,9 +29,7 @@ from tilerec.testing import Ranks
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "extending"
 
-pytestmark = pytest.mark.skipif(
-    not EXAMPLES.exists(), reason="examples are part of the repository, not of the wheel"
-)
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="examples are part of the repository, not of the wheel")
 
 
 def _example(name: str) -> ModuleType:
@@ -88,9 +86,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> str:
     lines = []
     for _ in range(1_500):
         user, item, price = (int(torch.randint(0, 20, (), generator=draw)) for _ in range(3))
-        lines.append(
-            {"click": int(user < item), "price": price, "user": f"u{user}", "seen": [f"i{item}"] * 2}
-        )
+        lines.append({"click": int(user < item), "price": price, "user": f"u{user}", "seen": [f"i{item}"] * 2})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -112,9 +108,7 @@ def test_the_pages_python_comes_from_the_examples() -> None:
     """A page whose code drifted from the tested file misleads."""
     page = (ROOT / "docs" / "extending.md").read_text()
     sources = "\n".join(path.read_text() for path in EXAMPLES.glob("*.py"))
-    lines = [
-        line for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
-    ]
+    lines = [line for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
     missing = [line for line in lines if line.strip() not in ("", "...") and line not in sources]
     assert lines
     assert not missing, missing

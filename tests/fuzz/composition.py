@@ -287,9 +287,7 @@ def run_unsharded(made: Composition) -> tuple[list[list[Tensor]], dict[str, Tens
     return trace, whole_of(made, model)
 
 
-def run_rank(
-    group: Group, made: Composition, base: nn.ModuleDict
-) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+def run_rank(group: Group, made: Composition, base: nn.ModuleDict) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     model: Any = copy.deepcopy(base)
     topology = Topology(made.world_size, "cpu", hosts=made.hosts)
     shard(
@@ -317,11 +315,7 @@ def pieces(
         slots = [None] if part.pooled else [f for t in part.tables for f in t.features]
         local = [batch(made, part, rank, number) for rank in range(made.world_size)]
         for feature in slots:
-            sizes = (
-                list(made.batch_sizes)
-                if feature is None
-                else [own[feature].values().numel() for own in local]
-            )
+            sizes = list(made.batch_sizes) if feature is None else [own[feature].values().numel() for own in local]
             for rank, piece in enumerate(step[at].split(sizes)):
                 per_rank[rank].append(piece)
             at += 1
@@ -346,9 +340,7 @@ def check(made: Composition) -> None:
             for a, b in zip(got, wanted, strict=True):
                 assert a.dtype == b.dtype
                 assert a.shape == b.shape
-                torch.testing.assert_close(
-                    a, b, rtol=2e-4, atol=2e-4, msg=f"action {step}, rank {rank}: {action}"
-                )
+                torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4, msg=f"action {step}, rank {rank}: {action}")
         step += 1
     for rank, (_, whole) in enumerate(ranks):
         assert whole.keys() == want_whole.keys()

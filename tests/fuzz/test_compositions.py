@@ -42,9 +42,7 @@ def draw_tiling(draw: Draw, part: Part, table: TableCase, hosts: Hosts, cached: 
         kind = draw(st.sampled_from(["row_wise", "table_wise"]))
         first = draw(st.sampled_from(range(len(ranks))))
         return table_kind(kind, ranks[first:] + ranks[:first])
-    made = TILINGS[draw(st.sampled_from(sorted(TILINGS)))](
-        table.rows, table.dim, hosts, draw(st.integers(0, 3))
-    )
+    made = TILINGS[draw(st.sampled_from(sorted(TILINGS)))](table.rows, table.dim, hosts, draw(st.integers(0, 3)))
     if adds_over_rows(OPTIMIZERS[part.optimizer]) and not aligned(made):
         made = TILINGS["two_tiles"](table.rows, table.dim, hosts, 0)
     return made
@@ -71,12 +69,8 @@ def draw_part(draw: Draw, name: str, optimizer: str) -> Part:
 
 def draw_action(draw: Draw, made: dict[str, Part], hosts: Hosts) -> Action:
     # Any few, or every collection twice in one backward.
-    names = st.lists(st.sampled_from(sorted(made)), min_size=1, max_size=3).map(tuple) | st.just(
-        (*made, *made)
-    )
-    kind = draw(
-        st.sampled_from(["train"] * 5 + ["evaluate", "reshard", "reshard", "bad id", "failed backward"])
-    )
+    names = st.lists(st.sampled_from(sorted(made)), min_size=1, max_size=3).map(tuple) | st.just((*made, *made))
+    kind = draw(st.sampled_from(["train"] * 5 + ["evaluate", "reshard", "reshard", "bad id", "failed backward"]))
     if kind == "train":
         return Train(draw(names), draw(st.booleans()))
     if kind == "evaluate":
@@ -103,8 +97,7 @@ def compositions(draw: Draw) -> Composition:
     # Tables of one optimizer are updated together, whichever collection they are of: often all have the same.
     common, names = draw(st.sampled_from(SMOOTH)), "abc"[: draw(st.integers(1, 3))]
     parts = {
-        name: draw_part(draw, name, common if draw(st.booleans()) else draw(st.sampled_from(SMOOTH)))
-        for name in names
+        name: draw_part(draw, name, common if draw(st.booleans()) else draw(st.sampled_from(SMOOTH))) for name in names
     }
     plan = {
         part.name: {t.name: draw_tiling(draw, part, t, hosts, t.name in part.cached) for t in part.tables}

@@ -93,9 +93,7 @@ def build(policy: str, pooled: bool, optimizer: str) -> Any:
             EmbeddingBagCollection(tables), ids, return_remapped_features=True
         )
     else:
-        made = ManagedCollisionEmbeddingCollection(
-            EmbeddingCollection(tables), ids, return_remapped_features=True
-        )
+        made = ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables), ids, return_remapped_features=True)
     spec = OPTIMIZERS[optimizer]
     assert spec is not None
     apply_optimizer_in_backward(spec, list(made.parameters()))

@@ -64,15 +64,11 @@ def _managed(policy: str, pooled: bool) -> list[str]:
 def _by_position() -> list[str]:
     tables = [EmbeddingBagConfig(t.rows, t.dim, t.name, feature_names=[t.name]) for t in TABLES]
     weights = PositionWeightedModuleCollection({t.name: 4 for t in TABLES})
-    return _lines(
-        FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(tables, is_weighted=True), weights)
-    )
+    return _lines(FeatureProcessedEmbeddingBagCollection(EmbeddingBagCollection(tables, is_weighted=True), weights))
 
 
 def _bags() -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        [EmbeddingBagConfig(8, 4, name, feature_names=[f"f_{name}"]) for name in ("x", "y")]
-    )
+    return EmbeddingBagCollection([EmbeddingBagConfig(8, 4, name, feature_names=[f"f_{name}"]) for name in ("x", "y")])
 
 
 def _models() -> list[str]:
@@ -100,9 +96,7 @@ def _stepped() -> list[str]:
     for name, weight in weights.items():
         own: Tensor = weight
         weight.grad = torch.ones_like(own)
-        parts.append(
-            (name, KeyedOptimizerWrapper({name: weight}, lambda params: RowWiseAdagrad(params, lr=0.1)))
-        )
+        parts.append((name, KeyedOptimizerWrapper({name: weight}, lambda params: RowWiseAdagrad(params, lr=0.1))))
     first = GradientClippingOptimizer(WarmupOptimizer(parts[0][1], [WarmupStage(max_iters=3)], lr=0.1))
     optimizer = CombinedOptimizer([("warm", first), parts[1]])
     optimizer.step()
@@ -126,9 +120,7 @@ SECTIONS: dict[str, Callable[[], list[str]]] = {
     "sharded, mixed, Adam by row": partial(names_of_ranks, "mixed", "adam_row_step", "sum"),
     "sharded, two tiles on a rank, LARS": partial(names_of_ranks, "checkerboard", "lars_sgd", "mean"),
     "sharded, some copies, Adagrad": partial(names_of_ranks, "copies", "adagrad", "weighted"),
-    "sharded, grid, partial row-wise Adam": partial(
-        names_of_ranks, "grid_shard", "partial_rowwise_adam", "sum"
-    ),
+    "sharded, grid, partial row-wise Adam": partial(names_of_ranks, "grid_shard", "partial_rowwise_adam", "sum"),
     "sharded, columns, no optimizer": partial(names_of_ranks, "column_wise", "none", "sum"),
 }
 

@@ -34,9 +34,7 @@ SHARDERS = (
 
 def _pooled(rows: list[int], dim: int = 64, data_type: DataType = DataType.FP32) -> list[Any]:
     return [
-        EmbeddingBagConfig(
-            count, dim + 16 * (i % 3), f"t{i}", data_type, [f"f{i}", *([f"g{i}"] if i % 4 == 1 else [])]
-        )
+        EmbeddingBagConfig(count, dim + 16 * (i % 3), f"t{i}", data_type, [f"f{i}", *([f"g{i}"] if i % 4 == 1 else [])])
         for i, count in enumerate(rows)
     ]
 
@@ -85,15 +83,11 @@ REQUESTS: dict[str, tuple[Tables, Topology, dict[str, ParameterConstraints], dic
 }  # fmt: skip
 
 
-def planner_of(
-    topology: Topology, constraints: dict[str, ParameterConstraints], options: dict[str, Any]
-) -> Any:
+def planner_of(topology: Topology, constraints: dict[str, ParameterConstraints], options: dict[str, Any]) -> Any:
     reservation = FixedPercentageStorageReservation(0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what has no effect on a plan
-        return EmbeddingShardingPlanner(
-            topology, storage_reservation=reservation, constraints=constraints, **options
-        )
+        return EmbeddingShardingPlanner(topology, storage_reservation=reservation, constraints=constraints, **options)
 
 
 def _arrays(value: Any) -> Any:

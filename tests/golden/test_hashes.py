@@ -48,9 +48,7 @@ def test_bits_of_nightly_cases_are_those_of_the_golden_file(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not NIGHT, reason="processes that run all cases again take minutes: TILEREC_NIGHTLY=1")
-@pytest.mark.skipif(
-    not backends.NATIVE_CPU, reason="it compares the native library with other settings of it"
-)
+@pytest.mark.skipif(not backends.NATIVE_CPU, reason="it compares the native library with other settings of it")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "settings",
@@ -68,7 +66,5 @@ def test_bits_of_nightly_cases_are_those_of_the_golden_file(name: str) -> None:
 )
 def test_bits_depend_on_neither_vectors_nor_threads_nor_hash_seed(settings: dict[str, str]) -> None:
     command = [sys.executable, "-W", "ignore", str(WRITE), "--check"]
-    found = subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
+    found = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -127,18 +127,14 @@ def _checkerboard(index: int, table: Table, hosts: Hosts) -> Any:
     row, column = table.rows // 3, table.dim // 2
     corners = [(0, row, 0, column), (row, table.rows, 0, column)]
     corners += [(0, row, column, table.dim), (row, table.rows, column, table.dim)]
-    return explicit(
-        [(*corner, owner) for corner, owner in zip(corners, (one, other, other, one), strict=True)]
-    )
+    return explicit([(*corner, owner) for corner, owner in zip(corners, (one, other, other, one), strict=True)])
 
 
 def _copies(index: int, table: Table, hosts: Hosts) -> Any:
     """The first rows on the first and the last rank, the others on one rank."""
     ranks = sorted(rank for host in hosts for rank in host)
     cut, both = table.rows // 2, tuple(sorted({ranks[0], ranks[-1]}))
-    return explicit(
-        [(0, cut, 0, table.dim, both), (cut, table.rows, 0, table.dim, ranks[index % len(ranks)])]
-    )
+    return explicit([(0, cut, 0, table.dim, both), (cut, table.rows, 0, table.dim, ranks[index % len(ranks)])])
 
 
 def _column_widths(index: int, table: Table, hosts: Hosts) -> Any:
@@ -211,10 +207,7 @@ class Run:
     def plan_of(self, tiling: str) -> dict[str, Any]:
         """The plan with all tables cut in one way, or each in another."""
         kinds = _MIXED if tiling == "mixed" else (tiling,) * len(TABLES)
-        return {
-            t.name: CUTS[kind](i, t, self.hosts)
-            for i, (t, kind) in enumerate(zip(TABLES, kinds, strict=True))
-        }
+        return {t.name: CUTS[kind](i, t, self.hosts) for i, (t, kind) in enumerate(zip(TABLES, kinds, strict=True))}
 
 
 # ---------------------------------------------------------------------------------------------------- a run
@@ -226,10 +219,7 @@ def build(run: Run) -> Any:
     types = TYPES[run.data_type]
     if run.form == "sequence":
         made: Any = EmbeddingCollection(
-            [
-                EmbeddingConfig(t.rows, t.dim, t.name, kind, t.features)
-                for t, kind in zip(TABLES, types, strict=True)
-            ]
+            [EmbeddingConfig(t.rows, t.dim, t.name, kind, t.features) for t, kind in zip(TABLES, types, strict=True)]
         )
     else:
         pooling = PoolingType.MEAN if run.form.endswith("mean") else PoolingType.SUM

@@ -34,14 +34,10 @@ def _hashes(cases: Mapping[str, Case]) -> dict[str, dict[str, str]]:
 
 def main() -> int:
     """Write the files; with --check return 1 if one of them would change."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nightly", action="store_true", help="the nightly cases, too")
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument(
-        "--files", action="store_true", help="first write files/ anew: users keep their old ones"
-    )
+    parser.add_argument("--files", action="store_true", help="first write files/ anew: users keep their old ones")
     options = parser.parse_args()
     if options.files:
         files.write()

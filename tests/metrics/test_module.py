@@ -41,9 +41,7 @@ def _check(
         for measure in names:
             want = EXACT[measure](*(part[task] for part in samples))
             atol = 1e-3 if measure == "auc" and scope == "lifetime" else 1e-12
-            torch.testing.assert_close(
-                values[f"{name}/{measure}/{scope}"], want, rtol=1e-10, atol=atol, equal_nan=True
-            )
+            torch.testing.assert_close(values[f"{name}/{measure}/{scope}"], want, rtol=1e-10, atol=atol, equal_nan=True)
 
 
 def _latest(sizes: list[int], window: int) -> int:
@@ -91,9 +89,7 @@ def test_a_small_ring_merges_steps_and_loses_none(sizes: list[int], window: int,
     for name in SUMS:
         for scope, part in (("window", slice(total - held, total)), ("lifetime", slice(0, total))):
             want = EXACT[name](p[0, part], y[0, part], w[0, part])
-            torch.testing.assert_close(
-                values[f"click/{name}/{scope}"], want, rtol=1e-9, atol=1e-12, equal_nan=True
-            )
+            torch.testing.assert_close(values[f"click/{name}/{scope}"], want, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def test_a_window_of_more_steps_than_entries_keeps_its_length() -> None:
@@ -201,9 +197,7 @@ def test_zero_weights_and_one_class_are_undefined() -> None:
     metrics = MetricModule(measures=["ne", "auc", "calibration", "ctr", "mse"], window=5)
     metrics.update(torch.rand(4), torch.zeros(4))
     values = metrics.compute()
-    undefined = {
-        name for name in ("ne", "auc", "calibration", "ctr", "mse") if values[f"click/{name}/window"].isnan()
-    }
+    undefined = {name for name in ("ne", "auc", "calibration", "ctr", "mse") if values[f"click/{name}/window"].isnan()}
     assert undefined == {"ne", "auc", "calibration"}
     metrics.reset()
     metrics.update(torch.rand(4), torch.ones(4), torch.zeros(4))
@@ -369,9 +363,7 @@ def test_a_measure_from_outside_has_lifetime_and_window_beside_built_in_ones() -
 # -------------------------------------------------------------------------------------------------------- ranks
 
 
-def _run_on(
-    group: Group, seed: int, sizes: list[list[int]], window: int, report_every: int
-) -> dict[str, float]:
+def _run_on(group: Group, seed: int, sizes: list[list[int]], window: int, report_every: int) -> dict[str, float]:
     """Update with the steps' sizes per rank, from one stream of samples; return the values, and counts of calls."""
     samples = _stream(seed, sizes)
     metrics = MetricModule(("click", "like"), EVERY, window=window, group=group, entries=64)

@@ -310,9 +310,7 @@ def _update(module: RecMetricModule, outputs: list[dict[str, Tensor]], rank: int
 
 def _without_rates(values: dict[str, Any]) -> dict[str, float]:
     return {
-        key: float(value)
-        for key, value in values.items()
-        if not key.endswith("_throughput") and "attempt" not in key
+        key: float(value) for key, value in values.items() if not key.endswith("_throughput") and "attempt" not in key
     }
 
 

@@ -112,9 +112,7 @@ def _save_and_go_on() -> tuple[dict[str, float], dict[str, Any]]:
     for module in (metrics, other):
         samples, groups = _share(rank, 2, slice(40, 80))
         module.update(*samples, groups=groups)
-    values, again = (
-        {name: float(value) for name, value in module.compute().items()} for module in (metrics, other)
-    )
+    values, again = ({name: float(value) for name, value in module.compute().items()} for module in (metrics, other))
     assert again == pytest.approx(values)
     return values, state
 

@@ -37,9 +37,7 @@ Make = Callable[..., nn.Module]
 MODELS: dict[str, Make] = {
     "DLRM": lambda ebc, **kw: DLRM(ebc, DENSE, [4, DIM], [6, 1], **kw),
     "DLRM_DCN": lambda ebc, **kw: DLRM_DCN(ebc, DENSE, [4, DIM], [6, 1], 2, 3, **kw),
-    "DLRM_Projection": lambda ebc, **kw: DLRM_Projection(
-        ebc, DENSE, [4, DIM], [6, 1], [7, 2 * DIM], [4 * DIM], **kw
-    ),
+    "DLRM_Projection": lambda ebc, **kw: DLRM_Projection(ebc, DENSE, [4, DIM], [6, 1], [7, 2 * DIM], [4 * DIM], **kw),
 }
 
 
@@ -68,9 +66,7 @@ def perceptrons(state: dict[str, torch.Tensor], name: str, x: torch.Tensor, laye
     return x
 
 
-def logit_by_hand(
-    model: str, state: dict[str, torch.Tensor], dense: torch.Tensor, bags: dict[str, list[int]]
-) -> float:
+def logit_by_hand(model: str, state: dict[str, torch.Tensor], dense: torch.Tensor, bags: dict[str, list[int]]) -> float:
     """One sample, from the state dict and the paper."""
     rows = {t: state[f"sparse_arch.embedding_bag_collection.embedding_bags.{t}.weight"] for t in ("t1", "t2")}
     pooled = []
@@ -120,9 +116,7 @@ def test_names_of_the_state_are_fixed(name: str) -> None:
 
     inner = {
         "DLRM": [],
-        "DLRM_DCN": [
-            f"inter_arch.crossnet.{n}.{i}" for n in ("W_kernels", "V_kernels", "bias") for i in range(2)
-        ],
+        "DLRM_DCN": [f"inter_arch.crossnet.{n}.{i}" for n in ("W_kernels", "V_kernels", "bias") for i in range(2)],
         "DLRM_Projection": [
             *linears("inter_arch.interaction_branch1.model", 2),
             *linears("inter_arch.interaction_branch2.model", 1),
@@ -142,9 +136,7 @@ def test_names_of_the_state_are_fixed(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_compiles_in_one_graph_with_gradients(name: str) -> None:
     model = MODELS[name](tables())
-    compiled = torch.compile(
-        lambda d, s: model(d, s).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True
-    )
+    compiled = torch.compile(lambda d, s: model(d, s).square().sum(), fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (4, 7):
         inputs = batch(size)
         wanted = torch.autograd.grad(
@@ -348,9 +340,7 @@ def test_tables_behind_feature_processors_serve_as_well() -> None:
 def test_stages_have_the_shapes_they_say() -> None:
     assert DenseArch(5, [4, 3])(torch.zeros(2, 5)).shape == (2, 3)
     assert OverArch(5, [4, 3, 2])(torch.zeros(2, 5)).shape == (2, 2)
-    assert (OverArch(5, [4, 1])(torch.randn(64, 5)) < 0).any() or (
-        OverArch(5, [4, 1])(-torch.ones(9, 5)) < 0
-    ).any()
+    assert (OverArch(5, [4, 1])(torch.randn(64, 5)) < 0).any() or (OverArch(5, [4, 1])(-torch.ones(9, 5)) < 0).any()
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:

@@ -56,9 +56,7 @@ def test_a_batch_with_one_tensor_on_meta_is_refused(part: str) -> None:
 @pytest.mark.parametrize("make", [pooled, one_by_one])
 def test_lengths_that_cover_fewer_values_are_refused(make: Callable[[], nn.Module]) -> None:
     features = KeyedJaggedTensor(["f"], IDS, lengths=torch.tensor([1, 1]))
-    refused(
-        make, features, r"(got lengths that sum to 2; expected 4,|the lengths sum to 2, but there are 4) "
-    )
+    refused(make, features, r"(got lengths that sum to 2; expected 4,|the lengths sum to 2, but there are 4) ")
 
 
 @pytest.mark.parametrize("make", [pooled, one_by_one])
@@ -109,9 +107,7 @@ def test_a_sample_that_uses_no_bag_of_its_feature_is_refused(bag: int) -> None:
         ["f"], IDS[:2], lengths=torch.tensor([2]), stride_per_key_per_rank=[[1]],
         inverse_indices=(["f"], torch.tensor([[0, bag]])),
     )  # fmt: skip
-    refused(
-        pooled, features, rf"Feature 'f': inverse_indices of sample 1 is bag {bag}; expected one of \[0, 1\)"
-    )
+    refused(pooled, features, rf"Feature 'f': inverse_indices of sample 1 is bag {bag}; expected one of \[0, 1\)")
 
 
 def test_complex_weights_are_refused() -> None:

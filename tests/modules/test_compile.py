@@ -85,9 +85,7 @@ def train(model: nn.Module, forward, weighted: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("make", [Pooled, lambda: Pooled(True), Rows], ids=["pooled", "weighted", "rows"])
 @pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
-def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(
-    make, optimizer, compile_backend: str
-) -> None:
+def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optimizer, compile_backend: str) -> None:
     """fullgraph, dynamic shapes, forward and backward with the update; at most two graphs for four batch sizes."""
     torch._dynamo.reset()
     eager = make()
@@ -104,9 +102,7 @@ def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(
 
 def test_a_compiled_module_called_twice_in_a_step_updates_once(compile_backend: str) -> None:
     if compile_backend == "aot_eager":
-        pytest.skip(
-            "aot_eager checks the version of sinks, which the other call's backward declares as changed"
-        )
+        pytest.skip("aot_eager checks the version of sinks, which the other call's backward declares as changed")
     torch._dynamo.reset()
     eager = Pooled()
     apply_optimizer_in_backward(torch.optim.Adagrad, eager.parameters(), {"lr": 0.1})

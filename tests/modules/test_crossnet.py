@@ -73,17 +73,13 @@ def test_vector_cross_net_is_equation_3_of_dcn(batch: int, width: int, layers: i
 
 @pytest.mark.parametrize(("batch", "width", "layers"), SHAPES)
 @pytest.mark.parametrize("experts", [1, 3])
-def test_mixture_cross_net_is_equations_3_and_4_of_dcn_v2(
-    batch: int, width: int, layers: int, experts: int
-) -> None:
+def test_mixture_cross_net_is_equations_3_and_4_of_dcn_v2(batch: int, width: int, layers: int, experts: int) -> None:
     net = perturb(LowRankMixtureCrossNet(width, layers, experts, low_rank=2, activation=torch.tanh))
     x = torch.randn(batch, width, dtype=torch.float64)
 
     def cross(layer: int, x_0: torch.Tensor, x_l: torch.Tensor) -> torch.Tensor:
         u, v, c = net.U_kernels[layer], net.V_kernels[layer], net.C_kernels[layer]
-        scores = [
-            (net.gates[e].weight[0] * x_l).sum() if experts > 1 else x_l.new_zeros(()) for e in range(experts)
-        ]
+        scores = [(net.gates[e].weight[0] * x_l).sum() if experts > 1 else x_l.new_zeros(()) for e in range(experts)]
         total = sum(score.exp() for score in scores)
         out = torch.zeros_like(x_0)
         for e in range(experts):
@@ -158,9 +154,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         CrossNet(0, 1)
     with pytest.raises(ConfigError, match="LowRankCrossNet: low_rank: got 0"):
         LowRankCrossNet(5, 1, 0)
-    with pytest.raises(
-        ConfigError, match="VectorCrossNet: num_layers: got -1; expected an integer of at least 0"
-    ):
+    with pytest.raises(ConfigError, match="VectorCrossNet: num_layers: got -1; expected an integer of at least 0"):
         VectorCrossNet(5, -1)
     with pytest.raises(ConfigError, match="num_experts: got 0"):
         LowRankMixtureCrossNet(5, 1, 0)

@@ -31,9 +31,7 @@ def test_pairs_of_embeddings_are_summed_as_in_equation_2_of_deepfm(batch: int, d
     inputs = embeddings(batch, (dim,), (3, dim), (dim,))
     out = FactorizationMachine(per_embedding=True)(inputs)
     vectors = (
-        torch.cat([e.reshape(batch, e.numel() // max(batch, 1) // dim, dim) for e in inputs], 1)
-        if batch
-        else None
+        torch.cat([e.reshape(batch, e.numel() // max(batch, 1) // dim, dim) for e in inputs], 1) if batch else None
     )
     for sample in range(batch):
         assert vectors is not None

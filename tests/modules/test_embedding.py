@@ -25,9 +25,7 @@ def collection(**options) -> EmbeddingCollection:
 
 def batch(keys: tuple[str, ...] = ("z", "other", "y", "x"), size: int = 3) -> KeyedJaggedTensor:
     lengths = torch.randint(0, 4, (len(keys) * size,))
-    return KeyedJaggedTensor.from_lengths_sync(
-        list(keys), torch.randint(0, 7, (int(lengths.sum()),)), lengths
-    )
+    return KeyedJaggedTensor.from_lengths_sync(list(keys), torch.randint(0, 7, (int(lengths.sum()),)), lengths)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5])
@@ -72,18 +70,14 @@ def test_gradients_of_shared_tables_add_up(attached: bool) -> None:
         if attached:
             assert weight.grad is None
             tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(
-                weight.detach().float(), leaf.detach() - grad, rtol=tolerance, atol=tolerance
-            )
+            torch.testing.assert_close(weight.detach().float(), leaf.detach() - grad, rtol=tolerance, atol=tolerance)
         else:
             torch.testing.assert_close(weight.grad.float(), grad, rtol=1e-2, atol=1e-5)
 
 
 def test_bad_ids_and_missing_features_are_named() -> None:
     ec = collection()
-    kjt = KeyedJaggedTensor.from_lengths_sync(
-        ["x", "y", "z"], torch.tensor([1, 8, 2]), torch.tensor([1, 1, 1])
-    )
+    kjt = KeyedJaggedTensor.from_lengths_sync(["x", "y", "z"], torch.tensor([1, 8, 2]), torch.tensor([1, 1, 1]))
     with pytest.raises(InputError, match="Table 'b': id 8 of feature 'y'"):
         ec(kjt)
     with pytest.raises(InputError, match=r"feature 'z' of table 'c' is not in the batch"):

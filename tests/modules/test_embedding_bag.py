@@ -26,9 +26,7 @@ def configs(**changes) -> list[EmbeddingBagConfig]:
     ]
 
 
-def batch(
-    size: int = 3, seed: int = 0, weighted: bool = False, keys: tuple[str, ...] = ("item", "user", "friend")
-):
+def batch(size: int = 3, seed: int = 0, weighted: bool = False, keys: tuple[str, ...] = ("item", "user", "friend")):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(keys) * size,), generator=generator, dtype=torch.int32)
     total = int(lengths.sum())
@@ -37,9 +35,7 @@ def batch(
     return KeyedJaggedTensor.from_lengths_sync(list(keys), values, lengths, weights)
 
 
-def plain(
-    ebc: EmbeddingBagCollection, kjt: KeyedJaggedTensor, leaves: dict[str, Tensor] | None = None
-) -> Tensor:
+def plain(ebc: EmbeddingBagCollection, kjt: KeyedJaggedTensor, leaves: dict[str, Tensor] | None = None) -> Tensor:
     """The same with torch.nn.functional.embedding_bag, feature by feature."""
     blocks = []
     for config in ebc.embedding_bag_configs():
@@ -89,9 +85,7 @@ def test_output_has_the_tables_type_and_to_changes_both(dtype: torch.dtype) -> N
 
 
 def test_tables_may_be_called_like_a_dictionarys_methods() -> None:
-    ebc = EmbeddingBagCollection(
-        [EmbeddingBagConfig(3, 2, name) for name in ("items", "keys", "values", "weight")]
-    )
+    ebc = EmbeddingBagCollection([EmbeddingBagConfig(3, 2, name) for name in ("items", "keys", "values", "weight")])
     assert next(iter(ebc.state_dict())) == "embedding_bags.items.weight"
     assert len(list(ebc.embedding_bags.items())) == len(ebc.embedding_bags) == 4
     assert copy.deepcopy(ebc).embedding_bags["keys"].weight.shape == (3, 2)
@@ -212,9 +206,7 @@ def test_initial_values_depend_on_seed_name_and_place_only() -> None:
 def test_init_fn_fills_blocks_in_place_or_by_its_result() -> None:
     tables = [
         EmbeddingBagConfig(5, 2, "a", init_fn=lambda rows: rows.fill_(2.0)),
-        EmbeddingBagConfig(
-            5, 2, "b", init_fn=lambda rows, row_offset: torch.full_like(rows, 3.0 + row_offset)
-        ),
+        EmbeddingBagConfig(5, 2, "b", init_fn=lambda rows, row_offset: torch.full_like(rows, 3.0 + row_offset)),
     ]
     ebc = EmbeddingBagCollection(tables)
     assert (ebc.embedding_bags["a"].weight == 2).all()
@@ -383,9 +375,7 @@ def test_one_frozen_one_attached_one_plain_table() -> None:
     ebc.embedding_bags["frozen"].weight.requires_grad_(False)
     apply_optimizer_in_backward(torch.optim.SGD, [ebc.embedding_bags["attached"].weight], {"lr": 1.0})
     before = {name: value.clone() for name, value in ebc.state_dict().items()}
-    ebc(
-        KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 1]), torch.tensor([2]))
-    ).values().sum().backward()
+    ebc(KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 1]), torch.tensor([2]))).values().sum().backward()
     changed = {name: not torch.equal(value, before[name]) for name, value in ebc.state_dict().items()}
     assert changed == {f"embedding_bags.{n}.weight": n == "attached" for n in ("frozen", "attached", "plain")}
     grads = {name: table.weight.grad for name, table in ebc.embedding_bags.items()}
@@ -504,9 +494,7 @@ def test_a_transform_of_a_lookup_is_refused_and_one_around_frozen_tables_works(t
         "vmap": lambda: torch.func.vmap(loss)(torch.stack([weight, weight])),
         "weights": lambda: torch.func.jvp(of_weights, (kjt.weights(),), (kjt.weights(),)),
     }[transform]
-    with pytest.raises(
-        RuntimeError, match=r"EmbeddingBagCollection: lookups do not support torch\.func transforms"
-    ):
+    with pytest.raises(RuntimeError, match=r"EmbeddingBagCollection: lookups do not support torch\.func transforms"):
         run()
     dense = torch.func.grad(lambda scale: (ebc(kjt).values() * scale).sum())(torch.tensor(2.0))
     torch.testing.assert_close(dense, ebc(kjt).values().sum())
@@ -533,9 +521,7 @@ def test_bad_input_is_named() -> None:
     )
     with pytest.raises(InputError, match="Table 'user': id 12 of feature 'user'"):
         ebc(bad)
-    floats = KeyedJaggedTensor.from_lengths_sync(
-        ["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1])
-    )
+    floats = KeyedJaggedTensor.from_lengths_sync(["item", "user", "friend"], torch.zeros(3), torch.tensor([1, 1, 1]))
     with pytest.raises(InputError, match=r"got ids of dtype torch\.float32"):
         ebc(floats)
     with pytest.raises(ConfigError, match="got two tables named 'a'"):
@@ -600,9 +586,7 @@ def test_what_is_no_batch_and_what_is_no_name_is_said() -> None:
         (torch.tensor([1]), "Tensor"),
         (None, "NoneType"),
     ):
-        with pytest.raises(
-            InputError, match=f"EmbeddingBagCollection: got a {kind}; expected a KeyedJaggedTensor"
-        ):
+        with pytest.raises(InputError, match=f"EmbeddingBagCollection: got a {kind}; expected a KeyedJaggedTensor"):
             ebc(value)
     with pytest.raises(ConfigError, match="got table name 5 of type int; expected a str"):
         EmbeddingBagCollection([EmbeddingBagConfig(3, 2, 5)])  # type: ignore[arg-type]

@@ -47,12 +47,8 @@ def module(as_collection: bool) -> FeatureProcessedEmbeddingBagCollection:
     return made
 
 
-def position_weights(
-    made: FeatureProcessedEmbeddingBagCollection, as_collection: bool
-) -> dict[str, torch.Tensor]:
-    names = {
-        n.split(".")[2 if as_collection else 1]: p for n, p in made.named_parameters() if "position" in n
-    }
+def position_weights(made: FeatureProcessedEmbeddingBagCollection, as_collection: bool) -> dict[str, torch.Tensor]:
+    names = {n.split(".")[2 if as_collection else 1]: p for n, p in made.named_parameters() if "position" in n}
     assert sorted(names) == ["a", "b"]
     return names
 
@@ -117,12 +113,8 @@ def test_an_exported_model_runs_after_a_save_and_load_on_other_batch_sizes(as_co
 
 def test_names_of_the_state_are_fixed() -> None:
     rows = [f"_embedding_bag_collection.embedding_bags.{t}.weight" for t in ("t1", "t2")]
-    assert list(module(True).state_dict()) == rows + [
-        f"_feature_processors.position_weights.{f}" for f in "ab"
-    ]
-    assert list(module(False).state_dict()) == rows + [
-        f"_feature_processors.{f}.position_weight" for f in "ab"
-    ]
+    assert list(module(True).state_dict()) == rows + [f"_feature_processors.position_weights.{f}" for f in "ab"]
+    assert list(module(False).state_dict()) == rows + [f"_feature_processors.{f}.position_weight" for f in "ab"]
 
 
 @pytest.mark.parametrize("as_collection", [True, False])
@@ -156,9 +148,7 @@ def test_half_precision_modules_work() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ConfigError, match="Build it with is_weighted=True"):
-        FeatureProcessedEmbeddingBagCollection(
-            tables(is_weighted=False), PositionWeightedModuleCollection({})
-        )
+        FeatureProcessedEmbeddingBagCollection(tables(is_weighted=False), PositionWeightedModuleCollection({}))
     with pytest.raises(ConfigError, match=r"missing: \['b'\]; not read by any table: \['c'\]"):
         FeatureProcessedEmbeddingBagCollection(
             tables(), {"a": PositionWeightedModule(2), "c": PositionWeightedModule(2)}

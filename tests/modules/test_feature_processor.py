@@ -74,12 +74,8 @@ def test_the_docstring_examples_hold() -> None:
     out = module(JaggedTensor(torch.tensor([7, 7, 8]), lengths=torch.tensor([1, 0, 2])))
     assert out.weights().tolist() == pytest.approx([0.5, 0.5, 0.2])
     several = PositionWeightedModuleCollection({"a": 2, "b": 1})
-    several.load_state_dict(
-        {"position_weights.a": torch.tensor([0.5, 0.2]), "position_weights.b": torch.tensor([3.0])}
-    )
-    assert several(keyed({"a": [1, 2], "b": [0, 1]})).weights().tolist() == pytest.approx(
-        [0.5, 0.5, 0.2, 3.0]
-    )
+    several.load_state_dict({"position_weights.a": torch.tensor([0.5, 0.2]), "position_weights.b": torch.tensor([3.0])})
+    assert several(keyed({"a": [1, 2], "b": [0, 1]})).weights().tolist() == pytest.approx([0.5, 0.5, 0.2, 3.0])
 
 
 KEYED_BAGS = st.dictionaries(st.sampled_from(["a", "b", "plain", "c"]), BAGS, max_size=4)
@@ -204,9 +200,7 @@ def test_a_bag_that_is_too_long_is_named() -> None:
     with pytest.raises(InputError, match="got 4 ids in bag 1; expected at most max_feature_length=3"):
         PositionWeightedModule(3)(JaggedTensor(torch.arange(5), lengths=torch.tensor([1, 4])))
     module = PositionWeightedModuleCollection({"a": 2, "b": 3})
-    with pytest.raises(
-        InputError, match="Feature 'b': got 4 ids in bag 1; expected at most max_feature_length=3"
-    ):
+    with pytest.raises(InputError, match="Feature 'b': got 4 ids in bag 1; expected at most max_feature_length=3"):
         module(keyed({"a": [1, 2], "plain": [9, 9], "b": [3, 4]}))
     with pytest.raises(InputError, match="Feature 'b': got 4 ids in bag 0"):
         module(keyed({"a": [1, 2, 0], "b": [4, 1]}))

@@ -35,9 +35,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def config(
-    rows: int, dim: int, init_fn: Callable[..., Any] | None, dtype: Any = "FP32"
-) -> EmbeddingBagConfig:
+def config(rows: int, dim: int, init_fn: Callable[..., Any] | None, dtype: Any = "FP32") -> EmbeddingBagConfig:
     return EmbeddingBagConfig(rows, dim, "t", init_fn=init_fn, data_type=dtype)
 
 
@@ -55,9 +53,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["FP32", "BF16"])
 @pytest.mark.parametrize("dim", [1, 3, 257])
 @pytest.mark.parametrize("init_fn", [None, *FUNCTIONS.values()], ids=["uniform", *FUNCTIONS])
-def test_a_tile_has_the_bits_of_the_whole_table(
-    init_fn: Callable[..., Any] | None, dim: int, dtype: str
-) -> None:
+def test_a_tile_has_the_bits_of_the_whole_table(init_fn: Callable[..., Any] | None, dim: int, dtype: str) -> None:
     table = config(27, dim, init_fn, dtype)
     whole = tile(table, 0, 27, 0, dim)
     assert whole.unique().numel() > 8

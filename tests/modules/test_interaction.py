@@ -137,6 +137,4 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(
         InputError, match="interaction_branch2 returned 7 features; expected a multiple of the embedding"
     ):
-        InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 7))(
-            torch.zeros(2, 4), torch.zeros(2, 2, 4)
-        )
+        InteractionProjectionArch(2, nn.Linear(12, 8), nn.Linear(12, 7))(torch.zeros(2, 4), torch.zeros(2, 2, 4))

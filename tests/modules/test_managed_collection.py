@@ -34,9 +34,7 @@ def made(**options: Any) -> ManagedCollisionCollection:
 
 
 def batch(seed: int = 0, size: int = 5, **options: Any) -> KeyedJaggedTensor:
-    return random_batch(
-        ["p", "v", "i", "u"], {"u": 200, "v": 200, "i": 90, "p": 10}, size, seed=seed, **options
-    )
+    return random_batch(["p", "v", "i", "u"], {"u": 200, "v": 200, "i": 90, "p": 10}, size, seed=seed, **options)
 
 
 def test_tables_have_maps_of_their_own_and_others_keep_their_ids() -> None:
@@ -62,9 +60,7 @@ def test_ids_take_rows_in_the_order_of_the_tables_features_whatever_the_keys_ord
 
 
 @given(st.integers(0, 50), st.booleans(), st.booleans(), st.booleans())
-def test_a_dropped_id_leaves_its_bag_with_its_weight(
-    seed: int, weighted: bool, variable: bool, small: bool
-) -> None:
+def test_a_dropped_id_leaves_its_bag_with_its_weight(seed: int, weighted: bool, variable: bool, small: bool) -> None:
     mcc = made(when_full="reject")
     features = batch(
         seed,

@@ -396,9 +396,7 @@ def test_state_goes_on_bit_for_bit() -> None:
         return {"eviction_policy_name": "LRU_EVICTION", "admission_threshold": 2}
 
     one, other = made(**options()), made(**options())
-    batches = [
-        torch.randint(0, 50, (25,), generator=torch.Generator().manual_seed(s)).tolist() for s in range(6)
-    ]
+    batches = [torch.randint(0, 50, (25,), generator=torch.Generator().manual_seed(s)).tolist() for s in range(6)]
     for batch in batches[:3]:
         map_(one, batch)
     buffer = io.BytesIO()
@@ -486,9 +484,7 @@ def jagged(ids: list[int], lengths: list[int], weights: Tensor | None = None) ->
 
 
 def test_alone_it_maps_a_dict_of_features_and_tells_who_was_evicted() -> None:
-    module = HashZchManagedCollisionModule(
-        3, "cpu", 1, eviction_policy_name="LRU_EVICTION", disable_fallback=True
-    )
+    module = HashZchManagedCollisionModule(3, "cpu", 1, eviction_policy_name="LRU_EVICTION", disable_fallback=True)
     out = module({"a": jagged([10, 11], [1, 1]), "b": jagged([12, 13], [0, 2])})
     assert (
         out["a"].values().tolist()

@@ -82,9 +82,7 @@ def test_outputs_are_those_of_the_rows_that_the_ids_have() -> None:
 def test_a_sequence_collection_has_a_row_for_each_id() -> None:
     configs = [EmbeddingConfig(12, 4, "t", feature_names=["a"])]
     mcc = ManagedCollisionCollection({"t": HashZchManagedCollisionModule(12, "cpu", 2)}, configs)
-    module = ManagedCollisionEmbeddingCollection(
-        EmbeddingCollection(configs), mcc, return_remapped_features=True
-    )
+    module = ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), mcc, return_remapped_features=True)
     batch = KeyedJaggedTensor.from_lengths_sync(["a"], torch.tensor([7, 7, -9]), torch.tensor([2, 0, 1]))
     out, remapped = module(batch)
     assert remapped is not None
@@ -106,9 +104,7 @@ def test_distinct_ids_are_trained_apart_while_there_are_rows() -> None:
     assert torch.allclose(weight_of(module)[rows], start[rows] - 0.5)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, momentum=0.9)]
-)
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize("data_type", [DataType.FP32, DataType.BF16])
 def test_a_row_that_changes_hands_begins_anew_with_its_optimizer_state(
     optimizer: OptimizerSpec, data_type: DataType
@@ -133,9 +129,7 @@ def test_a_row_that_changes_hands_begins_anew_with_its_optimizer_state(
 
 
 def test_a_row_with_a_users_init_fn_begins_with_a_draw_of_its_own() -> None:
-    module = pooled(
-        3, 1, SGD(lr=1.0), init_fn=lambda rows: torch.rand_like(rows) + 5, disable_fallback=True, **LRU
-    )
+    module = pooled(3, 1, SGD(lr=1.0), init_fn=lambda rows: torch.rand_like(rows) + 5, disable_fallback=True, **LRU)
     step(module, [10, 11, 12])
     twin = copy.deepcopy(module)
     state = torch.get_rng_state()
@@ -239,9 +233,7 @@ def test_a_resized_model_is_saved_and_loaded_as_one_of_its_size() -> None:
     module.resize("t", 48, 4)
     twin = pooled(48, 4, RowWiseAdagrad(lr=0.1))
     twin.load_state_dict(module.state_dict())
-    twin.embedding_module.fused_optimizer.load_state_dict(
-        module.embedding_module.fused_optimizer.state_dict()
-    )
+    twin.embedding_module.fused_optimizer.load_state_dict(module.embedding_module.fused_optimizer.state_dict())
     for ids in ([3, 4, 5], [100, 101], list(range(50))):
         assert torch.equal(step(module, ids)["a"].values(), step(twin, ids)["a"].values())
     assert torch.equal(weight_of(module), weight_of(twin))
@@ -273,9 +265,7 @@ def test_resizing_warns_of_a_table_that_others_step() -> None:
 
 
 def test_training_goes_on_from_a_file_bit_for_bit() -> None:
-    batches = [
-        torch.randint(0, 60, (14,), generator=torch.Generator().manual_seed(s)).tolist() for s in range(8)
-    ]
+    batches = [torch.randint(0, 60, (14,), generator=torch.Generator().manual_seed(s)).tolist() for s in range(8)]
     one, other = pooled(24, 2, RowWiseAdagrad(lr=0.1)), pooled(24, 2, RowWiseAdagrad(lr=0.1))
     for ids in batches[:4]:
         step(one, ids)
@@ -304,9 +294,7 @@ def test_state_of_other_buckets_changes_no_table_either() -> None:
 # ------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    "lacks", ["_managed_collision_modules.t.hits", "embedding_bags.plain.weight", "_modules.t."]
-)
+@pytest.mark.parametrize("lacks", ["_managed_collision_modules.t.hits", "embedding_bags.plain.weight", "_modules.t."])
 def test_a_state_cut_short_changes_nothing(lacks: str) -> None:
     module, saved = pooled(optimizer=RowWiseAdagrad(lr=0.5)), pooled(optimizer=RowWiseAdagrad(lr=0.5))
     step(saved, [1, 2, 3])
@@ -347,9 +335,7 @@ def test_a_batch_that_the_tables_would_refuse_gives_no_id_a_row(wrong: str) -> N
 
 def test_collections_of_other_tables_are_refused() -> None:
     config = EmbeddingBagConfig(12, 4, "t", feature_names=["a"])
-    mcc = ManagedCollisionCollection(
-        {"t": MCHManagedCollisionModule(12, "cpu", LFU_EvictionPolicy(), 1)}, [config]
-    )
+    mcc = ManagedCollisionCollection({"t": MCHManagedCollisionModule(12, "cpu", LFU_EvictionPolicy(), 1)}, [config])
     for other, words in (
         (EmbeddingBagConfig(12, 4, "s", feature_names=["a"]), "expected a table of the embedding module"),
         (EmbeddingBagConfig(13, 4, "t", feature_names=["a"]), "has num_embeddings=13 .* but 12"),

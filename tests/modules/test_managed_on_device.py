@@ -64,17 +64,13 @@ def falling_back() -> ManagedCollisionModule:
 
 
 def dropping() -> ManagedCollisionModule:
-    return HashZchManagedCollisionModule(
-        ROWS, "cpu", 2, eviction_policy_name="LFU_EVICTION", disable_fallback=True
-    )
+    return HashZchManagedCollisionModule(ROWS, "cpu", 2, eviction_policy_name="LFU_EVICTION", disable_fallback=True)
 
 
 MODULES = {make.__name__: make for make in (lru, ttl, mch, admitting, falling_back, dropping)}
 
 
-def users(
-    kind: str, optimizer: OptimizerSpec | None, **options: Any
-) -> ManagedCollisionEmbeddingBagCollection:
+def users(kind: str, optimizer: OptimizerSpec | None, **options: Any) -> ManagedCollisionEmbeddingBagCollection:
     torch.manual_seed(3)
     configs = [
         EmbeddingBagConfig(ROWS, 4, "t", feature_names=["a", "b_readonly", "c"], **options),

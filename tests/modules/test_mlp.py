@@ -76,13 +76,8 @@ def test_swish_layernorm_is_sized_per_layer() -> None:
 
 
 def test_a_class_makes_one_activation_per_layer_and_a_module_is_shared() -> None:
-    assert (
-        len([n for n, _ in MLP(3, [4, 2], activation=nn.PReLU).named_parameters() if "_activation" in n]) == 2
-    )
-    assert (
-        len([n for n, _ in MLP(3, [4, 2], activation=nn.PReLU()).named_parameters() if "_activation" in n])
-        == 1
-    )
+    assert len([n for n, _ in MLP(3, [4, 2], activation=nn.PReLU).named_parameters() if "_activation" in n]) == 2
+    assert len([n for n, _ in MLP(3, [4, 2], activation=nn.PReLU()).named_parameters() if "_activation" in n]) == 1
 
 
 def test_the_default_activation_is_relu() -> None:

@@ -143,9 +143,7 @@ def test_a_weight_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     table, other = model.ec.embeddings["t"], EmbeddingBagCollection([EmbeddingBagConfig(6, 3, "other")])
     with pytest.raises(ConfigError, match=r"Table 't': got a weight of shape \(6, 3\); expected \(5, 3\)"):
         table.weight = other.embedding_bags["other"].weight
-    with pytest.raises(
-        ConfigError, match=r"Table 't': got a weight with strides \(1, 5\); expected \(3, 1\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 't': got a weight with strides \(1, 5\); expected \(3, 1\)"):
         table.weight = nn.Parameter(torch.zeros(3, 5).t())
     with pytest.raises(RuntimeError, match=r"strides \(1, 5\).*Pass weight.contiguous"):
         model.ebc.load_state_dict({"embedding_bags.t.weight": torch.zeros(3, 5).t()}, assign=True)

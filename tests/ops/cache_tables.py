@@ -74,15 +74,11 @@ class CachedTables:
         bit = 1 << (self.serial % 31)
         self.flying = [*self.flying, bit][-ahead - 1 :]
         count = len(self.shapes)
-        clock = torch.tensor(
-            [[self.serial] * count, [bit] * count, [sum(self.flying)] * count], device=self.device
-        )
+        clock = torch.tensor([[self.serial] * count, [bit] * count, [sum(self.flying)] * count], device=self.device)
         for t in range(count):  # the bit is clean
             self.books[BOOKS * t + 3] &= sum(self.flying) & ~bit
         begins, ends, tables = ([s[k] for s in segments] for k in range(3))
-        header, keys, order = ops["cache_ask_"](
-            ids, begins, ends, tables, self.books, self.sets, self.ways, clock, ""
-        )
+        header, keys, order = ops["cache_ask_"](ids, begins, ends, tables, self.books, self.sets, self.ways, clock, "")
         plan = ops["cache_plan"](
             ids, begins, ends, tables, self.books, self.sets, self.ways, clock, header, keys, order
         )

@@ -49,9 +49,7 @@ def flat(kernels: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., A
         return lambda *arguments: kernel(*call(*arguments).packed())
 
     calls = {"zch_assign_": assign_call, "zch_assign_each_": assign_call, "zch_resize": resize_call}
-    return {
-        name: packing(kernel, calls[name]) if name in calls else kernel for name, kernel in kernels.items()
-    }
+    return {name: packing(kernel, calls[name]) if name in calls else kernel for name, kernel in kernels.items()}
 
 
 PACKED = {name: kernel for name, kernel in LIBRARY.references.items() if name.startswith("zch_")}

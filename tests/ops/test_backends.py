@@ -43,9 +43,7 @@ def registered(cuda: str, **environment: str) -> dict[str, list[str]]:
 def test_what_the_native_library_serves_on_cpus_triton_serves_on_gpus() -> None:
     found = registered("13.0")
     assert found["triton"]
-    left = {name.partition("::")[2] for name in found["CPU"]} - {
-        name.partition("::")[2] for name in found["CUDA"]
-    }
+    left = {name.partition("::")[2] for name in found["CPU"]} - {name.partition("::")[2] for name in found["CUDA"]}
     assert left <= AS_THE_REFERENCE, left
 
 

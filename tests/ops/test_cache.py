@@ -17,8 +17,7 @@ from tilerec.spec.cache import CacheAlgorithm
 
 OPS = torch.ops.tilerec
 BY_OP = {
-    name: getattr(OPS, name)
-    for name in ("cache_ask_", "cache_plan", "cache_move_", "cache_seat_", "cache_lines_")
+    name: getattr(OPS, name) for name in ("cache_ask_", "cache_plan", "cache_move_", "cache_seat_", "cache_lines_")
 }
 
 
@@ -56,9 +55,7 @@ def test_all_tables_in_one_request_do_what_each_does_in_plain_python(lfu: bool, 
         segments, ids = batch(rng, shapes, 14)
         tables.request(BY_OP, segments, ids, ahead)
         for t, model in enumerate(models):
-            model.request(
-                {int(i) for a, b, own in segments if own == t for i in ids[a:b]}, max(1, serial - ahead)
-            )
+            model.request({int(i) for a, b, own in segments if own == t for i in ids[a:b]}, max(1, serial - ahead))
             row_in = tables.books[BOOKS * t + 1]
             assert set(row_in[row_in >= 0].tolist()) == model.resident()
             totals = tables.books[BOOKS * t + TOTALS]
@@ -104,9 +101,7 @@ def _named(tables: CachedTables, rows: list[int], ahead: int = 0) -> list[int]:
     """Request rows of a single table, while the `ahead` requests before are in flight; the header's numbers."""
     header, _, _ = tables.request(BY_OP, [(0, len(rows), 0)], torch.tensor(rows, dtype=torch.int64), ahead)
     tables.check()
-    return [
-        int(header[0, column]) for column in (HeaderColumn.MISSES, HeaderColumn.SPARE, HeaderColumn.EVICTIONS)
-    ]
+    return [int(header[0, column]) for column in (HeaderColumn.MISSES, HeaderColumn.SPARE, HeaderColumn.EVICTIONS)]
 
 
 @pytest.mark.parametrize("lfu", [False, True])

@@ -20,10 +20,7 @@ def _moves() -> list[tuple[str, str]]:
             argument.name
             for argument, value in zip(schema.arguments, make(), strict=False)
             if argument.name not in OTHER_DEVICE_ARGUMENTS
-            and (
-                isinstance(value, Tensor)
-                or (isinstance(value, list) and value and isinstance(value[0], Tensor))
-            )
+            and (isinstance(value, Tensor) or (isinstance(value, list) and value and isinstance(value[0], Tensor)))
         ]
         found += [(op, name) for name in given if len(given) > 1]
     return found

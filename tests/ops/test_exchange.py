@@ -27,9 +27,7 @@ PLACE: dict[str, Callable[..., Any]] = {"op": OPS.place_rows_, "reference": exch
 def _into(pick_: Callable[..., None]) -> Callable[..., torch.Tensor]:
     """`pick_rows_` as `pick_rows`, into the middle of a tensor whose ends it must leave alone."""
 
-    def pick(
-        source: torch.Tensor, slots: torch.Tensor, counts: list[int], widths: list[int], *rest: Any
-    ) -> Any:
+    def pick(source: torch.Tensor, slots: torch.Tensor, counts: list[int], widths: list[int], *rest: Any) -> Any:
         size = sum(count * width for count, width in zip(counts, widths, strict=True))
         memory = torch.full((size + 4,), 77).to(source.dtype)
         pick_(memory[2 : 2 + size], source, slots, counts, widths, *rest)
@@ -79,15 +77,12 @@ def _route_by_hand(batch: Batch) -> list[list[Any]]:
     cuts, wire = iter(batch.cuts), iter(batch.wire)
     for key, ranges in zip(batch.keys, batch.ranges, strict=True):
         own = [next(cuts) for _ in range(ranges + 1)]
-        bags = [
-            range(offsets[b], offsets[b + 1]) for b in range(first_bags[key], first_bags[key] + sizes[key])
-        ]
+        bags = [range(offsets[b], offsets[b + 1]) for b in range(first_bags[key], first_bags[key] + sizes[key])]
         if batch.each_id:
             bags = [range(p, p + 1) for bag in bags for p in bag]
         for low, high in itertools.pairwise(own):
             found = [
-                (number, [(ids[p] - low, p) for p in bag if low <= ids[p] < high])
-                for number, bag in enumerate(bags)
+                (number, [(ids[p] - low, p) for p in bag if low <= ids[p] < high]) for number, bag in enumerate(bags)
             ]
             place = next(wire)
             if place >= 0:
@@ -215,9 +210,7 @@ def test_routing_names_the_first_id_outside_its_table(which: str, ranges: int, b
 
 @BOTH
 @pytest.mark.parametrize("split_first", [False, True])
-def test_routing_names_the_first_bad_id_whether_or_not_its_route_is_split(
-    which: str, split_first: bool
-) -> None:
+def test_routing_names_the_first_bad_id_whether_or_not_its_route_is_split(which: str, split_first: bool) -> None:
     split, whole = ([0, 2, 4], 2), ([0, 4], 1)
     (cuts, ranges), (more_cuts, more_ranges) = (split, whole) if split_first else (whole, split)
     batch = Batch(
@@ -238,18 +231,14 @@ OUTSIDE = [[-1, 0, 2], [0, 1, 5], [4, 4, 4], [3, 3, 0]]
     ("each_id", "offsets"),
     [(False, offsets) for offsets in FALLING + OUTSIDE] + [(True, offsets) for offsets in OUTSIDE],
 )
-def test_routing_refuses_offsets_that_fall_or_leave_the_ids(
-    which: str, each_id: bool, offsets: list[int]
-) -> None:
+def test_routing_refuses_offsets_that_fall_or_leave_the_ids(which: str, each_id: bool, offsets: list[int]) -> None:
     batch = Batch(torch.tensor([0, 1, 2]), torch.tensor(offsets), each_id=each_id)
     with pytest.raises(InputError, match=r"Feature 'clicks': offsets\[\d\] is .* must not fall .* \[0, 3\]"):
         ROUTE[which](*batch)
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("keys", "sizes"), [([0], [3]), ([1], [2]), ([1], [1, 2]), ([0], [-1]), ([2**40], [2])]
-)
+@pytest.mark.parametrize(("keys", "sizes"), [([0], [3]), ([1], [2]), ([1], [1, 2]), ([0], [-1]), ([2**40], [2])])
 def test_routing_refuses_batch_sizes_that_the_offsets_do_not_hold(
     which: str, keys: list[int], sizes: list[int]
 ) -> None:
@@ -427,9 +416,7 @@ def test_a_fresh_output_begins_as_zeros_also_where_no_rows_go(which: str) -> Non
 @BOTH
 def test_rows_and_places_of_other_types_are_refused(which: str) -> None:
     with pytest.raises((RuntimeError, IndexError)):
-        PLACE[which](
-            torch.zeros(4), torch.ones(2, dtype=torch.float64), NO_SLOTS, [1], [2], [-1], [0], [2], [0]
-        )
+        PLACE[which](torch.zeros(4), torch.ones(2, dtype=torch.float64), NO_SLOTS, [1], [2], [-1], [0], [2], [0])
 
 
 def test_a_strided_output_is_refused_and_not_written_elsewhere() -> None:
@@ -453,8 +440,6 @@ def test_routing_passes_opcheck(each_id: bool) -> None:
 def test_moving_rows_passes_opcheck() -> None:
     slots = torch.tensor([0, 2], dtype=torch.int32)
     opcheck(OPS.place_rows_.default, (torch.zeros(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1]))
-    opcheck(
-        OPS.place_rows_.default, (torch.ones(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1], True)
-    )
+    opcheck(OPS.place_rows_.default, (torch.ones(9), torch.ones(4), slots, [2], [2], [0], [1], [3], [1], True))
     opcheck(OPS.pick_rows_.default, (torch.zeros(4), torch.ones(9), slots, [2], [2], [0], [1], [3]))
     opcheck(OPS.pick_rows.default, (torch.ones(9), slots, [2], [2], [0], [1], [3]))

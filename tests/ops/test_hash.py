@@ -220,9 +220,7 @@ def test_missing_ids_are_only_looked_up() -> None:
         IdOutcome.MISSING,
         IdOutcome.INSERTED,
     ]
-    result = zch_assign_(
-        torch.tensor([8]), state, table, AssignOptions(step=1, may_insert_N=inserts[1:2], threshold=2)
-    )
+    result = zch_assign_(torch.tensor([8]), state, table, AssignOptions(step=1, may_insert_N=inserts[1:2], threshold=2))
     assert result.outcomes_N.tolist() == [IdOutcome.MISSING]
     assert not state.counters_BC.any()
 
@@ -270,9 +268,7 @@ def test_only_expired_ids_give_way_under_ttl_and_hits_renew_them() -> None:
         AssignOptions(step=1, now=100, ttl=torch.tensor([10, 3]), **policy),
     )  # type: ignore[arg-type]
     assert (
-        zch_assign_(
-            torch.tensor([3]), state, table, AssignOptions(step=2, now=102, ttl=9, **policy)
-        ).outcomes_N.item()
+        zch_assign_(torch.tensor([3]), state, table, AssignOptions(step=2, now=102, ttl=9, **policy)).outcomes_N.item()
         == IdOutcome.REJECTED
     )  # type: ignore[arg-type]
     zch_assign_(torch.tensor([1]), state, table, AssignOptions(step=3, now=103, ttl=2, **policy))  # type: ignore[arg-type]
@@ -308,9 +304,7 @@ def test_counters_stop_at_their_limit() -> None:
     for _ in range(3):
         most = torch.tensor([2**31 - 1])
         zch_assign_(torch.tensor([5]), state, table, AssignOptions(step=1, threshold=2, counts_N=most))
-        zch_assign_(
-            torch.arange(3), state, table, AssignOptions(step=1, threshold=2**31 - 1, counts_N=most.expand(3))
-        )
+        zch_assign_(torch.arange(3), state, table, AssignOptions(step=1, threshold=2**31 - 1, counts_N=most.expand(3)))
     assert state.counters_BC.tolist() == [[2**31 - 1]]
 
 
@@ -390,9 +384,7 @@ def test_nobody_loses_a_row_in_silence(history: tuple[HashRange, int, list[Tenso
         assert len(evicted) == result.evicted_rows_M.numel() == (result.outcomes_N == IdOutcome.EVICTED).sum()
         touched = set()
         evictors = iter(result.evicted_rows_M.tolist())
-        for id_, row, outcome in zip(
-            ids_N.tolist(), result.rows_N.tolist(), result.outcomes_N.tolist(), strict=True
-        ):
+        for id_, row, outcome in zip(ids_N.tolist(), result.rows_N.tolist(), result.outcomes_N.tolist(), strict=True):
             if outcome == IdOutcome.HIT:
                 assert rows[id_] == row
             else:
@@ -416,8 +408,7 @@ def test_nobody_loses_a_row_in_silence(history: tuple[HashRange, int, list[Tenso
         here = table.first * table.slots
         assert all(0 <= row - here < held * table.slots for row in rows.values())
         assert all(
-            row // table.slots == zch_buckets(torch.tensor([id_]), table.buckets).item()
-            for id_, row in rows.items()
+            row // table.slots == zch_buckets(torch.tensor([id_]), table.buckets).item() for id_, row in rows.items()
         )
 
 
@@ -425,9 +416,7 @@ def test_nobody_loses_a_row_in_silence(history: tuple[HashRange, int, list[Tenso
 def test_ranks_that_hold_slices_do_what_one_rank_does(cuts: list[int]) -> None:
     table = HashRange(7, 16, 8)
     whole = empty_state(7, 16, expires=True, counters=5)
-    parts = [
-        empty_state(end - begin, 16, expires=True, counters=5) for begin, end in itertools.pairwise(cuts)
-    ]
+    parts = [empty_state(end - begin, 16, expires=True, counters=5) for begin, end in itertools.pairwise(cuts)]
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
         ids_N = torch.randint(-90, 90, (200,), generator=generator)
@@ -442,9 +431,7 @@ def test_ranks_that_hold_slices_do_what_one_rank_does(cuts: list[int]) -> None:
         rows_N, bucket_N = torch.full_like(ids_N, -7), zch_buckets(ids_N, 7)
         for (begin, end), state in zip(itertools.pairwise(cuts), parts, strict=True):
             mine = (bucket_N >= begin) & (bucket_N < end)
-            rows_N[mine] = zch_assign_(
-                ids_N[mine], state, table._replace(first=begin), AssignOptions(**options)
-            ).rows_N
+            rows_N[mine] = zch_assign_(ids_N[mine], state, table._replace(first=begin), AssignOptions(**options)).rows_N
         assert torch.equal(rows_N, expected.rows_N)
     for values, slices in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(values, torch.cat(slices))
@@ -503,9 +490,7 @@ def test_resizing_moves_every_id_or_says_that_it_was_dropped(
         window = [base + (start + i) % slots for i in range(min(max_probe, slots))]
         assert all(resized.used_E[window])
         at = {"policy": policy, "step": 4}
-        mine = score(
-            last=int(state.last_E[row]), hits=int(state.hits_E[row]), expires=int(state.expires_E[row]), **at
-        )  # type: ignore[arg-type]
+        mine = score(last=int(state.last_E[row]), hits=int(state.hits_E[row]), expires=int(state.expires_E[row]), **at)  # type: ignore[arg-type]
         for there in window:
             theirs = score(
                 last=int(resized.last_E[there]), hits=int(resized.hits_E[there]), expires=int(resized.expires_E[there]),
@@ -538,9 +523,7 @@ def test_splitting_buckets_keeps_everybody(factor: int, slots: int, max_probe: i
         ids = torch.randint(-(2**62), 2**62, (12 * slots,), generator=generator)
         zch_assign_(ids, state, table, AssignOptions(step=step))
     assert state.used_E.float().mean() > 0.8
-    assert (
-        zch_resize(state, table, 12 * factor, slots, step=9, policy=Policy.LFU).moved_E[state.used_E] >= 0
-    ).all()
+    assert (zch_resize(state, table, 12 * factor, slots, step=9, policy=Policy.LFU).moved_E[state.used_E] >= 0).all()
 
 
 def test_more_slots_keep_everybody_whose_window_is_the_bucket() -> None:
@@ -566,12 +549,8 @@ def _all_fit(starts: list[int], slots: int, max_probe: int) -> bool:
     return all(place(one, set()) for one in range(len(starts)))
 
 
-@given(
-    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9, unique=True), st.integers(1, 9), st.integers(1, 9)
-)
-def test_nobody_is_dropped_whom_some_arrangement_would_keep(
-    ids: list[int], slots: int, max_probe: int
-) -> None:
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9, unique=True), st.integers(1, 9), st.integers(1, 9))
+def test_nobody_is_dropped_whom_some_arrangement_would_keep(ids: list[int], slots: int, max_probe: int) -> None:
     table = HashRange(1, 16, 16)
     state = empty_state(1, 16)
     zch_assign_(torch.tensor(ids, dtype=torch.int64), state, table, AssignOptions(step=1))
@@ -584,9 +563,7 @@ def test_admission_still_holds_after_buckets_split_and_merge() -> None:
     table, state = HashRange(4, 8), empty_state(4, 8, counters=16)
     seen = torch.arange(-20, 20)
     zch_assign_(seen, state, table, AssignOptions(step=1, threshold=3))
-    zch_assign_(
-        seen, state, table, AssignOptions(step=1, threshold=3, may_insert_N=torch.ones(40, dtype=torch.bool))
-    )
+    zch_assign_(seen, state, table, AssignOptions(step=1, threshold=3, may_insert_N=torch.ones(40, dtype=torch.bool)))
     for buckets in (8, 2, 1):
         resized = zch_resize(state, table, buckets, 64, step=2).state
         third = zch_assign_(seen, resized, HashRange(buckets, 64), AssignOptions(step=2, threshold=3))

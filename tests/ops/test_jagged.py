@@ -98,14 +98,10 @@ def test_halves_are_summed_in_fp32(dtype: torch.dtype) -> None:
     expected = torch.tensor([big + 4], dtype=dtype)
     assert torch.equal(_both("segment_sum", items, offsets), expected)
     order, starts = torch.zeros(5, dtype=torch.int64), torch.arange(6)
-    assert torch.equal(
-        _both("select_segments_backward", items, torch.tensor([0, 1]), order, starts, 1), expected
-    )
+    assert torch.equal(_both("select_segments_backward", items, torch.tensor([0, 1]), order, starts, 1), expected)
 
 
-@given(
-    LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=25).map(sorted), st.data(), INTEGERS, INTEGERS
-)
+@given(LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=25).map(sorted), st.data(), INTEGERS, INTEGERS)
 def test_buckets_hold_each_id_once_in_order(
     lengths: list[int], cuts: list[int], data: st.DataObject, id_dtype: torch.dtype, length_dtype: torch.dtype
 ) -> None:
@@ -141,13 +137,9 @@ def test_buckets_hold_each_id_once_in_order(
 @given(LENGTHS, st.lists(st.integers(0, 30), min_size=2, max_size=5).map(sorted), st.data())
 def test_merging_buckets_gives_the_ids_back(lengths: list[int], cuts: list[int], data: st.DataObject) -> None:
     total = sum(lengths)
-    ids = torch.tensor(
-        data.draw(st.lists(st.integers(0, 29), min_size=total, max_size=total)), dtype=torch.int64
-    )
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, 29), min_size=total, max_size=total)), dtype=torch.int64)
     weights = torch.rand(total, requires_grad=True)
-    dealt = jagged.bucketize_by_cuts(
-        ids, torch.tensor(lengths, dtype=torch.int64), torch.tensor(cuts), weights
-    )
+    dealt = jagged.bucketize_by_cuts(ids, torch.tensor(lengths, dtype=torch.int64), torch.tensor(cuts), weights)
     assert dealt.weights_N is not None
     bucket_lengths = dealt.lengths_CS.view(len(cuts) - 1, len(lengths))
     assert torch.equal(bucket_lengths.sum(0), torch.tensor(lengths, dtype=torch.int64))
@@ -161,16 +153,12 @@ def test_merging_buckets_gives_the_ids_back(lengths: list[int], cuts: list[int],
 
 def test_bucketize_needs_a_list_of_cuts() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(
-        InputError, match=r"cuts have shape \[1\]; expected one ascending list with at least 2"
-    ):
+    with pytest.raises(InputError, match=r"cuts have shape \[1\]; expected one ascending list with at least 2"):
         jagged.bucketize_by_cuts(empty, empty, torch.tensor([0]))
 
 
 @given(LENGTHS, st.integers(0, 6), st.sampled_from([(), (1,), (3,)]), st.booleans())
-def test_padded_rows_hold_the_bags(
-    lengths: list[int], width: int, item: tuple[int, ...], integer: bool
-) -> None:
+def test_padded_rows_hold_the_bags(lengths: list[int], width: int, item: tuple[int, ...], integer: bool) -> None:
     values = torch.randint(1, 99, (sum(lengths), *item))
     values = values if integer else values.float()
     padded = _both("jagged_to_padded", values, _offsets(lengths), width, -7.0)
@@ -190,9 +178,7 @@ def test_padding_and_back_keeps_what_fits(lengths: list[int], width: int) -> Non
         assert (bag[width:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.int16]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.int16])
 @pytest.mark.parametrize("item", [(), (1,), (3,), (257,), (0,)])
 def test_segment_sums_add_each_bag(dtype: torch.dtype, item: tuple[int, ...]) -> None:
     lengths = [3, 0, 1, 70, 0]
@@ -310,7 +296,5 @@ def test_every_op_has_a_test_of_torchs_checks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float16])
 def test_lengths_that_are_no_integers_are_refused_by_their_type(dtype: torch.dtype) -> None:
-    with pytest.raises(
-        InputError, match=rf"lengths are {dtype}; expected integers\. Convert them with .long\(\)"
-    ):
+    with pytest.raises(InputError, match=rf"lengths are {dtype}; expected integers\. Convert them with .long\(\)"):
         torch.ops.tilerec.offsets_from_lengths(torch.ones(3, dtype=dtype))

@@ -79,9 +79,7 @@ def test_joined_records_have_the_sums_of_all(case: str) -> None:
     assert together.sinks == tuple(sink for record in records for sink in record.sinks)
     for sink in set(together.sinks):
         dim = together.dims[together.sinks.index(sink)]
-        torch.testing.assert_close(
-            sums_of([together], sink, dim), sums_of(records, sink, dim), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(sums_of([together], sink, dim), sums_of(records, sink, dim), rtol=1e-5, atol=1e-5)
 
 
 def test_the_sum_is_in_the_order_of_the_lookups() -> None:

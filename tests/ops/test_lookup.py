@@ -14,9 +14,7 @@ from tilerec.ops import backends  # noqa: F401
 NO_SINKS = torch.zeros(0, dtype=torch.int64)
 
 
-def bags(
-    lengths: list[int], rows: int, dtype: torch.dtype = torch.int64, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def bags(lengths: list[int], rows: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     return torch.randint(0, rows, (int(offsets[-1]),), generator=generator).to(dtype), offsets
@@ -125,9 +123,7 @@ def test_no_ids_give_zeros_and_no_bags_give_nothing(batch: int) -> None:
 def test_an_id_outside_its_table_is_named(bad: int) -> None:
     table = torch.randn(10, 4)
     ids = torch.tensor([1, 2, bad, 3])
-    with pytest.raises(
-        InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"
-    ):
+    with pytest.raises(InputError, match=rf"Table 'items': id {bad} of feature 'clicks' \(position 2 .*\[0, 10\)"):
         torch.ops.tilerec.pooled_lookup(
             [table],
             NO_SINKS,
@@ -161,9 +157,7 @@ def test_ids_of_keys_that_no_feature_reads_are_not_looked_at() -> None:
 def test_sequence_lookup_returns_rows_in_order(dtype, dim, id_dtype) -> None:
     tables = [torch.randn(10, dim, dtype=dtype), torch.randn(7, dim, dtype=dtype)]
     ids, starts = bags([4, 0, 3], 7, id_dtype)
-    out, _ = torch.ops.tilerec.sequence_lookup(
-        tables, NO_SINKS, ids, starts, [1, 0, 0], torch.float32, "a@y,b@x,c@x"
-    )
+    out, _ = torch.ops.tilerec.sequence_lookup(tables, NO_SINKS, ids, starts, [1, 0, 0], torch.float32, "a@y,b@x,c@x")
     want = torch.cat([tables[1][ids[:4].long()], tables[0][ids[4:].long()]]).float()
     assert torch.equal(out, want)
 
@@ -206,9 +200,7 @@ def test_gradients_equal_autograd_through_the_oracle(lengths, dim, means, weight
 def test_sequence_gradients_add_up_repeated_ids() -> None:
     tables = [torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)]
     ids, starts = torch.tensor([1, 1, 0, 3, 3]), torch.tensor([0, 3, 5])
-    out, _ = torch.ops.tilerec.sequence_lookup(
-        tables, NO_SINKS, ids, starts, [0, 1], torch.float32, "a@x,b@y"
-    )
+    out, _ = torch.ops.tilerec.sequence_lookup(tables, NO_SINKS, ids, starts, [0, 1], torch.float32, "a@x,b@y")
     upstream = torch.arange(15.0).view(5, 3)
     out.backward(upstream)
     assert torch.equal(tables[0].grad[1], upstream[0] + upstream[1])
@@ -300,9 +292,7 @@ def test_a_table_on_another_device_than_the_ids_is_named() -> None:
         r"Table 't': its rows are on meta, the ids of feature 'f' are on cpu. .*to_em",
     )
     with pytest.raises(InputError, match=message):
-        torch.ops.tilerec.pooled_lookup(
-            [table], no_sinks, ids, bounds, None, [0], [0], [0], [1], torch.float32, "f@t"
-        )
+        torch.ops.tilerec.pooled_lookup([table], no_sinks, ids, bounds, None, [0], [0], [0], [1], torch.float32, "f@t")
     with pytest.raises(InputError, match=message):
         torch.ops.tilerec.sequence_lookup([table], no_sinks, ids, bounds, [0], torch.float32, "f@t")
 

@@ -61,9 +61,7 @@ def test_segments_are_rows_one_after_the_other(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(
-    format: str, bad: float
-) -> None:
+def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(format: str, bad: float) -> None:
     packed = pack_rows(torch.tensor([[bad, 1.0, -2.0], [4.0, 0.0, 2.0]]), format)
     codes = packed[:, 4:] if format == "int8" else packed[:, 4:].view(torch.float8_e4m3fn).float()
     assert not codes[0].any()
@@ -76,16 +74,12 @@ def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(
 def test_what_is_no_matrix_of_such_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"pack_rows: got format='int4'; expected one of \['int8', 'fp8'\]"):
         pack_rows(torch.zeros(1, 2), "int4")
-    with pytest.raises(
-        ConfigError, match=r"pack_rows: got torch.int64 of shape \[1, 2\]; expected a matrix of floats"
-    ):
+    with pytest.raises(ConfigError, match=r"pack_rows: got torch.int64 of shape \[1, 2\]; expected a matrix of floats"):
         pack_rows(torch.zeros(1, 2, dtype=torch.int64), "int8")
     with pytest.raises(ConfigError, match=r"of shape \[2\]; expected a matrix"):
         pack_rows(torch.zeros(2), "int8")
     for wrong in (torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 3, dtype=torch.uint8), torch.zeros(8)):
-        with pytest.raises(
-            ConfigError, match=r"unpack_rows: got .* expected a matrix of packed rows \(fp8\)"
-        ):
+        with pytest.raises(ConfigError, match=r"unpack_rows: got .* expected a matrix of packed rows \(fp8\)"):
             unpack_rows(wrong, "fp8")
 
 

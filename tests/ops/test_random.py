@@ -149,9 +149,7 @@ def test_rows_anywhere_have_the_bits_of_the_whole_table(fill, kind, dtype, colum
 
 
 @pytest.mark.parametrize("fill", [random_rows_reference_, torch.ops.tilerec.random_rows_])
-@pytest.mark.parametrize(
-    "rows", [torch.tensor([1]), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[1, 2]])]
-)
+@pytest.mark.parametrize("rows", [torch.tensor([1]), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[1, 2]])])
 def test_rows_of_other_numbers_than_the_tile_has_are_refused(fill, rows) -> None:
     tile = torch.zeros(2, 4)
     with pytest.raises(ConfigError, match=r"expected int64 \[2\]"):

@@ -27,9 +27,7 @@ def _record(ids: Tensor, grad: Tensor) -> tuple[object, ...]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", [SGD(0.1), RowWiseAdagrad(0.1), Adam(0.1)], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_named_rows_in_another_order_get_the_same_bits(
-    spec: OptimizerSpec, dtype: torch.dtype, kernel: str
-) -> None:
+def test_named_rows_in_another_order_get_the_same_bits(spec: OptimizerSpec, dtype: torch.dtype, kernel: str) -> None:
     table, slots = torch.randn(ROWS, DIM).to(dtype), _slots(spec)
     lines, line_slots = table[ORDER].clone(), [slot[ORDER].clone() for slot in slots]
     line_of = torch.empty_like(ORDER)
@@ -74,9 +72,7 @@ def test_phases_round_by_the_names_too(dtype: torch.dtype) -> None:
     rest = ([grads], [scalars], [DIM], spec.rule, spec.hyper(), [1], [5, 6], [100], [3])
     torch.ops.tilerec.rule_apply_to_tables_([table], slots, [rows], *rest)
     torch.ops.tilerec.rule_apply_to_tables_([lines], line_slots, [line_of[rows]], *rest, [ORDER])
-    update.rule_apply_to_tables_reference_(
-        [table.clone()], _slots(spec), [rows], *rest, [torch.empty(0).long()]
-    )
+    update.rule_apply_to_tables_reference_([table.clone()], _slots(spec), [rows], *rest, [torch.empty(0).long()])
     assert torch.equal(lines, table[ORDER])
     assert torch.equal(line_slots[0], slots[0][ORDER])
 
@@ -87,6 +83,4 @@ def test_names_that_do_not_fit_are_refused(names: list[Tensor], kernel: str) -> 
     spec = SGD(0.1)
     record = _record(torch.tensor([0]), torch.ones(1, DIM))
     with pytest.raises(InputError, match="row names"):
-        KERNELS[kernel](
-            [torch.zeros(ROWS, DIM)], [], *record, spec.rule, spec.hyper(), [1], [5, 6], [0], [0], names
-        )
+        KERNELS[kernel]([torch.zeros(ROWS, DIM)], [], *record, spec.rule, spec.hyper(), [1], [5, 6], [0], [0], names)

@@ -133,9 +133,7 @@ def _reset(module: Any) -> None:
 
 
 def _reset_alone(module: Any) -> None:
-    reset_rows(
-        module.embedding_bags["user"], torch.arange(-1, 20)
-    )  # nothing else has been told to copy before
+    reset_rows(module.embedding_bags["user"], torch.arange(-1, 20))  # nothing else has been told to copy before
 
 
 def _flush_and_write(module: Any) -> None:
@@ -205,9 +203,7 @@ def test_a_tied_table_that_another_collection_updates_is_known_too() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_tables_of_a_lookup_that_are_tied_are_both_copied(kind: str) -> None:
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(20, 4, name, feature_names=[key]) for name, key in (("one", "u"), ("two", "v"))
-    ]
+    tables = [EmbeddingBagConfig(20, 4, name, feature_names=[key]) for name, key in (("one", "u"), ("two", "v"))]
     module: Any = EmbeddingBagCollection(tables, is_weighted=True)
     module.embedding_bags["two"].weight = module.embedding_bags["one"].weight
     apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": 1.0})
@@ -288,9 +284,7 @@ def test_nothing_is_copied_or_kept_in_a_loop_of_forwards_and_backwards(
 ) -> None:
     module, outs = bags(kind), []
     copies: list[int] = []
-    monkeypatch.setattr(
-        "tilerec.ops.lookup.saved_rows.SavedRows._take", lambda self, features: copies.extend(features)
-    )
+    monkeypatch.setattr("tilerec.ops.lookup.saved_rows.SavedRows._take", lambda self, features: copies.extend(features))
     for seed in range(3):
         kjt = batch(seed)
         outs.append(loss(module, kjt))  # held on to, as a running mean of losses may be

@@ -45,12 +45,8 @@ RULES: dict[str, tuple[str, list[float], tuple[str, ...]]] = {
 }
 
 
-def slots_for(
-    kinds: tuple[str, ...], rows: int, dim: int, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
-    made = [
-        torch.rand(rows, dim, dtype=dtype) if k == "element" else torch.rand(rows, dtype=dtype) for k in kinds
-    ]
+def slots_for(kinds: tuple[str, ...], rows: int, dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    made = [torch.rand(rows, dim, dtype=dtype) if k == "element" else torch.rand(rows, dtype=dtype) for k in kinds]
     if len(kinds) == 3:  # the third slot counts a row's updates
         made[2] = torch.randint(0, 5, (rows,)).to(dtype)
     return made
@@ -144,9 +140,7 @@ def test_a_row_cut_into_column_parts_equals_the_whole(name: str, cuts: list[int]
     for phase in range(make_rule(rule, hyper).phases):
         blocks: dict[int, Tensor] = {}
         for part, own, a, b in zip(parts, part_slots, cuts, cuts[1:], strict=False):
-            sums = partials(
-                part, own, rows_U, grads[:, a:b].contiguous(), scalars, phase, dim, True, a, rule, hyper, 4
-            )
+            sums = partials(part, own, rows_U, grads[:, a:b].contiguous(), scalars, phase, dim, True, a, rule, hyper, 4)
             for k in range(sums.shape[2]):
                 blocks[a // 8 + k] = blocks.get(a // 8 + k, 0) + sums[:, :, k]
         total = torch.zeros_like(blocks[0])
@@ -186,9 +180,7 @@ def test_row_sums_equal_a_loop_over_occurrences(lengths, mean, weighted, dim) ->
         for b in range(2):
             begin, end = int(offsets[2 * f + b]), int(offsets[2 * f + b + 1])
             for p in range(begin, end):
-                scale = (1 / (end - begin) if mean and f == 0 else 1.0) * (
-                    float(weights[p]) if weighted else 1.0
-                )
+                scale = (1 / (end - begin) if mean and f == 0 else 1.0) * (float(weights[p]) if weighted else 1.0)
                 want[ids[p]] += grad[b, f * dim : (f + 1) * dim].double() * scale
     for sums in (sum_row_gradients_reference, sum_row_gradients):
         rows, grads = sums(*args)
@@ -443,9 +435,7 @@ def test_every_rule_takes_a_step_of_no_rows(name: str, dim: int, reference: bool
     scalars, made = torch.zeros(0, 0), make_rule(rule, hyper)
     for phase in range(made.phases):
         for exact, blocks in ((True, (dim + 3 + 7) // 8), (False, 1)):
-            sums = partials(
-                weight, slots, none, torch.ones(0, dim), scalars, phase, dim, exact, 3, rule, hyper, 1
-            )
+            sums = partials(weight, slots, none, torch.ones(0, dim), scalars, phase, dim, exact, 3, rule, hyper, 1)
             assert sums.shape == (0, made.sums(phase), blocks)
         scalars = torch.zeros(scalars.shape[0] + made.sums(phase), 0)
     apply_(weight, slots, none, torch.ones(0, dim), scalars, dim, rule, hyper, 1, [0, 0], 0, 3)
@@ -563,12 +553,8 @@ def test_a_phase_of_arrays_that_do_not_fit_is_refused(lie: str, dtype: torch.dty
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("rule", "tail", "phases"), [("sgd", [0.0, 0.0], 0), ("rowwise_adagrad", [0.0, 0.0, 0.0], 1)]
-)
-def test_a_phase_that_a_rule_has_not_is_refused(
-    rule: str, tail: list[float], phases: int, reference: bool
-) -> None:
+@pytest.mark.parametrize(("rule", "tail", "phases"), [("sgd", [0.0, 0.0], 0), ("rowwise_adagrad", [0.0, 0.0, 0.0], 1)])
+def test_a_phase_that_a_rule_has_not_is_refused(rule: str, tail: list[float], phases: int, reference: bool) -> None:
     partials = rule_partials_reference if reference else rule_partials
     slots = [torch.zeros(4)] * phases
     for phase in (-1, phases):
@@ -589,9 +575,7 @@ APPLY = {True: rule_apply_to_tables_reference_, False: torch.ops.tilerec.rule_ap
 @BOTH
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_row_sums_of_several_tables_are_those_of_each_alone(
-    dtype: torch.dtype, known: bool, reference: bool
-) -> None:
+def test_row_sums_of_several_tables_are_those_of_each_alone(dtype: torch.dtype, known: bool, reference: bool) -> None:
     """Features of three tables in a mixed order, a table without features, one without ids, widths 1 to 257."""
     dims, tables, batch = [3, 64, 8, 257, 1], [3, 0, 4, 0, 3, 1], 40
     widths = [dims[t] for t in tables]
@@ -603,9 +587,7 @@ def test_row_sums_of_several_tables_are_those_of_each_alone(
         [sum(widths[:f]) for f in range(len(tables))],
     )
     layout = [starts, [batch] * len(tables), places, [sum(widths)] * len(tables), [0, 1, 0, 0, 1, 0]]
-    rows, grads, counts = SUMS[reference](
-        grad, ids, offsets, None, [9 if known else 0] * 5, dims, tables, *layout
-    )
+    rows, grads, counts = SUMS[reference](grad, ids, offsets, None, [9 if known else 0] * 5, dims, tables, *layout)
     assert counts.shape == (5,)
     assert counts[1] == counts[2] == 0
     assert grads.shape == ((counts * torch.tensor(dims)).sum(),)
@@ -620,9 +602,7 @@ def test_row_sums_of_several_tables_are_those_of_each_alone(
             assert torch.equal(block.view(-1, dims[t]), want)
 
 
-def parts_of(
-    name: str, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def parts_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Weights, slots and gradients of parts of 4 widths, of rows (0, 2, 5, 8), none, (3), 600 rows."""
     _, _, kinds = RULES[name]
     widths, sizes, counts = [8, 5, 64, 16], [9, 4, 5, 600], [4, 0, 1, 600]
@@ -683,9 +663,7 @@ def test_several_parts_in_one_call_are_each_of_them_alone(
     copies = [w.clone() for w in weights], [s.clone() for s in slots]
     seeds, row_offsets = [1, 2, 3, 4, 5, 6, 7, 8], [0, 5, 0, 9]
     last = scalars.split(counts, dim=1)
-    APPLY[reference](
-        weights, slots, ROWS_OF_PARTS, grads, last, dims, rule, hyper, steps, seeds, row_offsets, columns
-    )
+    APPLY[reference](weights, slots, ROWS_OF_PARTS, grads, last, dims, rule, hyper, steps, seeds, row_offsets, columns)
     apply_one = rule_apply_reference_ if reference else rule_apply_
     for t in range(4):
         apply_one(

@@ -29,9 +29,7 @@ class Model(nn.Module):
 
 
 def batch() -> KeyedJaggedTensor:
-    return KeyedJaggedTensor.from_lengths_sync(
-        ["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1])
-    )
+    return KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([1, 2, 3]), torch.tensor([1, 0, 1, 1]))
 
 
 def test_every_parameter_may_be_attached_tables_and_dense_alike() -> None:
@@ -75,9 +73,7 @@ def test_a_second_optimizer_for_a_table_is_refused_and_the_first_goes_on() -> No
     model = Model()
     a, b = model.ebc.parameters()
     apply_optimizer_in_backward(Adam(lr=0.1), [a])
-    with pytest.raises(
-        ConfigError, match=r"Table 'a': got SGD, but Adam is already attached.* pass replace=True"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 'a': got SGD, but Adam is already attached.* pass replace=True"):
         apply_optimizer_in_backward(SGD(lr=0.1), [b, a])
     assert list(model.ebc.fused_optimizer.params) == ["embedding_bags.a.weight"]
 
@@ -127,9 +123,7 @@ def test_every_number_written_to_a_group_holds_and_is_checked() -> None:
     group["weight_decay"], group["row_step"] = 0.0, True
     with pytest.raises(ConfigError, match="Attach it again"):
         model(batch()).backward()
-    with pytest.raises(
-        ConfigError, match="got a param group; expected only parameters that the backward pass updates"
-    ):
+    with pytest.raises(ConfigError, match="got a param group; expected only parameters that the backward pass updates"):
         model.ebc.fused_optimizer.add_param_group({"params": []})
 
 

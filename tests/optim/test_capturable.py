@@ -101,9 +101,7 @@ def test_every_rule_has_the_bits_it_has_by_numbers(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("schedule", [lambda o: StepLR(o, 1, gamma=0.5), lambda o: ExponentialLR(o, 0.9)])
 @pytest.mark.parametrize("tensor", [False, True])
-def test_torchs_schedulers_drive_numbers_and_tensors_alike(
-    schedule: Callable[[Any], Any], tensor: bool
-) -> None:
+def test_torchs_schedulers_drive_numbers_and_tensors_alike(schedule: Callable[[Any], Any], tensor: bool) -> None:
     runs = []
     for capturable in (False, True):
         module = collection()
@@ -320,9 +318,7 @@ def test_what_a_capture_would_freeze_is_told(capture: Callable[[bool], None]) ->
     capture(False)
     group["lr"] = 0.2  # replays read it
     group["weight_decay"] = 0.0  # as it was
-    with pytest.warns(
-        UserWarning, match=r"Adam: weight_decay was written after .*keep the old value\. Capture again"
-    ):
+    with pytest.warns(UserWarning, match=r"Adam: weight_decay was written after .*keep the old value\. Capture again"):
         group["weight_decay"] = 0.1
     with pytest.warns(
         UserWarning, match=r"lr was written after .*Write the new value into the old tensor with fill_\(\)"
@@ -353,9 +349,7 @@ def test_rates_that_are_none_are_refused() -> None:
     apply_optimizer_in_backward(Adam, module.parameters(), {"lr": torch.ones(1), "capturable": True})
     step(module, 0)  # torch takes such tensors, too
     module.fused_optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
-    with pytest.raises(
-        ConfigError, match=r"got lr as a tensor on meta; expected it on cpu, where its tables are"
-    ):
+    with pytest.raises(ConfigError, match=r"got lr as a tensor on meta; expected it on cpu, where its tables are"):
         step(module, 0)
 
 
@@ -427,9 +421,7 @@ def test_torchs_distributed_checkpoints_take_and_load_it_in_place(tensor: bool, 
         return [t.data_ptr() for t in (*rows.state.values(), rows.rate(torch.device("cpu")))]
 
     before = places()
-    dcp.save(
-        {"model": old.state_dict(), "optimizer": faces[0].state_dict()}, checkpoint_id=tmp_path, no_dist=True
-    )
+    dcp.save({"model": old.state_dict(), "optimizer": faces[0].state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     state = {"model": new.state_dict(), "optimizer": faces[1].state_dict()}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     new.load_state_dict(state["model"])

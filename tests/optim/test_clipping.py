@@ -26,9 +26,7 @@ def _params() -> dict[str, nn.Parameter]:
 
 
 def _clipping(params: dict[str, nn.Parameter], **kwargs: Any) -> GradientClippingOptimizer:
-    return GradientClippingOptimizer(
-        KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=0.1)), **kwargs
-    )
+    return GradientClippingOptimizer(KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD(p, lr=0.1)), **kwargs)
 
 
 @pytest.mark.parametrize("max_gradient", [0.5, 1.0, 100.0])

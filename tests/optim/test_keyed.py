@@ -233,9 +233,7 @@ def test_add_param_group_takes_named_parameters() -> None:
     assert list(opt.params) == ["b", "a", "c", "d"]
 
 
-@pytest.mark.parametrize(
-    "params", [[nn.Parameter(torch.ones(1))], nn.Parameter(torch.ones(1)), {}, None, [("x", 3)]]
-)
+@pytest.mark.parametrize("params", [[nn.Parameter(torch.ones(1))], nn.Parameter(torch.ones(1)), {}, None, [("x", 3)]])
 def test_add_param_group_refuses_parameters_without_names(params: Any) -> None:
     with pytest.raises(ConfigError, match="add_param_group got parameters without names"):
         _keyed().add_param_group({"params": params, "lr": 0.7})

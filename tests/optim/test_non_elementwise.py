@@ -136,9 +136,7 @@ def test_the_state_of_adafactor_is_refused_alike_on_every_rank() -> None:
                 match=r"'embedding_bags.one.weight': got Adafactor, which has state per column.*data_parallel",
             ):
                 call()
-        alone = KeyedOptimizerWrapper(
-            {name: p for name, p in own.items() if "one" not in name}, torch.optim.Adafactor
-        )
+        alone = KeyedOptimizerWrapper({name: p for name, p in own.items() if "one" not in name}, torch.optim.Adafactor)
         shapes = {key: tuple(v.shape) for key, v in next(iter(alone.state_dict()["state"].values())).items()}
         assert shapes == {"step": (), "row_var": (7, 1), "col_var": (1, 6)}
 
@@ -149,9 +147,7 @@ def test_lbfgs_over_tiles_is_warned_of_and_has_no_state_dict() -> None:
     def run(group: Group) -> None:
         own = leaves(group, *CUTS)
         optimizer = KeyedOptimizerWrapper(own, torch.optim.LBFGS)
-        with pytest.raises(
-            ConfigError, match=r"LBFGS: got a step\(\) that requires a closure.*another optimizer"
-        ):
+        with pytest.raises(ConfigError, match=r"LBFGS: got a step\(\) that requires a closure.*another optimizer"):
             optimizer.state_dict()
 
     with pytest.warns(UserWarning, match="LBFGS is not element-wise"):

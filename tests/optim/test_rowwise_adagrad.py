@@ -17,9 +17,7 @@ from tilerec.spec import optimizer as spec
 from tilerec.spec.torch_optimizer import from_torch
 
 
-def _oracle(
-    w: list[list[float]], grads: list[list[list[float]]], **s: float
-) -> tuple[list[list[float]], list[float]]:
+def _oracle(w: list[list[float]], grads: list[list[list[float]]], **s: float) -> tuple[list[list[float]], list[float]]:
     """The formula, one number at a time."""
     sums = [s.get("initial_accumulator_value", 0.0)] * len(w)
     w = [list(row) for row in w]
@@ -56,9 +54,7 @@ def test_it_follows_the_formula_in_float64(shape: tuple[int, int], settings: dic
         p.grad = grad.clone()
         opt.step()
     torch.testing.assert_close(p.detach(), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        opt.state[p]["sum"], torch.tensor(sums, dtype=torch.float64), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(opt.state[p]["sum"], torch.tensor(sums, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     assert opt.state[p]["sum"].shape == shape[:1]
     assert float(opt.state[p]["step"]) == 20.0
 

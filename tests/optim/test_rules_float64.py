@@ -64,9 +64,7 @@ def _slots(spec: OptimizerSpec, weight: Tensor) -> list[Tensor]:
     return [torch.full(slot.shape(*weight.shape), slot.init, dtype=wide) for slot in spec.slots]
 
 
-def _update(
-    weight: Tensor, slots: list[Tensor], spec: OptimizerSpec, rows: Tensor, grads: Tensor, step: int
-) -> None:
+def _update(weight: Tensor, slots: list[Tensor], spec: OptimizerSpec, rows: Tensor, grads: Tensor, step: int) -> None:
     """One step: `grads` [n, dim] are the row gradients of the occurrences `rows` [n]."""
     n, dim = grads.shape
     skipped = torch.ops.tilerec.update_rows_(
@@ -153,9 +151,7 @@ def test_a_rule_equals_the_torch_optimizer_of_its_name(
     torch.testing.assert_close(got.double(), parameter.detach(), **TOLERANCE[dtype])
     state = {slot.name: tensor for slot, tensor in zip(spec.slots, slots, strict=True)}
     for ours, theirs in names.items():
-        torch.testing.assert_close(
-            state[ours].double(), optimizer.state[parameter][theirs], **TOLERANCE[dtype]
-        )
+        torch.testing.assert_close(state[ours].double(), optimizer.state[parameter][theirs], **TOLERANCE[dtype])
     if "step" in state:
         assert state["step"].tolist() == [STEPS] * ROWS
 
@@ -242,9 +238,7 @@ def _id(value: Any) -> str | None:
     if not isinstance(value, OptimizerSpec):
         return ""
     default = type(value)()
-    changed = {
-        k: v for k, v in value.to_json().items() if k not in ("optimizer", "lr") and v != default.to_json()[k]
-    }
+    changed = {k: v for k, v in value.to_json().items() if k not in ("optimizer", "lr") and v != default.to_json()[k]}
     return "-".join((type(value).__name__, *(f"{k}={v}" for k, v in changed.items())))
 
 
@@ -262,13 +256,9 @@ def test_a_rule_equals_its_formula_written_out(
         for step in range(1, STEPS + 1):
             total = grads[step - 1, :, r].double().sum(0).tolist()
             row = oracle(row, total, state, spec, _lr(spec, step), step)
-        torch.testing.assert_close(
-            got[r].double(), torch.tensor(row, dtype=torch.float64), **TOLERANCE[dtype]
-        )
+        torch.testing.assert_close(got[r].double(), torch.tensor(row, dtype=torch.float64), **TOLERANCE[dtype])
         for slot, tensor in zip(spec.slots, slots, strict=True):
-            want = torch.tensor(
-                state[slot.name] if slot.name != "step" else float(STEPS), dtype=torch.float64
-            )
+            want = torch.tensor(state[slot.name] if slot.name != "step" else float(STEPS), dtype=torch.float64)
             torch.testing.assert_close(tensor[r].double(), want, **TOLERANCE[dtype])
 
 
@@ -369,9 +359,7 @@ def _run_in_parts(
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("widths", [(2, 1), (7, 13), (3, 8, 9), (16, 8, 8)])
 @pytest.mark.parametrize("spec", [spec for spec in ALL_RULES if spec.phases], ids=_id)
-def test_a_table_in_column_parts_moves_as_the_whole(
-    spec: OptimizerSpec, widths: tuple[int, ...], exact: bool
-) -> None:
+def test_a_table_in_column_parts_moves_as_the_whole(spec: OptimizerSpec, widths: tuple[int, ...], exact: bool) -> None:
     dim = sum(widths)
     weight, grads = _table(dim, torch.float64), _gradients(dim, torch.float64)[:8]
     want, want_slots = _run(spec, weight, grads)

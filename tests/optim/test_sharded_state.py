@@ -65,9 +65,7 @@ def test_a_table_has_the_name_of_its_first_leaf_and_the_others_are_further() -> 
         further = [name for name, p in named.items() if is_secondary_leaf(p)]
         twice = {0: ["two"], 1: ["some"], 2: []}[group.rank]
         assert further == [f"embedding_bags.{name}.weight.1" for name in twice]
-        empty = [
-            name for name, p in named.items() if any(p is leaf for leaf in empty_tile_leaves(named.values()))
-        ]
+        empty = [name for name, p in named.items() if any(p is leaf for leaf in empty_tile_leaves(named.values()))]
         missing = {0: [], 1: ["rows"], 2: ["two"]}[group.rank]
         assert empty == [f"embedding_bags.{name}.weight" for name in missing]
         if group.rank == 0:
@@ -110,9 +108,7 @@ def test_the_shape_is_the_tables_and_what_has_none_is_refused() -> None:
     run_virtual_ranks(WORLD, run)
 
 
-@pytest.mark.parametrize(
-    "whole", [torch.arange(42.0).view(7, 6), torch.arange(7.0), torch.arange(7.0)[:, None]]
-)
+@pytest.mark.parametrize("whole", [torch.arange(42.0).view(7, 6), torch.arange(7.0), torch.arange(7.0)[:, None]])
 def test_a_whole_value_is_cut_into_the_parts(whole: Tensor) -> None:
     def run(group: Group) -> None:
         own = sharded(group)
@@ -159,9 +155,7 @@ def test_every_cell_counts_on_one_rank() -> None:
     def run(group: Group) -> list[int]:
         own = sharded(group)
         return [
-            sum(
-                leaf.numel() for i, leaf in enumerate(table(own, name).leaves()) if table(own, name).counts(i)
-            )
+            sum(leaf.numel() for i, leaf in enumerate(table(own, name).leaves()) if table(own, name).counts(i))
             for name in CUTS
         ]
 
@@ -260,9 +254,7 @@ def test_state_is_adopted_beside_leaves_that_have_none() -> None:
             for tile, part in zip(one.tiles, parts, strict=False):
                 assert torch.equal(part["cells"], whole[tile.r0 : tile.r1])
                 assert torch.equal(part["own"]["rows"], whole[tile.r0 : tile.r1, 0].double())
-        with pytest.raises(
-            ConfigError, match="'rows' is a number per row, and table 'two' is cut by columns"
-        ):
+        with pytest.raises(ConfigError, match="'rows' is a number per row, and table 'two' is cut by columns"):
             split_loaded_state(table(own, "two"), state_of(whole), "state", [])
         with pytest.raises(ConfigError, match=r"'cells'.*shape \(6, 6\)"):
             split_loaded_state(table(own, "rows"), {"cells": torch.zeros(6, 6)}, "state", [])
@@ -398,9 +390,7 @@ def test_state_of_tiles_is_made_once_also_by_an_optimizer_that_keeps_none(
     def run(group: Group) -> list[int]:
         own = sharded(group)
         named = dict(own.named_parameters())
-        wrapped = KeyedOptimizerWrapper(
-            named, lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum)
-        )
+        wrapped = KeyedOptimizerWrapper(named, lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum))
         made: list[int] = []
         real = wrapped._init
         monkeypatch.setattr(wrapped, "_init", lambda new, sparse: (made.append(len(new)), real(new, sparse)))

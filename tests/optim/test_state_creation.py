@@ -249,8 +249,6 @@ def test_an_optimizer_of_ones_own_steps_by_its_own_step() -> None:
 
 def test_an_optimizer_that_steps_by_a_closure_is_named() -> None:
     own = KeyedOptimizerWrapper(parameters(), lambda p: torch.optim.LBFGS(p, lr=0.1))
-    with pytest.raises(
-        ConfigError, match=r"LBFGS: got a step\(\) that requires a closure.*Call optimizer.step"
-    ):
+    with pytest.raises(ConfigError, match=r"LBFGS: got a step\(\) that requires a closure.*Call optimizer.step"):
         own.init_state()
     assert own.state_dict()["state"] == {}  # of whole parameters nothing needs to be made

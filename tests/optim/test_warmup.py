@@ -167,9 +167,7 @@ def test_a_checkpoint_without_the_position_is_refused() -> None:
 
 def test_two_warmups_need_two_names() -> None:
     inner = WarmupOptimizer(_keyed(), [])
-    with pytest.raises(
-        ConfigError, match=r"got the name '__warmup' twice in the state; .* another param_name"
-    ):
+    with pytest.raises(ConfigError, match=r"got the name '__warmup' twice in the state; .* another param_name"):
         WarmupOptimizer(inner, []).state_dict()
     both = WarmupOptimizer(inner, [WarmupStage(P.LINEAR, 2, 0.0)], param_name="__outer")
     both.step()

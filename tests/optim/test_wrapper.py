@@ -29,8 +29,7 @@ FACTORIES: dict[str, Any] = {
 def _params() -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     return {
-        name: nn.Parameter(torch.randn(shape, generator=generator))
-        for name, shape in (("w", (4, 3)), ("bias", (5,)))
+        name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in (("w", (4, 3)), ("bias", (5,)))
     }
 
 
@@ -150,9 +149,7 @@ def test_the_factory_gets_a_list_or_the_dict() -> None:
 
 def test_a_parameter_without_a_name_is_refused() -> None:
     params = _params()
-    with pytest.raises(
-        ConfigError, match=r"got a parameter of shape \(7,\) in SGD; expected parameters in params"
-    ):
+    with pytest.raises(ConfigError, match=r"got a parameter of shape \(7,\) in SGD; expected parameters in params"):
         KeyedOptimizerWrapper(params, lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(7))], lr=0.1))
 
 
@@ -219,9 +216,7 @@ def test_a_wrapper_passes_everything_on() -> None:
     opt.load_state_dict(saved)
     assert float(inner.state[params["w"]]["exp_avg"][0, 0]) == 3.0
     assert "KeyedOptimizerWrapper" in repr(opt)
-    with pytest.raises(
-        ConfigError, match=r"OptimizerWrapper: got a SGD; expected a KeyedOptimizer\. Wrap it"
-    ):
+    with pytest.raises(ConfigError, match=r"OptimizerWrapper: got a SGD; expected a KeyedOptimizer\. Wrap it"):
         OptimizerWrapper(torch.optim.SGD(params.values(), lr=0.1))  # type: ignore[arg-type]
 
 

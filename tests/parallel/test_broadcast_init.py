@@ -28,9 +28,7 @@ def tables() -> EmbeddingBagCollection:
 
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
-@pytest.mark.parametrize(
-    "what", ["a cell", "two rows exchanged", "two columns exchanged", "state", "the update count"]
-)
+@pytest.mark.parametrize("what", ["a cell", "two rows exchanged", "two columns exchanged", "state", "the update count"])
 def test_any_difference_is_seen_and_only_its_tensors_travel(
     what: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,9 +209,7 @@ def test_a_function_that_fails_on_the_rank_with_the_rows_fails_on_all() -> None:
 
     own, other = run_virtual_ranks(2, fn)
     assert own.startswith("Table 't': ")
-    assert other.startswith(
-        "The sharded model: its tables' initial values failed on rank 0 with ConfigError: "
-    )
+    assert other.startswith("The sharded model: its tables' initial values failed on rank 0 with ConfigError: ")
     assert own[10:50] in other
 
 
@@ -223,9 +221,7 @@ def test_a_function_that_fails_on_one_rank_fails_before_ids_are_spread() -> None
             if group.rank == 1:
                 raise OSError("no such file")
 
-        ebc = EmbeddingBagCollection(
-            [EmbeddingBagConfig(8, 3, "t", feature_names=["f"], init_fn=init)], device="meta"
-        )
+        ebc = EmbeddingBagCollection([EmbeddingBagConfig(8, 3, "t", feature_names=["f"], init_fn=init)], device="meta")
         ids = MCHManagedCollisionModule(8, "cpu", LRU_EvictionPolicy(), 1, buckets=4)
         managed = ManagedCollisionCollection({"t": ids}, ebc.embedding_bag_configs())
         module = ManagedCollisionEmbeddingBagCollection(ebc, managed)

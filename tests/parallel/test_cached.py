@@ -71,9 +71,7 @@ def cached_plan(kind: str, cache: CacheParams = CACHE) -> dict[str, Any]:
 
 
 def batch(rank: int, step: int, weighted: bool = False) -> Any:
-    return random_batch(
-        KEYS, ROWS, 6, mean_length=4.0, exponent=1.05, weighted=weighted, seed=100 * step + rank
-    )
+    return random_batch(KEYS, ROWS, 6, mean_length=4.0, exponent=1.05, weighted=weighted, seed=100 * step + rank)
 
 
 def train(model: nn.Module, group: Group, steps: Sequence[int], ahead: bool = False) -> list[Tensor]:
@@ -113,9 +111,7 @@ def assert_same(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-def both(
-    base: Model, group: Group, spec: OptimizerSpec, kind: str, **options: Any
-) -> tuple[nn.Module, nn.Module]:
+def both(base: Model, group: Group, spec: OptimizerSpec, kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """The same model, sharded without and with caches."""
     models = []
     for own in (plan(kind), cached_plan(kind)):
@@ -245,10 +241,7 @@ def test_cached_tables_are_cut_anew_with_their_newest_rows() -> None:
             ranks = [1] if kind == "table_wise" else None
             cuts = {"ebc": dict.fromkeys("ab", (kind, ranks)), "ec": {"c": (kind, ranks)}}
             for model in (plain, other):
-                own = {
-                    p: {n: ParameterSharding(k, None, r) for n, (k, r) in part.items()}
-                    for p, part in cuts.items()
-                }
+                own = {p: {n: ParameterSharding(k, None, r) for n, (k, r) in part.items()} for p, part in cuts.items()}
                 reshard(model, own)
             assert kernels(other) == dict.fromkeys("abc", "fused_uvm_caching")
             assert all(r.cache is not None for t in other.ebc._leaves.tables for r in t.tile_rows)
@@ -270,9 +263,7 @@ def test_tables_that_are_cached_or_not_any_more_after_the_sharding_are_cut_anew_
         cuts = {"ebc": dict.fromkeys("ab", "column_wise"), "ec": {"c": "row_wise"}}
         for model in (plain, other):
             train(model, group, range(2))
-            reshard(
-                model, {p: {n: ParameterSharding(k) for n, k in part.items()} for p, part in cuts.items()}
-            )
+            reshard(model, {p: {n: ParameterSharding(k) for n, k in part.items()} for p, part in cuts.items()})
         assert kernels(plain) == dict.fromkeys("abc", "fused_uvm_caching")
         assert kernels(other) == dict.fromkeys("abc", "fused")
         assert all(r.cache is not None for t in plain.ebc._leaves.tables for r in t.tile_rows)
@@ -402,17 +393,13 @@ def test_a_cached_module_that_is_sharded_keeps_its_caches() -> None:
 
 
 def test_a_cached_table_without_an_optimizer_is_refused_before_anything_is_cut() -> None:
-    with pytest.raises(
-        ConfigError, match=r"'a' of module 'ebc' is planned for host memory .* has no optimizer"
-    ):
+    with pytest.raises(ConfigError, match=r"'a' of module 'ebc' is planned for host memory .* has no optimizer"):
         alone(plan=cached_plan("row_wise"))
     frozen = Model()
     frozen.requires_grad_(False)
     dmp = DistributedModelParallel(frozen, ShardingEnv.from_local(1, 0), plan=cached_plan("row_wise"))
     assert dmp.module.ebc(batch(0, 0)).values().shape == (6, 24)
-    assert all(
-        not table.rows.cache.in_flight for table in dmp.module.ebc._tables.values()
-    )  # no update is to come
+    assert all(not table.rows.cache.in_flight for table in dmp.module.ebc._tables.values())  # no update is to come
 
 
 def test_no_host_memory_for_the_rows_is_told_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,9 +417,7 @@ def test_no_host_memory_for_the_rows_is_told_in_bytes(monkeypatch: pytest.Monkey
 
 def test_tied_tables_in_two_memories_are_refused() -> None:
     model = Model()
-    model.ec.embeddings["c"] = EmbeddingCollection(
-        [EmbeddingConfig(90, 8, "c", feature_names=["g"])]
-    ).embeddings["c"]
+    model.ec.embeddings["c"] = EmbeddingCollection([EmbeddingConfig(90, 8, "c", feature_names=["g"])]).embeddings["c"]
     bags = EmbeddingBagCollection([EmbeddingBagConfig(90, 8, "c", feature_names=["g"])])
     bags.embedding_bags["c"] = model.ec.embeddings["c"]
     both_parts = nn.ModuleDict({"bags": bags, "ec": model.ec})
@@ -449,9 +434,7 @@ def test_a_cached_table_beside_one_without_an_optimizer_trains() -> None:
     """One rank holds both, the other the cached one only."""
 
     def build() -> EmbeddingBagCollection:
-        made = EmbeddingBagCollection(
-            [EmbeddingBagConfig(90, 8, n, feature_names=[n]) for n in ("cached", "plain")]
-        )
+        made = EmbeddingBagCollection([EmbeddingBagConfig(90, 8, n, feature_names=[n]) for n in ("cached", "plain")])
         with torch.no_grad():
             for parameter in made.parameters():  # ranks share torch's generator
                 parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7)
@@ -466,13 +449,9 @@ def test_a_cached_table_beside_one_without_an_optimizer_trains() -> None:
 
     def run(group: Group) -> tuple[Tensor, Tensor]:
         rows = ParameterSharding("row_wise", "fused_uvm_caching", cache_params=CACHE)
-        module = shard(
-            build(), {"cached": rows, "plain": ParameterSharding("table_wise", "dense", ranks=[1])}, group
-        )
+        module = shard(build(), {"cached": rows, "plain": ParameterSharding("table_wise", "dense", ranks=[1])}, group)
         module(own_batch(group.rank)).values().square().sum().backward()
-        return full_state_dict(module)["embedding_bags.cached.weight"], module.embedding_bags[
-            "plain"
-        ].weight.grad
+        return full_state_dict(module)["embedding_bags.cached.weight"], module.embedding_bags["plain"].weight.grad
 
     for rank, (cached_rows, grad) in enumerate(run_virtual_ranks(2, run)):
         torch.testing.assert_close(cached_rows, whole.embedding_bags["cached"].weight.detach())

@@ -104,8 +104,7 @@ def wrapped(seed: int, turn: int) -> DistributedModelParallel:
     cuts = tilings(dist.get_world_size())
     names = [name for name in cuts if ROWS[name] == 7]
     plan = {
-        name: cuts[names[(names.index(name) + turn) % len(names)]] if name in names else cuts[name]
-        for name in cuts
+        name: cuts[names[(names.index(name) + turn) % len(names)]] if name in names else cuts[name] for name in cuts
     }
     if turn:  # sums over whole rows need columns that are cut at the same rows
         for name in ("everywhere", "columns", "two"):
@@ -171,9 +170,7 @@ def load(folder: str, want: tuple[dict[str, Tensor], State], turn: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, tuple[dict[str, Tensor], State]]:
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, tuple[dict[str, Tensor], State]]:
     """A checkpoint of two ranks, and what is in it."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     first, second = pool(2).run(save, folder)
@@ -266,9 +263,7 @@ def test_every_rank_has_every_key_with_its_logical_shape_and_live_values(pool: P
     plain = dict.fromkeys(["everywhere", "sequence", "over"], "Tensor")
     shards = {"rows": str((Shard(0),)), "columns": str((Shard(1),))}
     for size in (2, 3, 4):
-        if (
-            size == 4
-        ):  # 5 rows are cut 2, 2, 1, 0; 6 columns 2, 2, 2, 0, where torch would have [7, 0] on the last rank
+        if size == 4:  # 5 rows are cut 2, 2, 1, 0; 6 columns 2, 2, 2, 0, where torch would have [7, 0] on the last rank
             tiled["columns"] = "TiledTensor"
             del shards["columns"]
         for kinds in pool(size).run(shown):
@@ -310,9 +305,7 @@ def into_unsharded() -> None:
     parts = [name for name, value in state.items() if hasattr(value, "full_tensor")]
     with pytest.raises(RuntimeError, match=r"whose parts lie on several ranks.*full_state_dict") as caught:
         plain.load_state_dict(state)
-    assert all(
-        f"got {name.rpartition('.')[2]}" in str(caught.value).replace(name, "weight") for name in parts
-    )
+    assert all(f"got {name.rpartition('.')[2]}" in str(caught.value).replace(name, "weight") for name in parts)
     assert all(torch.equal(plain.state_dict()[name], before[name]) for name in parts)
     fused = plain.ebc.fused_optimizer  # type: ignore[union-attr]
     if fused.params:

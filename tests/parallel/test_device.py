@@ -56,9 +56,7 @@ def test_what_is_no_device_is_refused() -> None:
 def test_a_wrapped_model_on_a_device_that_is_not_here_stays_as_it_was(gpus: Any) -> None:
     gpus(0)
     model = bags()
-    with pytest.raises(
-        ConfigError, match="DistributedModelParallel: device=0 is the index of an accelerator"
-    ):
+    with pytest.raises(ConfigError, match="DistributedModelParallel: device=0 is the index of an accelerator"):
         DistributedModelParallel(model, ShardingEnv.from_local(1, 0), device=0)
     assert type(model) is EmbeddingBagCollection
     assert DistributedModelParallel(model, ShardingEnv.from_local(1, 0), device="cpu").device.type == "cpu"

@@ -44,9 +44,7 @@ class Model(nn.Module):
 
     def __init__(self, rows: int = 9) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(rows, 3, name, feature_names=[name]) for name in ROWS if name != "sequence"
-        ]
+        tables = [EmbeddingBagConfig(rows, 3, name, feature_names=[name]) for name in ROWS if name != "sequence"]
         self.ebc = EmbeddingBagCollection(tables, is_weighted=True)
         self.ec = EmbeddingCollection([EmbeddingConfig(7, 3, "sequence", feature_names=["sequence"])])
         self.over = nn.Linear(9, 1)
@@ -153,9 +151,7 @@ def spoiled(how: str, features: KeyedJaggedTensor) -> Any:
     if how == "a feature is missing":
         return KeyedJaggedTensor.from_jt_dict({k: v for k, v in features.to_dict().items() if k != "copies"})
     if how == "a later module's feature is missing":
-        return KeyedJaggedTensor.from_jt_dict(
-            {k: v for k, v in features.to_dict().items() if k != "sequence"}
-        )
+        return KeyedJaggedTensor.from_jt_dict({k: v for k, v in features.to_dict().items() if k != "sequence"})
     if how == "an id is too large":
         return replaced(features, "rows", 9)
     if how == "an id of a copied table is negative":
@@ -213,9 +209,7 @@ def spoiled_step(how: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_a_bad_batch_on_one_rank_raises_on_all_names_the_rank_and_changes_nothing(
-    how: str, pool: Pool
-) -> None:
+def test_a_bad_batch_on_one_rank_raises_on_all_names_the_rank_and_changes_nothing(how: str, pool: Pool) -> None:
     outcomes = pool(SIZE).run(spoiled_step, how)
     kind, message = outcomes.pop(1)
     assert kind == "InputError"
@@ -236,9 +230,7 @@ def other_keys() -> None:
     features = batch(rank)
     if rank == 1:
         jagged = features.to_dict()
-        features = KeyedJaggedTensor.from_jt_dict(
-            {"unused": jagged["rows"], **dict(reversed(jagged.items()))}
-        )
+        features = KeyedJaggedTensor.from_jt_dict({"unused": jagged["rows"], **dict(reversed(jagged.items()))})
     dist.barrier()
     torch.testing.assert_close(dmp(features).detach(), plain)
 
@@ -268,9 +260,7 @@ def lost(place: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("place", ["between", "backward"])
-def test_a_rank_that_dies_in_a_step_is_an_error_on_the_others_long_before_the_time_out(
-    place: str, pool: Pool
-) -> None:
+def test_a_rank_that_dies_in_a_step_is_an_error_on_the_others_long_before_the_time_out(place: str, pool: Pool) -> None:
     outcomes = pool(SIZE).run(lost, place, return_exceptions=True)
     dead = outcomes.pop(1)
     assert isinstance(dead, RankError)

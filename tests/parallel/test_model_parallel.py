@@ -54,13 +54,9 @@ class Model(nn.Module):
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(7, 6, name, feature_names=[name]) for name in ("everywhere", "rows", "columns")
-        ]
+        tables = [EmbeddingBagConfig(7, 6, name, feature_names=[name]) for name in ("everywhere", "rows", "columns")]
         self.ebc = EmbeddingBagCollection(tables, device=device)
-        self.ec = EmbeddingCollection(
-            [EmbeddingConfig(7, 6, "sequence", feature_names=["rows"])], device=device
-        )
+        self.ec = EmbeddingCollection([EmbeddingConfig(7, 6, "sequence", feature_names=["rows"])], device=device)
         self.over = nn.Linear(18, 1, device=device)
         self.register_buffer("seen", torch.zeros(1, device=device))
 
@@ -377,9 +373,7 @@ def test_the_dense_part_is_wrapped_once_by_the_given_wrapper() -> None:
 def wrapped_later() -> None:
     rank = dist.get_rank()
     wrapper = DefaultDataParallelWrapper(allreduce_comm_precision="bf16", params_to_ignore=["over.bias"])
-    dmp = DistributedModelParallel(
-        model(), plan=plan(2), init_data_parallel=False, data_parallel_wrapper=wrapper
-    )
+    dmp = DistributedModelParallel(model(), plan=plan(2), init_data_parallel=False, data_parallel_wrapper=wrapper)
     assert dmp._dmp_wrapped_module is dmp.module
     dmp.init_data_parallel()
     dmp(batch(rank)).mul(rank).backward()
@@ -427,11 +421,7 @@ def settings_that_differ() -> list[str]:
         {"init_parameters": rank != 1},
         {"data_parallel_wrapper": Recorder() if rank == 1 else None},
         {"data_parallel_wrapper": DefaultDataParallelWrapper(static_graph=rank == 0)},
-        {
-            "data_parallel_wrapper": DefaultDataParallelWrapper(
-                allreduce_comm_precision="bf16" if rank else None
-            )
-        },
+        {"data_parallel_wrapper": DefaultDataParallelWrapper(allreduce_comm_precision="bf16" if rank else None)},
         {"data_parallel_wrapper": DefaultDataParallelWrapper(params_to_ignore=["over.bias"] * rank)},
     ]
     for given in different:

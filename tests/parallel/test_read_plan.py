@@ -135,9 +135,7 @@ def test_ranks_beside_an_explicit_tiling_are_those_it_lies_on() -> None:
 def test_a_data_type_in_the_plan_that_is_not_the_tables_is_said_to_have_no_effect() -> None:
     data = planned(row_wise()).to_json()
     data["plan"]["ebc"]["t"]["data_type"] = "BF16"
-    with pytest.warns(
-        UserWarning, match="Table 't' of module 'ebc': data_type BF16 in the plan has no effect"
-    ):
+    with pytest.warns(UserWarning, match="Table 't' of module 'ebc': data_type BF16 in the plan has no effect"):
         assert reread(data) == planned(row_wise())
 
 
@@ -153,9 +151,7 @@ def test_copies_on_some_ranks_only_are_no_data_parallel() -> None:
         ParameterSharding("data_parallel", tiling=Tiling.of("t", 10, 12, [(0, 10, 0, 12, (0, 2))])),
     ):
         plan = ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": sharding})})
-        with pytest.raises(
-            ConfigError, match=r"Table 't' of module 'ebc': data_parallel .* ranks '0,2' of 4\. Leave"
-        ):
+        with pytest.raises(ConfigError, match=r"Table 't' of module 'ebc': data_parallel .* ranks '0,2' of 4\. Leave"):
             complete_plan_of(plan, collections_of(model()), FOUR)
     data = planned(data_parallel()).to_json()
     assert reread(data).plan["ebc"]["t"].ranks == (0, 1, 2, 3)
@@ -190,9 +186,7 @@ def test_a_plan_by_hand_for_another_world_is_refused_on_every_rank() -> None:
         ),
     ],
 )
-def test_a_plan_of_the_collection_given_for_the_model_says_under_which_path_it_belongs(
-    plan: Any, message: str
-) -> None:
+def test_a_plan_of_the_collection_given_for_the_model_says_under_which_path_it_belongs(plan: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_virtual_ranks(1, lambda group: shard(model(), plan=plan, mesh=group))
 

@@ -57,9 +57,7 @@ from tilerec.testing.virtual import run_virtual_ranks
 def rows_at(rows: int, dim: int, *cuts: int) -> Tiling:
     """Rows [0, cuts[0]) on rank 0, then [cuts[0], cuts[1]) on rank 1, …, the rest on the last."""
     edges = [0, *cuts, rows]
-    return Tiling.of(
-        "t", rows, dim, [(a, b, 0, dim, r) for r, (a, b) in enumerate(itertools.pairwise(edges))]
-    )
+    return Tiling.of("t", rows, dim, [(a, b, 0, dim, r) for r, (a, b) in enumerate(itertools.pairwise(edges))])
 
 
 def on(rows: int, dim: int, *ranks: int) -> Tiling:
@@ -79,9 +77,7 @@ class Model(nn.Module):
             ],
             device=device,
         )
-        self.ec = EmbeddingCollection(
-            [EmbeddingConfig(7, 4, "items", feature_names=["clicked"])], device=device
-        )
+        self.ec = EmbeddingCollection([EmbeddingConfig(7, 4, "items", feature_names=["clicked"])], device=device)
         if tied:
             self.ec.embeddings["items"].weight = self.ebc.embedding_bags["items"].weight  # type: ignore[index]
         self.over = nn.Linear(12, 1)
@@ -477,9 +473,7 @@ def test_plans_that_cut_a_tied_table_in_two_ways_are_refused() -> None:
 
 def test_a_table_that_is_tied_to_a_collection_outside_is_refused() -> None:
     keep = Model()
-    message = raised(
-        1, lambda group: shard(keep.ebc, plan={"items": on(7, 4, 0), "users": on(5, 4, 0)}, mesh=group)
-    )
+    message = raised(1, lambda group: shard(keep.ebc, plan={"items": on(7, 4, 0), "users": on(5, 4, 0)}, mesh=group))
     assert "shared with a collection" in message
 
 
@@ -520,9 +514,7 @@ def test_a_model_without_tables_is_warned_about() -> None:
 
 
 def bags() -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        [EmbeddingBagConfig(8, 4, name, feature_names=[name]) for name in ("a", "b")]
-    )
+    return EmbeddingBagCollection([EmbeddingBagConfig(8, 4, name, feature_names=[name]) for name in ("a", "b")])
 
 
 def tilings_of(module: nn.Module) -> dict[str, Tiling]:

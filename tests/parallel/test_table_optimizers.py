@@ -204,9 +204,7 @@ def test_two_kernels_or_two_optimizers_for_one_tied_table_are_refused() -> None:
         parts = zip(("ebc", "ec"), kernels, strict=True)
         return alone(Tied(), plan={p: {"a": ParameterSharding("row_wise", k)} for p, k in parts}, **options)
 
-    with pytest.raises(
-        ConfigError, match="names 'a' of module 'ebc', 'a' of module 'ec': got compute_kernel 'dense'"
-    ):
+    with pytest.raises(ConfigError, match="names 'a' of module 'ebc', 'a' of module 'ec': got compute_kernel 'dense'"):
         tied("dense", "fused")
     other = EmbeddingCollectionSharder({"optimizer": "adam"})
     with pytest.raises(ConfigError, match=r"got SGD.* from EmbeddingBagCollectionSharder and Adam"):
@@ -336,9 +334,7 @@ def test_sharders_that_say_nothing_or_change_something_are_not_named() -> None:
 def no_tables() -> tuple[bool, list[float]]:
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(2, 1), nn.EmbeddingBag(3, 2))
-    with pytest.warns(
-        UserWarning, match=r"Sequential has no EmbeddingBagCollection .* \['1'\] are torch's own"
-    ):
+    with pytest.warns(UserWarning, match=r"Sequential has no EmbeddingBagCollection .* \['1'\] are torch's own"):
         dmp = DistributedModelParallel(model, sharders=get_default_sharders())
     linear = dmp.module[0]  # type: ignore[index]
     assert isinstance(dmp._dmp_wrapped_module, DistributedDataParallel)

@@ -99,9 +99,7 @@ def optimizer(module: nn.Module, kind: str) -> KeyedOptimizer:
     parts = [
         (
             who,
-            KeyedOptimizerWrapper(
-                {n: p for n, p in named if n.startswith("ebc") == tables}, OPTIMIZERS[kind]
-            ),
+            KeyedOptimizerWrapper({n: p for n, p in named if n.startswith("ebc") == tables}, OPTIMIZERS[kind]),
         )
         for who, tables in (("tables", True), ("dense", False))
     ]
@@ -459,9 +457,7 @@ def clipped(p: float, sparse: bool, want: tuple[float, Named]) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-def test_the_norm_of_sharded_gradients_is_that_of_the_unsharded_model(
-    pool: Pool, p: float, sparse: bool
-) -> None:
+def test_the_norm_of_sharded_gradients_is_that_of_the_unsharded_model(pool: Pool, p: float, sparse: bool) -> None:
     module = model(0, TABLES)
     own = KeyedOptimizerWrapper(dict(module.named_parameters()), OPTIMIZERS["SGD"])
     norms = []

@@ -577,9 +577,7 @@ def check(case: Case, ranks: Sequence[Record], whole: Record | None = None) -> F
         assert figures.weights <= bound, figures
     for table in case.tables:
         if keeps_order(case, table):
-            assert figures.same[table.name], (
-                f"no sum of {table.name} is reordered, yet bits differ: {figures}"
-            )
+            assert figures.same[table.name], f"no sum of {table.name} is reordered, yet bits differ: {figures}"
     if all(keeps_order(case, table) for table in case.tables):
         assert figures.same_outputs, figures
     return figures
@@ -614,9 +612,7 @@ def tabled(tiling: str, form: str, optimizer: str, world: str) -> Case:
     )
     make, spec = TILINGS[tiling], OPTIMIZERS[optimizer]
     tilings = {t.name: make(t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}
-    if adds_over_rows(
-        spec
-    ):  # refused where column blocks are cut at different rows; a test of its own says so
+    if adds_over_rows(spec):  # refused where column blocks are cut at different rows; a test of its own says so
         tilings = {
             t.name: tilings[t.name] if aligned(tilings[t.name]) else two_tiles(t.rows, t.dim, hosts, i)
             for i, t in enumerate(tables)

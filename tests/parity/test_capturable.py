@@ -41,9 +41,7 @@ def assert_same_bits(one: list[Record], other: list[Record]) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "tiling", ["two_tiles", *(["row_wise", "grid", "two_copies", "mixed"] if NIGHTLY else [])]
-)
+@pytest.mark.parametrize("tiling", ["two_tiles", *(["row_wise", "grid", "two_copies", "mixed"] if NIGHTLY else [])])
 def test_tiles_have_the_bits_that_numbers_give(tiling: str, rule: str) -> None:
     """Rows that go on in other tiles (their rules run in phases), and bfloat16 ones that are rounded at random."""
     tables = (TableCase("t0", 9, 5, ("a", "b")), TableCase("t1", 6, 8, ("c",), DataType.BF16))
@@ -85,10 +83,7 @@ def test_averaged_moments_are_scaled_by_the_rate_that_updates_read(scale: float 
         assert all(own.updates == case.steps for own in rows)
         return [t for own in rows for t in (own.leaf.detach(), *own.slots)]
 
-    runs = [
-        run_virtual_ranks(world.size, train, chosen, harness.build(chosen))
-        for chosen in (case, capturable(case))
-    ]
+    runs = [run_virtual_ranks(world.size, train, chosen, harness.build(chosen)) for chosen in (case, capturable(case))]
     for mine, theirs in zip(*runs, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a, b)

@@ -193,9 +193,7 @@ def test_bad_ids_clamp_as_in_the_unsharded_module(tiling: str, pooled: bool) -> 
 
 def test_bad_ids_raise_on_every_rank_and_name_the_feature() -> None:
     tables = (TableCase("t0", 9, 4, ("a",)),)
-    case = Case(
-        tables, {"t0": TILINGS["row_wise"](9, 4, ((0, 1),), 0)}, ((0, 1),), None, (4, 4), bad_ids=True
-    )
+    case = Case(tables, {"t0": TILINGS["row_wise"](9, 4, ((0, 1),), 0)}, ((0, 1),), None, (4, 4), bad_ids=True)
     assert all(batch.values().numel() for rank in (0, 1) for batch in batches(case, rank))
     with pytest.raises(InputError, match="'a'"):
         run_virtual(case)

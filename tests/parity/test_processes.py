@@ -50,17 +50,13 @@ def test_processes_equal_unsharded(marks: tuple[str, str, str, str], pools: dict
 
 
 @pytest.mark.parametrize("marks", [MARKS[0], MARKS[5], MARKS[7]], ids="-".join)
-def test_processes_equal_unsharded_in_float64(
-    marks: tuple[str, str, str, str], pools: dict[int, Ranks]
-) -> None:
+def test_processes_equal_unsharded_in_float64(marks: tuple[str, str, str, str], pools: dict[int, Ranks]) -> None:
     case = with_type(tabled(*marks), DataType.FP64)
     check(case, pools[case.world_size].run(run_process, case))
 
 
 @pytest.mark.parametrize("marks", [MARKS[3], MARKS[8], MARKS[12]], ids="-".join)
-def test_processes_and_threads_have_the_same_bits(
-    marks: tuple[str, str, str, str], pools: dict[int, Ranks]
-) -> None:
+def test_processes_and_threads_have_the_same_bits(marks: tuple[str, str, str, str], pools: dict[int, Ranks]) -> None:
     """Attached optimizers use no all-reduce, whose order is the backend's: every sum has one order."""
     case = replace(tabled(*marks), variable=True)
     processes: list[Record] = pools[case.world_size].run(run_process, case)

@@ -169,9 +169,7 @@ def test_exact_bits_do_not_depend_on_replicas(marks: Marks) -> None:
         assert all(figures.same.values()), figures
 
 
-def traffic_of(
-    group: Group, case: Case, own: dict[str, Tiling], world: World, base: Any
-) -> dict[str, list[int]]:
+def traffic_of(group: Group, case: Case, own: dict[str, Tiling], world: World, base: Any) -> dict[str, list[int]]:
     run_rank(group, case, own, world, base)
     return {line.name: list(line.bytes) for line in group.traffic}
 

@@ -74,9 +74,7 @@ def model_of(group: Group | None = None, kind: str = "row_wise", make: Callable[
         last = group.size - 1
         ranks = {"table_wise": [last], "column_wise": [0, last], "table_column_wise": [0, last]}.get(kind)
         names = [config.name for config in model.tables.embedding_bag_configs()]
-        shard(
-            model, plan={"tables": {name: ParameterSharding(kind, ranks=ranks) for name in names}}, mesh=group
-        )
+        shard(model, plan={"tables": {name: ParameterSharding(kind, ranks=ranks) for name in names}}, mesh=group)
     return model
 
 

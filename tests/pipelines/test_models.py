@@ -33,9 +33,7 @@ class Branching(Clicks):
     def forward(self, batch: Any) -> Any:
         if batch.labels.shape[0] % 2:  # the same on all ranks
             return super().forward(batch)
-        logits = self.over(torch.cat((batch.dense, batch.dense.new_ones(len(batch.labels), 32)), 1)).squeeze(
-            -1
-        )
+        logits = self.over(torch.cat((batch.dense, batch.dense.new_ones(len(batch.labels), 32)), 1)).squeeze(-1)
         if logits.sum() > 1e9:
             raise AssertionError
         return (logits - batch.labels).square().mean(), logits.detach()
@@ -80,9 +78,7 @@ def _compare(group: Group, make: Any) -> tuple[int, int, int]:
     return report.ahead, report.in_forward, report.built
 
 
-@pytest.mark.parametrize(
-    ("make", "counts"), [(Branching, (5, 1, 0)), (Twice, (16, 2, 0)), (Built, (0, 9, 9))]
-)
+@pytest.mark.parametrize(("make", "counts"), [(Branching, (5, 1, 0)), (Twice, (16, 2, 0)), (Built, (0, 9, 9))])
 def test_forwards_of_any_shape_have_the_bits_of_the_plain_loop(make: Any, counts: tuple[int, ...]) -> None:
     assert set(run_virtual_ranks(2, _compare, make)) == {counts}
 

@@ -85,9 +85,7 @@ def _tables(group: Group, use_pipeline: bool) -> dict[str, torch.Tensor]:
 
 
 def test_empty_batches_weigh_as_in_even_batches() -> None:
-    for one, other in zip(
-        run_virtual_ranks(2, _tables, True), run_virtual_ranks(2, _tables, False), strict=True
-    ):
+    for one, other in zip(run_virtual_ranks(2, _tables, True), run_virtual_ranks(2, _tables, False), strict=True):
         assert_same(one, other)
 
 
@@ -165,9 +163,7 @@ def test_distributed_model_parallel_trains_and_accumulates() -> None:
 
 def _replicas() -> None:
     def made(interval: int | None) -> tuple[Any, Any]:
-        model = DMPCollection(
-            model_of(), CPU, {"tables": row_wise()}, 2, 1, sync="average", sync_interval=interval
-        )
+        model = DMPCollection(model_of(), CPU, {"tables": row_wise()}, 2, 1, sync="average", sync_interval=interval)
         return model, dense_optimizer(model)
 
     rank = ProcessGroupComms().rank

@@ -18,9 +18,7 @@ def _small_instance(seed: int, divisible: bool = False) -> Instance:
     """
     rng = np.random.default_rng(seed)
     tables, ranks = int(rng.integers(2, 7)), int(rng.integers(2, 5))
-    hosts = {2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 0, 1]], 4: [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]]}[
-        ranks
-    ]
+    hosts = {2: [[0, 0], [0, 1]], 3: [[0, 0, 0], [0, 0, 1]], 4: [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]]}[ranks]
     host_of = np.array(hosts[int(rng.integers(len(hosts)))])
     stages, tiers = int(rng.integers(1, 5)), int(rng.integers(1, 3))
     sizes = np.bincount(host_of)

@@ -113,9 +113,7 @@ def test_types_that_are_forbidden_are_not_allowed() -> None:
     [
         ParameterConstraints(),
         ParameterConstraints(["row_wise"], ["fused"], 16, [2.5, 1], [1], [64, 32], True),
-        ParameterConstraints(
-            ranks="0-3,6", hosts=[1], max_ranks=2, with_table="b", forbidden_types=["grid_shard"]
-        ),
+        ParameterConstraints(ranks="0-3,6", hosts=[1], max_ranks=2, with_table="b", forbidden_types=["grid_shard"]),
         ParameterConstraints(skew=Skew(10, 1.1, True), device_group="cpu"),
         ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[3])),
     ],

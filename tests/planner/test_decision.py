@@ -58,9 +58,7 @@ def placed(request: PlanRequest) -> ShardingPlan:
 def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
     kind: ShardingType, topology: Topology, rows: int, dim: int
 ) -> None:
-    request = plan_request(
-        [table("a", rows, dim), table("b", 500)], topology, {"a": ParameterConstraints([kind])}
-    )
+    request = plan_request([table("a", rows, dim), table("b", 500)], topology, {"a": ParameterConstraints([kind])})
     sharding = placed(request).plan["ebc"]["a"]
     assert sharding.kind is kind
     assert sharding.ranks is not None
@@ -92,16 +90,12 @@ def test_no_more_ranks_than_allowed_hold_a_table() -> None:
         assert tiling is not None
         assert len(tiling.ranks()) <= most
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': max_ranks=2 and its other constraints contradict"):
-        decide(
-            plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], max_ranks=2)})
-        )
+        decide(plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], max_ranks=2)}))
 
 
 def test_constraints_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Table 'ebc.a': nothing that its constraints allow"):
-        decide(
-            plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], ranks=[0])})
-        )
+        decide(plan_request({"a": 100}, Topology(8), {"a": ParameterConstraints(["data_parallel"], ranks=[0])}))
 
 
 def test_tables_that_lie_together_are_cut_alike_on_the_same_ranks() -> None:
@@ -140,9 +134,7 @@ def test_tables_that_cannot_lie_together_are_refused() -> None:
 
 
 def test_pins_stay_as_they_are_and_count() -> None:
-    tiling = Tiling.of(
-        "a", 1000, 64, [(0, 300, 0, 64, (0, 1)), (300, 1000, 0, 32, 2), (300, 1000, 32, 64, 3)]
-    )
+    tiling = Tiling.of("a", 1000, 64, [(0, 300, 0, 64, (0, 1)), (300, 1000, 0, 32, 2), (300, 1000, 32, 64, 3)])
     limits = {"a": ParameterConstraints(sharding=tiling)}
     plan = placed(plan_request({"a": 1000, "b": 500_000}, Topology(4), limits))
     assert plan.plan["ebc"]["a"] == ParameterSharding(
@@ -266,9 +258,7 @@ def test_constraints_say_where_rows_lie_and_how_large_a_cache_is() -> None:
 
 
 def test_a_pinned_table_in_host_memory_takes_it_there() -> None:
-    pin = ParameterSharding(
-        "table_wise", "fused_uvm_caching", ranks=[1], cache_params=CacheParams(load_factor=0.1)
-    )
+    pin = ParameterSharding("table_wise", "fused_uvm_caching", ranks=[1], cache_params=CacheParams(load_factor=0.1))
     request = plan_request({"a": 100_000, "b": 10}, Topology(2), {"a": ParameterConstraints(sharding=pin)})
     memory = decide(request).solution.memory
     assert memory[1, 1] == pytest.approx(100_000 * (64 * 4 + 4), rel=0.01)
@@ -307,9 +297,7 @@ def test_on_a_cpu_there_is_one_memory() -> None:
 
 
 def test_the_report_adds_up_and_is_read_back() -> None:
-    report = placed(
-        plan_request({f"t{i}": 1000 * 3**i for i in range(9)}, Topology(4, local_world_size=2))
-    ).report
+    report = placed(plan_request({f"t{i}": 1000 * 3**i for i in range(9)}, Topology(4, local_world_size=2))).report
     assert report.cost_ps == int(report.stage_ps.sum()) + report.charge_ps
     assert report.bound_ps <= report.cost_ps
     held = sum(entry.bytes for entry in report.tables)
@@ -336,9 +324,7 @@ def test_a_table_that_lies_with_a_pinned_one_is_cut_as_that_is() -> None:
         assert (part[name].kind, part[name].ranks) == (part["b"].kind, (1, 3, 0))
         assert part[name].compute_kernel is not None
     limits["a"] = ParameterConstraints(["table_wise"], with_table="b")
-    with pytest.raises(
-        ConfigError, match=r"Table 'ebc.a': with_table='b' makes it row_wise, which its constraints do"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 'ebc.a': with_table='b' makes it row_wise, which its constraints do"):
         decide(plan_request({"a": 10, "b": 1000, "c": 7}, Topology(4), limits))
     limits["a"] = ParameterConstraints(with_table="b", max_ranks=2)
     with pytest.raises(ConfigError, match=r"with_table='ebc.b' puts it on ranks \[0, 1, 3\]"):
@@ -398,9 +384,7 @@ def test_tables_that_lie_together_are_cut_alike_where_an_uneven_range_would_have
     shares = np.array([SHARE // 50, SHARE - SHARE // 50])
     uneven = replace(decision, solution=replace(decision.solution, rows={row: shares}))
     assert _without_empty_ranges(uneven).solution.rows == {}
-    fine = replace(
-        decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])})
-    )
+    fine = replace(decision, solution=replace(decision.solution, rows={row: np.array([SHARE // 2, SHARE // 2])}))
     assert _without_empty_ranges(fine).solution.rows == fine.solution.rows
 
 

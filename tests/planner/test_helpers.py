@@ -46,9 +46,9 @@ def bags(rows: int = 10, dim: int = 512, names: str = "t") -> EmbeddingBagCollec
 
 def planned(cut: Cut, rows: int = 10, dim: int = 512) -> ParameterSharding:
     """In a world of two hosts with two ranks each."""
-    return construct_module_sharding_plan(
-        bags(rows, dim), {"t": cut}, local_size=2, world_size=4, device_type="cpu"
-    )["t"]
+    return construct_module_sharding_plan(bags(rows, dim), {"t": cut}, local_size=2, world_size=4, device_type="cpu")[
+        "t"
+    ]
 
 
 def tiles(cut: Cut, rows: int = 10, dim: int = 512) -> list[tuple[int, ...]]:
@@ -159,13 +159,8 @@ def test_the_kernel_is_the_callers_or_says_whether_an_optimizer_is_attached() ->
 
 
 def test_the_plan_knows_the_tables_data_type() -> None:
-    module = EmbeddingCollection(
-        [EmbeddingConfig(7, 3, "t", data_type=DataType.BF16)], device=torch.device("meta")
-    )
-    assert (
-        construct_module_sharding_plan(module, {"t": row_wise()}, world_size=2)["t"].data_type
-        is DataType.BF16
-    )
+    module = EmbeddingCollection([EmbeddingConfig(7, 3, "t", data_type=DataType.BF16)], device=torch.device("meta"))
+    assert construct_module_sharding_plan(module, {"t": row_wise()}, world_size=2)["t"].data_type is DataType.BF16
 
 
 def test_the_world_is_the_launchers_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:

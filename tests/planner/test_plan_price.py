@@ -35,9 +35,7 @@ def configs(*rows: int, dim: int = 32) -> list[EmbeddingBagConfig]:
 
 
 def planner(topology: Topology, **options: Any) -> EmbeddingShardingPlanner:
-    return EmbeddingShardingPlanner(
-        topology, 512, storage_reservation=FixedPercentageStorageReservation(0), **options
-    )
+    return EmbeddingShardingPlanner(topology, 512, storage_reservation=FixedPercentageStorageReservation(0), **options)
 
 
 TOPOLOGIES = [
@@ -52,9 +50,7 @@ TOPOLOGIES = [
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t}, {t.nic}")
 def test_the_report_states_the_price_of_its_plan(topology: Topology) -> None:
     tables = configs(10, 50_000, 400_000, 2_000_000, 90_000)
-    limits = {
-        f"t{i}": ParameterConstraints(pooling_factors=[bags]) for i, bags in enumerate((1, 4, 20, 2, 0.5))
-    }
+    limits = {f"t{i}": ParameterConstraints(pooling_factors=[bags]) for i, bags in enumerate((1, 4, 20, 2, 0.5))}
     plan = planner(topology, constraints=limits).plan(tables)
     report, found = plan.report, planner(topology, constraints=limits).price(tables, plan)
     assert report is not None
@@ -72,11 +68,7 @@ def test_a_plan_given_back_is_taken_as_it_is_at_the_same_price(topology: Topolog
     need = 2 * sum(t.num_embeddings for t in tables) * 32 * 4
     tight = dataclasses.replace(
         topology,
-        **{
-            "ddr_cap" if topology.compute_device == "cpu" else "hbm_cap": int(
-                1.2 * need / topology.world_size
-            )
-        },
+        **{"ddr_cap" if topology.compute_device == "cpu" else "hbm_cap": int(1.2 * need / topology.world_size)},
     )
     first = planner(tight).plan(tables)
     again = planner(tight, fixed=first).plan(tables)
@@ -181,9 +173,7 @@ def test_what_cannot_be_priced_is_refused_by_name() -> None:
         price_plan(planner(topology).request(configs(1_001, 2_000)), plan)
 
 
-@pytest.mark.parametrize(
-    "topology", [Topology(4, local_world_size=2), Topology(3, hosts=[[0], [1, 2]])], ids=str
-)
+@pytest.mark.parametrize("topology", [Topology(4, local_world_size=2), Topology(3, hosts=[[0], [1, 2]])], ids=str)
 def test_the_bound_is_below_every_arrangement_of_a_small_problem(topology: Topology) -> None:
     tables = configs(20_000, 30_000, dim=64)
     limits = {
@@ -202,16 +192,10 @@ def test_the_bound_is_below_every_arrangement_of_a_small_problem(topology: Topol
                 for places in arrangements(instance, t, o)
             ]
         )
-    costs = [
-        priced(decision.request, {"t0": first, "t1": second}).cost_ps
-        for first in ways[0]
-        for second in ways[1]
-    ]
+    costs = [priced(decision.request, {"t0": first, "t1": second}).cost_ps for first in ways[0] for second in ways[1]]
     assert len(costs) > 60
     assert decision.bound <= min(costs)
-    assert decision.priced.cost_ps <= min(costs) * (
-        1.001 if len(set(map(len, topology.host_ranks))) == 1 else 1.01
-    )
+    assert decision.priced.cost_ps <= min(costs) * (1.001 if len(set(map(len, topology.host_ranks))) == 1 else 1.01)
 
 
 def arrangements(instance: Instance, table: int, option: int) -> list[tuple[int, ...]]:

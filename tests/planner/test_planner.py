@@ -158,9 +158,7 @@ def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:
     module = model()
     apply_optimizer_in_backward(RowWiseAdagrad(), list(module["ebc"].parameters()))  # type: ignore[index]
     limits = {"item": ParameterConstraints(compute_kernels=["dense"])}
-    with pytest.raises(
-        ConfigError, match=r"Table 'item' of module 'ebc': an optimizer is attached, .* does not allow"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 'item' of module 'ebc': an optimizer is attached, .* does not allow"):
         EmbeddingShardingPlanner(on_cpu(2), constraints=limits).plan(module)
 
 
@@ -195,9 +193,7 @@ def test_a_table_that_two_collections_share_is_placed_once() -> None:
 
 
 def test_constraints_for_no_table_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"constraints name \['usr'\], which is no table .* \['item', 'user'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"constraints name \['usr'\], which is no table .* \['item', 'user'\]"):
         EmbeddingShardingPlanner(on_cpu(2), constraints={"usr": ParameterConstraints()}).plan(model())
     with pytest.raises(ConfigError, match=r"constraints\['user'\] is a list"):
         EmbeddingShardingPlanner(on_cpu(2), constraints={"user": ["row_wise"]})  # type: ignore[dict-item]
@@ -226,9 +222,7 @@ def test_the_optimizer_that_a_sharder_gives_counts_for_its_kind() -> None:
     with pytest.raises(PlannerError, match=r"no piece of table 't' .* fits"):
         planner.plan(module, adam)
     dense = {"t": ParameterConstraints(compute_kernels=["dense"])}
-    EmbeddingShardingPlanner(planner.topology, constraints=dense, storage_reservation=NOTHING).plan(
-        module, adam
-    )
+    EmbeddingShardingPlanner(planner.topology, constraints=dense, storage_reservation=NOTHING).plan(module, adam)
 
 
 @pytest.mark.parametrize(
@@ -402,9 +396,7 @@ def test_parts_of_a_plan_by_hand_stay_and_the_rest_is_planned_around_them(tmp_pa
     }
     cap = int(2.5 * 2 * 100_000 * 64 * 4)
     free = {f"t{i}": ParameterConstraints(["table_wise"]) for i in (2, 3)}
-    planner = EmbeddingShardingPlanner(
-        on_cpu(2, cap=cap), fixed=by_hand, constraints=free, storage_reservation=NOTHING
-    )
+    planner = EmbeddingShardingPlanner(on_cpu(2, cap=cap), fixed=by_hand, constraints=free, storage_reservation=NOTHING)
     plan = planner.plan(module)
     assert [plan.plan["ebc"][f"t{i}"].ranks for i in range(4)] == [(1,), (1,), (0,), (0,)]
     path = tmp_path / "plan.json"
@@ -420,9 +412,7 @@ def test_parts_of_a_plan_by_hand_stay_and_the_rest_is_planned_around_them(tmp_pa
         EmbeddingShardingPlanner(on_cpu(2), fixed={"ebc": {"t0": "row_wise"}})  # type: ignore[dict-item]
     limits = {"t0": ParameterConstraints(["row_wise"])}
     both = EmbeddingShardingPlanner(on_cpu(2), fixed=by_hand, constraints=limits)
-    with pytest.raises(
-        ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot restrict it"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 't0' .* in fixed=, and .* sharding_types cannot restrict it"):
         both.plan(module)
 
 
@@ -462,11 +452,7 @@ def test_ten_billion_rows_are_planned_without_memory() -> None:
     plan = EmbeddingShardingPlanner(topology).plan(module)
     assert max(plan.report.memory_per_rank) <= 2**37
     cells = sum(
-        r.cells
-        for rank in range(64)
-        for held in plan.held_by(rank)
-        if held.table == "huge"
-        for r in held.rectangles
+        r.cells for rank in range(64) for held in plan.held_by(rank) if held.table == "huge" for r in held.rectangles
     )
     assert cells == 10**10 * 64
 
@@ -528,7 +514,5 @@ def test_a_table_is_given_by_hand_once() -> None:
 
 
 def test_a_collection_among_the_sharders_is_not_proposed_as_one() -> None:
-    with pytest.raises(
-        ConfigError, match=r"is the class EmbeddingBagCollection; wanted a sharder of tilerec.parallel"
-    ):
+    with pytest.raises(ConfigError, match=r"is the class EmbeddingBagCollection; wanted a sharder of tilerec.parallel"):
         EmbeddingShardingPlanner(on_cpu(2)).plan(model(), [EmbeddingBagCollection])  # type: ignore[list-item]

@@ -37,9 +37,7 @@ def _benchmark(name: str) -> Any:
         sys.path.remove(str(BENCHMARKS))
 
 
-checks, cases, prices = (
-    _benchmark(name) for name in ("planner_check", "planner_check_cases", "planner_check_price")
-)
+checks, cases, prices = (_benchmark(name) for name in ("planner_check", "planner_check_cases", "planner_check_price"))
 arrangements, planned = _benchmark("planner_check_arrangements"), _benchmark("planner_check_planned")
 
 LARGE = 8  # tables x ranks of a case that takes too long here
@@ -161,8 +159,7 @@ def test_a_missing_cell_is_noticed() -> None:
 
 def test_a_rank_beyond_the_world_is_noticed() -> None:
     assert any(
-        "owners (2,)" in text
-        for text in planned.wrong_cover(_planned(_as("table_wise", Tile(0, 1000, 0, 64, (2,)))))
+        "owners (2,)" in text for text in planned.wrong_cover(_planned(_as("table_wise", Tile(0, 1000, 0, 64, (2,)))))
     )
 
 

@@ -33,9 +33,7 @@ def refused(request: PlanRequest) -> PlannerError:
 
 
 def test_tables_that_are_too_much_in_all_are_said_to_be() -> None:
-    error = refused(
-        plan_request({"a": 400_000, "b": 300_000, "c": 10}, Topology(2, ddr_cap=0, hbm_cap=64 * MIB))
-    )
+    error = refused(plan_request({"a": 400_000, "b": 300_000, "c": 10}, Topology(2, ddr_cap=0, hbm_cap=64 * MIB)))
     assert error.proved
     assert error.tier == "device"
     assert error.error_type is PlannerErrorType.INSUFFICIENT_STORAGE
@@ -50,9 +48,7 @@ def test_tables_that_are_too_much_in_all_are_said_to_be() -> None:
 
 
 def test_bf16_rows_of_as_few_tables_as_needed_are_proposed() -> None:
-    error = refused(
-        plan_request({"a": 400_000, "b": 300_000, "c": 200_000}, Topology(2, ddr_cap=0, hbm_cap=100 * MIB))
-    )
+    error = refused(plan_request({"a": 400_000, "b": 300_000, "c": 200_000}, Topology(2, ddr_cap=0, hbm_cap=100 * MIB)))
     (text,) = [remedy.text for remedy in error.remedies if "bf16" in remedy.text]
     assert text == "bf16 rows (data_type) for 'ebc.a'"
     narrow = [table(name, rows, data_type=DataType.BF16) for name, rows in (("a", 900_000), ("b", 10))]
@@ -69,19 +65,13 @@ def test_a_table_that_may_not_be_split_is_named_with_what_forbids_it() -> None:
     assert any("a split by rows of 'ebc.a', which sharding_types rule out" in r.text for r in error.remedies)
     pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[0]))
     limits = {"a": pin, "b": ParameterConstraints(["table_wise", "column_wise"], ranks=[0], min_partition=64)}
-    error = refused(
-        plan_request({"a": 150_000, "b": 150_000}, Topology(2, ddr_cap=0, hbm_cap=64 * MIB), limits)
-    )
-    assert any(
-        r.text == "'ebc.b' as table_wise, without its sharding_types and ranks" for r in error.remedies
-    )
+    error = refused(plan_request({"a": 150_000, "b": 150_000}, Topology(2, ddr_cap=0, hbm_cap=64 * MIB), limits))
+    assert any(r.text == "'ebc.b' as table_wise, without its sharding_types and ranks" for r in error.remedies)
 
 
 def test_a_hand_made_part_beyond_a_cap_is_named_with_rank_and_bytes() -> None:
     pin = ParameterConstraints(sharding=ParameterSharding("table_wise", ranks=[1]))
-    error = refused(
-        plan_request({"a": 400_000, "b": 10}, Topology(4, ddr_cap=0, hbm_cap=64 * MIB), {"a": pin})
-    )
+    error = refused(plan_request({"a": 400_000, "b": 10}, Topology(4, ddr_cap=0, hbm_cap=64 * MIB), {"a": pin}))
     assert error.proved
     assert "rank 1 holds " in str(error)
     assert "pinned tables take 'ebc.a'" in str(error)
@@ -104,9 +94,7 @@ def test_memory_that_is_all_reserved_is_said_to_be() -> None:
 
 
 def test_hosts_are_proposed_where_a_host_is_full() -> None:
-    error = refused(
-        plan_request({"a": 2_000_000}, Topology(8, ddr_cap=0, hbm_cap=32 * MIB, local_world_size=4))
-    )
+    error = refused(plan_request({"a": 2_000_000}, Topology(8, ddr_cap=0, hbm_cap=32 * MIB, local_world_size=4)))
     assert any("hosts of 4 ranks more" in r.text or "host of 4 ranks more" in r.text for r in error.remedies)
 
 

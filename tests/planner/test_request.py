@@ -93,9 +93,7 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -
 def test_reads_are_what_constraints_say_of_each_feature() -> None:
     two = table("a", features=("f", "g"))
     limits = {
-        "a": ParameterConstraints(
-            pooling_factors=[2, 5], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True
-        )
+        "a": ParameterConstraints(pooling_factors=[2, 5], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True)
     }
     (work,) = plan_request([two], TWO_HOSTS, limits, batch_size=64).works()
     assert [(r.bags, r.ids_per_bag, r.weighted) for r in work.reads] == [(24, 2, True), (48, 5, True)]
@@ -114,9 +112,7 @@ def test_a_table_without_gradients_has_neither_state_nor_gradient() -> None:
 
 
 def test_input_bytes_are_ids_lengths_and_weights_of_a_batch() -> None:
-    assert plan_request([table("a")], TWO_HOSTS, batch_size=100).input_bytes() == pytest.approx(
-        100 * (4 + 8), abs=1
-    )
+    assert plan_request([table("a")], TWO_HOSTS, batch_size=100).input_bytes() == pytest.approx(100 * (4 + 8), abs=1)
     limits = {"a": ParameterConstraints(pooling_factors=[3], is_weighted=True)}
     assert plan_request([table("a")], TWO_HOSTS, limits, batch_size=100).input_bytes() == pytest.approx(
         100 * (4 + 36), abs=1
@@ -207,9 +203,7 @@ def test_lists_of_tables_that_are_none_are_refused_with_the_table(tables: Any, m
 
 
 def test_a_table_in_a_list_needs_a_name_and_a_size_only() -> None:
-    tables, constraints = read_tables(
-        [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": "Adam"}]
-    )
+    tables, constraints = read_tables([{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": "Adam"}])
     assert constraints == {}
     (one,) = tables
     assert (one.key, one.rows, one.dim, one.features, one.data_type) == ("a", 5, 4, ("a",), DataType.FP32)

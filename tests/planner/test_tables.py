@@ -52,9 +52,7 @@ def test_features_weights_and_pooling_are_those_of_the_collections() -> None:
 
 
 def test_keys_tell_tables_of_two_collections_apart() -> None:
-    model = nn.ModuleDict(
-        {"a": bags(EmbeddingBagConfig(10, 4, "x")), "b": bags(EmbeddingBagConfig(10, 4, "x"))}
-    )
+    model = nn.ModuleDict({"a": bags(EmbeddingBagConfig(10, 4, "x")), "b": bags(EmbeddingBagConfig(10, 4, "x"))})
     assert [table.key for table in tables_of(model)] == ["a.x", "b.x"]
     assert [table.key for table in tables_of(model["a"])] == ["x"]
 

@@ -60,9 +60,7 @@ def _run(data: FilesData) -> RunConfig:
         name="files",
         data=data,
         model=DLRMConfig(embedding_dim=4, dense_arch=(4,), over_arch=(8, 4)),
-        train=TrainConfig(
-            batch_size=16, max_steps=6, embedding_optimizer=SGD(lr=0.1), dense_optimizer=SGD(lr=0.1)
-        ),
+        train=TrainConfig(batch_size=16, max_steps=6, embedding_optimizer=SGD(lr=0.1), dense_optimizer=SGD(lr=0.1)),
     )
 
 
@@ -110,8 +108,7 @@ def test_text_and_parquet_of_one_table_give_the_same_batches(tmp_path: Path) -> 
     arrow_csv.write_csv(table, tmp_path / "x.csv", arrow_csv.WriteOptions(quoting_header="none"))
     columns = Columns(COLUMNS.labels, COLUMNS.dense, (IdColumn("user"),), (TableRows("user", 20),))
     batches = [
-        next(iter(FilesData((str(tmp_path / name),), columns).open().train(80)))
-        for name in ("x.parquet", "x.csv")
+        next(iter(FilesData((str(tmp_path / name),), columns).open().train(80))) for name in ("x.parquet", "x.csv")
     ]
     assert torch.equal(batches[0].labels, batches[1].labels)
     assert torch.equal(batches[0].sparse_features.values(), batches[1].sparse_features.values())
@@ -124,9 +121,7 @@ def _state(data: FilesData, group: ProcessGroupComms | None = None) -> dict[str,
     return {name.replace("_dmp_wrapped_module.", "").replace("module.", ""): t for name, t in tensors.items()}
 
 
-def test_shared_bags_of_sessions_train_to_the_same_numbers(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_bags_of_sessions_train_to_the_same_numbers(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = FilesData(("a.parquet",), COLUMNS, base=str(files), group_by_session="session")
     shares = list(grouped.open().train_shares(16))
     assert all(share.batch.sparse_features.inverse_indices_or_none() is not None for share in shares)
@@ -167,7 +162,5 @@ def test_two_ranks_train_as_one(files: Path) -> None:
 
 def test_features_of_one_table_must_agree_in_rows_and_managed_tables_are_refused(files: Path) -> None:
     columns = Columns(COLUMNS.labels, COLUMNS.dense, (IdColumn("user"),), (TableRows("user", 20, "managed"),))
-    with pytest.raises(
-        ConfigError, match=r"feature 'user': got a managed table; expected ids='hash' or 'rows'"
-    ):
+    with pytest.raises(ConfigError, match=r"feature 'user': got a managed table; expected ids='hash' or 'rows'"):
         train(_run(FilesData(("a.parquet",), columns, base=str(files))))

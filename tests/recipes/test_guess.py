@@ -33,9 +33,7 @@ def _columns() -> dict[str, Any]:
         "tags": [[int(i % 9)] * (i % 4) for i in range(ROWS)],
         "hist_items": [[f"i{i % 12}"] * 3 for i in range(ROWS)],
         "scores": [[0.5] for _ in range(ROWS)],
-        "comment": [
-            "a long text that is no id at all, because it is a sentence " + str(i % 50) for i in range(ROWS)
-        ],
+        "comment": ["a long text that is no id at all, because it is a sentence " + str(i % 50) for i in range(ROWS)],
         "constant": [1] * ROWS,
         "nothing": pa.nulls(ROWS, pa.float64()),
         "ts": 1_700_000_000 + np.arange(ROWS),

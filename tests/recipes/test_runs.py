@@ -51,9 +51,7 @@ def test_the_criteo_recipe_runs_on_a_generated_file(tmp_path: Path) -> None:
         lines.append("\t".join([str(int(click)), *counts, f"{index % 5:08x}", *["0badcafe"] * 25]))
     path = tmp_path / "criteo.txt"
     path.write_text("\n".join(lines) + "\n")
-    run = override_all(
-        make_run("criteo", str(path)), ["data.num_rows=50", "train.batch_size=16", "train.epochs=6"]
-    )
+    run = override_all(make_run("criteo", str(path)), ["data.num_rows=50", "train.batch_size=16", "train.epochs=6"])
     result = train(run)
     assert result.held_out.samples == 30
     assert result.rows.rows == 300

@@ -120,9 +120,7 @@ def upstream(step: int, rows: int, columns: int) -> Tensor:
     return torch.randint(-8, 9, (rows, columns), generator=generator) / 16
 
 
-def train(
-    module: Any, group: Group, sizes: list[int], steps: range, weighted: bool = False
-) -> list[KeyedJaggedTensor]:
+def train(module: Any, group: Group, sizes: list[int], steps: range, weighted: bool = False) -> list[KeyedJaggedTensor]:
     """Train on this rank's samples under gradients that belong to the samples, whichever rank has them."""
     maps = []
     first = sum(sizes[: group.rank])
@@ -130,9 +128,7 @@ def train(
         out, remapped = module(local_batch(step, group, sizes, weighted))
         if isinstance(out, dict):
             loss = sum(
-                (out[name].values() * upstream(step, 1, dim)).sum()
-                for _, dim, names in ROWS.values()
-                for name in names
+                (out[name].values() * upstream(step, 1, dim)).sum() for _, dim, names in ROWS.values() for name in names
             )
             (loss * group.size).backward()  # type: ignore[union-attr]
         else:

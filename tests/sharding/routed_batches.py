@@ -29,9 +29,7 @@ def sharded(
 ) -> Any:
     """One table under a tiling. Ranks share torch's generator, so values are written, not drawn."""
     if sequence:
-        module: Any = EmbeddingCollection(
-            [EmbeddingConfig(tiling.rows, tiling.dim, "t", data_type, features)]
-        )
+        module: Any = EmbeddingCollection([EmbeddingConfig(tiling.rows, tiling.dim, "t", data_type, features)])
         table = module.embeddings["t"]
     else:
         configs = [EmbeddingBagConfig(tiling.rows, tiling.dim, "t", data_type, features)]

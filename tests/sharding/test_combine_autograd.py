@@ -185,9 +185,7 @@ def test_a_table_that_is_frozen_on_one_rank_only_is_refused_on_all() -> None:
 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("freeze", [False, True])
-def test_the_weight_says_for_all_tiles_of_a_table_whether_they_are_trained(
-    freeze: bool, attached: bool
-) -> None:
+def test_the_weight_says_for_all_tiles_of_a_table_whether_they_are_trained(freeze: bool, attached: bool) -> None:
     """Rank 0 holds two tiles, the second beside a copy on rank 1; `weight` is switched after the first step."""
 
     def fn(group: Group) -> list[tuple[bool, bool]]:

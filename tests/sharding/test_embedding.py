@@ -213,9 +213,7 @@ def test_routing_a_batch_ahead_changes_no_bit(name: str) -> None:
     """The next batch is routed before the backward of this one; its rows are read after the update."""
     whole = collection()
     apply_optimizer_in_backward(SGD(lr=0.1), whole.parameters())
-    batches = [
-        [random_batch(["u", "v", "i"], 9, 4, seed=10 * rank + s) for s in range(4)] for rank in range(4)
-    ]
+    batches = [[random_batch(["u", "v", "i"], 9, 4, seed=10 * rank + s) for s in range(4)] for rank in range(4)]
 
     def fn(group: Group, ahead: bool) -> list[Tensor]:
         module = shard(copy.deepcopy(whole), group, plan(name))
@@ -420,9 +418,7 @@ def test_a_routed_batch_is_neither_copied_nor_pickled() -> None:
     whole = collection()
 
     def fn(group: Group) -> None:
-        routed = shard(copy.deepcopy(whole), group, plan("row_wise")).route(
-            random_batch(["u", "v", "i"], 9, 5)
-        )
+        routed = shard(copy.deepcopy(whole), group, plan("row_wise")).route(random_batch(["u", "v", "i"], 9, 5))
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(ConfigError, match="copy the features, and route those"):
                 way(routed)

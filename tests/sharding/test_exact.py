@@ -52,9 +52,7 @@ def trained(group: Group, tiles: Any, rule: Any, twice: bool, wide: bool) -> lis
     ]
     module = EmbeddingBagCollection(configs)
     for table in module.embedding_bags.values():
-        table.weight.data = torch.sin(torch.arange(ROWS * DIM).view(ROWS, DIM).double()).to(
-            table.weight.dtype
-        )
+        table.weight.data = torch.sin(torch.arange(ROWS * DIM).view(ROWS, DIM).double()).to(table.weight.dtype)
     if rule is not None:
         apply_optimizer_in_backward(rule, module.parameters())
     tiling = Tiling.of("a", ROWS, DIM, tiles)
@@ -70,9 +68,7 @@ def trained(group: Group, tiles: Any, rule: Any, twice: bool, wide: bool) -> lis
     for step in range(2):
         loss = torch.zeros(())
         for call in range(1 + twice):
-            features = random_batch(
-                ["f_a", "f_b"], ROWS, 4 + group.rank, seed=10 * step + 3 * call + group.rank
-            )
+            features = random_batch(["f_a", "f_b"], ROWS, 4 + group.rank, seed=10 * step + 3 * call + group.rank)
             loss = loss + (module(features).values() * 0.37).square().sum() * (0.7 + call)
         loss.backward()
         if dense is not None:

@@ -76,12 +76,8 @@ SAID = "Lookups: rank 0 looks up 'a' and rank 1 'b'; expected the same collectio
 
 def managed(name: str, tables: int) -> ManagedCollisionCollection:
     """Ids of so many tables, which no collection reads."""
-    configs = [
-        EmbeddingBagConfig(20, 4, f"{name}{t}", feature_names=[f"f{t}" if t else "f"]) for t in range(tables)
-    ]
-    modules = {
-        own.name: MCHManagedCollisionModule(20, "cpu", LFU_EvictionPolicy(), 2, buckets=2) for own in configs
-    }
+    configs = [EmbeddingBagConfig(20, 4, f"{name}{t}", feature_names=[f"f{t}" if t else "f"]) for t in range(tables)]
+    modules = {own.name: MCHManagedCollisionModule(20, "cpu", LFU_EvictionPolicy(), 2, buckets=2) for own in configs}
     return ManagedCollisionCollection(modules, configs)
 
 
@@ -105,9 +101,7 @@ def test_ids_of_managed_collision_in_another_order_are_named_by_processes(
         assert f"and rank 1 {other}; expected the same collection on all ranks." in said
 
 
-@pytest.mark.parametrize(
-    "tables", [{"a": 1, "b": 1}, {"a": 1, "b": 5}], ids=["of one shape", "of several shapes"]
-)
+@pytest.mark.parametrize("tables", [{"a": 1, "b": 1}, {"a": 1, "b": 5}], ids=["of one shape", "of several shapes"])
 @pytest.mark.parametrize("moved", [False, True], ids=["as sharded", "resharded"])
 def test_collections_in_another_order_are_named_on_all_ranks(tables: dict[str, int], moved: bool) -> None:
     for said in run_virtual_ranks(2, in_another_order, tables, moved):

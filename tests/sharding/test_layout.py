@@ -16,9 +16,7 @@ HOSTS = TWO_BY_EIGHT.host_ranks
 ROWS, DIM = 1_600_000_000, 128
 
 
-def layout(
-    tiling: Tiling, rank: int, topology: Topology = TWO_BY_EIGHT, fan_in: float = 2.0
-) -> ExchangeLayout:
+def layout(tiling: Tiling, rank: int, topology: Topology = TWO_BY_EIGHT, fan_in: float = 2.0) -> ExchangeLayout:
     return ExchangeLayout([TableLayout("t", tiling, fan_in)], [SlotRead(0, "f")], topology, rank)
 
 
@@ -28,9 +26,7 @@ def layout(
 def test_row_wise_gives_each_of_16_ranks_an_equal_share_of_16e8_rows() -> None:
     tiling = row_wise(ROWS, DIM, HOSTS, 1)
     for rank in range(16):
-        (tile,) = (
-            tile for _, tile in (layout(tiling, rank).rectangles[r] for r in layout(tiling, rank).held)
-        )
+        (tile,) = (tile for _, tile in (layout(tiling, rank).rectangles[r] for r in layout(tiling, rank).held))
         assert tile[:4] == (rank * 100_000_000, (rank + 1) * 100_000_000, 0, DIM)
 
 
@@ -38,8 +34,7 @@ def test_table_row_wise_lies_on_one_host() -> None:
     tiling = table_row_wise(ROWS, DIM, HOSTS, 1)
     for rank in range(16):
         sizes = [
-            tile.r1 - tile.r0
-            for _, tile in (layout(tiling, rank).rectangles[r] for r in layout(tiling, rank).held)
+            tile.r1 - tile.r0 for _, tile in (layout(tiling, rank).rectangles[r] for r in layout(tiling, rank).held)
         ]
         assert sizes == ([] if rank < 8 else [200_000_000])
 
@@ -211,9 +206,7 @@ def test_what_is_sent_is_what_is_expected(name: str, world: str) -> None:
                 )
                 assert columns[0][0] == 0
                 assert columns[-1][1] == tiling.dim
-                assert all(a[1] == b[0] for a, b in pairwise(columns)), (
-                    "every element of a row comes back once"
-                )
+                assert all(a[1] == b[0] for a, b in pairwise(columns)), "every element of a row comes back once"
 
 
 @pytest.mark.parametrize("name", TILINGS)

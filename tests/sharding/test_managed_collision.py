@@ -80,9 +80,7 @@ def test_the_map_evictions_counts_and_weights_are_those_of_one_process(world: in
     results = run_virtual_ranks(world, fn)
     for step in range(STEPS):
         assert torch.equal(concat_batches([own[step] for own, _, _ in results]).values(), maps[step].values())
-        assert torch.equal(
-            concat_batches([own[step] for own, _, _ in results]).lengths(), maps[step].lengths()
-        )
+        assert torch.equal(concat_batches([own[step] for own, _, _ in results]).lengths(), maps[step].lengths())
     for _, full, counted in results:
         assert_same(full, state)
         assert {t: s.features for t, s in counted.items()} == {t: s.features for t, s in stats.items()}
@@ -92,9 +90,7 @@ def test_the_map_evictions_counts_and_weights_are_those_of_one_process(world: in
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_that_do_not_look_at_their_devices_do_the_same(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_look_at_their_devices_do_the_same(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if ids were on devices: rows that lost their id come beside the batch's ids, and steps are tensors."""
     _, state, stats = alone(policy)
     monkeypatch.setattr(ManagedCollisionModule, "host_looks", property(lambda self: False))
@@ -116,9 +112,7 @@ def test_rows_that_change_hands_begin_anew_under_every_tiling(tiling: str) -> No
     hosts = WORLDS["2+2"]
     policy = "lru and lfu, shared rows"
     maps, state, _ = alone(policy)
-    cut = {
-        name: TILINGS[tiling](rows, dim, hosts, i) for i, (name, (rows, dim, _)) in enumerate(ROWS.items())
-    }
+    cut = {name: TILINGS[tiling](rows, dim, hosts, i) for i, (name, (rows, dim, _)) in enumerate(ROWS.items())}
 
     def fn(group: Group) -> Any:
         module = build(policy)
@@ -306,9 +300,7 @@ def test_tables_on_meta_begin_with_empty_maps() -> None:
             ManagedCollisionCollection({"user": module}, tables),
         )
         shard(made, row_wise(), group)
-        batch = KeyedJaggedTensor.from_lengths_sync(
-            ["u", "v"], torch.tensor([group.rank, 5]), torch.tensor([1, 1])
-        )
+        batch = KeyedJaggedTensor.from_lengths_sync(["u", "v"], torch.tensor([group.rank, 5]), torch.tensor([1, 1]))
         made(batch)
         return made.stats()["user"].live
 
@@ -425,9 +417,7 @@ def test_saved_rows_are_those_of_the_saved_ids_while_a_batch_is_routed() -> None
         module, other, saved = build(policy), build(policy), {}
         shard(module, row_wise(), group, exact=True)
         shard(other, row_wise(), group, exact=True)
-        steps_with_the_next_batch_routed(
-            module, group, 3, lambda: saved.update(copies(full_state_dict(module)))
-        )
+        steps_with_the_next_batch_routed(module, group, 3, lambda: saved.update(copies(full_state_dict(module))))
         assert_same(full_state_dict(module), alone(policy)[1])
         fresh = build(policy)
         # Every row that an id took in step 3, and nobody has trained, has its initial values.

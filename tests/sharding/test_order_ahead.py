@@ -71,10 +71,7 @@ def sequences() -> EmbeddingCollection:
 
 
 def plan(kind: str) -> dict[str, ParameterSharding]:
-    return {
-        name: ParameterSharding(kind, ranks=[t] if kind == "table_wise" else None)
-        for t, name in enumerate("ab")
-    }
+    return {name: ParameterSharding(kind, ranks=[t] if kind == "table_wise" else None) for t, name in enumerate("ab")}
 
 
 def batch(rank: int, at: int, weighted: bool) -> KeyedJaggedTensor:

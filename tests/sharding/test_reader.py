@@ -43,9 +43,7 @@ def whole(attach: tuple[str, ...] = ("user", "item")) -> EmbeddingBagCollection:
 
 def sharded(group: Group, base: Any, tiling: str, cached: bool = False) -> Any:
     hosts, module = HOSTS[group.size], copy.deepcopy(base)
-    tilings = {
-        c.name: TILINGS[tiling](c.num_embeddings, c.embedding_dim, hosts, i) for i, c in enumerate(CONFIGS)
-    }
+    tilings = {c.name: TILINGS[tiling](c.num_embeddings, c.embedding_dim, hosts, i) for i, c in enumerate(CONFIGS)}
     caches = {c.name: RowCache(c.name, None) for c in CONFIGS} if cached else None
     topology = Topology(group.size, "cpu", hosts=hosts)
     shard_collection(module, tilings, group, group.split("route"), topology, caches=caches)

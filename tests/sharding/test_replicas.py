@@ -98,9 +98,7 @@ def train(group: Group, whole: EmbeddingBagCollection) -> tuple[list[Tensor], di
     group.traffic.reset()
     out = module(batches(group.size)[group.rank]).values()
     (out.square().sum() * group.size).backward()
-    return [p.detach().clone() for p in module.parameters()], {
-        sent.name: sent.calls for sent in group.traffic.table()
-    }
+    return [p.detach().clone() for p in module.parameters()], {sent.name: sent.calls for sent in group.traffic.table()}
 
 
 @pytest.mark.parametrize("form", list(GradientForm))
@@ -143,9 +141,7 @@ def test_all_tables_share_one_message_of_each_kind(
 
 @pytest.mark.parametrize("form", [GradientForm.BAGS, GradientForm.ROWS])
 @pytest.mark.parametrize("rows", [2**31 - 1, 2**31 + 1])
-def test_rows_beyond_32_bits_keep_their_numbers(
-    rows: int, form: GradientForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_beyond_32_bits_keep_their_numbers(rows: int, form: GradientForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row numbers travel as int32 where they fit, and as int64 where one table has more rows."""
     monkeypatch.setattr(replicas, "choose_form", lambda *args, **kwargs: form)
 
@@ -154,9 +150,7 @@ def test_rows_beyond_32_bits_keep_their_numbers(
         record = GradientRecord(
             0, torch.ones(2, 3), ids, None, None, (7,), (3,), (0,), (2,), (0,), (3,), (0,)
         )  # fmt: skip
-        agreed = exchange_replica_gradients(
-            group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False
-        )
+        agreed = exchange_replica_gradients(group, (0, 1), record, [ReplicaTable(7, rows, 3, [0])], exact=False)
         return sorted(set(agreed.ids.tolist()))
 
     assert run_virtual_ranks(2, fn) == [[0, 1, rows - 1]] * 2

@@ -189,9 +189,7 @@ def test_one_rank_with_whole_tables_routes_nothing_and_has_the_same_bits(kind: s
     weighted, sequence = kind == "weighted", kind == "sequence"
 
     def fn(group: Group, keys: tuple[str, ...]) -> tuple[list[Tensor], int, list[int]]:
-        module = sharded(
-            group, rows(20, 1), ("a", "b"), weighted=weighted, sequence=sequence, exact=kind == "exact"
-        )
+        module = sharded(group, rows(20, 1), ("a", "b"), weighted=weighted, sequence=sequence, exact=kind == "exact")
         apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), module.parameters())
         left = []
         for size in (3, 0, 7):
@@ -255,9 +253,7 @@ def test_numbers_that_a_graph_makes_are_no_other_graphs(monkeypatch: pytest.Monk
     monkeypatch.setattr(upload, "capturing", lambda: True)
     one, other = (counting(1 << 16, torch.device("cpu")) for _ in range(2))
     assert one.data_ptr() != other.data_ptr()
-    assert counting(4, torch.device("cpu")).data_ptr() == before.data_ptr(), (
-        "what was there before may be used"
-    )
+    assert counting(4, torch.device("cpu")).data_ptr() == before.data_ptr(), "what was there before may be used"
 
 
 def test_whatever_the_output_reads_of_a_batch_waits_for_the_stream_that_brought_it() -> None:
@@ -311,16 +307,12 @@ def test_both_id_types_route_alike(id_type: torch.dtype) -> None:
 def test_a_table_of_ten_billion_rows_routes_and_one_small_tile_of_it_has_its_values() -> None:
     """Rank 1 holds rows [7e9, 7e9 + 5); what the others hold stays on meta. Ids above 2^31 arrive as they are."""
     size, first = 10**10, 7 * 10**9
-    tiling = Tiling.of(
-        "t", size, 8, [(0, first, 0, 8, 0), (first, first + 5, 0, 8, 1), (first + 5, size, 0, 8, 2)]
-    )
+    tiling = Tiling.of("t", size, 8, [(0, first, 0, 8, 0), (first, first + 5, 0, 8, 1), (first + 5, size, 0, 8, 2)])
 
     def fn(group: Group, whole: EmbeddingBagCollection) -> Any:
         module: Any = copy.deepcopy(whole)
         device = "cpu" if group.rank == 1 else "meta"
-        shard_collection(
-            module, {"t": tiling}, group, group.split("route"), Topology(3, "cpu"), device=device
-        )
+        shard_collection(module, {"t": tiling}, group, group.split("route"), Topology(3, "cpu"), device=device)
         weight = module.embedding_bags["t"].weight
         assert weight.device.type == device
         routed = module.route(batch_of([[first + 4, 2**31 + group.rank], [size - 1], [first]])).wait().routed
@@ -347,18 +339,14 @@ BAD = {
     "an id outside its table": lambda: batch_of([[3], [20]]),
     "a key that is missing": lambda: batch_of([[3], [4]], keys=("b",)),
     "no batch at all": lambda: "features",
-    "ids that are floats": lambda: KeyedJaggedTensor(
-        ["a"], torch.ones(2), lengths=torch.ones(2, dtype=torch.int64)
-    ),
+    "ids that are floats": lambda: KeyedJaggedTensor(["a"], torch.ones(2), lengths=torch.ones(2, dtype=torch.int64)),
 }
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["pooled", "sequence"])
 @pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("hosts", [None, [[0, 1], [2, 3]]], ids=["one host", "two hosts"])
-def test_a_rank_that_refuses_stops_every_rank_and_the_next_step_works(
-    what: str, sequence: bool, hosts: Any
-) -> None:
+def test_a_rank_that_refuses_stops_every_rank_and_the_next_step_works(what: str, sequence: bool, hosts: Any) -> None:
     good = [[1, 11], [6, 16]]
 
     def fn(group: Group) -> tuple[str, Any]:

@@ -215,8 +215,7 @@ def blocks_that_meet(slots: Tensor, lists: Sequence[Sequence[int]]) -> list[tupl
     return [
         (a, b)
         for a, b in itertools.combinations(range(len(counts)), 2)
-        if touched[a] & touched[b]
-        and not (strides[a] == strides[b] and abs(places[a] - places[b]) < strides[a])
+        if touched[a] & touched[b] and not (strides[a] == strides[b] and abs(places[a] - places[b]) < strides[a])
     ]
 
 
@@ -238,9 +237,7 @@ def test_rows_that_meet_are_of_one_block(kind: str, monkeypatch: pytest.MonkeyPa
 
     def fn(group: Group, name: str) -> None:
         module: Any = EmbeddingCollection(tables) if kind == "sequence" else EmbeddingBagCollection(tables)
-        tilings = {
-            table.name: TILINGS[name](20, dim, hosts, 1) for table, dim in zip(tables, dims, strict=True)
-        }
+        tilings = {table.name: TILINGS[name](20, dim, hosts, 1) for table, dim in zip(tables, dims, strict=True)}
         topology = Topology(group.size, "cpu", hosts=hosts)
         shard_collection(module, tilings, group, group.split("route"), topology)
         module(random_batch(["a", "b"], 20, 5, seed=group.rank, variable=kind == "variable"))

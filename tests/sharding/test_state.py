@@ -53,10 +53,7 @@ def logical(group: Group, tiles: Sequence[Tile], whole: Tensor) -> LogicalTensor
         cover = Cover.of_rows(ROWS, tiles) if whole.dim() else Cover.of_one(tiles)
     held = [tile for tile in tiles if group.rank in tile.owners]
     place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
-    keys = [
-        (t.r0, t.r1, t.c0) if whole.dim() == 2 else (t.r0, t.r1, 0) if whole.dim() else (0, 1, 0)
-        for t in held
-    ]
+    keys = [(t.r0, t.r1, t.c0) if whole.dim() == 2 else (t.r0, t.r1, 0) if whole.dim() else (0, 1, 0) for t in held]
     pieces = tuple(Piece(place[key], part(whole, tile)) for key, tile in zip(keys, held, strict=True))
     return LogicalTensor(cover, pieces, group, whole.new_empty(0))
 

@@ -142,9 +142,7 @@ def test_a_host_whose_ranks_are_not_successive_is_a_host_all_the_same() -> None:
     st.integers(1, 40),
     st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 3), (6, 2), (5, 1)]),
 )
-def test_every_strategy_covers_every_table(
-    kind: ShardingType, rows: int, dim: int, world: tuple[int, int]
-) -> None:
+def test_every_strategy_covers_every_table(kind: ShardingType, rows: int, dim: int, world: tuple[int, int]) -> None:
     topology = Topology(world[0], local_world_size=world[1])
     ranks = None
     if kind is ShardingType.TABLE_WISE:

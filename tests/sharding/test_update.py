@@ -42,9 +42,7 @@ TABLE = torch.arange(80).view(20, 4) % 97.0
 
 def columns(*cuts: int, owners: tuple[int, ...], size: int = 20) -> Tiling:
     edges = [0, *cuts]
-    return Tiling.of(
-        "t", size, cuts[-1], [(0, size, a, b, r) for a, b, r in zip(edges, cuts, owners, strict=False)]
-    )
+    return Tiling.of("t", size, cuts[-1], [(0, size, a, b, r) for a, b, r in zip(edges, cuts, owners, strict=False)])
 
 
 def attached(group: Group, tiling: Tiling, spec: OptimizerSpec, **kwargs: Any) -> Any:
@@ -237,9 +235,7 @@ def test_ranks_that_hold_nothing_of_a_tile_take_no_part_in_its_talk() -> None:
     assert made[4] == made[3] == made[2] == {}
     for rank in (0, 1):
         assert made[rank]
-        assert all(
-            count == 0 for line in made[rank].values() for peer, count in enumerate(line) if peer != 1 - rank
-        )
+        assert all(count == 0 for line in made[rank].values() for peer, count in enumerate(line) if peer != 1 - rank)
 
 
 def test_a_rank_may_hear_sums_and_tell_none() -> None:

@@ -86,9 +86,7 @@ def check(segments: list[Segment], every: list[str], dtype: torch.dtype, seed: i
     arrived = own.decode(wire.clone(), counts, widths)
     assert arrived.dtype == dtype
     assert arrived.shape == rows.shape
-    for s, sent, got in zip(
-        segments, pieces, arrived.split([s.count * s.width for s in segments]), strict=True
-    ):
+    for s, sent, got in zip(segments, pieces, arrived.split([s.count * s.width for s in segments]), strict=True):
         if s.count:
             slack = 0 if dtype is torch.float32 or s.name == "fp32" else sent.abs() * 2**-23
             error = (got.view(s.count, s.width).double() - sent.double()).abs()
@@ -127,9 +125,7 @@ def test_a_mixture_is_bytes_even_where_a_rank_has_one_format_or_no_rows() -> Non
         own = RowWire(names, ["fp32", "int8"], torch.float32)
         assert own.wire_dtype == torch.uint8
         assert not own.plain
-        assert own.sizes([2] * len(names), [3] * len(names)) == [
-            2 * codec(name).row_bytes(3) for name in names
-        ]
+        assert own.sizes([2] * len(names), [3] * len(names)) == [2 * codec(name).row_bytes(3) for name in names]
 
 
 def test_one_format_travels_as_its_own_numbers() -> None:
@@ -158,16 +154,11 @@ DIMS = {"a": 8, "b": 3, "c": 1}
 SIZES = [4, 0, 3]
 
 
-def collection(
-    bags: bool, data_type: DataType = DataType.FP32
-) -> EmbeddingBagCollection | EmbeddingCollection:
+def collection(bags: bool, data_type: DataType = DataType.FP32) -> EmbeddingBagCollection | EmbeddingCollection:
     torch.manual_seed(1)
     if bags:
         return EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(ROWS[t], DIMS[t], t, feature_names=[f"f{t}"], data_type=data_type)
-                for t in ROWS
-            ]
+            [EmbeddingBagConfig(ROWS[t], DIMS[t], t, feature_names=[f"f{t}"], data_type=data_type) for t in ROWS]
         )
     return EmbeddingCollection(
         [EmbeddingConfig(ROWS[t], DIMS[t], t, feature_names=[f"f{t}"], data_type=data_type) for t in ROWS]
@@ -192,10 +183,7 @@ def batches() -> list[KeyedJaggedTensor]:
     """One per rank; rank 1 has no samples."""
     keys = [f"f{t}" for t in ROWS]
     rows = list(ROWS.values())
-    return [
-        random_batch(keys, rows, size, mean_length=2.0, empty=0.3, seed=rank)
-        for rank, size in enumerate(SIZES)
-    ]
+    return [random_batch(keys, rows, size, mean_length=2.0, empty=0.3, seed=rank) for rank, size in enumerate(SIZES)]
 
 
 def flat_of(output: object) -> list[Tensor]:
@@ -205,9 +193,7 @@ def flat_of(output: object) -> list[Tensor]:
     return [output[f"f{t}"] for t in ROWS]  # type: ignore[index]
 
 
-def train(
-    bags: bool, tiles: dict[str, list[tuple[int, ...]]], wires: dict[str, Wire] | None, data_type: DataType
-):
+def train(bags: bool, tiles: dict[str, list[tuple[int, ...]]], wires: dict[str, Wire] | None, data_type: DataType):
     """One step of each rank with the loss `sum(output * c)`: outputs, c, the weights after it, and the traffic."""
     base = collection(bags, data_type)
     apply_optimizer_in_backward(SGD(lr=1.0), list(base.parameters()))
@@ -223,9 +209,7 @@ def train(
         generator = torch.Generator().manual_seed(10 + group.rank)
         coefficients = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outputs]
         group.traffic.reset()
-        torch.cat([(out * c).reshape(-1) for out, c in zip(outputs, coefficients, strict=True)]).sum().mul(
-            W
-        ).backward()
+        torch.cat([(out * c).reshape(-1) for out, c in zip(outputs, coefficients, strict=True)]).sum().mul(W).backward()
         weights = {t: torch.zeros(ROWS[t], DIMS[t], dtype=base_dtype) for t in ROWS}
         for table in module._leaves.tables:  # type: ignore[union-attr]
             for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
@@ -313,9 +297,7 @@ def test_float64_tables_keep_their_dtype_under_every_format(names: list[str]) ->
     ],
     ids=["fp32", "fp16", "bf16-fp32", "int8", "mixed", "one table"],
 )
-def test_bytes_are_those_of_the_rows_that_must_travel(
-    wires: dict[str, Wire] | None, bags: bool, tiles: str
-) -> None:
+def test_bytes_are_those_of_the_rows_that_must_travel(wires: dict[str, Wire] | None, bags: bool, tiles: str) -> None:
     cover = TILES[tiles]
     local = batches()
     rows, gradients = torch.zeros(W, W, dtype=torch.int64), torch.zeros(W, W, dtype=torch.int64)

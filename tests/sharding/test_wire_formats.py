@@ -96,9 +96,7 @@ def record(serial: int, sink: GradientSink, dtype: torch.dtype, weighted: bool) 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "other", [(torch.float64, False), (torch.float32, True)], ids=["float64", "weighted"]
-)
+@pytest.mark.parametrize("other", [(torch.float64, False), (torch.float32, True)], ids=["float64", "weighted"])
 def test_merged_records_are_of_tables_with_one_format(other: tuple[torch.dtype, bool]) -> None:
     plain, another = _Sink(), _Sink()
     deliver(

@@ -57,9 +57,7 @@ def load() -> None:
     assert "torch" not in sys.modules, "the device comes first: PyTorch looks for it once"
     os.environ["TRITON_INTERPRET"] = os.environ["TILEREC_SIMULATED_GPU"] = "1"
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        dict.fromkeys([str(HERE / "site"), str(ROOT), *filter(None, paths)])
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(HERE / "site"), str(ROOT), *filter(None, paths)]))
     library = ctypes.CDLL(str(built()))
     sys.path[:0] = [path for path in (str(ROOT), str(HERE)) if path not in sys.path]
     import runtime

@@ -280,9 +280,7 @@ def install(library: ctypes.CDLL) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.get_device_properties = always(
-        types.SimpleNamespace(
-            name="simulated GPU", major=9, minor=0, total_memory=16 << 30, multi_processor_count=132
-        )
+        types.SimpleNamespace(name="simulated GPU", major=9, minor=0, total_memory=16 << 30, multi_processor_count=132)
     )
     torch._C._cuda_getDevice = lambda: library.sg_current_device()  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda index: library.sg_current_stream(index)  # type: ignore[attr-defined]

@@ -65,9 +65,7 @@ def _assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "synced"), [*[(name, True) for name in PROGRAMS], *[(name, False) for name in UNSYNCED]]
 )
-def test_one_graph_serves_every_batch_whatever_it_remembers(
-    name: str, synced: bool, by_offsets: bool
-) -> None:
+def test_one_graph_serves_every_batch_whatever_it_remembers(name: str, synced: bool, by_offsets: bool) -> None:
     program = PROGRAMS[name]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
@@ -98,9 +96,7 @@ def test_one_graph_slices_unsynced_batches_with_empty_features() -> None:
             [0, 0, 0, 0, 2, 2],
             [1, 2, 3, 4, 5, 6],
         ):
-            kjt = KeyedJaggedTensor(
-                ["a", "b", "c"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths)
-            )
+            kjt = KeyedJaggedTensor(["a", "b", "c"], torch.arange(sum(lengths)), lengths=torch.tensor(lengths))
             _assert_equal(compiled(kjt), program(kjt))
     assert counter.frame_count == 1
 
@@ -214,9 +210,7 @@ def _saved_and_loaded(program: torch.export.ExportedProgram, path: Path) -> nn.M
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_program_exported_with_a_table_of_lengths_takes_every_batch_size(
-    strict: bool, tmp_path: Path
-) -> None:
+def test_a_program_exported_with_a_table_of_lengths_takes_every_batch_size(strict: bool, tmp_path: Path) -> None:
     """The batch size is dimension 1 of the lengths; from S = F * B torch would not learn that it may be 1."""
     torch._dynamo.reset()
     module = _Joined().eval()
@@ -252,9 +246,7 @@ def test_flat_lengths_take_every_batch_size_too_where_the_exporter_is_told_not_t
 def test_slices_by_key_export_for_every_batch_size(tmp_path: Path) -> None:
     class Slices(nn.Module):
         def forward(self, kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
-            return [jagged.values() + 1 for jagged in kjt.to_dict().values()] + [
-                kjt.permute([2, 0]).lengths() + 1
-            ]
+            return [jagged.values() + 1 for jagged in kjt.to_dict().values()] + [kjt.permute([2, 0]).lengths() + 1]
 
     program = torch.export.export(
         Slices(), (_ids(4, 0, table=True),), dynamic_shapes=([{0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}],)

@@ -215,9 +215,7 @@ def test_copies_and_pickles_are_equal_and_apart() -> None:
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="neither lengths nor offsets"):
         JaggedTensor(torch.arange(3))
-    with pytest.raises(
-        InputError, match=r"got no weights; expected a weighted tensor\. Make it with weights="
-    ):
+    with pytest.raises(InputError, match=r"got no weights; expected a weighted tensor\. Make it with weights="):
         _make([1], weighted=False).weights()
     with pytest.raises(InputError, match="got an empty list"):
         JaggedTensor.from_dense([])
@@ -326,9 +324,7 @@ def test_repr_is_short_and_needs_no_contents() -> None:
     assert repr(small) == str(small)
 
 
-@pytest.mark.parametrize(
-    ("bags", "listed"), [(8, "1, 1, 1, 1, 1, 1, 1, 1]"), (9, "1, 1, 1, 1, 1, 1, 1, 1, …]")]
-)
+@pytest.mark.parametrize(("bags", "listed"), [(8, "1, 1, 1, 1, 1, 1, 1, 1]"), (9, "1, 1, 1, 1, 1, 1, 1, 1, …]")])
 def test_an_error_lists_the_sizes_of_eight_bags(bags: int, listed: str) -> None:
     short = JaggedTensor(torch.arange(3), offsets=torch.arange(bags + 1))
     with pytest.raises(

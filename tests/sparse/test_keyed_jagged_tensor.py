@@ -309,9 +309,7 @@ def test_two_dimensional_lengths_and_values_are_read() -> None:
 
 def test_factories_fetch_key_offsets_at_once() -> None:
     by_lengths = KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.arange(5), torch.tensor([2, 0, 1, 2]))
-    by_offsets = KeyedJaggedTensor.from_offsets_sync(
-        ["a", "b"], torch.arange(5), torch.tensor([0, 2, 2, 3, 5])
-    )
+    by_offsets = KeyedJaggedTensor.from_offsets_sync(["a", "b"], torch.arange(5), torch.tensor([0, 2, 2, 3, 5]))
     assert by_lengths.offset_per_key_or_none() == by_offsets.offset_per_key_or_none() == [0, 2, 5]
     assert kjt_is_equal(by_lengths, by_offsets)
     variable = KeyedJaggedTensor.from_lengths_sync(
@@ -462,9 +460,7 @@ def test_record_stream_and_pinning_reach_every_tensor(monkeypatch: pytest.Monkey
     kjt = _example(inverse_indices=_inverse())
     kjt.record_stream(torch.Stream(device="cpu"))
     pinned: list[int] = []
-    monkeypatch.setattr(
-        Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor.clone()
-    )
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor.data_ptr()) or tensor.clone())
     assert kjt_is_equal(kjt.pin_memory(), kjt)
     assert set(pinned) == {tensor.data_ptr() for tensor in kjt._parts.tensors()}
 
@@ -879,9 +875,7 @@ def test_lengths_given_as_a_table_stay_one_and_read_flat() -> None:
             assert kjt_is_equal(same, kjt)
             assert same.to_dict()["b"].offsets().tolist() == [0, 1, 3]
     other = KeyedJaggedTensor(["a", "b"], torch.arange(5) + 9, lengths=torch.tensor([1, 1, 3, 0]))
-    assert kjt_is_equal(
-        kjt.copy_(other), KeyedJaggedTensor(["a", "b"], other.values(), lengths=other.lengths().int())
-    )
+    assert kjt_is_equal(kjt.copy_(other), KeyedJaggedTensor(["a", "b"], other.values(), lengths=other.lengths().int()))
     # A variable batch has no table, nor has one whose rows are not the keys.
     flat = KeyedJaggedTensor(["a", "b"], torch.arange(5), lengths=table, stride_per_key_per_rank=[[2], [2]])
     assert [list(leaf.shape) for leaf in pytree.tree_leaves(flat)] == [[5], [4], [2, 1]]

@@ -36,9 +36,7 @@ def test_keys_that_are_missing_or_ambiguous_are_refused() -> None:
         RegroupPlan.make([ONE, TWO], [["q"]])
     with pytest.raises(InputError, match="got key 'x' in more than one input"):
         RegroupPlan.make([ONE, ONE], [["x"]])
-    assert RegroupPlan.make([ONE, Columns(["x", "w"], [2, 1])], [["y", "w"]]).groups == (
-        (Run(0, 2, 5), Run(1, 2, 3)),
-    )
+    assert RegroupPlan.make([ONE, Columns(["x", "w"], [2, 1])], [["y", "w"]]).groups == ((Run(0, 2, 5), Run(1, 2, 3)),)
 
 
 def test_an_input_is_split_once_and_its_gradient_put_together_once() -> None:

@@ -22,9 +22,7 @@ TABLES = [
 ]
 
 
-def _kjt(
-    values: list[int], lengths: list[int] | None = None, offsets: list[int] | None = None
-) -> KeyedJaggedTensor:
+def _kjt(values: list[int], lengths: list[int] | None = None, offsets: list[int] | None = None) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         ["a", "b"], T(values, dtype=torch.int64), None, lengths and T(lengths), offsets and T(offsets)
     )

@@ -48,9 +48,7 @@ def whole_plan() -> ShardingPlan:
             "ebc": EmbeddingModuleShardingPlan(
                 {
                     "a": ParameterSharding("table_wise", "dense", tiling=on_rank(1), data_type=DataType.BF16),
-                    "b": ParameterSharding(
-                        "row_wise", ranks=[1, 0], tiling=halves(1, 0), wire=Wire("bf16", "int8")
-                    ),
+                    "b": ParameterSharding("row_wise", ranks=[1, 0], tiling=halves(1, 0), wire=Wire("bf16", "int8")),
                 }
             ),
             "deep.ec": EmbeddingModuleShardingPlan(
@@ -86,9 +84,7 @@ def test_enums_strings_and_another_librarys_enums_are_accepted() -> None:
 
     for word in (ShardingType.ROW_WISE, "row_wise", "ROW_WISE", Other.ROW_WISE):
         assert ParameterSharding(word).kind is ShardingType.ROW_WISE  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"sharding_type: got 'row'; expected a ShardingType or one of \['data"
-    ):
+    with pytest.raises(ConfigError, match=r"sharding_type: got 'row'; expected a ShardingType or one of \['data"):
         ParameterSharding("row")
     with pytest.raises(ConfigError, match="compute_kernel: got 3"):
         ParameterSharding("row_wise", 3)  # type: ignore[arg-type]
@@ -124,9 +120,7 @@ def test_ranks_are_read_off_the_tiling_unless_given() -> None:
         ("table_column_wise", True, Tiling.of("t", 10, 4, [(0, 10, 0, 2, 0), (0, 10, 2, 4, 1)])),
     ],
 )
-def test_a_sharding_type_that_contradicts_the_tiling_is_refused(
-    kind: str, fits: bool, tiling: Tiling
-) -> None:
+def test_a_sharding_type_that_contradicts_the_tiling_is_refused(kind: str, fits: bool, tiling: Tiling) -> None:
     """As in a saved plan whose type was edited and whose tiling was not."""
     if fits:
         assert ParameterSharding(kind, tiling=tiling).tiling is tiling
@@ -291,9 +285,7 @@ def test_a_plan_says_what_a_rank_holds() -> None:
         Held("ebc", "b", (Rectangle(0, 5, 0, 4),), None),
         Held("deep.ec", "c", (Rectangle(0, 5, 0, 4), Rectangle(5, 10, 2, 4)), None),
     )
-    with pytest.raises(
-        ConfigError, match=r"got column_wise without a tiling for table 'd' of module 'deep\.ec'"
-    ):
+    with pytest.raises(ConfigError, match=r"got column_wise without a tiling for table 'd' of module 'deep\.ec'"):
         whole_plan().held_by(0)
 
 
@@ -454,9 +446,7 @@ def test_cache_params_are_kept_with_the_kernel_that_reads_them() -> None:
     assert dataclasses.replace(sharding, ranks=[1, 0]).cache == own
     words = {"algorithm": "lfu", "load_factor": 0.3, "reserved_memory": 1e9}
     assert ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=words) == sharding
-    theirs = SimpleNamespace(
-        algorithm=SimpleNamespace(name="LFU"), load_factor=0.3, reserved_memory=1e9, stats=None
-    )
+    theirs = SimpleNamespace(algorithm=SimpleNamespace(name="LFU"), load_factor=0.3, reserved_memory=1e9, stats=None)
     assert ParameterSharding("row_wise", "fused_uvm_caching", [0, 1], cache_params=theirs) == sharding
     with pytest.warns(UserWarning, match="cache_params have no effect with compute_kernel='fused'; expected"):
         assert ParameterSharding("row_wise", "fused", cache_params=own).cache is None

@@ -9,9 +9,7 @@ from tilerec.spec.tile import Tiling, ceil_chunks
 def row_wise(rows: int, dim: int, ranks: int) -> ParameterSharding:
     cuts = ceil_chunks(rows, ranks)
     tiles = [(cuts[i], cuts[i + 1], 0, dim, i) for i in range(len(cuts) - 1)]
-    return ParameterSharding(
-        "row_wise", "fused", tiling=Tiling.of("t", rows, dim, tiles), data_type=DataType.FP32
-    )
+    return ParameterSharding("row_wise", "fused", tiling=Tiling.of("t", rows, dim, tiles), data_type=DataType.FP32)
 
 
 def test_the_print_says_what_each_rank_holds_and_where() -> None:

@@ -100,9 +100,7 @@ def test_contradictions_are_refused_by_name(arguments: dict, message: str) -> No
         ({"stash_weights": True}, "stash_weights .*memory of their device"),
     ],
 )
-def test_an_argument_of_torchrecs_configs_without_effect_is_warned_about(
-    kind, argument: dict, reason
-) -> None:
+def test_an_argument_of_torchrecs_configs_without_effect_is_warned_about(kind, argument: dict, reason) -> None:
     with pytest.warns(UserWarning, match=f"Table 't': got settings without effect: {reason}") as seen:
         config = kind(4, 2, "t", **argument)
     assert len(seen) == 1
@@ -136,7 +134,5 @@ def test_a_virtual_table_is_refused_with_what_to_do_instead() -> None:
 
 @pytest.mark.parametrize("rows", [2**62, 2**64])
 def test_a_table_of_more_numbers_than_memory_addresses_is_refused(rows: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"Table 't': got num_embeddings={rows} rows of 4; expected at most"
-    ):
+    with pytest.raises(ConfigError, match=rf"Table 't': got num_embeddings={rows} rows of 4; expected at most"):
         EmbeddingBagConfig(rows, 4, "t")

@@ -160,17 +160,13 @@ def test_empty_row_ranges_are_dropped() -> None:
 def test_a_rank_outside_the_world_is_named_with_its_tile() -> None:
     tiling = Tiling.of("t", 10, 4, [(0, 5, 0, 4, 0), (5, 10, 0, 4, 3)])
     tiling.check("t", 4)
-    with pytest.raises(
-        ConfigError, match=r"Table 't': got rows \[5, 10\) .* on rank 3; expected ranks 0 to 1"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 't': got rows \[5, 10\) .* on rank 3; expected ranks 0 to 1"):
         tiling.check("t", 2)
 
 
 def test_ten_billion_rows_are_numbers_like_any_others() -> None:
     rows = 10**10
-    tiling = Tiling.of(
-        "t", rows, 64, [(r, r + rows // 4, 0, 64, r * 4 // rows) for r in range(0, rows, rows // 4)]
-    )
+    tiling = Tiling.of("t", rows, 64, [(r, r + rows // 4, 0, 64, r * 4 // rows) for r in range(0, rows, rows // 4)])
     assert tiling.tiles_of(3) == (Rectangle(7_500_000_000, rows, 0, 64),)
     assert tiling.cells == 64 * rows
 

@@ -107,9 +107,7 @@ def test_batches_in_flight_count_for_the_spare_lines(asked: list[int]) -> None:
     spare = []
     for first in (0, 20, 40):
         module.prefetch(
-            KeyedJaggedTensor(
-                ["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64)
-            )
+            KeyedJaggedTensor(["f"], torch.arange(first, first + 20), lengths=torch.ones(20, dtype=torch.int64))
         )
         (cache,) = (rows.cache for _, rows in iter_table_rows(module))
         spare.append(cache.tensors.sets.spare)
@@ -319,9 +317,7 @@ def test_two_tables_with_one_cache_ask_one_after_the_other(asked: list[int]) -> 
 def _tied() -> EmbeddingBagCollection:
     torch.manual_seed(3)
     names = ["a", "b"]
-    tables = [
-        EmbeddingBagConfig(640, 4, name, feature_names=[key]) for name, key in zip(names, "fg", strict=True)
-    ]
+    tables = [EmbeddingBagConfig(640, 4, name, feature_names=[key]) for name, key in zip(names, "fg", strict=True)]
     module = EmbeddingBagCollection(tables)
     module.embedding_bags["b"].weight = module.embedding_bags["a"].weight
     apply_optimizer_in_backward(SGD(0.1), module.parameters())

@@ -235,9 +235,7 @@ def _interleaved(rng: random.Random, depth: int, algorithm: CacheAlgorithm, make
     at = 0
     while at < len(batches):
         maybe_prefetch(at)
-        many = min(
-            rng.choice([1, 1, 1, 2]), len(batches) - at
-        )  # at times, two forwards come before any backward
+        many = min(rng.choice([1, 1, 1, 2]), len(batches) - at)  # at times, two forwards come before any backward
         kjts = batches[at : at + many]
         wants, gots = [output(plain, k) for k in kjts], []
         for kjt in kjts:
@@ -441,9 +439,7 @@ def test_ids_that_are_clamped() -> None:
     assert other.clamped_ids == plain.clamped_ids
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # torch's, where a graph goes on after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, where a graph goes on after a break
 def test_under_torch_compile_a_cached_lookup_is_a_graph_break() -> None:
     plain, other = ebc(Adam(0.1)), cache_tables(ebc(Adam(0.1)), 0.15)
     compiled = torch.compile(lambda kjt: other(kjt).values() * 2.0, backend="eager")
@@ -704,9 +700,7 @@ def test_a_table_without_an_optimizer_is_read_and_not_trained() -> None:
     kjt = batch(random.Random(15))
     with torch.no_grad():
         assert torch.equal(output(plain, kjt), output(other, kjt))
-    with pytest.raises(
-        ConfigError, match=r"Table 'a': it is cached and has no attached optimizer.*requires_grad_"
-    ):
+    with pytest.raises(ConfigError, match=r"Table 'a': it is cached and has no attached optimizer.*requires_grad_"):
         output(other, kjt)
     other.requires_grad_(False)
     assert torch.equal(output(plain, kjt), output(other, kjt))
@@ -771,9 +765,7 @@ def test_without_memory_beside_the_lines_for_more_of_them_the_cache_is_emptied_f
 
     def full(tensors: Any, *rest: Any, **more: Any) -> Tensor:
         lines = other.embedding_bags["a"].rows.cache.tensors.lines
-        if any(
-            tensor is own for tensor in tensors for own in lines[1:]
-        ):  # the second one, when the first is longer
+        if any(tensor is own for tensor in tensors for own in lines[1:]):  # the second one, when the first is longer
             failed.append(True)
             raise RuntimeError("out of memory")
         return cat(tensors, *rest, **more)

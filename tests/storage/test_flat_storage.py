@@ -20,10 +20,7 @@ def test_leaves_keep_identity_and_values_and_share_one_storage_per_type() -> Non
     assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
     storage = [leaf.untyped_storage().data_ptr() for leaf in leaves]
     assert storage[0] == storage[2] != storage[1]
-    assert all(
-        leaf.is_leaf and (leaf.data_ptr() - s) % ALIGNMENT == 0
-        for leaf, s in zip(leaves, storage, strict=True)
-    )
+    assert all(leaf.is_leaf and (leaf.data_ptr() - s) % ALIGNMENT == 0 for leaf, s in zip(leaves, storage, strict=True))
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], leaves, strict=True))
 
 

@@ -62,9 +62,7 @@ def test_an_update_that_left_out_rows_is_counted() -> None:
 def test_a_dense_gradient_that_nobody_steps_is_told_once() -> None:
     ebc = attached()
     weight = ebc.embedding_bags["t"].weight
-    with pytest.warns(
-        UserWarning, match=r"Table 't': its weight has a \.grad, which the attached Adam does not read"
-    ):
+    with pytest.warns(UserWarning, match=r"Table 't': its weight has a \.grad, which the attached Adam does not read"):
         (ebc(BATCH).values().sum() + (weight**2).sum()).backward()
     assert weight.grad is not None
     assert ebc.embedding_bags["t"].rows.updates == 1

@@ -148,9 +148,7 @@ def test_the_picture_at_the_top_of_the_file_holds() -> None:
     local = [
         KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 2, 0, 1])),
         KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6]), lengths=torch.tensor([1, 1])),
-        KeyedJaggedTensor(
-            ["a", "b"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)
-        ),
+        KeyedJaggedTensor(["a", "b"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64)),
     ]
     batch = concat_batches(local)
     assert batch.values().tolist() == [1, 2, 3, 5, 4, 6]
@@ -218,8 +216,7 @@ def test_a_module_sees_the_same_rows_in_parts_as_in_the_whole(variable: bool) ->
     )
     sizes = [4, 0, 1, 3]
     local = [
-        random_batch(KEYS, 9, size, weighted=True, variable=variable, seed=rank)
-        for rank, size in enumerate(sizes)
+        random_batch(KEYS, 9, size, weighted=True, variable=variable, seed=rank) for rank, size in enumerate(sizes)
     ]
     whole = module(concat_batches(local)).values()
     torch.testing.assert_close(whole, torch.cat([module(one).values() for one in local]), rtol=0.0, atol=0.0)

@@ -173,9 +173,7 @@ def test_an_exit_in_a_case_is_an_exception_and_no_success(two: Ranks) -> None:
 def test_a_rank_that_hangs_is_killed_and_shows_where_it_was() -> None:
     with Ranks(2, timeout_s=1.5, setup=_set_up) as ranks:
         pids = ranks.run(_process)
-        with pytest.raises(
-            RankError, match=r"Rank 1 of 2: still in _fail_on\(\) after 1.5 s; it was killed"
-        ) as caught:
+        with pytest.raises(RankError, match=r"Rank 1 of 2: still in _fail_on\(\) after 1.5 s; it was killed") as caught:
             ranks.run(_fail_on, 1, "hang")
         assert "_fail_on" in str(caught.value).split("it was killed", 1)[1]
         for pid in pids:

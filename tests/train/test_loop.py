@@ -139,9 +139,7 @@ class TwoTables(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(10, 2, name, feature_names=[name]) for name in ("feature_0", "feature_1")
-        ]
+        tables = [EmbeddingBagConfig(10, 2, name, feature_names=[name]) for name in ("feature_0", "feature_1")]
         self.ebc = EmbeddingBagCollection(tables)
         self.dense = nn.Linear(3, 1)
 
@@ -190,9 +188,7 @@ def test_dense_optimizer_takes_every_number_of_its_spec(spec: object, kind: type
             assert group[name] == getattr(spec, name)
 
 
-@pytest.mark.parametrize(
-    "spec", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, grad_scale=2.0)]
-)
+@pytest.mark.parametrize("spec", [RowWiseAdagrad(lr=0.1), Adam(lr=0.1, row_step=True), SGD(lr=0.1, grad_scale=2.0)])
 def test_a_rule_that_torch_has_not_is_refused_for_dense_parameters(spec: object) -> None:
     with pytest.raises(ConfigError, match="Dense optimizer"):
         torch_optimizer(spec, [nn.Parameter(torch.zeros(2))])  # type: ignore[arg-type]
@@ -221,12 +217,8 @@ def test_a_run_learns_and_reports_what_it_did() -> None:
     ear = Ear()
     run = dataclasses.replace(
         _run(epochs=3, embedding_optimizer=Adagrad(lr=0.1), dense_optimizer=Adam(lr=0.01)),
-        data=SyntheticData(
-            num_rows=(20, 10), num_dense=3, train_rows=8192, held_out_rows=2048, pair_scale=0.0
-        ),
-        model=DLRMConfig(
-            embedding_dim=8, dense_arch=(32,), over_arch=(32,)
-        ),  # wide enough not to die at the start
+        data=SyntheticData(num_rows=(20, 10), num_dense=3, train_rows=8192, held_out_rows=2048, pair_scale=0.0),
+        model=DLRMConfig(embedding_dim=8, dense_arch=(32,), over_arch=(32,)),  # wide enough not to die at the start
     )
     run = override(run, "train.batch_size=128")
     result = train(run, watchers=[ear])
@@ -300,9 +292,7 @@ def test_logs_are_complete_and_say_the_same(tmp_path: Path) -> None:
     run = dataclasses.replace(_run(eval_every=4), log_dir=str(folder))
     result = train(run, watchers=[ear])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        (event.kind, event.step) for event in ear.events
-    ]
+    assert [(line["kind"], line["step"]) for line in lines] == [(event.kind, event.step) for event in ear.events]
     assert lines[-1]["auc"] == result.held_out.auc
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["held_out"]["auc"] == result.held_out.auc
@@ -464,9 +454,7 @@ def _assert_same_run(ranks: list[Heard], alone: Heard) -> None:
             torch.testing.assert_close(heard.weights[name], value, rtol=1e-4, atol=1e-5)
         assert heard.held_out.samples == alone.held_out.samples
         for name in ("auc", "log_loss", "ne", "calibration"):
-            assert getattr(heard.held_out, name) == pytest.approx(
-                getattr(alone.held_out, name), abs=_FAR[name]
-            )
+            assert getattr(heard.held_out, name) == pytest.approx(getattr(alone.held_out, name), abs=_FAR[name])
         assert [(e.kind, e.step, e.samples) for e in heard.events] == [
             (e.kind, e.step, e.samples) for e in alone.events
         ]
@@ -484,9 +472,7 @@ def _assert_same_run(ranks: list[Heard], alone: Heard) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["planned", "row_wise", "table_wise", "column_wise", "data_parallel"])
-def test_two_ranks_learn_and_report_what_one_process_does(
-    sharding: str, two_ranks: Ranks, alone: Heard
-) -> None:
+def test_two_ranks_learn_and_report_what_one_process_does(sharding: str, two_ranks: Ranks, alone: Heard) -> None:
     ranks = two_ranks.run(_train_on_rank, _uneven(sharding=sharding))
     _assert_same_run(ranks, alone)
     held = [heard.tiles for heard in ranks]
@@ -497,10 +483,7 @@ def test_two_ranks_learn_and_report_what_one_process_does(
 
 def test_exact_runs_hold_the_same_bits_under_every_plan(two_ranks: Ranks) -> None:
     """But for the dense part: its sums over a batch are cut by rank, whatever the plan."""
-    runs = [
-        two_ranks.run(_train_on_rank, _uneven(sharding=kind, exact=True))[0]
-        for kind in ("row_wise", "table_wise")
-    ]
+    runs = [two_ranks.run(_train_on_rank, _uneven(sharding=kind, exact=True))[0] for kind in ("row_wise", "table_wise")]
     for name, value in runs[0].weights.items():
         assert torch.equal(value, runs[1].weights[name]), name
 
@@ -592,9 +575,7 @@ class BrokenOnRank1(SyntheticData):
         return dataset
 
 
-def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(
-    two_ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_is_heard_by_the_others_and_logs_hold_no_summary(two_ranks: Ranks, tmp_path: Path) -> None:
     run = dataclasses.replace(
         _run(log_every=1),
         data=BrokenOnRank1(num_rows=(40, 20), train_rows=512),
@@ -686,9 +667,7 @@ def test_the_report_stands_the_best_reachable_beside_the_model() -> None:
         assert f"{value:.4f}" in text
     assert "best reachable" in text
     assert "512 samples in 8 steps" in text
-    without = dataclasses.replace(
-        result, best=None, best_expected_auc=None, rows=RowCount(9, 2, ["f:3: bad"])
-    )
+    without = dataclasses.replace(result, best=None, best_expected_auc=None, rows=RowCount(9, 2, ["f:3: bad"]))
     text = _printed(report(without))
     assert "best reachable" not in text
     assert "2 bad rows skipped, 9 good rows read" in text
@@ -723,14 +702,10 @@ def test_json_has_null_where_a_number_is_not_finite() -> None:
 def test_the_launchers_store_listens_on_the_loopback_only() -> None:
     store = _local_store()
     tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
-    sockets = [
-        line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]
-    ]
+    sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     listening = "0A"
     places = [local for _, local, _, state, *_ in sockets if state == listening]
-    assert [place for place in places if place.endswith(f":{store.port:04X}")] == [
-        f"0100007F:{store.port:04X}"
-    ]
+    assert [place for place in places if place.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
 
 
 def test_a_run_writes_its_trace(tmp_path: Path) -> None:
@@ -742,7 +717,5 @@ def test_a_run_writes_its_trace(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_warns_and_loses_nothing(tmp_path: Path) -> None:
     run = dataclasses.replace(_run(), trace=str(tmp_path / "missing" / "trace.json"))
-    with pytest.warns(
-        UserWarning, match=r"Trace: .* cannot be written: .* The run continues without a trace"
-    ):
+    with pytest.warns(UserWarning, match=r"Trace: .* cannot be written: .* The run continues without a trace"):
         assert train(run).steps

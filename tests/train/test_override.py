@@ -59,9 +59,7 @@ def test_values_are_read_by_the_type_of_their_field(assignment: str, name: str, 
 
 
 def test_an_optimizer_keeps_its_learning_rate_when_its_class_changes() -> None:
-    run = override_all(
-        _run(), ["train.embedding_optimizer.lr=0.25", "train.embedding_optimizer=RowWiseAdagrad"]
-    )
+    run = override_all(_run(), ["train.embedding_optimizer.lr=0.25", "train.embedding_optimizer=RowWiseAdagrad"])
     assert run.train.embedding_optimizer == RowWiseAdagrad(lr=0.25)
 
 

@@ -108,9 +108,7 @@ def test_an_evaluation_weighs_samples_and_scores_each_task() -> None:
     (whole, _, scores), *_ = scored_rows(model, dataset, [], 40, CPU, ONE)
     expected = Scores.of(scores[:, 1], whole.labels[:, 1], whole.weights)
     assert found["buy"].log_loss == pytest.approx(expected.log_loss, rel=1e-5)
-    assert found["buy"].log_loss != pytest.approx(
-        Scores.of(scores[:, 1], whole.labels[:, 1]).log_loss, rel=1e-5
-    )
+    assert found["buy"].log_loss != pytest.approx(Scores.of(scores[:, 1], whole.labels[:, 1]).log_loss, rel=1e-5)
 
 
 def test_an_interrupted_file_leaves_the_earlier_one(tmp_path: Path) -> None:
@@ -173,9 +171,7 @@ def test_data_without_labels_are_predicted_and_other_data_are_refused(trained: P
 
 
 def test_folders_without_a_model_name_the_next_move(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"without run\.toml and model\.safetensors.*Train the run to its end"
-    ):
+    with pytest.raises(ConfigError, match=r"without run\.toml and model\.safetensors.*Train the run to its end"):
         find_trained(tmp_path)
     (tmp_path / "clicks.toml").write_text((trained / "log" / "run.toml").read_text())
     with pytest.raises(ConfigError, match=r"no trained model in .*runs/small.*tilerec train"):

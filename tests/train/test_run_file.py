@@ -136,9 +136,7 @@ def test_paths_begin_at_the_folder_of_the_file_and_urls_stay(tmp_path: Path) -> 
     assert run.parallel.plan == ""
 
 
-def test_a_written_file_holds_absolute_paths_and_every_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_written_file_holds_absolute_paths_and_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = replace(synthetic(), data=MovieLensData(path="ratings"))
     (tmp_path / "logs").mkdir()
@@ -187,9 +185,7 @@ def test_a_mistake_is_named_by_file_setting_and_next_move(text: str, message: st
 
 def test_errors_inside_of_lists_name_the_element() -> None:
     with pytest.raises(ConfigError, match=r"data\.parts\[1\]\.size: got 'x'; expected a whole number"):
-        run_of_toml(
-            f'[data]\nkind = "{__name__}:OwnData"\nparts = [{{name = "a"}}, {{name = "b", size = "x"}}]\n'
-        )
+        run_of_toml(f'[data]\nkind = "{__name__}:OwnData"\nparts = [{{name = "a"}}, {{name = "b", size = "x"}}]\n')
     with pytest.raises(ConfigError, match=r"data\.parts\[0\]\.nam: got an unknown .*data\.parts\[0\]\.name"):
         run_of_toml(f'[data]\nkind = "{__name__}:OwnData"\nparts = [{{nam = "a"}}]\n')
 

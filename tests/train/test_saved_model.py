@@ -46,9 +46,7 @@ class Model(nn.Module):
 def _values(seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     state = Model().state_dict()
-    return {
-        name: torch.randn(one.shape) if one.is_floating_point() else one + seed for name, one in state.items()
-    }
+    return {name: torch.randn(one.shape) if one.is_floating_point() else one + seed for name, one in state.items()}
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])

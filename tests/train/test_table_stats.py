@@ -60,9 +60,7 @@ def test_logged_ids_and_load_are_those_of_the_training_steps(eval_every: int) ->
 
 
 def _batch(ids: list[int]) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor.from_lengths_sync(
-        ["f"], torch.tensor(ids), torch.ones(len(ids), dtype=torch.int64)
-    )
+    return KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor(ids), torch.ones(len(ids), dtype=torch.int64))
 
 
 def test_caches_report_hits_and_distinct_rows_since_the_last_event() -> None:

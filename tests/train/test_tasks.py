@@ -69,9 +69,7 @@ def test_the_loss_is_the_weighted_mean_over_samples_and_tasks() -> None:
         click_loss(logits[:, :1], labels)
 
 
-@pytest.mark.parametrize(
-    "model", [DLRMConfig(embedding_dim=4, dense_arch=(), over_arch=(4,)), MLPConfig(layers=(4,))]
-)
+@pytest.mark.parametrize("model", [DLRMConfig(embedding_dim=4, dense_arch=(), over_arch=(4,)), MLPConfig(layers=(4,))])
 def test_a_run_scores_each_task(model: DLRMConfig | MLPConfig) -> None:
     data = TableData()
     run = RunConfig("two", data, model, TrainConfig(batch_size=16, log_every=2))
@@ -82,9 +80,7 @@ def test_a_run_scores_each_task(model: DLRMConfig | MLPConfig) -> None:
 
 def test_dot_and_empty_models_are_refused_for_data_that_they_cannot_read() -> None:
     columns = replace(COLUMNS, ids=(IdColumn("user"), IdColumn("click", table="user")), labels=COLUMNS.labels)
-    with pytest.raises(
-        ConfigError, match=r"DotModel: got a dataset with tasks \['click', 'buy'\]; expected one"
-    ):
+    with pytest.raises(ConfigError, match=r"DotModel: got a dataset with tasks \['click', 'buy'\]; expected one"):
         DotConfig().build(TableData(columns).open(), CPU)
     with pytest.raises(ConfigError, match="got no features"):
         ConcatModel(None, 0, (), 1, CPU)

@@ -82,9 +82,7 @@ def test_a_run_is_sent_to_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     params = {key: value for name, (part, *_) in calls if name == "log_params" for key, value in part.items()}
     assert params["train.batch_size"] == "64"
-    metrics = [
-        (step, set(values)) for name, (values, *rest) in calls if name == "log_metrics" for step in rest
-    ]
+    metrics = [(step, set(values)) for name, (values, *rest) in calls if name == "log_metrics" for step in rest]
     assert [step for step, _ in metrics] == [2, 4, 4]
     assert {"train/loss", "samples"} <= metrics[0][1]
     assert calls[-1] == ("end_run", ("FINISHED",))

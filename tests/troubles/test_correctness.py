@@ -131,9 +131,7 @@ def test_3187_a_tables_type_is_that_of_its_rows_and_of_the_output(given: torch.d
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_3187_half_precision_tables_keep_their_type_sharded(kind: str, name: str) -> None:
     dtype = TYPES[name]
-    base = EmbeddingBagCollection(
-        [EmbeddingBagConfig(9, 8, t, feature_names=[t], data_type=dtype) for t in ("a", "b")]
-    )
+    base = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, t, feature_names=[t], data_type=dtype) for t in ("a", "b")])
     sequence = EmbeddingCollection([EmbeddingConfig(9, 8, "a", feature_names=["a"], data_type=dtype)])
     for each in (base, sequence):
         apply_optimizer_in_backward(SGD(lr=0.5), list(each.parameters()))
@@ -184,9 +182,7 @@ def test_an_attached_optimizer_steps_a_table_under_every_sharding_replicated_one
     """In the backward, by its own learning rate, with state in `fused_optimizer`, and no gradient for a dense one."""
     base = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, t, feature_names=[t]) for t in ("a", "b")])
     apply_optimizer_in_backward(RowWiseAdagrad(lr=0.3), list(base.parameters()))
-    modules = equals_unsharded(
-        base, kind, lambda rank, step: random_batch(["a", "b"], 9, 4, seed=9 * step + rank)
-    )
+    modules = equals_unsharded(base, kind, lambda rank, step: random_batch(["a", "b"], 9, 4, seed=9 * step + rank))
     for module in modules:
         assert all(p.grad is None for p in module.parameters())
         assert sorted(module.fused_optimizer.params) == [f"embedding_bags.{t}.weight" for t in ("a", "b")]

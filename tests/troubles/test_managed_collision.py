@@ -22,9 +22,7 @@ from tilerec.testing.virtual import run_virtual_ranks
 def sequence(group: Group, features: list[str]) -> Any:
     configs = [EmbeddingConfig(96, 4, "t", feature_names=features)]
     ids = ManagedCollisionCollection({"t": HashZchManagedCollisionModule(96, "cpu", 6)}, configs)
-    module = ManagedCollisionEmbeddingCollection(
-        EmbeddingCollection(configs), ids, return_remapped_features=True
-    )
+    module = ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), ids, return_remapped_features=True)
     shard(module, row_wise(), group)
     return module
 
@@ -32,9 +30,7 @@ def sequence(group: Group, features: list[str]) -> Any:
 def test_2838_one_table_gives_its_remapped_features() -> None:
     def fn(group: Group) -> None:
         module = sequence(group, ["a"])
-        batch = KeyedJaggedTensor.from_lengths_sync(
-            ["a"], torch.tensor([7, -7, 7 + group.rank]), torch.tensor([2, 1])
-        )
+        batch = KeyedJaggedTensor.from_lengths_sync(["a"], torch.tensor([7, -7, 7 + group.rank]), torch.tensor([2, 1]))
         out, remapped = module(batch)
         weight = full_state_dict(module)["_embedding_module.embeddings.t.weight"]
         assert torch.equal(out["a"].values(), weight[remapped["a"].values()])

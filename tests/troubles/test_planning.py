@@ -31,8 +31,7 @@ from tilerec.testing.virtual import run_virtual_ranks
 
 def thousand_tables() -> EmbeddingBagCollection:
     tables = [
-        EmbeddingBagConfig(1000 + 997 * i, 16 * (1 + i % 8), f"t{i}", feature_names=[f"f{i}"])
-        for i in range(1000)
+        EmbeddingBagConfig(1000 + 997 * i, 16 * (1 + i % 8), f"t{i}", feature_names=[f"f{i}"]) for i in range(1000)
     ]
     return EmbeddingBagCollection(tables, device="meta")
 
@@ -120,14 +119,10 @@ def test_1252_what_a_sharder_offers_the_planner_plans_and_shard_does_on_cpu(whic
 
 def test_602_a_wish_that_cannot_be_met_is_refused_with_table_and_reason() -> None:
     """Each rank holds half of the table, and not the whole of it."""
-    module = EmbeddingBagCollection(
-        [EmbeddingBagConfig(400_000, 64, "t", feature_names=["f"])], device="meta"
-    )
+    module = EmbeddingBagCollection([EmbeddingBagConfig(400_000, 64, "t", feature_names=["f"])], device="meta")
     limits = {"t": ParameterConstraints(sharding_types=["table_wise"])}
     small = Topology(2, "cpu", ddr_cap=150 * 2**20)
-    with pytest.raises(
-        ValueError, match="no piece of table 't' that its constraints and sizes allow"
-    ) as caught:
+    with pytest.raises(ValueError, match="no piece of table 't' that its constraints and sizes allow") as caught:
         EmbeddingShardingPlanner(topology=small, constraints=limits).plan(module)
     assert "a split by rows of 't', which sharding_types rule out" in str(caught.value)
 
@@ -149,9 +144,7 @@ def test_2510_the_printed_plan_says_what_each_of_2_x_8_ranks_holds(kind: str) ->
     own = {"table_row_wise": list(range(8, 16))}.get(kind)
 
     def run(group: Group) -> tuple[str, tuple[int, ...]]:
-        module = EmbeddingBagCollection(
-            [EmbeddingBagConfig(ROWS_2510, 128, "t", feature_names=["f"])], device="meta"
-        )
+        module = EmbeddingBagCollection([EmbeddingBagConfig(ROWS_2510, 128, "t", feature_names=["f"])], device="meta")
         topology = Topology(16, "cpu", local_world_size=8)
         plan = {"t": ParameterSharding(kind, ranks=own)}
         shard(module, plan=plan, mesh=group, topology=topology, device="meta")

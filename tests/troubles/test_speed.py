@@ -141,9 +141,7 @@ def test_4712_and_travel_only_if_asked_for(asked: bool) -> None:
 def test_1990_a_frozen_table_sends_no_gradient_and_has_no_state(kind: str) -> None:
     def run(group: Group, frozen: bool) -> tuple[int, int]:
         torch.manual_seed(0)
-        base = EmbeddingBagCollection(
-            [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")]
-        )
+        base = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")])
         if frozen:
             base.embedding_bags["a"].weight.requires_grad_(False)
         apply_optimizer_in_backward(Adam(lr=0.1), [p for p in base.parameters() if p.requires_grad])
@@ -158,9 +156,7 @@ def test_1990_a_frozen_table_sends_no_gradient_and_has_no_state(kind: str) -> No
         assert names == {f"embedding_bags.{name}.weight" for name in ("ab", "b")[frozen]}
         return traffic(module).total() - forward, bytes_of_state
 
-    both, one = (
-        [sum(part) for part in zip(*run_virtual_ranks(SIZE, run, f), strict=True)] for f in (False, True)
-    )
+    both, one = ([sum(part) for part in zip(*run_virtual_ranks(SIZE, run, f), strict=True)] for f in (False, True))
     assert 0.35 < one[0] / both[0] < 0.65
     assert one[1] * 2 == both[1] > 0
 
@@ -245,9 +241,7 @@ def test_rows_of_a_sequence_are_not_cut_into_pieces_and_joined_again() -> None:
     """PR 216: one slice per feature in the backward doubled its time."""
 
     def run(tables: int) -> Counter[str]:
-        base = EmbeddingCollection(
-            [EmbeddingConfig(12, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)]
-        )
+        base = EmbeddingCollection([EmbeddingConfig(12, 4, f"t{t}", feature_names=[f"f{t}"]) for t in range(tables)])
         apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
         features = batch(tables)
         out = [jagged.values() for jagged in base(features).values()]

@@ -47,9 +47,7 @@ def test_294_and_1495_every_table_has_the_dim_it_is_given_also_1(kind: str, pool
             [EmbeddingBagConfig(9, dim, name, feature_names=[name]) for name, dim in DIMS.items()]
         )
     else:
-        base = EmbeddingCollection(
-            [EmbeddingConfig(9, dim, name, feature_names=[name]) for name, dim in DIMS.items()]
-        )
+        base = EmbeddingCollection([EmbeddingConfig(9, dim, name, feature_names=[name]) for name, dim in DIMS.items()])
     apply_optimizer_in_backward(Adagrad(lr=0.1), list(base.parameters()))
     features = random_batch(list(DIMS), 9, 3)
     out = base(features)
@@ -68,9 +66,7 @@ def test_294_and_1495_every_table_has_the_dim_it_is_given_also_1(kind: str, pool
 def test_1591_any_number_of_rows_lies_on_any_number_of_ranks(kind: str, rows: int) -> None:
     base = EmbeddingBagCollection([EmbeddingBagConfig(rows, 4, "t", feature_names=["f"])])
     apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
-    equals_unsharded(
-        base, kind, lambda rank, step: random_batch(["f"], rows, 3, seed=4 * step + rank), steps=1
-    )
+    equals_unsharded(base, kind, lambda rank, step: random_batch(["f"], rows, 3, seed=4 * step + rank), steps=1)
 
 
 # ------------------------------------------------------ 2268: one table, pooled here and as a sequence there
@@ -90,9 +86,7 @@ class Shared(nn.Module):
         return (pooled * pooled).sum() + (each * each).sum()
 
 
-@pytest.mark.parametrize(
-    "rule", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)], ids=["sgd", "rows", "adam"]
-)
+@pytest.mark.parametrize("rule", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)], ids=["sgd", "rows", "adam"])
 def test_2268_a_table_serves_bags_and_sequences_and_moves_once_per_step(
     rule: SGD | RowWiseAdagrad | Adam,
 ) -> None:
@@ -143,9 +137,7 @@ class Scorer(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_1888_the_dense_part_of_a_sharded_model_compiles_whole() -> None:
     """In one graph without breaks, on rows that a sharded collection gave, gradients included."""
-    base = EmbeddingBagCollection(
-        [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b", "c")]
-    )
+    base = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b", "c")])
     apply_optimizer_in_backward(SGD(lr=0.1), list(base.parameters()))
     scorer = Scorer()
     twin = copy.deepcopy(scorer)
@@ -214,9 +206,7 @@ def trained_on_two_ranks() -> list[list[list[float]]]:
 
     def run(group: Group) -> list[list[float]]:
         torch.manual_seed(0)
-        module = EmbeddingBagCollection(
-            [EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")]
-        )
+        module = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, name, feature_names=[name]) for name in ("a", "b")])
         apply_optimizer_in_backward(RowWiseAdagrad(lr=0.1), list(module.parameters()))
         shard(module, mesh=group, topology=Topology(2, "cpu"))
         with torch.no_grad():
@@ -250,9 +240,7 @@ print(json.dumps([backends.NATIVE_CPU, trained_on_two_ranks()]))
 
 def test_551_training_needs_no_other_embedding_library_and_1483_no_binary_at_all() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TILEREC_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, timeout=150
-    )
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, timeout=150)
     assert done.returncode == 0, done.stderr
     native, plain = json.loads(done.stdout)
     assert not native

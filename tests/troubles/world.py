@@ -40,14 +40,9 @@ def placed(kind: str, table: int, dim: int) -> ParameterSharding:
     return ParameterSharding(kind, ranks=ranks.get(kind))
 
 
-def sharded(
-    base: TableCollection, kind: str, group: Group, hosts: Sequence[Sequence[int]] | None = HOSTS
-) -> Any:
+def sharded(base: TableCollection, kind: str, group: Group, hosts: Sequence[Sequence[int]] | None = HOSTS) -> Any:
     """A copy of a collection, all its tables under one sharding type; `hosts=None` is one host."""
-    plan = {
-        name: placed(kind, t, table.config.embedding_dim)
-        for t, (name, table) in enumerate(base._tables.items())
-    }
+    plan = {name: placed(kind, t, table.config.embedding_dim) for t, (name, table) in enumerate(base._tables.items())}
     topology = Topology(group.size, "cpu", hosts=hosts)
     return shard(copy.deepcopy(base), plan=plan, mesh=group, topology=topology)
 

@@ -176,11 +176,7 @@ class Page:
     def troubles(self) -> list[str]:
         """Uncaught errors, and what was logged as an error or refused by the page's policy."""
         thrown = [str(e["exceptionDetails"]) for e in self._browser.events("Runtime.exceptionThrown")]
-        logged = [
-            e["entry"]["text"]
-            for e in self._browser.events("Log.entryAdded")
-            if e["entry"]["level"] == "error"
-        ]
+        logged = [e["entry"]["text"] for e in self._browser.events("Log.entryAdded") if e["entry"]["level"] == "error"]
         return thrown + logged
 
     def fetched(self) -> list[str]:

@@ -29,9 +29,7 @@ def entry(
     return of(name, tiling, kind, path=path, scale=scale)
 
 
-def of(
-    name: str, tiling: Tiling, kind: str = "explicit", *, path: str = "ebc", scale: int = 10**6
-) -> TableEntry:
+def of(name: str, tiling: Tiling, kind: str = "explicit", *, path: str = "ebc", scale: int = 10**6) -> TableEntry:
     """A table with a tiling."""
     copies = sum(t.rectangle.cells * len(t.owners) for t in tiling.tiles())
     own = tuple(scale * tiling.dim * (s + 1) // len(tiling.ranks()) for s in range(len(STAGES) - 1))
@@ -98,9 +96,7 @@ def small() -> PlanReport:
         entry("city", 500, 16, "data_parallel", None, topology),
         entry("brand", 70_000, 32, "table_row_wise", [4, 5, 6, 7], topology),
         entry("query", 40_000, 64, "grid_shard", None, topology, path="deep.ebc"),
-        of(
-            "odd", Tiling.of("odd", 100, 12, [(0, 100, 0, 4, (0, 3)), (0, 30, 4, 12, 1), (30, 100, 4, 12, 2)])
-        ),
+        of("odd", Tiling.of("odd", 100, 12, [(0, 100, 0, 4, (0, 3)), (0, 30, 4, 12, 1), (30, 100, 4, 12, 2)])),
     ]
     return report(tables, topology, notes=("a note",))
 
@@ -128,7 +124,5 @@ def large(tables: int, ranks: int, local: int) -> PlanReport:
         else:
             kind, where = "data_parallel", None
         scale = int(10**6 * draw.lognormal(0, 1))
-        found.append(
-            entry(name, int(rows[i]), int(dims[i]), kind, where, topology, path=f"ebc_{i % 3}", scale=scale)
-        )
+        found.append(entry(name, int(rows[i]), int(dims[i]), kind, where, topology, path=f"ebc_{i % 3}", scale=scale))
     return report(found, topology)

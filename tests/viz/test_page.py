@@ -119,9 +119,7 @@ def test_heads_sort_up_and_down(show: Open) -> None:
     assert names() == ["query", "brand", "city", "item", "odd", "shop", "user"]  # by module, then name
     page.click(head(2))
     assert names() == ["user", "shop", "odd", "item", "city", "brand", "query"]
-    assert (
-        page.ask(f"document.querySelector({head(2)!r}).parentNode.getAttribute('aria-sort')") == "descending"
-    )
+    assert page.ask(f"document.querySelector({head(2)!r}).parentNode.getAttribute('aria-sort')") == "descending"
     page.click(head(4))
     assert names()[0] == "user"  # by memory
     page.click("#ranks .head > :nth-child(3) button")
@@ -171,9 +169,7 @@ def test_a_table_is_drawn_as_its_tiles_in_their_ranks_colours(show: Open) -> Non
 def test_names_are_shown_as_text_whatever_is_in_them(show: Open) -> None:
     topology = Topology(2)
     name = "</script><img src=x onerror=document.title='broken'>"
-    page = show(
-        report([entry(name, 10, 8, "table_wise", [1], topology, path="<b>")], topology, notes=("<i>",))
-    )
+    page = show(report([entry(name, 10, 8, "table_wise", [1], topology, path="<b>")], topology, notes=("<i>",)))
     assert page.text("#table-name") == f"<b>.{name}"
     assert page.text("#notes") == "<i>"
     assert page.count("img, b > b, #notes i") == 0
@@ -301,16 +297,12 @@ def planned() -> PlanReport:
 
 
 def pick(page: Page, name: str) -> None:
-    page.ask(
-        f"[...document.querySelectorAll('#tables .name')].find((n) => n.textContent === {name!r}).click()"
-    )
+    page.ask(f"[...document.querySelectorAll('#tables .name')].find((n) => n.textContent === {name!r}).click()")
 
 
 def test_the_top_says_where_the_bottleneck_is_and_what_would_help(show: Open, planned: PlanReport) -> None:
     made, page = planned, show(planned)
-    assert page.text("#banner").startswith(
-        "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda"
-    )
+    assert page.text("#banner").startswith("SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda")
     assert "tilerec calibrate --nproc 1" in page.text("#banner")
     top = made.bottleneck.largest
     assert page.text("#bottleneck").lower().startswith(f"{top.name}, {percent_text(top.share)} of the step")
@@ -392,9 +384,7 @@ def test_colours_are_okabe_and_itos_and_stages_between_hosts_are_hatched_too(sho
 
 def test_names_of_heavy_tables_are_told_apart_on_a_phone(show: Open) -> None:
     topology = Topology(2)
-    tables = [
-        entry(f"table_{i:05d}", 100, 8, "table_wise", [0], topology, path="sparse.ebc_0") for i in range(3)
-    ]
+    tables = [entry(f"table_{i:05d}", 100, 8, "table_wise", [0], topology, path="sparse.ebc_0") for i in range(3)]
     page = show(report(tables, topology), width=390, height=844)
     cut = "[...document.querySelectorAll('#heaviest button')].map((n) => n.scrollWidth > n.clientWidth)"
     assert page.ask(cut) == [False] * 3
@@ -415,8 +405,6 @@ def test_heads_of_tables_do_not_wrap(show: Open, planned: PlanReport, width: int
     )
     assert wrapped[0] > 15
     assert wrapped[1] == []
-    tops = page.ask(
-        "[...new Set([...document.querySelectorAll('#tables .head button')].map((n) => n.offsetTop))]"
-    )
+    tops = page.ask("[...new Set([...document.querySelectorAll('#tables .head button')].map((n) => n.offsetTop))]")
     assert len(tops) == 1
     assert page.ask("document.documentElement.scrollWidth") <= width

@@ -99,9 +99,7 @@ def test_the_numbers_are_the_reports() -> None:
 def test_what_only_the_plan_says_is_beside_the_table() -> None:
     made = small()
     plan = plan_of(made)
-    wired = ParameterSharding(
-        "explicit", tiling=made.tables[0].tiling, wire=Wire(forward="bf16", backward="fp16")
-    )
+    wired = ParameterSharding("explicit", tiling=made.tables[0].tiling, wire=Wire(forward="bf16", backward="fp16"))
     page = Page(report_html(plan.replaced("ebc", "user", wired), made))
     assert page.data["about"][:2] == ["rows are sent as bf16, gradients as fp16", "kernel fused"]
 
@@ -193,9 +191,7 @@ def test_the_page_explains_as_many_tables_as_it_is_said_and_names_the_command_fo
     data = Page(report_html(None, made, what_ifs=False)).data
     heaviest = sorted(made.tables, key=lambda e: (-sum(e.owner_ps) - sum(e.home_ps), e.name))[:5]
     assert {made.tables[int(t)].name for t in data["why"]} == {entry.name for entry in heaviest}
-    assert (
-        data["why_not"] == "This page explains the 5 tables that add most; of this one: tilerec plan explain"
-    )
+    assert data["why_not"] == "This page explains the 5 tables that add most; of this one: tilerec plan explain"
     for t, (_, _, ways) in data["why"].items():
         found = explain(made.request, made.tables[int(t)].name)  # type: ignore[arg-type]
         assert [way[6] for way in ways] == [way.step_ps for way in found.considered]

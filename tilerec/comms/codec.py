@@ -165,16 +165,12 @@ def register_codec(made: Codec) -> None:
     """
     where = f"register_codec({type(made).__name__})"
     if not isinstance(made, Codec):
-        raise ConfigError(
-            f"{where}: got {made!r:.80}; expected an object of a subclass of tilerec.comms.Codec."
-        )
+        raise ConfigError(f"{where}: got {made!r:.80}; expected an object of a subclass of tilerec.comms.Codec.")
     name = getattr(made, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ConfigError(f"{where}: got name={name!r}; expected a lower-case identifier such as 'int4'.")
     if name in _CODECS:
-        raise ConfigError(
-            f"{where}: got name={name!r}, which is taken; expected none of {', '.join(_CODECS)}."
-        )
+        raise ConfigError(f"{where}: got name={name!r}, which is taken; expected none of {', '.join(_CODECS)}.")
     segments = ((2, 3), (0, 4), (1, 5))
     flat = torch.arange(11, dtype=torch.float32)
     wire = made.encode(flat, segments)

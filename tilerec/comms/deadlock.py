@@ -164,9 +164,7 @@ class DeadlockDetector:
             return [r for r in own.ranks if r in records and r != rank and not records[r].has_made(own)]
 
         cycle = cycle_through(self._rank, waits_for)
-        return (
-            cycle_text(cycle, {rank: record.call.title for rank, record in records.items()}) if cycle else ""
-        )
+        return cycle_text(cycle, {rank: record.call.title for rank, record in records.items()}) if cycle else ""
 
     def _records(self, ranks: Iterable[int]) -> dict[int, _Record]:
         found = [rank for rank in ranks if self.store.check([_key(rank)])]

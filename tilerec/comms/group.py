@@ -188,9 +188,7 @@ class Group(ABC):
         mine = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
         sizes_W = torch.full((self.size,), mine.numel(), dtype=torch.int64, device=self.device)
         ones = [1] * self.size
-        sizes = (
-            self._all_to_all("object sizes", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
-        )
+        sizes = self._all_to_all("object sizes", torch.zeros_like(sizes_W), sizes_W, ones, ones).wait().tolist()
         received = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         to_all = [mine.numel()] * self.size
         self._all_to_all("objects", received, mine.repeat(self.size), sizes, to_all).wait()
@@ -228,9 +226,7 @@ class Group(ABC):
     ) -> Handle: ...  # fmt: skip
 
     @abstractmethod
-    def _exchange(
-        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
-    ) -> Pending: ...
+    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> Pending: ...
 
     @abstractmethod
     def _all_reduce_(self, name: str, tensor: Tensor) -> Handle: ...
@@ -244,9 +240,7 @@ class Group(ABC):
                 f"partition '{name}' on rank {self.rank}: got parts {[_few(part) for part in parts[:8]]}; expected "
                 f"each of the ranks 0 to {self.size - 1} in one part, ascending."
             )
-        return next(
-            (index, list(part).index(self.rank)) for index, part in enumerate(parts) if self.rank in part
-        )
+        return next((index, list(part).index(self.rank)) for index, part in enumerate(parts) if self.rank in part)
 
     def _check_part(self, side: str, name: str, tensor: Tensor, splits: Sequence[int]) -> None:
         _check_flat(f"all_to_all '{name}' on rank {self.rank}: {side}", tensor)

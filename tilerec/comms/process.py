@@ -245,9 +245,7 @@ class ProcessGroupComms(Group):
         """Return the device from which a tensor can be sent; NCCL cannot send host rows of cached tables."""
         return tensor.device if tensor.device.type in self._backends else self.device
 
-    def _exchange(
-        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
-    ) -> _ExchangeHandle:
+    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _ExchangeHandle:
         title = f"exchange '{name}'"
         self._raise_if_failed(title)
         tag = zlib.crc32(name.encode()) & 0x7FFFFFFF

@@ -174,9 +174,7 @@ class ThreadGroup(Group):
     def _all_reduce_(self, name: str, tensor: Tensor) -> _CallHandle:
         return self._call("all_reduce", name, tensor, _sum_in_place, tensor)
 
-    def _exchange(
-        self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]
-    ) -> _ExchangeHandle:
+    def _exchange(self, name: str, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> _ExchangeHandle:
         world, channel = self._world, self._channel
         where = self._describe(f"exchange '{name}'")
         messages = []
@@ -188,13 +186,9 @@ class ThreadGroup(Group):
             for peer, tensor in receives.items():
                 messages.append(channel.post(world, name, peer, self.rank, "wants", tensor))
             world._raise_if_failed(where)
-        return _ExchangeHandle(
-            world, f"exchange '{name}'", where, messages, channel.ranks, channel.ranks[self.rank]
-        )
+        return _ExchangeHandle(world, f"exchange '{name}'", where, messages, channel.ranks, channel.ranks[self.rank])
 
-    def _call(
-        self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None
-    ) -> _CallHandle:
+    def _call(self, kind: str, name: str, share: object, finish: Finish, output: Tensor | None) -> _CallHandle:
         """Add this rank's share to its next call; the last rank to arrive finishes the call."""
         world, channel = self._world, self._channel
         title = f"{kind} '{name}'"

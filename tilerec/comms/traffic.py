@@ -110,9 +110,7 @@ class Traffic:
 
     def table(self) -> list[Sent]:
         """Return one line per name, in the order of their first calls."""
-        return [
-            Sent(name, self._counts.calls[name], tuple(line)) for name, line in self._counts.bytes.items()
-        ]
+        return [Sent(name, self._counts.calls[name], tuple(line)) for name, line in self._counts.bytes.items()]
 
     def __iter__(self) -> Iterator[Sent]:
         return iter(self.table())
@@ -131,9 +129,7 @@ class Traffic:
         """Return the bytes sent to other hosts, by name, given the ranks of each host (`Topology.hosts`)."""
         own = self._ranks[self.rank]
         homes = [host for host in hosts if own in host]
-        if len(homes) != 1 or sorted(rank for host in hosts for rank in host) != list(
-            range(self._counts.size)
-        ):
+        if len(homes) != 1 or sorted(rank for host in hosts for rank in host) != list(range(self._counts.size)):
             raise ConfigError(
                 f"Traffic.between: hosts {tuple(map(tuple, hosts))} do not hold each of the ranks 0 to "
                 f"{self._counts.size - 1} once; pass the topology's hosts."

@@ -94,9 +94,7 @@ _WITHOUT_EFFECT = {
 """Keys for FBGEMM's internals, each with the reason why it has no effect."""
 
 
-def read_cache_params(
-    fused_params: Mapping[str, Any] | None, who: str
-) -> tuple[CacheParams | None, dict[str, Any]]:
+def read_cache_params(fused_params: Mapping[str, Any] | None, who: str) -> tuple[CacheParams | None, dict[str, Any]]:
     """Return the cache that `fused_params` describe, or None, and the remaining keys.
 
     Args:
@@ -144,9 +142,7 @@ def read_fused_params(fused_params: Mapping[str, Any] | None, who: str) -> Optim
         )
     if not given:
         return None
-    kind = to_enum(
-        EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']"
-    )
+    kind = to_enum(EmbOptimType, given.pop("optimizer", EmbOptimType.EXACT_SGD), f"{who}: fused_params['optimizer']")
     rounding = given.pop("stochastic_rounding", True)
     spec, argument_of = _SPECS[kind]
     for key in sorted(set(given) - set(argument_of)):
@@ -173,7 +169,5 @@ def _decay_mode(mode: Any, who: str) -> str:
         "decoupled": "decoupled",
     }
     if word not in modes:
-        raise ConfigError(
-            f"{who}: fused_params['weight_decay_mode']: got {mode!r}; expected 'l2' or 'decoupled'."
-        )
+        raise ConfigError(f"{who}: fused_params['weight_decay_mode']: got {mode!r}; expected 'l2' or 'decoupled'.")
     return modes[word]

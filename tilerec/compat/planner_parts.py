@@ -117,9 +117,7 @@ class GreedyPerfPartitioner(IgnoredPart):
 class MemoryBalancedPartitioner(IgnoredPart):
     """Partitioner that places shards by cost, then balances memory."""
 
-    def __init__(
-        self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False
-    ) -> None:
+    def __init__(self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False) -> None:
         self._keep(locals())
 
 

@@ -56,9 +56,7 @@ class CommOp(Enum):
     SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
 
 
-_UNSCALED = (
-    "rows and gradients are sent unscaled; if fp16 is too narrow (below 6e-8, from 65,520 on), use bf16"
-)
+_UNSCALED = "rows and gradients are sent unscaled; if fp16 is too narrow (below 6e-8, from 65,520 on), use bf16"
 _WITHOUT_EFFECT = {
     "forward_loss_scale": _UNSCALED,
     "backward_loss_scale": _UNSCALED,

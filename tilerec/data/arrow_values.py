@@ -89,23 +89,16 @@ def join_values(parts: list[Values]) -> Values:
         np.concatenate([part.values for part in parts]),
         np.concatenate(lists) if lists else None,
         _joined_masks([part.missing for part in parts], counts),
-        _joined_masks([part.missing_lists for part in parts], [len(lengths) for lengths in lists])
-        if lists
-        else None,
+        _joined_masks([part.missing_lists for part in parts], [len(lengths) for lengths in lists]) if lists else None,
         parts[0].hashed,
     )
 
 
-def _joined_masks(
-    masks: list[npt.NDArray[np.bool_] | None], counts: list[int]
-) -> npt.NDArray[np.bool_] | None:
+def _joined_masks(masks: list[npt.NDArray[np.bool_] | None], counts: list[int]) -> npt.NDArray[np.bool_] | None:
     if all(mask is None for mask in masks):
         return None
     return np.concatenate(
-        [
-            np.zeros(count, np.bool_) if mask is None else mask
-            for mask, count in zip(masks, counts, strict=True)
-        ]
+        [np.zeros(count, np.bool_) if mask is None else mask for mask, count in zip(masks, counts, strict=True)]
     )
 
 

@@ -88,9 +88,7 @@ def _stacked(arrays: list[Floats], arena: Arena) -> Floats:
     return arena.joined([array.reshape(-1) for array in arrays]).reshape(rows, arrays[0].shape[1])
 
 
-def _plain(
-    parts: Sequence[BatchPart], features: Sequence[str], samples: int, arena: Arena
-) -> KeyedJaggedTensor:
+def _plain(parts: Sequence[BatchPart], features: Sequence[str], samples: int, arena: Arena) -> KeyedJaggedTensor:
     lengths_FB = arena.empty(len(features) * samples, np.int32).reshape(len(features), samples)
     lengths_FB.fill(1)
     values: list[Ints] = []
@@ -126,9 +124,7 @@ def _values(bags: dict[str, BagIds]) -> tuple[torch.Tensor, torch.Tensor | None]
     values = np.concatenate([one.values for one in bags.values()])
     if all(one.weights is None for one in bags.values()):
         return torch.from_numpy(values), None
-    weights = [
-        np.ones(len(one.values), np.float32) if one.weights is None else one.weights for one in bags.values()
-    ]
+    weights = [np.ones(len(one.values), np.float32) if one.weights is None else one.weights for one in bags.values()]
     return torch.from_numpy(values), torch.from_numpy(np.concatenate(weights))
 
 

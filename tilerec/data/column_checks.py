@@ -34,9 +34,7 @@ def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, se
             )
     if session:
         check_exists(source, session, "group_by_session column")
-    source.check_columns(
-        list(dict.fromkeys([*(name for name, _, _ in wanted), *([session] if session else [])]))
-    )
+    source.check_columns(list(dict.fromkeys([*(name for name, _, _ in wanted), *([session] if session else [])])))
 
 
 def check_exists(source: RowGroups, name: str, role: str) -> None:

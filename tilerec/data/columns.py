@@ -72,9 +72,7 @@ class DenseColumn:
     missing: Literal["error", "zero"] = "error"
 
     def __post_init__(self) -> None:
-        _check_choice(
-            f"dense column {self.column!r}: transform", self.transform, ("none", "log", "normalize")
-        )
+        _check_choice(f"dense column {self.column!r}: transform", self.transform, ("none", "log", "normalize"))
         _check_choice(f"dense column {self.column!r}: missing", self.missing, ("error", "zero"))
         if not (math.isfinite(self.mean) and math.isfinite(self.std) and self.std > 0):
             raise ConfigError(
@@ -126,9 +124,7 @@ class IdColumn:
                 f"{1 if self.kind == 'sequence' else 0}. Set the number of latest ids to keep."
             )
         if self.kind == "single" and (self.max_length or self.weights):
-            raise ConfigError(
-                f"{who}: got max_length or weights with kind='single'; expected a list. Set kind='list'."
-            )
+            raise ConfigError(f"{who}: got max_length or weights with kind='single'; expected a list. Set kind='list'.")
         if any(not math.isfinite(edge) for edge in self.boundaries) or any(
             low >= high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False)
         ):
@@ -165,9 +161,7 @@ class TableRows:
     def __post_init__(self) -> None:
         _check_choice(f"table {self.name!r}: ids", self.ids, ("hash", "rows", "managed"))
         if self.rows < 1:
-            raise ConfigError(
-                f"table {self.name!r}: got rows={self.rows}; expected at least 1. Set its size."
-            )
+            raise ConfigError(f"table {self.name!r}: got rows={self.rows}; expected at least 1. Set its size.")
 
 
 @dataclass(frozen=True)
@@ -288,9 +282,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(
-            f"{what}: got {value!r}; {nearest(str(value), choices)} Use one of {list(choices)}."
-        )
+        raise ConfigError(f"{what}: got {value!r}; {nearest(str(value), choices)} Use one of {list(choices)}.")
 
 
 def _check_distinct(what: str, names: Iterable[str]) -> None:

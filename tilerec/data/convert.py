@@ -94,15 +94,11 @@ def convert(
         FileError: `out` cannot be written; an earlier file stays unchanged.
     """
     if rows_per_group < 1:
-        raise ConfigError(
-            f"rows_per_group: got {rows_per_group}; expected at least 1. Leave it out for the default."
-        )
+        raise ConfigError(f"rows_per_group: got {rows_per_group}; expected at least 1. Leave it out for the default.")
     files = list_files(paths, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
     layout = TextLayout(files[0], delimiter=delimiter, names=names, lists=lists, texts=texts, compressed=True)
     total = sum(file.size() for file in files)
-    summaries = [
-        _Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)
-    ]
+    summaries = [_Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
     done, result = 0, Conversion()
     schema = pa.schema(
         [(name, _stored(kind)) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]
@@ -125,9 +121,7 @@ def convert(
                 result.skipped += count.skipped
                 result.examples += count.examples
         if not result.rows:
-            raise InputError(
-                f"{files[0].name}: there are no rows in it; expected lines of data. Check the path."
-            )
+            raise InputError(f"{files[0].name}: there are no rows in it; expected lines of data. Check the path.")
     result.columns = [summary.result() for summary in summaries]
     return result
 

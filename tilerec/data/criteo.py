@@ -86,9 +86,7 @@ class Criteo(Dataset):
             if size <= self._first_row:
                 raise ConfigError(f"num_rows of {name!r} is {size}; it must be above {self._first_row}.")
         if held_out_every < 2:
-            raise ConfigError(
-                f"held_out_every is {held_out_every}; expected 2 or more, so training has rows."
-            )
+            raise ConfigError(f"held_out_every is {held_out_every}; expected 2 or more, so training has rows.")
         self._features = tuple(SparseFeature(name, size) for name, size in zip(SPARSE, sizes, strict=True))
         self._held_out_every = held_out_every
         self._seed = seed
@@ -143,9 +141,7 @@ class Criteo(Dataset):
         for index, feature in enumerate(self._features):
             texts = block.texts[feature.name]
             rows[:, index] = hash_rows(texts, feature.num_rows, first_row=self._first_row)
-            absent_n = (
-                np.diff(np.frombuffer(texts.buffers()[1], np.int32)[texts.offset :][: len(texts) + 1]) == 0
-            )
+            absent_n = np.diff(np.frombuffer(texts.buffers()[1], np.int32)[texts.offset :][: len(texts) + 1]) == 0
             rows[absent_n, index] = 0 if self._first_row else -1  # -1: no id
         return signed_log(dense), rows, block.numbers["Label"].astype(np.float32)
 

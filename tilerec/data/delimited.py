@@ -176,9 +176,7 @@ class DelimitedFile:
             if len(block):
                 yield block
         if layout is None:
-            raise InputError(
-                f"{self.path}: the file is empty; expected a header line naming {self._names()}."
-            )
+            raise InputError(f"{self.path}: the file is empty; expected a header line naming {self._names()}.")
 
     # Lines -----------------------------------------------------------------------------------------------------
 
@@ -189,9 +187,7 @@ class DelimitedFile:
         most = self._max_line_bytes + 2  # one byte too many even if the last is a carriage return
         with self._open() as stream:
             while chunk := self._chunk(stream, line):
-                count.bytes_read = (
-                    stream.compressed_position() if isinstance(stream, _Gzip) else stream.tell()
-                )
+                count.bytes_read = stream.compressed_position() if isinstance(stream, _Gzip) else stream.tell()
                 if line == 1 and not rest:
                     chunk = chunk.removeprefix(b"\xef\xbb\xbf")
                 if len(rest) == most:
@@ -261,9 +257,7 @@ class DelimitedFile:
         """Return the column names of a header line; raise `InputError` unless it has each wanted column once."""
         if len(line.rstrip(b"\r\n")) > self._max_line_bytes:
             raise self._too_long(1, line)
-        layout = tuple(
-            name.decode("utf-8", "replace").strip() for name in line.rstrip(b"\r\n").split(self._delimiter)
-        )
+        layout = tuple(name.decode("utf-8", "replace").strip() for name in line.rstrip(b"\r\n").split(self._delimiter))
         for column in self.columns:
             if layout.count(column.name) == 1:
                 continue
@@ -271,16 +265,12 @@ class DelimitedFile:
                 raise InputError(f"{self.path}:1: the header names column {column.name!r} more than once.")
             near = difflib.get_close_matches(column.name, layout, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise InputError(
-                f"{self.path}:1: the header has no column {column.name!r}; got {_shown(line)}{hint}"
-            )
+            raise InputError(f"{self.path}:1: the header has no column {column.name!r}; got {_shown(line)}{hint}")
         return layout
 
     # Blocks to rows --------------------------------------------------------------------------------------------
 
-    def parse(
-        self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount | None = None
-    ) -> Block:
+    def parse(self, first_line: int, text: bytes, layout: tuple[str, ...], count: RowCount | None = None) -> Block:
         """Return the rows of whole lines of the file.
 
         Args:
@@ -298,9 +288,7 @@ class DelimitedFile:
         """Return the rows of a block parsed by Arrow; None if Arrow or a bound detects a bad row."""
         if self._has_long_line(text):
             return None
-        if any(column.kind is ColumnKind.INTEGER for column in self.columns) and (
-            b"x" in text or b"X" in text
-        ):
+        if any(column.kind is ColumnKind.INTEGER for column in self.columns) and (b"x" in text or b"X" in text):
             return None  # Arrow would accept 0x1F as an integer
         if len(layout) > 1 and (text[:1] in b"\r\n" or b"\n\n" in text or b"\n\r\n" in text):
             return None  # Arrow would fill an empty line with empty columns
@@ -316,9 +304,7 @@ class DelimitedFile:
         try:
             table = arrow_csv.read_csv(
                 pa.BufferReader(text),
-                read_options=arrow_csv.ReadOptions(
-                    use_threads=False, block_size=len(text) + 1, column_names=names
-                ),
+                read_options=arrow_csv.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=names),
                 parse_options=arrow_csv.ParseOptions(
                     delimiter=self._delimiter.decode(),
                     quote_char=False,

@@ -194,9 +194,7 @@ def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints
             return hashes_N.view(np.int64)
         return rows_of_hashes(hashes_N, table.rows, columns.first_row(column))
     # Unsigned 64-bit ids keep their bits as int64.
-    signed_N = (
-        values_N.view(np.int64) if values_N.dtype == np.uint64 else values_N.astype(np.int64, copy=False)
-    )
+    signed_N = values_N.view(np.int64) if values_N.dtype == np.uint64 else values_N.astype(np.int64, copy=False)
     if table.ids == "managed":
         return hash_values(signed_N).view(np.int64)
     return hash_rows(signed_N, table.rows, first_row=columns.first_row(column))
@@ -240,9 +238,7 @@ def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> F
             f"{column.column!r} in row {row}; expected one weight per id. Correct the row."
         )
     if given.missing is not None:
-        raise _missing(
-            where, "weight column", column.weights, given.missing, "Fill them in.", " inside of lists"
-        )
+        raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", " inside of lists")
     _check_finite(given.values, where, "weight column", column.weights)
     weights_N: Floats = given.values.astype(np.float32)
     return weights_N

@@ -65,9 +65,7 @@ class BagSelector:
         """Return the bags of the rows, in their order."""
         bags, take = self._bags, self._arena.take
         if bags.lengths is None:
-            return BagIds(
-                take(bags.values, rows_b), None, None if bags.weights is None else take(bags.weights, rows_b)
-            )
+            return BagIds(take(bags.values, rows_b), None, None if bags.weights is None else take(bags.weights, rows_b))
         starts_b = self._scratch.take(self._offsets_n1, rows_b)
         lengths_b = take(bags.lengths, rows_b)
         positions_M = positions(starts_b, lengths_b, self._scratch)
@@ -103,6 +101,4 @@ def join_bags(parts: list[BagIds], arena: Arena) -> BagIds:
             [np.ones(len(part.values), np.int64) if part.lengths is None else part.lengths for part in parts]
         )
     weights = [part.weights for part in parts if part.weights is not None]
-    return BagIds(
-        arena.joined([part.values for part in parts]), lengths_n, arena.joined(weights) if weights else None
-    )
+    return BagIds(arena.joined([part.values for part in parts]), lengths_n, arena.joined(weights) if weights else None)

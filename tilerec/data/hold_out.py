@@ -129,9 +129,7 @@ class HeldOutRows:
             ) from error
 
 
-def row_indices(
-    masks: Sequence[Mask | None], rows: Sequence[int], *, held_out: bool
-) -> npt.NDArray[np.int64]:
+def row_indices(masks: Sequence[Mask | None], rows: Sequence[int], *, held_out: bool) -> npt.NDArray[np.int64]:
     """Return the numbers of the held-out rows, or of the others, in consecutive row groups laid end to end."""
     if all(mask is None for mask in masks):
         return np.arange(0 if held_out else sum(rows))

@@ -209,9 +209,7 @@ class _DelimitedIds(IdSource):
         counts_n = arrow.list_value_length(parts).to_numpy(zero_copy_only=False).astype(np.int64)
         full_N = arrow.binary_length(values).to_numpy(zero_copy_only=False) > 0
         sample_N = np.repeat(np.arange(len(counts_n)), counts_n)[full_N]
-        return Ids(
-            values.filter(pa.array(full_N)), np.bincount(sample_N, minlength=len(counts_n)).astype(np.int64)
-        )
+        return Ids(values.filter(pa.array(full_N)), np.bincount(sample_N, minlength=len(counts_n)).astype(np.int64))
 
 
 class _ParquetIds(IdSource):
@@ -293,9 +291,7 @@ def _ids_of_column(column: pa.Array) -> Ids:
     if pa.types.is_integer(values.type):
         numbers = values.to_numpy(zero_copy_only=False)
         # Unsigned 64-bit ids keep their bits as int64.
-        return Ids(
-            numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64), lengths_n
-        )
+        return Ids(numbers.view(np.int64) if numbers.dtype == np.uint64 else numbers.astype(np.int64), lengths_n)
     return Ids(values.cast(pa.binary()), lengths_n)
 
 

@@ -69,9 +69,7 @@ class MovieLens(Dataset):
         block_bytes: int = 1 << 22,
     ) -> None:
         if held_out_per_user < 1:
-            raise ConfigError(
-                f"held_out_per_user is {held_out_per_user}; hold out at least 1 rating of each user."
-            )
+            raise ConfigError(f"held_out_per_user is {held_out_per_user}; hold out at least 1 rating of each user.")
         folder = Path(path)
         self._file = DelimitedFile(
             folder / "ratings.csv" if folder.is_dir() else folder,
@@ -179,9 +177,7 @@ class _Tally:
 
 def _rank_from_last(sorted_user_n: _Ints) -> _Ints:
     """Return each entry's distance from the end of its run of equal users: 0 for the last entry, 1 before it, …"""
-    is_last_n = (
-        np.append(sorted_user_n[1:] != sorted_user_n[:-1], True) if len(sorted_user_n) else np.zeros(0, bool)
-    )
+    is_last_n = np.append(sorted_user_n[1:] != sorted_user_n[:-1], True) if len(sorted_user_n) else np.zeros(0, bool)
     last_at = np.flatnonzero(is_last_n)
     runs = np.diff(last_at, prepend=-1)
     return np.repeat(last_at, runs) - np.arange(len(sorted_user_n))

@@ -89,9 +89,7 @@ class PassOrder:
         lanes: L.
     """
 
-    def __init__(
-        self, group_rows: Sequence[int], *, seed: int, epoch: int, shuffle_rows: int, lanes: int = 1
-    ) -> None:
+    def __init__(self, group_rows: Sequence[int], *, seed: int, epoch: int, shuffle_rows: int, lanes: int = 1) -> None:
         self.rows = sum(group_rows)
         self._seed, self._epoch = seed, epoch
         used = np.flatnonzero(np.asarray(group_rows))

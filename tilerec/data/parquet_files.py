@@ -54,9 +54,7 @@ class ParquetGroups(RowGroups):
         ]
         self.name = self.files[0].name if len(self.files) == 1 else f"{len(self.files)} Parquet files"
         if not places:
-            raise InputError(
-                f"{self.files[0].name}: got {self.name} without rows; expected data. Check the path."
-            )
+            raise InputError(f"{self.files[0].name}: got {self.name} without rows; expected data. Check the path.")
         self.group_files = tuple(number for number, _, _ in places)
         self._groups = tuple(group for _, group, _ in places)
         self.group_rows = tuple(rows for _, _, rows in places)
@@ -125,9 +123,7 @@ class _ParquetReader(GroupReader):
 
     def column_bytes(self, column: str) -> int:
         # Dictionaries make the file smaller than the memory: 8 bytes per number are the least.
-        return sum(
-            max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in self._chunks.get(column, [])
-        )
+        return sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in self._chunks.get(column, []))
 
     def bounds(self, column: str) -> Bounds | None:
         chunks = self._chunks.get(column, [])

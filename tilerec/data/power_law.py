@@ -30,9 +30,7 @@ def check_power_law(num_rows: int, exponent: float) -> None:
         raise ConfigError(f"exponent is {exponent}; use 0 (uniform) to 20.")
 
 
-def power_law_ranks(
-    uniform_N: npt.NDArray[np.float64], num_rows: int, exponent: float
-) -> npt.NDArray[np.int64]:
+def power_law_ranks(uniform_N: npt.NDArray[np.float64], num_rows: int, exponent: float) -> npt.NDArray[np.int64]:
     """Return the ranks in [0, num_rows) at the quantiles `uniform_N` in [0, 1).
 
     Worked example, n = 3 and a = 1: the ranks change at log 2 / log 4 = 0.5 and log 3 / log 4 = 0.792, so the quantiles

@@ -82,9 +82,7 @@ def _fnv(data: bytes, state: int) -> int:
     return state
 
 
-def rows_of_hashes(
-    hashes_N: npt.NDArray[np.uint64], num_rows: int, first_row: int = 0
-) -> npt.NDArray[np.int64]:
+def rows_of_hashes(hashes_N: npt.NDArray[np.uint64], num_rows: int, first_row: int = 0) -> npt.NDArray[np.int64]:
     """Return first_row + hash mod (num_rows - first_row), the rows of `hash_rows`."""
     rows = np.uint64(num_rows - first_row)
     # h mod R = h - R floor(h / R): NumPy divides by one number in vectors, but takes its remainder one by one.

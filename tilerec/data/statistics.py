@@ -147,8 +147,7 @@ class Statistics:
             if factors is None:
                 # A feature without statistics counts one id per bag, the planner's default.
                 factors = [
-                    round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0
-                    for name in names
+                    round(self.features[name].ids_per_sample, 6) if name in self.features else 1.0 for name in names
                 ]
             if skew is None:
                 most = max(seen, key=lambda s: s.ids)

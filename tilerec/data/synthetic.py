@@ -111,9 +111,7 @@ class SyntheticClicks(Dataset):
     ) -> None:
         names = [feature.name for feature in features]
         if not names or len(set(names)) != len(names):
-            raise ConfigError(
-                f"SyntheticClicks: got features named {names}; expected at least one, each name once."
-            )
+            raise ConfigError(f"SyntheticClicks: got features named {names}; expected at least one, each name once.")
         if num_dense < 0 or train_rows < 1 or held_out_rows < 1:
             raise ConfigError(
                 f"SyntheticClicks: got num_dense={num_dense}, train_rows={train_rows}, held_out_rows={held_out_rows}; "
@@ -225,9 +223,7 @@ class SyntheticClicks(Dataset):
             # Draw for the longest bag, so that all later numbers have fixed positions in the random stream.
             uniform = random.random((BLOCK_ROWS, feature.max_length))
             uniform_N = uniform[np.arange(feature.max_length)[None, :] < lengths_B[:, None]]
-            ids_N = scattered_ids(
-                power_law_ranks(uniform_N, feature.num_rows, feature.exponent), feature.num_rows
-            )
+            ids_N = scattered_ids(power_law_ranks(uniform_N, feature.num_rows, feature.exponent), feature.num_rows)
             effects = _normals(_keys(self._seed, table, ids_N), 1 + _PAIR_DIM)
             pooled = np.stack([_bag_means(effect_N, lengths_B) for effect_N in effects])
             main_B += pooled[0]

@@ -84,9 +84,7 @@ class TableDataset(Dataset):
                 "itself."
             )
         if held_out_data is not None and hold_out != NO_HOLD_OUT:
-            raise ConfigError(
-                "held_out_data: got it with hold_out, too; expected one of them. Leave one out."
-            )
+            raise ConfigError("held_out_data: got it with hold_out, too; expected one of them. Leave one out.")
         self._columns, self._labels = columns, labels
         self._seed, self._shuffle_rows, self._lanes = seed, shuffle_rows, lanes
         self._session, self._read_ahead_bytes = group_by_session, read_ahead_bytes
@@ -154,13 +152,9 @@ class TableDataset(Dataset):
         _check_batch_size(batch_size)
         check_lanes(self._lanes, world_size)
         if not self._labels:
-            raise ConfigError(
-                "TableDataset: got labels=False; expected labels to train on. Open it with labels=True."
-            )
+            raise ConfigError("TableDataset: got labels=False; expected labels to train on. Open it with labels=True.")
         counts = [rows - held for rows, held in zip(self._source.group_rows, self._held.counts, strict=True)]
-        order = PassOrder(
-            counts, seed=self._seed, epoch=epoch, shuffle_rows=self._shuffle_rows, lanes=self._lanes
-        )
+        order = PassOrder(counts, seed=self._seed, epoch=epoch, shuffle_rows=self._shuffle_rows, lanes=self._lanes)
         loader = WindowLoader(self._source, self._columns, self._held, session=self._session)
         features, arena = [column.feature for column in self._columns.ids], Arena()
         savings = SessionSavings() if self._session else None

@@ -141,15 +141,10 @@ class TextLayout:
     def schema(self) -> pa.Schema:
         """Names and types of the columns of `table`."""
         return pa.schema(
-            [
-                (column.name, self.list_types.get(column.name, _ARROW_TYPES[column.kind]))
-                for column in self.columns
-            ]
+            [(column.name, self.list_types.get(column.name, _ARROW_TYPES[column.kind])) for column in self.columns]
         )
 
-    def parser(
-        self, file: DataFile, names: Sequence[str] = (), on_bad_row: OnBadRow = "error"
-    ) -> DelimitedFile:
+    def parser(self, file: DataFile, names: Sequence[str] = (), on_bad_row: OnBadRow = "error") -> DelimitedFile:
         """Return the parser of some columns of a file; all without `names`."""
         columns = tuple(column for column in self.columns if not names or column.name in names)
         return DelimitedFile(
@@ -208,9 +203,7 @@ class DelimitedGroups(RowGroups):
         self._layout = TextLayout(self.files[0], delimiter=delimiter, names=names, lists=lists, texts=texts)
         self.schema = self._layout.schema
         blocks = [
-            (number, *block)
-            for number, file in enumerate(self.files)
-            for block in self._index(file, block_bytes)
+            (number, *block) for number, file in enumerate(self.files) for block in self._index(file, block_bytes)
         ]
         self.group_files = tuple(block[0] for block in blocks)
         self._starts = tuple(block[1] for block in blocks)
@@ -218,9 +211,7 @@ class DelimitedGroups(RowGroups):
         self._lines = tuple(block[3] for block in blocks)
         self.group_rows = tuple(block[4] for block in blocks)
         if not blocks:
-            raise InputError(
-                f"{self.files[0].name}: got {self.name} without rows; expected data. Check the path."
-            )
+            raise InputError(f"{self.files[0].name}: got {self.name} without rows; expected data. Check the path.")
 
     def _index(self, file: DataFile, block_bytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (start, bytes, number of the first line, rows) of each block of a file."""

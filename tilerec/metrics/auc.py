@@ -36,17 +36,13 @@ class AUC(Measure):
     entries = 16
     undefined = 0.5
 
-    def __init__(
-        self, bins: int = 1 << 16, reach: float = 16.0, *, exact: bool = False, lifetime: bool = True
-    ) -> None:
+    def __init__(self, bins: int = 1 << 16, reach: float = 16.0, *, exact: bool = False, lifetime: bool = True) -> None:
         if bins < 2 or not reach > 0 or not math.isfinite(reach):
             raise ConfigError(
                 f"AUC: got bins={bins}, reach={reach}; expected at least 2 bins and a positive, finite reach."
             )
         if not exact and not lifetime:
-            raise ConfigError(
-                "AUC: got lifetime=False without exact=True; expected at least one of both values."
-            )
+            raise ConfigError("AUC: got lifetime=False without exact=True; expected at least one of both values.")
         self._bins = bins
         self._reach = reach
         self.keeps_samples = exact
@@ -122,9 +118,7 @@ class GroupedAUC(Measure):
 
     def sums(self, predictions_TN: Tensor, labels_TN: Tensor, weights_TN: Tensor) -> Tensor:
         one_group_TN = torch.zeros_like(predictions_TN, dtype=torch.int64)
-        return self._sums(
-            Samples(predictions_TN.double(), labels_TN.double(), weights_TN.double(), one_group_TN)
-        )
+        return self._sums(Samples(predictions_TN.double(), labels_TN.double(), weights_TN.double(), one_group_TN))
 
     def accumulate(self, samples: Samples, sums_TK: Tensor) -> None:
         sums_TK += self._sums(samples).T
@@ -138,12 +132,8 @@ class GroupedAUC(Measure):
 
     def _sums(self, samples: Samples) -> Tensor:
         if samples.groups_TN is None:
-            raise InputError(
-                "GroupedAUC: got no groups; expected one group per sample. Pass update(groups=...)."
-            )
-        auc_TN, weight_TN = group_aucs(
-            samples.predictions_TN, samples.labels_TN, samples.weights_TN, samples.groups_TN
-        )
+            raise InputError("GroupedAUC: got no groups; expected one group per sample. Pass update(groups=...).")
+        auc_TN, weight_TN = group_aucs(samples.predictions_TN, samples.labels_TN, samples.weights_TN, samples.groups_TN)
         if self._one_class is not None:
             auc_TN = torch.where(auc_TN.isinf() & (weight_TN > 0), self._one_class, auc_TN)
         counts_TN = ~auc_TN.isinf()

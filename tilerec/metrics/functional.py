@@ -99,9 +99,7 @@ def auc_of_groups(positive: Tensor, negative: Tensor) -> Tensor:
     return ratio(pairs, positive.sum(-1) * negative.sum(-1))
 
 
-def grouped_auc(
-    predictions_N: Tensor, labels_N: Tensor, groups_N: Tensor, weights_N: Tensor | None = None
-) -> Tensor:
+def grouped_auc(predictions_N: Tensor, labels_N: Tensor, groups_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
     """Return the mean AUC of the groups that have one, weighted by the weight of their samples.
 
     Worked example: group 7 has predictions 0.2, 0.6 on labels 0, 1 (AUC 1), group 3 has 0.4, 0.3, 0.1 on 0, 1, 0
@@ -139,9 +137,7 @@ def group_aucs(
 
     before_TN = negatives_TN.cumsum(1) - negatives_TN  # negatives of earlier groups
     below_TN = run_negative_TN.cumsum(1) - run_negative_TN - before_TN.gather(1, run_group_TN)
-    pairs_TN = torch.zeros_like(w).scatter_add_(
-        1, run_group_TN, run_positive_TN * (below_TN + run_negative_TN / 2)
-    )
+    pairs_TN = torch.zeros_like(w).scatter_add_(1, run_group_TN, run_positive_TN * (below_TN + run_negative_TN / 2))
     all_pairs_TN = positives_TN * negatives_TN
     area_TN = torch.where(all_pairs_TN == 0, float("inf"), pairs_TN / all_pairs_TN)
     return area_TN, torch.zeros_like(w).scatter_add_(1, group_TN, w)

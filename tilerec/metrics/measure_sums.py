@@ -116,9 +116,7 @@ class MeasureSums:
 
     def values(self, ranks: RankSums, extra: Tensor | None = None) -> list[Value]:
         """Return the values of all measures. Collective; one all-reduce if all ranks' windows have the same steps."""
-        counts = [
-            latest_within([ranks.size * n for n in part.samples], self._window) for part in self._parts()
-        ]
+        counts = [latest_within([ranks.size * n for n in part.samples], self._window) for part in self._parts()]
         sums, equal = self._reduced(ranks, counts, extra)
         if not equal:
             all_samples = self._samples_of_all(ranks)
@@ -171,9 +169,7 @@ class MeasureSums:
                 own = state[f"ring_{self._rings.index(part)}"]
                 missing = len(samples) - len(part.steps)  # entries of ranks that made more updates
                 steps = torch.tensor([[1] * missing + part.steps, samples], dtype=torch.int64)
-                window_UTK = torch.cat(
-                    [own["window"].new_zeros(missing, *own["window"].shape[1:]), own["window"]]
-                )
+                window_UTK = torch.cat([own["window"].new_zeros(missing, *own["window"].shape[1:]), own["window"]])
                 own.update(
                     earlier=ranks.sum("metric sums", own["earlier"]),
                     window=ranks.sum("metric sums", window_UTK),
@@ -209,9 +205,7 @@ class MeasureSums:
     def _parts(self) -> list[StepSums | SampleWindow]:
         return [*self._rings] if self._samples is None else [*self._rings, self._samples]
 
-    def _reduced(
-        self, ranks: RankSums, counts: Sequence[int], extra: Tensor | None
-    ) -> tuple[list[list[Tensor]], bool]:
+    def _reduced(self, ranks: RankSums, counts: Sequence[int], extra: Tensor | None) -> tuple[list[list[Tensor]], bool]:
         """Return the sums of all ranks, and whether their windows have the same steps. Collective.
 
         Returns:
@@ -246,9 +240,7 @@ class MeasureSums:
         sizes_WP = torch.zeros(ranks.size, len(own), dtype=torch.int64)
         sizes_WP[ranks.rank] = torch.tensor([len(samples) for samples in own])
         most = ranks.sum("metric windows", sizes_WP.to(self.device)).amax(0).tolist()
-        aligned = [
-            n for size, samples in zip(most, own, strict=True) for n in [0] * (size - len(samples)) + samples
-        ]
+        aligned = [n for size, samples in zip(most, own, strict=True) for n in [0] * (size - len(samples)) + samples]
         summed = ranks.sum("metric windows", torch.tensor(aligned, dtype=torch.int64).to(self.device))
         return [part.tolist() for part in summed.split(most)]
 

@@ -86,9 +86,7 @@ class MetricModule(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(tasks, str) or not tasks or len(set(tasks)) != len(tasks):
-            raise ConfigError(
-                f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once."
-            )
+            raise ConfigError(f"MetricModule: got tasks={tasks!r}; expected a list of at least one name, each once.")
         if window < 0:
             raise ConfigError(f"MetricModule: got window={window}; expected at least 0.")
         if entries < 2:
@@ -180,9 +178,7 @@ class MetricModule(nn.Module):
             extra: float64 numbers [X] that the same all-reduce replaces by their sums over ranks, in place.
         """
         if self._synced:
-            raise InputError(
-                "MetricModule: got compute under `synced`. Compute before or after the with block."
-            )
+            raise InputError("MetricModule: got compute under `synced`. Compute before or after the with block.")
         with torch.no_grad():
             found = self._sums.values(self._ranks, extra)
             return found + [
@@ -231,9 +227,7 @@ class MetricModule(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the sums, the samples of exact windows and their counts, as plain tensors and names."""
         covers_all = self._synced or self._ranks.size == 1
-        ranks = (
-            {"rank": 0, "ranks": 1} if covers_all else {"rank": self._ranks.rank, "ranks": self._ranks.size}
-        )
+        ranks = {"rank": 0, "ranks": 1} if covers_all else {"rank": self._ranks.rank, "ranks": self._ranks.size}
         others = {other.given.name: other.state() for other in self._others}
         return {"tasks": list(self.tasks), **ranks, **self._sums.state(), "torchmetrics": others}
 
@@ -271,9 +265,7 @@ class MetricModule(nn.Module):
         for other in self._others:
             other.to(device)
 
-    def _check(
-        self, predictions: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None
-    ) -> None:
+    def _check(self, predictions: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         """Raise if shapes disagree."""
         tasks = len(self.tasks)
         given = {"predictions": predictions, "labels": labels, "weights": weights, "groups": groups}

@@ -56,13 +56,9 @@ def rec_measures(config: MetricsConfig) -> list[tuple[int, RecMeasures]]:
             raise ConfigError(
                 f"RecMetricDef of {str(name)!r}: got rec_tasks and rec_task_indices; expected only one of them."
             )
-        tasks = tuple(definition.rec_tasks) or tuple(
-            config.rec_tasks[index] for index in definition.rec_task_indices
-        )
+        tasks = tuple(definition.rec_tasks) or tuple(config.rec_tasks[index] for index in definition.rec_task_indices)
         if not tasks:
-            raise ConfigError(
-                f"RecMetricDef of {str(name)!r}: got no tasks; expected rec_tasks or rec_task_indices."
-            )
+            raise ConfigError(f"RecMetricDef of {str(name)!r}: got no tasks; expected rec_tasks or rec_task_indices.")
         fused = found.setdefault((definition.window_size, tasks), RecMeasures(tasks, {}, {}))
         prefix, measures = _measures(name, definition)
         for measure in measures:

@@ -67,9 +67,7 @@ class RecMetricModule(nn.Module):
         self._clock = clock
         self._fused = rec_measures(metrics_config)
         self.metric_modules = nn.ModuleList(
-            MetricModule(
-                [task.name for task in fused.tasks], list(fused.measures.values()), window=window, group=group
-            )
+            MetricModule([task.name for task in fused.tasks], list(fused.measures.values()), window=window, group=group)
             for window, fused in self._fused
         )
         self.throughput_metric: ThroughputMetric | None = None
@@ -249,9 +247,7 @@ def generate_metric_module(
     return metric_class(metrics_config, process_group, sources).to(device)
 
 
-def _samples(
-    tasks: Sequence[RecTaskInfo], model_out: Mapping[str, Tensor], groups: bool
-) -> tuple[Samples, bool]:
+def _samples(tasks: Sequence[RecTaskInfo], model_out: Mapping[str, Tensor], groups: bool) -> tuple[Samples, bool]:
     """Return the samples of all tasks in float64 [T, N], and whether all predictions have at most 32 bits."""
     keys = [task.prediction_name for task in tasks] + [task.label_name for task in tasks]
     weighted = any(task.weighted for task in tasks)
@@ -263,9 +259,7 @@ def _samples(
     of_groups = [_tensor(model_out, task.group_name, task) for task in tasks] if groups else []
     shape, dtype = tensors[0].shape, tensors[0].dtype
     same = all(tensor.dtype == dtype for tensor in tensors)
-    for key, tensor in zip(
-        keys + [task.group_name for task in tasks if groups], tensors + of_groups, strict=True
-    ):
+    for key, tensor in zip(keys + [task.group_name for task in tasks if groups], tensors + of_groups, strict=True):
         if tensor.shape != shape:
             raise InputError(
                 f"model_out[{key!r}]: got {tensor.numel()} samples; expected {shape.numel()}, as {keys[0]!r} has. Pass "

@@ -45,8 +45,7 @@ class SampleWindow:
     def to(self, device: torch.device) -> None:
         """Move the samples."""
         self._batches = deque(
-            (batch.to(device), None if groups is None else groups.to(device))
-            for batch, groups in self._batches
+            (batch.to(device), None if groups is None else groups.to(device)) for batch, groups in self._batches
         )
 
     def add(self, samples: Samples, *, narrow: bool) -> None:
@@ -74,9 +73,7 @@ class SampleWindow:
         """Return the samples of the latest `count` steps, [3, T, n], and their groups, [T, n]."""
         kept = list(self._batches)[len(self._batches) - count :]
         # One float64 batch among float32 ones: `cat` promotes.
-        columns_3Tn = torch.cat(
-            [torch.zeros(3, self._tasks, 0, device=device), *(batch for batch, _ in kept)], 2
-        )
+        columns_3Tn = torch.cat([torch.zeros(3, self._tasks, 0, device=device), *(batch for batch, _ in kept)], 2)
         if not self._has_groups:
             return columns_3Tn, None
         none = torch.zeros(self._tasks, 0, dtype=torch.int64, device=device)

@@ -52,9 +52,7 @@ class Samples:
     def cross_entropy(self) -> Tensor:
         """Return sum w c, float64 [T], with c = -(y log p + (1 - y) log(1 - p)) = -(log(1 - p) + y logit(p))."""
         log_others_TN, logits_TN = self.logs_TN
-        return (
-            self.weighted_sum(log_others_TN) + torch.linalg.vecdot(self.weighted_labels_TN, logits_TN)
-        ).neg_()
+        return (self.weighted_sum(log_others_TN) + torch.linalg.vecdot(self.weighted_labels_TN, logits_TN)).neg_()
 
     @cached_property
     def errors_TN(self) -> Tensor:

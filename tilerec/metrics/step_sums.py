@@ -82,9 +82,7 @@ class StepSums:
 
     def latest(self, count: int) -> Tensor:
         """Return the sums of the latest `count` entries, float64 [T, K]."""
-        return sum(
-            (part_ETK.sum(0) for part_ETK in self._parts(len(self.steps) - count, count)), self._zeros()
-        )
+        return sum((part_ETK.sum(0) for part_ETK in self._parts(len(self.steps) - count, count)), self._zeros())
 
     def lifetime(self) -> Tensor:
         """Return the sums of all steps, float64 [T, K]."""

@@ -109,9 +109,7 @@ class FMInteractionArch(nn.Module):
         self._in_features = check_size("FMInteractionArch: fm_in_features", fm_in_features)
         check_size("FMInteractionArch: deep_fm_dimension", deep_fm_dimension)
         self._names = list(sparse_feature_names)
-        self.deep_fm = DeepFM(
-            nn.Sequential(nn.Linear(fm_in_features, deep_fm_dimension, device=device), nn.ReLU())
-        )
+        self.deep_fm = DeepFM(nn.Sequential(nn.Linear(fm_in_features, deep_fm_dimension, device=device), nn.ReLU()))
         self.fm = FactorizationMachine(per_embedding=per_embedding)
 
     def forward(self, dense_features: torch.Tensor, sparse_features: KeyedTensor) -> torch.Tensor:

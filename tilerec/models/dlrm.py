@@ -93,9 +93,7 @@ class DenseArch(nn.Module):
     State: `model._mlp.<layer>._linear.weight`, `….bias`.
     """
 
-    def __init__(
-        self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None) -> None:
         super().__init__()
         self.model = MLP(in_features, layer_sizes, bias=True, activation="relu", device=device)
 
@@ -117,9 +115,7 @@ class OverArch(nn.Module):
     State: `model.0._mlp.<layer>._linear.*`, `model.1.weight`, `model.1.bias`.
     """
 
-    def __init__(
-        self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None) -> None:
         super().__init__()
         if len(layer_sizes) < 2:
             raise ConfigError(f"OverArch: got layer_sizes={list(layer_sizes)}; expected at least two layers.")
@@ -326,9 +322,7 @@ class DLRM_DCN(_DLRM):
     def _interaction(self, features: int, dim: int, device: torch.device | None) -> tuple[nn.Module, int]:
         width = (features + 1) * dim
         num_layers, low_rank = self._cross
-        return InteractionDCNArch(
-            features, LowRankCrossNet(width, num_layers, low_rank, device=device)
-        ), width
+        return InteractionDCNArch(features, LowRankCrossNet(width, num_layers, low_rank, device=device)), width
 
 
 class _Batch(Protocol):

@@ -34,9 +34,7 @@ def check_format(kind: str, features: KeyedJaggedTensor, tables: Iterable[Table]
         _refuse_transforms(kind, [*weights, features.weights_or_none()])
     ids = features.values()
     if ids.dtype not in (torch.int32, torch.int64):
-        raise InputError(
-            f"{kind}: got ids of dtype {ids.dtype}; expected int32 or int64. Cast the batch's values."
-        )
+        raise InputError(f"{kind}: got ids of dtype {ids.dtype}; expected int32 or int64. Cast the batch's values.")
     parts = features._parts
     given = (
         ("lengths", parts.segments.given_lengths),

@@ -81,9 +81,7 @@ class TableCollection(nn.Module):
         self._reads = feature_reads(self._configs, kind)
         self._id_clamp = IdClamp(kind, on_bad_id, self._configs, self._reads)
         self._holder = holder
-        self._output_dtype = (
-            data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
-        )
+        self._output_dtype = data_type_to_dtype(output_dtype) if isinstance(output_dtype, DataType) else output_dtype
         if self._output_dtype is not None:
             dtype_to_data_type(self._output_dtype)
         self._on_bad_id = on_bad_id
@@ -171,10 +169,7 @@ class TableCollection(nn.Module):
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             # A tensor substituted by torch.func.functional_call is not the table's leaf: autograd returns its gradient.
             attached = tuple(
-                [
-                    r.takes_gradients and w.requires_grad and r.leaf is w
-                    for r, w in zip(rows, leaves, strict=True)
-                ]
+                [r.takes_gradients and w.requires_grad and r.leaf is w for r, w in zip(rows, leaves, strict=True)]
             )
         else:
             attached = (False,) * len(leaves)

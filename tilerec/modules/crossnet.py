@@ -51,9 +51,7 @@ class _CrossLayers(nn.Module):
         return nn.ParameterList(made)
 
     def _zeros(self, *shape: int) -> nn.ParameterList:
-        return nn.ParameterList(
-            nn.Parameter(torch.zeros(shape, **self._placed)) for _ in range(self._num_layers)
-        )
+        return nn.ParameterList(nn.Parameter(torch.zeros(shape, **self._placed)) for _ in range(self._num_layers))
 
     def _check(self, input: torch.Tensor) -> None:
         check_last_dim(type(self).__name__, input, self._in_features, dims=2)
@@ -196,9 +194,7 @@ class LowRankMixtureCrossNet(_CrossLayers):
         experts, rank, width = self._num_experts, self._low_rank, self._in_features
         gates_EI = torch.cat([gate.weight for gate in self.gates]) if experts > 1 else None  # type: ignore[misc]
         x_BI = input
-        for u_EIR, v_ERI, c_ERR, bias_I1 in zip(
-            self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True
-        ):
+        for u_EIR, v_ERI, c_ERR, bias_I1 in zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True):
             hidden_BER = self._activation(F.linear(x_BI, v_ERI.reshape(experts * rank, width)))
             hidden_BER = hidden_BER.view(-1, experts, rank)
             hidden_BER = self._activation(torch.einsum("ber,esr->bes", hidden_BER, c_ERR))

@@ -103,9 +103,7 @@ class EmbeddingCollection(TableCollection):
                 )
         return {read.name: results[read.name] for read in self._reads}
 
-    def _in_order(
-        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
-    ) -> Tensor:
+    def _in_order(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return `_by_keys` of these ids, or the result that `prefetch` has computed."""
         if not torch.compiler.is_compiling() and self._ordered:
             made = self._ordered.take(_sources(features, lookup), stays=not torch.is_grad_enabled())
@@ -113,9 +111,7 @@ class EmbeddingCollection(TableCollection):
                 return made[0]
         return self._by_keys(features, lookup, ids, sizes)
 
-    def _by_keys(
-        self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]
-    ) -> Tensor:
+    def _by_keys(self, features: KeyedJaggedTensor, lookup: Lookup, ids: Tensor, sizes: Sequence[int]) -> Tensor:
         """Return the ids of a lookup's features, concatenated."""
         starts, order = key_starts(features), constants(lookup.keys, ids.device)
         own_starts = torch.ops.tilerec.offsets_from_lengths((starts[1:] - starts[:-1])[order])
@@ -162,6 +158,4 @@ class EmbeddingCollection(TableCollection):
 
 def _sources(features: KeyedJaggedTensor, lookup: Lookup) -> Sources | None:
     """Return the tensors and keys that a lookup's reordered ids are computed from, as their cache key."""
-    return Sources.of(
-        (features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.form)
-    )
+    return Sources.of((features.values(), features.offsets()), (tuple(features.keys()), lookup.keys, lookup.form))

@@ -100,9 +100,7 @@ class EmbeddingBagCollection(TableCollection):
             if len(lookups) == 1 and not variable:
                 return KeyedTensor.from_columns(self._columns, out)
             dims = [self._dims[s] for s in lookup.reads]
-            parts = (
-                self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
-            )
+            parts = self._expanded(features, lookup, out, dims, batches) if variable else out.split(dims, dim=1)
             for s, part in zip(lookup.reads, parts, strict=True):
                 blocks[s] = part
         if not blocks:  # no table reads a feature

@@ -76,9 +76,7 @@ class LRU_EvictionPolicy(MCHEvictionPolicy):
         threshold_filtering_func: not supported; see `LFU_EvictionPolicy`.
     """
 
-    def __init__(
-        self, decay_exponent: float = 1.0, threshold_filtering_func: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Callable[..., Any] | None = None) -> None:
         _exponent(type(self).__name__, decay_exponent)
         _no_filter(type(self).__name__, threshold_filtering_func)
 
@@ -96,9 +94,7 @@ class DistanceLFU_EvictionPolicy(MCHEvictionPolicy):
         threshold_filtering_func: not supported; see `LFU_EvictionPolicy`.
     """
 
-    def __init__(
-        self, decay_exponent: float = 1.0, threshold_filtering_func: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: Callable[..., Any] | None = None) -> None:
         self._exponent = _exponent(type(self).__name__, decay_exponent)
         _no_filter(type(self).__name__, threshold_filtering_func)
 
@@ -151,9 +147,7 @@ def read_eviction(
     names = HashZchEvictionPolicyName
     if not isinstance(name, names):
         if not isinstance(name, str) or name.upper() not in names.__members__:
-            raise ConfigError(
-                f"{who}: got eviction_policy_name={name!r}; expected one of {list(names.__members__)}."
-            )
+            raise ConfigError(f"{who}: got eviction_policy_name={name!r}; expected one of {list(names.__members__)}.")
         name = names[name.upper()]
     if name is names.SINGLE_TTL_EVICTION:
         if config is None or config.single_ttl is None:
@@ -167,9 +161,7 @@ def read_eviction(
         if config is None or config.per_feature_ttl is None:
             raise ConfigError(f"{who}: {name.value} needs eviction_config with a per_feature_ttl.")
         if config.single_ttl is not None:
-            raise ConfigError(
-                f"{who}: got {name.value} with a single_ttl. Leave it out, or use SINGLE_TTL_EVICTION."
-            )
+            raise ConfigError(f"{who}: got {name.value} with a single_ttl. Leave it out, or use SINGLE_TTL_EVICTION.")
         if len(config.per_feature_ttl) != len(config.features):
             raise ConfigError(
                 f"{who}: got {len(config.per_feature_ttl)} entries in per_feature_ttl; expected "

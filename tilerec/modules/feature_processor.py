@@ -245,9 +245,7 @@ def _per_bag(rows_F: Tensor, features: KeyedJaggedTensor) -> Tensor:
 def _check_positions(features: KeyedJaggedTensor, lengths_FB: Tensor, limits: list[int]) -> None:
     limit_FB = _per_bag(upload(limits, lengths_FB.device), features)
     if not _precise_errors(lengths_FB):
-        shown = [
-            (key, limit) for key, limit in zip(features.keys(), limits, strict=True) if limit != _NO_LIMIT
-        ][:8]
+        shown = [(key, limit) for key, limit in zip(features.keys(), limits, strict=True) if limit != _NO_LIMIT][:8]
         _assert_on_device(
             (lengths_FB <= limit_FB).all(),
             f"Position weights: a bag has more ids than the max_feature_length of its feature (features, lengths: "

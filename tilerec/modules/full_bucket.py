@@ -30,9 +30,7 @@ def read_when_full(
     if when_full == "evict" and evicting is None:
         raise ConfigError(f"{who}: got when_full='evict' without a policy. Set eviction_policy_name.")
     if when_full == "fallback" and disable_fallback:
-        raise ConfigError(
-            f"{who}: when_full='fallback' and disable_fallback=True contradict each other. Keep one."
-        )
+        raise ConfigError(f"{who}: when_full='fallback' and disable_fallback=True contradict each other. Keep one.")
     if when_full in ("fallback", "reject") and evicting is not None and not always:
         raise ConfigError(
             f"{who}: when_full='{when_full}' evicts no rows and contradicts the eviction policy. Keep one of them."

@@ -33,9 +33,7 @@ class IdClamp:
         self, kind: str, on_bad_id: OnBadId, configs: Sequence[AnyTableConfig], reads: Sequence[FeatureRead]
     ) -> None:
         if on_bad_id not in get_args(OnBadId):
-            raise ConfigError(
-                f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}."
-            )
+            raise ConfigError(f"{kind}: got on_bad_id={on_bad_id!r}; expected one of {list(get_args(OnBadId))}.")
         self.active = on_bad_id == "clamp"
         rows = {config.name: config.num_embeddings for config in configs}
         sizes: dict[str, set[int]] = {}
@@ -43,9 +41,7 @@ class IdClamp:
             sizes.setdefault(read.feature, set()).add(rows[read.table])
         # By feature, the distinct sizes of the tables that read it, ascending.
         self._sizes = {feature: sorted(several) for feature, several in sizes.items()}
-        self.forms = tuple(
-            self._sizes[read.feature].index(rows[read.table]) if self.active else 0 for read in reads
-        )
+        self.forms = tuple(self._sizes[read.feature].index(rows[read.table]) if self.active else 0 for read in reads)
 
     def __call__(self, features: KeyedJaggedTensor) -> list[Tensor]:
         """Return the batch's ids in all forms, from that of the smallest tables."""

@@ -100,18 +100,12 @@ class IdStats:
 
     def __str__(self) -> str:
         head = ("feature", *KINDS)
-        lines = [
-            (name, *(str(getattr(counts, kind)) for kind in KINDS)) for name, counts in self.features.items()
-        ]
+        lines = [(name, *(str(getattr(counts, kind)) for kind in KINDS)) for name, counts in self.features.items()]
         widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        text = [
-            "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in (head, *lines)
-        ]
+        text = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in (head, *lines)]
         longest = len(self.probe_lengths)
         taken = f"{self.live:,} of {self.rows:,} rows taken ({self.occupancy:.1%}"
-        return f"{taken}; fullest bucket {self.fullest_bucket:.1%}), longest probe {longest}\n" + "\n".join(
-            text
-        )
+        return f"{taken}; fullest bucket {self.fullest_bucket:.1%}), longest probe {longest}\n" + "\n".join(text)
 
 
 @dataclass(frozen=True)
@@ -189,9 +183,7 @@ def sums_at(place_N: Tensor, value_N: Tensor | None, places: int) -> Tensor:
     return place_N.new_zeros(places).index_add_(0, place_N, value_N)
 
 
-def stats_of(
-    features: Sequence[str], parts: Sequence[Summary], rows: int, shared: int, slots: int
-) -> IdStats:
+def stats_of(features: Sequence[str], parts: Sequence[Summary], rows: int, shared: int, slots: int) -> IdStats:
     """Return the statistics combined from the ranks' summaries."""
     counts = torch.stack([part.counts_FM.cpu() for part in parts]).sum(0).tolist()
     reads = torch.stack([part.reads_F2.cpu() for part in parts]).sum(0).tolist()

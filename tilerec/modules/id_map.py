@@ -44,9 +44,7 @@ class Mapped(NamedTuple):
     evicted_M: Tensor
 
 
-def empty_id_state(
-    buckets: Buckets, settings: IdMapSettings, device: torch.device | str | None
-) -> dict[str, Tensor]:
+def empty_id_state(buckets: Buckets, settings: IdMapSettings, device: torch.device | str | None) -> dict[str, Tensor]:
     """Return the state of buckets without ids, by name."""
     shapes = empty_state(
         buckets.held,
@@ -55,9 +53,7 @@ def empty_id_state(
         counters=2 * buckets.slots if settings.threshold > 1 else 0,
         device="meta",
     )
-    return {
-        name: zeros(like.shape, like.dtype, device) for name, like in zip(HASH_NAMES, shapes, strict=True)
-    }
+    return {name: zeros(like.shape, like.dtype, device) for name, like in zip(HASH_NAMES, shapes, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,7 @@ class IdMap:
         if any(feature.endswith(settings.read_only_suffix) for feature in features):
             inserts = [int(not feature.endswith(settings.read_only_suffix)) for feature in features]
             inserts_F = constants(inserts, ids_N.device).to(torch.bool)
-            may_insert = (
-                inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
-            )
+            may_insert = inserts_F.expand(ids_N.shape).contiguous() if feature_N is None else inserts_F[feature_N]
         options = AssignOptions(
             step, evicting.policy, evicting.exponent, now, ttl, 0 if settings.evicting is None else settings.interval,
             settings.threshold, may_insert_N=may_insert,
@@ -251,9 +245,7 @@ class IdMap:
     def place_of(self, feature: str, id_: int, step: int, now: Callable[[], int]) -> IdPlace:
         """Return an id's row, insertion step, last use, and place in the order of eviction."""
         if feature not in self.features:
-            raise InputError(
-                f"{self.who}: got feature '{feature}'; expected one of {list(self.features)[:20]}."
-            )
+            raise InputError(f"{self.who}: got feature '{feature}'; expected one of {list(self.features)[:20]}.")
         buckets, state, shares = self.buckets, self.state, self.settings.shares
         key = self.settings.key_of(self.who, id_)
         ids_N = torch.tensor([key], device=state.ids_E.device)
@@ -309,9 +301,7 @@ class IdMap:
 
     def resized(self, zch_size: int | None, total_num_buckets: int | None) -> Buckets:
         """Return the buckets that `ManagedCollisionModule.resize` would make."""
-        return resized_buckets(
-            self.who, self.buckets, zch_size, total_num_buckets, shares=self.settings.shares
-        )
+        return resized_buckets(self.who, self.buckets, zch_size, total_num_buckets, shares=self.settings.shares)
 
     def resize(self, zch_size: int | None, total_num_buckets: int | None, step: int) -> ResizedIdMap:
         """Return the map of another capacity; see `ManagedCollisionModule.resize`. This map stays unchanged."""
@@ -333,9 +323,7 @@ class IdMap:
         """Return copies of `parts` for the buckets `[first, last)` alone."""
         parts = {}
         for name, (tensor, per_bucket) in self.parts().items():
-            part = tensor[
-                (first - self.buckets.first) * per_bucket : (last - self.buckets.first) * per_bucket
-            ]
+            part = tensor[(first - self.buckets.first) * per_bucket : (last - self.buckets.first) * per_bucket]
             parts[name] = zeros(part.shape, part.dtype, part.device).copy_(part)
         return parts
 

@@ -85,9 +85,7 @@ def read_state(
     found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
     if strict:
         own = {prefix + name for name in names}
-        unexpected_keys.extend(
-            key for key in state_dict if key.startswith(prefix) and key not in own and prefix
-        )
+        unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in own and prefix)
     missing = [prefix + name for name in names if name not in found]
     if missing and (strict or found):
         missing_keys.extend(missing)

@@ -40,9 +40,7 @@ def draw_seed() -> int:
 
 
 @torch.no_grad()
-def fill_initial(
-    out: Tensor, config: AnyTableConfig, key: Sequence[int], row_offset: int, column_offset: int
-) -> None:
+def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_offset: int, column_offset: int) -> None:
     """Write the initial values of a tile.
 
     Args:
@@ -102,10 +100,7 @@ def _call(config: AnyTableConfig, block: Tensor, start: int) -> None:
     init_fn = config.init_fn
     assert init_fn is not None
     result = init_fn(block, row_offset=start) if _accepts_row_offset(init_fn) else init_fn(block)
-    if (
-        not isinstance(result, Tensor)
-        or result.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
-    ):
+    if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() == block.untyped_storage().data_ptr():
         return
     if result.shape != block.shape:
         raise ConfigError(

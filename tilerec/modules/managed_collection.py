@@ -113,9 +113,7 @@ class ManagedCollisionCollection(nn.Module):
     def begin(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool) -> TableIds:
         """Return a batch's checked ids by table."""
         if not isinstance(features, KeyedJaggedTensor):
-            raise InputError(
-                f"{type(self).__name__}: got a {type(features).__name__}; expected a KeyedJaggedTensor."
-            )
+            raise InputError(f"{type(self).__name__}: got a {type(features).__name__}; expected a KeyedJaggedTensor.")
         keys = features.keys()
         starts = dict(zip(keys, features.offset_per_key(), strict=False))
         sizes = dict(zip(keys, features.length_per_key(), strict=True))

@@ -90,9 +90,7 @@ class ManagedCollisionModule(nn.Module):
         }
         with torch.inference_mode(False):  # training adds to them, even if an evaluation runs first
             for name, shape in shapes.items():
-                self.register_buffer(
-                    name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False
-                )
+                self.register_buffer(name, torch.zeros(shape, dtype=torch.int64, device=device), persistent=False)
 
     # ------------------------------------------------------------------------------------------------------ facts
 
@@ -237,9 +235,7 @@ class ManagedCollisionModule(nn.Module):
         if not self.host_looks and self.settings.policy is Policy.TTL:
             self._clock_2[1].fill_(self.now())
 
-    def forward(
-        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
-    ) -> dict[str, JaggedTensor]:
+    def forward(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
         """Replace ids by rows; in training mode, assign rows to new ids. See `ManagedCollisionCollection.forward`.
 
         Args:
@@ -248,9 +244,7 @@ class ManagedCollisionModule(nn.Module):
         """
         return self._map_dict(features, mutate_miss_lengths, self.training)
 
-    def remap(
-        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
-    ) -> dict[str, JaggedTensor]:
+    def remap(self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True) -> dict[str, JaggedTensor]:
         """Replace ids by rows as in evaluation mode; the map does not change."""
         return self._map_dict(features, mutate_miss_lengths, False)
 
@@ -264,15 +258,11 @@ class ManagedCollisionModule(nn.Module):
         if self.settings.input_hash is None:
             return features
         return {
-            name: JaggedTensor(
-                self.settings.hashed(self._who, part.values()), part.weights_or_none(), part.lengths()
-            )
+            name: JaggedTensor(self.settings.hashed(self._who, part.values()), part.weights_or_none(), part.lengths())
             for name, part in features.items()
         }
 
-    def _map_dict(
-        self, features: dict[str, JaggedTensor], mutate: bool, training: bool
-    ) -> dict[str, JaggedTensor]:
+    def _map_dict(self, features: dict[str, JaggedTensor], mutate: bool, training: bool) -> dict[str, JaggedTensor]:
         self.bind(self._who, list(features))
         self.id_map.check_lengths(mutate)
         before, self.training = self.training, training
@@ -367,9 +357,7 @@ class ManagedCollisionModule(nn.Module):
         twin.reset_parameters()
         return twin
 
-    def become(
-        self, buckets: Buckets, parts: Mapping[str, Tensor], view: BucketStateView | None = None
-    ) -> None:
+    def become(self, buckets: Buckets, parts: Mapping[str, Tensor], view: BucketStateView | None = None) -> None:
         """Replace the buckets held here and their state by `buckets` and `parts`, without a copy."""
         for name, tensor in parts.items():
             self.register_buffer(name, tensor, persistent=False)

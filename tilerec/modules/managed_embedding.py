@@ -46,9 +46,7 @@ class ManagedCollisionEmbeddings(nn.Module):
         super().__init__()
         who = type(self).__name__
         if not isinstance(embedding_module, self._kind):
-            raise ConfigError(
-                f"{who}: got a {type(embedding_module).__name__}; expected a {self._kind.__name__}."
-            )
+            raise ConfigError(f"{who}: got a {type(embedding_module).__name__}; expected a {self._kind.__name__}.")
         if not isinstance(managed_collision_collection, ManagedCollisionCollection):
             raise ConfigError(
                 f"{who}: got a {type(managed_collision_collection).__name__}; expected a ManagedCollisionCollection."
@@ -103,9 +101,7 @@ class ManagedCollisionEmbeddings(nn.Module):
             if rows_M is not None:
                 reset_rows(self._embedding_module._tables[table], rows_M)
 
-    def resize(
-        self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
-    ) -> Resized:
+    def resize(self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None) -> Resized:
         """Change the capacity of a table, and keep its ids with their rows and optimizer state.
 
         Args:
@@ -210,9 +206,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
         return rows, remapped if self._return_remapped_features else None
 
 
-def _check_complete(
-    module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any
-) -> None:
+def _check_complete(module: nn.Module, state: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any) -> None:
     """Raise before loading ids without their rows, or rows without their ids."""
     assert isinstance(module, ManagedCollisionEmbeddings)
     tables = module._embedding_module

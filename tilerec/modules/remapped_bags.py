@@ -14,9 +14,7 @@ from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
-def remapped_batch(
-    features: KeyedJaggedTensor, rows: Mapping[str, Tensor], drops: bool = True
-) -> KeyedJaggedTensor:
+def remapped_batch(features: KeyedJaggedTensor, rows: Mapping[str, Tensor], drops: bool = True) -> KeyedJaggedTensor:
     """Return the batch with rows in place of the ids of some keys; rows of -1 are dropped from their bags.
 
     Args:

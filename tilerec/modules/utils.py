@@ -87,9 +87,7 @@ def get_module_output_dimension(module: TensorFunction | nn.Module, in_features:
         return int(module(torch.zeros(1, in_features)).size(-1))
 
 
-def check_module_output_dimension(
-    module: Iterable[nn.Module] | nn.Module, in_features: int, out_features: int
-) -> bool:
+def check_module_output_dimension(module: Iterable[nn.Module] | nn.Module, in_features: int, out_features: int) -> bool:
     """Return True if `module` (every one, if several) maps `in_features` to `out_features`."""
     modules = [module] if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList) else module
     return all(get_module_output_dimension(m, in_features) == out_features for m in modules)
@@ -114,9 +112,7 @@ def _fresh_copy(module: nn.Module) -> nn.Module:
 
 def _check_levels(sizes: tuple[int, ...]) -> None:
     if not sizes:
-        raise ConfigError(
-            "sizes: got (); expected the length of each level of the module list, such as (2, 4)."
-        )
+        raise ConfigError("sizes: got (); expected the length of each level of the module list, such as (2, 4).")
 
 
 def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int, ...]) -> nn.ModuleList:
@@ -132,9 +128,7 @@ def construct_modulelist_from_single_module(module: nn.Module, sizes: tuple[int,
     return nn.ModuleList(construct_modulelist_from_single_module(module, sizes[1:]) for _ in range(sizes[0]))
 
 
-def convert_list_of_modules_to_modulelist(
-    modules: Iterable[nn.Module], sizes: tuple[int, ...]
-) -> nn.ModuleList:
+def convert_list_of_modules_to_modulelist(modules: Iterable[nn.Module], sizes: tuple[int, ...]) -> nn.ModuleList:
     """Return the (nested) iterable `modules` as nested `nn.ModuleList`s; its lengths must be `sizes`.
 
     Raises:
@@ -143,9 +137,7 @@ def convert_list_of_modules_to_modulelist(
     _check_levels(sizes)
     level = list(modules)
     if len(level) != sizes[0]:
-        raise ConfigError(
-            f"modules: got {len(level)} entries; expected {sizes[0]} (sizes={sizes}). Make them equal."
-        )
+        raise ConfigError(f"modules: got {len(level)} entries; expected {sizes[0]} (sizes={sizes}). Make them equal.")
     if len(sizes) == 1:
         return nn.ModuleList(level)
     return nn.ModuleList(convert_list_of_modules_to_modulelist(m, sizes[1:]) for m in level)  # type: ignore[arg-type]

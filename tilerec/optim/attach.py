@@ -103,10 +103,7 @@ def _refuse_attached(tables: Iterable[TableRows], spec: OptimizerSpec) -> None:
 def restore_optimizers_on_error(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restore the tables' earlier optimizers and state if the block raises."""
     found = {id(rows): rows for rows in map(rows_of, params) if rows is not None}
-    before = [
-        (rows, rows.spec, rows.group, rows.state, rows.takes_gradients, rows._counter)
-        for rows in found.values()
-    ]
+    before = [(rows, rows.spec, rows.group, rows.state, rows.takes_gradients, rows._counter) for rows in found.values()]
     try:
         yield
     except BaseException:

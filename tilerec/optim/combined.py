@@ -60,9 +60,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
     @property
     def params(self) -> dict[str, Tensor]:  # type: ignore[override]
-        return {
-            self.prepend_opt_key(key, name): p for name, opt in self._optims for key, p in opt.params.items()
-        }
+        return {self.prepend_opt_key(key, name): p for name, opt in self._optims for key, p in opt.params.items()}
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]

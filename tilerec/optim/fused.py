@@ -111,9 +111,7 @@ class FusedOptimizer(KeyedOptimizer):
             members.setdefault(id(own.group), []).append(own.leaf)
             params[name] = own.leaf
             state[own.leaf] = own.state if own.cache is None else CachedStateView(own)
-        super().__init__(
-            params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()]
-        )
+        super().__init__(params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()])
         self.defaults = dict(next(iter(groups.values()), {}))
         self._rows = list(rows.values())
 

@@ -215,11 +215,7 @@ class KeyedOptimizer(Optimizer):
             for name, table in tables.items()
             for i, leaf in enumerate(table.leaves())
         }
-        new = {
-            name: leaf
-            for name, leaf in leaves.items()
-            if not self.state.get(leaf) and stepped_by_optimizer(leaf)
-        }
+        new = {name: leaf for name, leaf in leaves.items() if not self.state.get(leaf) and stepped_by_optimizer(leaf)}
         self._init({name: leaf for name, leaf in new.items() if id(leaf) not in self._stateless}, set())
         self._stateless |= {id(leaf) for leaf in new.values() if not self.state.get(leaf)}
         return {name for name in tables if name in new}
@@ -281,9 +277,7 @@ class KeyedOptimizer(Optimizer):
                 if setting in self._of_this_run:
                     continue
                 if isinstance(groups[key].get(setting), Tensor):
-                    plan_value(
-                        groups[key], setting, value, f"{class_name}: param group setting '{setting}'", plan
-                    )
+                    plan_value(groups[key], setting, value, f"{class_name}: param group setting '{setting}'", plan)
                 else:
                     plan.append(setter(groups[key], setting, copied(value)))
 
@@ -351,9 +345,7 @@ class KeyedOptimizer(Optimizer):
                 f"{type(self).__name__}: init_state got {sorted(unknown)}; expected names of parameters. Correct the "
                 "names."
             )
-        self._init(
-            {n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}, sparse
-        )
+        self._init({n: p for n, p in self.params.items() if p.requires_grad and not self.state.get(p)}, sparse)
 
     def _init(self, new: Mapping[str, Tensor], sparse: set[str]) -> None:
         """Create the state of parameters that have none."""

@@ -54,9 +54,7 @@ def adopted(value: Any, parameter: Tensor) -> Any:
     """Clone loaded state for a parameter without state. A step count keeps its device (for torch the CPU)."""
     if isinstance(value, Mapping):
         return {
-            key: item.detach().clone()
-            if key == "step" and isinstance(item, Tensor)
-            else adopted(item, parameter)
+            key: item.detach().clone() if key == "step" and isinstance(item, Tensor) else adopted(item, parameter)
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
@@ -108,14 +106,10 @@ def plan_value(holder: Any, key: Any, loaded: Any, where: str, plan: list[Callab
         for index, value in enumerate(loaded):
             plan_value(current, index, value, f"{where} / {index}", plan)
     else:
-        plan.append(
-            setter(holder, key, loaded.detach().clone() if isinstance(loaded, Tensor) else copied(loaded))
-        )
+        plan.append(setter(holder, key, loaded.detach().clone() if isinstance(loaded, Tensor) else copied(loaded)))
 
 
-def plan_parts(
-    table: TiledTable, parts: list[Any], loaded: Any, where: str, plan: list[Callable[[], None]]
-) -> None:
+def plan_parts(table: TiledTable, parts: list[Any], loaded: Any, where: str, plan: list[Callable[[], None]]) -> None:
     """Plan to load `loaded`, state of a whole table, into the state of its tiles."""
     if not isinstance(loaded, Mapping):
         raise ConfigError(
@@ -160,9 +154,7 @@ def _discard(_: object) -> None:
     return None
 
 
-def same_keys(
-    where: str, here: set[Any], loaded: Mapping[Any, Any], optional: set[Any] | None = None
-) -> None:
+def same_keys(where: str, here: set[Any], loaded: Mapping[Any, Any], optional: set[Any] | None = None) -> None:
     """Raise a `ConfigError` unless the loaded keys are those in `here`, with or without those in `optional`."""
     missing, extra = here - set(loaded), set(loaded) - here - (optional or set())
     if missing or extra:

@@ -49,6 +49,4 @@ def _is_part(name: str, parameter: Tensor, everything: bool) -> bool:
     table = tiled_table_of(parameter)
     if table is None or not stepped_by_optimizer(parameter):
         return False
-    return everything or (
-        bool(parameter.numel()) and table.shape_of(table.leaves(), name) != tuple(parameter.shape)
-    )
+    return everything or (bool(parameter.numel()) and table.shape_of(table.leaves(), name) != tuple(parameter.shape))

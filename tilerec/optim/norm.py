@@ -90,9 +90,7 @@ def total_norm(
 ) -> Tensor:
     """Return the norm of all gradients together (0-d). With sharded tables every rank must call it."""
     p = float(norm_type)
-    tables = {
-        id(parameter): table for parameter in params if (table := tiled_table_of(parameter)) is not None
-    }
+    tables = {id(parameter): table for parameter in params if (table := tiled_table_of(parameter)) is not None}
     worlds: dict[Hashable, tuple[TiledTable, list[Tensor]]] = {}
     for parameter in params:  # include tables without a gradient here: the exchange is a collective
         if id(parameter) in tables:

@@ -31,17 +31,11 @@ def register_optimizer(spec: type[OptimizerSpec], rule: type[Rule]) -> None:
     if not (isinstance(spec, type) and issubclass(spec, OptimizerSpec) and is_dataclass(spec)):
         raise ConfigError(f"{where}: got no spec; expected a dataclass that derives from OptimizerSpec.")
     if not (isinstance(rule, type) and issubclass(rule, Rule)):
-        raise ConfigError(
-            f"{where}: got rule {rule!r:.80}; expected a class that derives from tilerec.optim.Rule."
-        )
+        raise ConfigError(f"{where}: got rule {rule!r:.80}; expected a class that derives from tilerec.optim.Rule.")
     if not vars(spec)["__dataclass_params__"].frozen:
-        raise ConfigError(
-            f"{where}: the spec is mutable; expected @dataclass(frozen=True), as specs are shared."
-        )
+        raise ConfigError(f"{where}: the spec is mutable; expected @dataclass(frozen=True), as specs are shared.")
     if name in SPECS:
-        raise ConfigError(
-            f"{where}: the name is taken; expected none of {', '.join(SPECS)}. Rename the class."
-        )
+        raise ConfigError(f"{where}: the name is taken; expected none of {', '.join(SPECS)}. Rename the class.")
     rule_name = getattr(spec, "rule", None)
     if not isinstance(rule_name, str):
         raise ConfigError(f'{where}: got rule={rule_name!r:.80}; expected a class attribute `rule = "name"`.')

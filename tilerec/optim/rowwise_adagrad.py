@@ -60,9 +60,7 @@ class RowWiseAdagrad(Optimizer):
         }
         for name, value in settings.items():
             if not value >= 0:
-                raise ConfigError(
-                    f"RowWiseAdagrad: got {name}={value}; expected a number >= 0. Pass {name}=..."
-                )
+                raise ConfigError(f"RowWiseAdagrad: got {name}={value}; expected a number >= 0. Pass {name}=...")
         super().__init__(params, {**settings, "maximize": maximize})
 
     def _start(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -82,9 +80,7 @@ class RowWiseAdagrad(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             table = tiled_table_of(parameter)
             if table is not None:  # `shape_of` raises for tiles with parts of rows
-                table.shape_of(
-                    [leaf.new_zeros(len(leaf)) for leaf in table.leaves()], "RowWiseAdagrad: 'sum'"
-                )
+                table.shape_of([leaf.new_zeros(len(leaf)) for leaf in table.leaves()], "RowWiseAdagrad: 'sum'")
             self._start(parameter, self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

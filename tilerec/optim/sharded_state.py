@@ -125,9 +125,7 @@ def stepped_by_optimizer(parameter: Tensor) -> bool:
 def gradient_layout(parameter: Tensor) -> torch.layout:
     """Return `torch.sparse_coo` for tables after `set_sparse_grad`, else `torch.strided`."""
     rows = rows_of(parameter)
-    return (
-        torch.sparse_coo if rows is not None and rows.takes_gradients and rows.spec is None else torch.strided
-    )
+    return torch.sparse_coo if rows is not None and rows.takes_gradients and rows.spec is None else torch.strided
 
 
 def tables_by_name(params: Mapping[str, Tensor]) -> dict[str, TiledTable]:
@@ -182,9 +180,7 @@ def split_loaded_state(
         ConfigError: a tensor that does not have the table's shape, a number per row or a single number.
     """
     found: list[dict[Any, Any]] = [{} for _ in table.leaves()]
-    for key in sorted(
-        loaded, key=str
-    ):  # in the same order on every rank, since loading tiles is a collective
+    for key in sorted(loaded, key=str):  # in the same order on every rank, since loading tiles is a collective
         value, where = loaded[key], f"{what} / '{key}'"
         parts: Sequence[Any]
         if isinstance(value, Mapping):

@@ -30,9 +30,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @torch.no_grad()
-def create_lazy_state(
-    optimizer: Optimizer, layouts: Mapping[Tensor, torch.layout], others: Iterable[Tensor]
-) -> None:
+def create_lazy_state(optimizer: Optimizer, layouts: Mapping[Tensor, torch.layout], others: Iterable[Tensor]) -> None:
     """Create the state of parameters that have none. Nothing else changes, also if the step fails.
 
     Args:

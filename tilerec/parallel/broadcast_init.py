@@ -22,9 +22,7 @@ from tilerec.storage.table_rows import TilePosition
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(
-    group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]
-) -> None:
+def broadcast_from_rank_0(group: Group, collections: Mapping[str, TableCollection], tables: Sequence[Table]) -> None:
     """Broadcast rank 0's seeds, weights and optimizer state. Collective; sends only digests if all ranks agree."""
     if group.size == 1:
         return

@@ -66,8 +66,7 @@ def _compare(digests_by_rank: list[dict[_Tile, tuple[int, int]]]) -> None:
     for (table, row, column, tensor), ranks_by_digest in by_tile.items():
         if len(ranks_by_digest) > 1:
             holders = " and ".join(
-                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
-                for ranks in ranks_by_digest.values()
+                f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in ranks_by_digest.values()
             )
             raise ConfigError(
                 f"Table '{table}': {tensor} of the tile at row {row}, column {column} differs between {holders}; "

@@ -24,9 +24,7 @@ class DenseOptions:
     wrapper: DataParallelWrapper
 
     @staticmethod
-    def of(
-        init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None
-    ) -> DenseOptions:
+    def of(init_data_parallel: bool, init_parameters: bool, wrapper: DataParallelWrapper | None) -> DenseOptions:
         """Return the settings with the default wrapper in place of None."""
         return DenseOptions(init_data_parallel, init_parameters, wrapper or DefaultDataParallelWrapper())
 

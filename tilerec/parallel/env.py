@@ -41,9 +41,7 @@ class ShardingEnv:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"ShardingEnv: rank: got {self.rank}; expected a number in [0, {self.world_size})."
-            )
+            raise ConfigError(f"ShardingEnv: rank: got {self.rank}; expected a number in [0, {self.world_size}).")
         if self.world_size > 1 and self.pg is None and self.threads is None:
             raise ConfigError(
                 f"ShardingEnv: got {self.world_size} ranks without a process group; use "
@@ -99,9 +97,7 @@ def group_of_ranks(who: str, **given: Ranks | None) -> Group:
     """
     chosen = {name: ranks for name, ranks in given.items() if ranks is not None}
     if len(chosen) > 1:
-        raise ConfigError(
-            f"{who}: got both {' and '.join(chosen)}, two names of one argument; keep one of them."
-        )
+        raise ConfigError(f"{who}: got both {' and '.join(chosen)}, two names of one argument; keep one of them.")
     for name, ranks in chosen.items():
         if not isinstance(ranks, Ranks):
             raise ConfigError(

@@ -41,9 +41,7 @@ def make_plan(
         first = made.plan[path][table]
         for other_path, other in others:
             sharding = plan.plan[other_path][other]
-            changed = replace(
-                sharding, sharding_type=first.sharding_type, ranks=first.ranks, tiling=first.tiling
-            )
+            changed = replace(sharding, sharding_type=first.sharding_type, ranks=first.ranks, tiling=first.tiling)
             plan = plan.replaced(other_path, other, changed)
     complete = complete_plan_of(keep_cached_tables(plan, collections), collections, topology)
     return replace(complete, report=made.report)

@@ -36,11 +36,7 @@ def with_table_paths(plan: Any, module: nn.Module) -> Any:
         return plan if list(named) == list(plan.plan) else replace(plan, plan=named)
     if not isinstance(plan, Mapping):
         return plan
-    if (
-        "" in inside
-        and plan
-        and all(isinstance(item, ParameterSharding | Tiling | Cut) for item in plan.values())
-    ):
+    if "" in inside and plan and all(isinstance(item, ParameterSharding | Tiling | Cut) for item in plan.values()):
         own = submodules(module)["_embedding_module"]
         names = set(getattr(own, "_tables", ()))
         if set(plan) <= names:

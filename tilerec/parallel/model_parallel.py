@@ -191,9 +191,7 @@ class DistributedModelParallel(nn.Module):
         """Yield the model's dense parameters, and this rank's tiles under the names of their tables."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def bare_named_parameters(
-        self, prefix: str = "", recurse: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def bare_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the same as `named_parameters`, whose names have no wrapper prefix."""
         return self.named_parameters(prefix, recurse)
 
@@ -203,9 +201,7 @@ class DistributedModelParallel(nn.Module):
         """Yield the model's buffers without wrapper prefixes."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def sparse_grad_parameter_names(
-        self, destination: list[str] | None = None, prefix: str = ""
-    ) -> list[str]:
+    def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
         """Append the names of tables whose `.grad` will be sparse (`set_sparse_grad`) to `destination`; return it."""
         names = [] if destination is None else destination
         for name, parameter in self.named_parameters(prefix):
@@ -214,9 +210,7 @@ class DistributedModelParallel(nn.Module):
                 names.append(name)
         return names
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's state dict, with all keys on every rank and tables in their logical shapes."""
         options: dict[str, Any] = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
         options.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))

@@ -115,9 +115,7 @@ def warn_of_no_tables(module: nn.Module, who: str) -> None:
     """Warn if the model has no collections; the warning names torch's own embeddings."""
     if any(isinstance(part, TableCollection) for part in module.modules()):
         return
-    plain = [
-        path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))
-    ]
+    plain = [path for path, part in module.named_modules() if isinstance(part, (nn.EmbeddingBag, nn.Embedding))]
     warnings.warn(
         f"{who}: {type(module).__name__} has no EmbeddingBagCollection or EmbeddingCollection, so "
         "nothing is sharded and every rank holds the whole model, as under DistributedDataParallel."

@@ -31,9 +31,7 @@ def resolve_cuts(
         plan = dict.fromkeys(collections, plan)
     if not isinstance(plan, Mapping) or not any(_has_cuts(part) for part in plan.values()):
         return plan
-    if list(collections) == [""] and not any(
-        isinstance(part, Mapping) or path == "" for path, part in plan.items()
-    ):
+    if list(collections) == [""] and not any(isinstance(part, Mapping) or path == "" for path, part in plan.items()):
         plan = {"": plan}
     hosts_per_part = (getattr(part, "hosts", None) for part in plan.values())
     topology = world(next((hosts for hosts in hosts_per_part if hosts is not None), None))
@@ -58,9 +56,7 @@ def _resolved(path: str, part: Any, collections: Mapping[str, TableCollection], 
     tables = collection._tables
     if isinstance(part, Cut):
         part = dict.fromkeys(tables, part)
-    made = EmbeddingModuleShardingPlan(
-        world_size=getattr(part, "world_size", None), hosts=getattr(part, "hosts", None)
-    )
+    made = EmbeddingModuleShardingPlan(world_size=getattr(part, "world_size", None), hosts=getattr(part, "hosts", None))
     for name, item in part.items():
         if not isinstance(item, Cut):
             made[name] = item

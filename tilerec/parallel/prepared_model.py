@@ -84,9 +84,7 @@ def prepare_sharding(
         used = world(None)
         complete_plan = make_plan(module, collections, used, sharders)
     else:
-        complete_plan, used = read_complete_plan(
-            with_table_paths(plan, module), collections, group.size, world
-        )
+        complete_plan, used = read_complete_plan(with_table_paths(plan, module), collections, group.size, world)
     complete_plan.check(sizes_of(collections), group.size)
     tilings = {(path, table): cast(Tiling, s.tiling) for path, table, s in complete_plan.tables()}
     check_ties(ties, tilings)

@@ -206,9 +206,7 @@ def _check_tiling(path: str, name: str, sharding: ParameterSharding, topology: T
     )
 
 
-def _produces(
-    name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology
-) -> bool:
+def _produces(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tiling, topology: Topology) -> bool:
     """Return True if the sharding type over these ranks produces the tiling, with default or the tiling's own sizes."""
     rows, dim = tiling.rows, tiling.dim
     widths = [block.c1 - block.c0 for block in tiling.blocks]

@@ -308,9 +308,7 @@ def with_wire_formats(
     return _mapped(plan, filled)
 
 
-def _mapped(
-    plan: ShardingPlan, change: Callable[[str, str, ParameterSharding], ParameterSharding]
-) -> ShardingPlan:
+def _mapped(plan: ShardingPlan, change: Callable[[str, str, ParameterSharding], ParameterSharding]) -> ShardingPlan:
     parts = {
         path: EmbeddingModuleShardingPlan({name: change(path, name, s) for name, s in part.items()})
         for path, part in plan.plan.items()
@@ -358,9 +356,7 @@ def warn_of_unused_sharders(
                 )
             # A planner with this sharder has written its format into the plan.
             if wire is not None and all(s.wire not in (None, wire) for s in planned):
-                found.append(
-                    f"qcomm_codecs_registry has no effect: the plan has others for every table of a {kind}."
-                )
+                found.append(f"qcomm_codecs_registry has no effect: the plan has others for every table of a {kind}.")
         for text in found:
             warnings.warn(f"{type(sharder).__name__}: its {text}", stacklevel=6)
 

@@ -19,9 +19,7 @@ def traffic(module: nn.Module) -> Traffic:
         ConfigError: no collection below is sharded, or several `shard` calls sharded parts of the module.
     """
     found = {
-        id(part.exchange.group): part.exchange.group
-        for part in module.modules()
-        if isinstance(part, ShardedCollection)
+        id(part.exchange.group): part.exchange.group for part in module.modules() if isinstance(part, ShardedCollection)
     }
     if len(found) != 1:
         raise ConfigError(

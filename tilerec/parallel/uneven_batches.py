@@ -120,9 +120,7 @@ def even_batches(
     return _turns(iter(batches), group.split("even batches"), empty, count)
 
 
-def _turns(
-    batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]
-) -> Iterator[Turn[_B]]:
+def _turns(batches: Iterator[_B], channel: Group, empty: _B, count: Callable[[_B], int]) -> Iterator[Turn[_B]]:
     try:
         lookahead = _Lookahead(batches, channel, empty, count)
         while True:

@@ -102,12 +102,8 @@ class RoutesAhead:
             self._learned = []
         if self._prefetches:
             modules = list(self._model.modules())
-            self._unsharded = [
-                m for m in modules if isinstance(m, TableCollection) and not isinstance(m, kinds)
-            ]
-            self._prefetched = [
-                pair for pair in self._prefetched if any(pair[0] is m for m in self._unsharded)
-            ]
+            self._unsharded = [m for m in modules if isinstance(m, TableCollection) and not isinstance(m, kinds)]
+            self._prefetched = [pair for pair in self._prefetched if any(pair[0] is m for m in self._unsharded)]
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -234,9 +230,7 @@ class RoutesAhead:
         """Return the routes of each collection that a forward has called."""
         found = []
         for name, collection in self._collections:
-            ahead, late, built = (
-                self._counts[id(collection), kind] for kind in ("ahead", "in_forward", "built")
-            )
+            ahead, late, built = (self._counts[id(collection), kind] for kind in ("ahead", "in_forward", "built"))
             if ahead + late:
                 paths = [path_text(one.path) for one in self._learned if one.collection is collection]
                 found.append(RouteReport(name, tuple(paths), ahead, late, built))

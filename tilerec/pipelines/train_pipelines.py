@@ -76,9 +76,7 @@ class TrainPipeline:
         self._model, self._attached = model, True
         self._copy = DeviceCopy(torch.device(device))
         self._routes = RoutesAhead(model, who, prefetches=self._prefetch)
-        self._step = TrainStep(
-            model, optimizer if self._train else None, forward, accumulate, sync_interval, who
-        )
+        self._step = TrainStep(model, optimizer if self._train else None, forward, accumulate, sync_interval, who)
         self._group = group_of(model) if group is None else group
         several = even and self._group is not None and self._group.size > 1
         self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None

@@ -30,8 +30,7 @@ def diff(
         found = plan_diff(*plans)
         paths = (first, second)
         found_reports = (
-            load_report(path, plan, "no reports are compared.")
-            for path, plan in zip(paths, plans, strict=True)
+            load_report(path, plan, "no reports are compared.") for path, plan in zip(paths, plans, strict=True)
         )
         reports = [report for report in found_reports if report is not None]
         if len(reports) == len(paths):

@@ -55,7 +55,5 @@ def bytes_of(option: str, text: str) -> int:
         if not 0 <= value < 2**62:
             raise ValueError
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"{option}: got {text!r}; expected a number of bytes. Write 80GB, 79GiB, or bytes."
-        ) from None
+        raise ConfigError(f"{option}: got {text!r}; expected a number of bytes. Write 80GB, 79GiB, or bytes.") from None
     return int(value)

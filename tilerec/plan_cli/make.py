@@ -26,9 +26,7 @@ def make(
         typer.Argument(help="A recipe's name, module:function of yours, or a .json or .yaml list of tables."),
     ],
     data: Annotated[str | None, typer.Option(help="Path of the data, for recipes that read files.")] = None,
-    topology: Annotated[
-        Path | None, typer.Option(help="Topology file that `tilerec calibrate` wrote.")
-    ] = None,
+    topology: Annotated[Path | None, typer.Option(help="Topology file that `tilerec calibrate` wrote.")] = None,
     machine: Annotated[
         str | None, typer.Option(help=f"GPU by name, 8 per host by default: {', '.join(MACHINES)}.")
     ] = None,
@@ -44,15 +42,9 @@ def make(
         str | None,
         typer.Option(help="Optimizer of listed tables that name none: SGD, RowWiseAdagrad, Adam, …"),
     ] = None,
-    stats: Annotated[
-        Path | None, typer.Option(help="Statistics of the ids, written by `tilerec stats`.")
-    ] = None,
-    fixed: Annotated[
-        Path | None, typer.Option(help="Plan of some tables, whose shardings are kept unchanged.")
-    ] = None,
-    reserve: Annotated[
-        float, typer.Option(help="Fraction of the memory that tables may not use.")
-    ] = RESERVED,
+    stats: Annotated[Path | None, typer.Option(help="Statistics of the ids, written by `tilerec stats`.")] = None,
+    fixed: Annotated[Path | None, typer.Option(help="Plan of some tables, whose shardings are kept unchanged.")] = None,
+    reserve: Annotated[float, typer.Option(help="Fraction of the memory that tables may not use.")] = RESERVED,
     cache: Annotated[Path | None, typer.Option(help="Folder that caches plans by their inputs.")] = None,
     effort: Annotated[int, typer.Option(help="Search effort: each step doubles the search.", min=1)] = 1,
     out: Annotated[Path, typer.Option(help="The plan's file.")] = Path("plan.json"),

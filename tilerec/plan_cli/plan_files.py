@@ -54,9 +54,7 @@ def with_request_beside(report: PlanReport, plan: Path) -> PlanReport:
     try:
         return report.with_request(PlanRequest.load(path))
     except ConfigError as error:
-        print_warning(
-            f"{path}: got a request that cannot be used; reasons and suggestions are missing. {error}"
-        )
+        print_warning(f"{path}: got a request that cannot be used; reasons and suggestions are missing. {error}")
         return report
 
 
@@ -71,8 +69,6 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     if not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{option}: got {path}; expected a file in an existing folder. Create {path.parent} first."
-        )
+        raise ConfigError(f"{option}: got {path}; expected a file in an existing folder. Create {path.parent} first.")
     if path.is_dir():
         raise ConfigError(f"{option}: got the folder {path}; expected a file. Name a file in it.")

@@ -92,9 +92,7 @@ def _read(path: Path) -> JsonValue:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(
-            f"Tables: {path}: got {error!s:.500}; expected valid YAML. Correct the file."
-        ) from error
+        raise ConfigError(f"Tables: {path}: got {error!s:.500}; expected valid YAML. Correct the file.") from error
 
 
 @dataclass(frozen=True)

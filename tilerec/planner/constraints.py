@@ -168,9 +168,7 @@ class ParameterConstraints:
                 continue
             words = [given] if isinstance(given, (str, kind)) else list(given)
             if not words and name != "forbidden_types":
-                raise ConfigError(
-                    f"ParameterConstraints: {name} is empty, so nothing is allowed; leave it out."
-                )
+                raise ConfigError(f"ParameterConstraints: {name} is empty, so nothing is allowed; leave it out.")
             fill(name, tuple(dict.fromkeys(to_enum(kind, w, f"ParameterConstraints: {name}") for w in words)))
 
     def _check_contradictions(self) -> None:

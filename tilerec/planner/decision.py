@@ -90,9 +90,7 @@ class Decision:
             if table.key in self.pins:
                 pin = replace(self.pins[table.key], data_type=table.data_type)
                 given = limits.sharding is not None
-                found[table.key] = (
-                    pin if given else with_table_fields(pin, table, limits, self.request.topology)
-                )
+                found[table.key] = pin if given else with_table_fields(pin, table, limits, self.request.topology)
                 continue
             t = free[table.key]
             o = self.option(t)
@@ -151,9 +149,7 @@ def _searched_or_quick(
     return found
 
 
-def _searched(
-    request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None
-) -> Decision:
+def _searched(request: PlanRequest, pins: dict[str, ParameterSharding], offload: bool, quick: Work | None) -> Decision:
     """Build the problem, search for a solution, and price it."""
     problem = build_problem(request, pins, offload)
     instance, row = searched_instance(request, pins, problem.instance)
@@ -272,8 +268,7 @@ def _without_empty_ranges(decision: Decision) -> Decision:
     rows = {
         row: shares
         for row, shares in solution.rows.items()
-        if len(row_counts[row]) == 1
-        or all(min(sizes_of_shares(count, shares)) > 0 for count in row_counts[row])
+        if len(row_counts[row]) == 1 or all(min(sizes_of_shares(count, shares)) > 0 for count in row_counts[row])
     }
     if len(rows) == len(solution.rows):
         return decision

@@ -64,9 +64,7 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.compute_kernel is not None:
-            kernel = to_enum(
-                EmbeddingComputeKernel, self.compute_kernel, f"{self.kind.value}: compute_kernel"
-            )
+            kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, f"{self.kind.value}: compute_kernel")
             object.__setattr__(self, "compute_kernel", kernel)
         for name in ("ranks", "hosts"):
             given = getattr(self, name)
@@ -213,9 +211,7 @@ def column_wise(
     """
     if ranks is None and size_per_rank is not None:
         ranks = range(len(size_per_rank))
-    return Cut(
-        ShardingType.COLUMN_WISE, compute_kernel, ranks, widths=size_per_rank, devices=device_types or ()
-    )
+    return Cut(ShardingType.COLUMN_WISE, compute_kernel, ranks, widths=size_per_rank, devices=device_types or ())
 
 
 def table_row_wise(host_index: int, compute_kernel: Kernel = None) -> Cut:
@@ -244,9 +240,7 @@ def grid_shard(
     return Cut(ShardingType.GRID_SHARD, compute_kernel, hosts=host_indexes, widths=size_per_host)
 
 
-def explicit(
-    tiles: Iterable[Sequence[Any]] | Tiling | strategies.Strategy, compute_kernel: Kernel = None
-) -> Cut:
+def explicit(tiles: Iterable[Sequence[Any]] | Tiling | strategies.Strategy, compute_kernel: Kernel = None) -> Cut:
     """Split the table into `Tile`s or tuples `(r0, r1, c0, c1, owners)`, as `Tiling.of`, or as a given tiling.
 
     A strategy of your own also serves: a function `(name, rows, dim, ranks, topology) -> Tiling`, here with ranks None.
@@ -311,9 +305,7 @@ def construct_module_sharding_plan(
     world, hosts_known = topology, True
     if world is None:
         world, hosts_known = _world(local_size, world_size, device_type or device_type_of(module))
-    plan = EmbeddingModuleShardingPlan(
-        world_size=world.world_size, hosts=world.host_ranks if hosts_known else None
-    )
+    plan = EmbeddingModuleShardingPlan(world_size=world.world_size, hosts=world.host_ranks if hosts_known else None)
     for name, table in tables.items():
         cut = per_param_sharding[name]
         if not isinstance(cut, Cut):

@@ -61,17 +61,13 @@ def model_request(
         )
     if not tables:
         raise ConfigError(f"EmbeddingShardingPlanner: {what}")
-    request = PlanRequest(
-        tuple(tables), topology, batch_size, _by_key(tables, constraints, fixed), effort=effort
-    )
+    request = PlanRequest(tuple(tables), topology, batch_size, _by_key(tables, constraints, fixed), effort=effort)
     cap, part = topology.memory_cap, reservation.percentage
     model, one = module if isinstance(module, nn.Module) else None, request.input_bytes()
     reserved = reservation.reserved(cap, model, one) - math.ceil(cap * part)
     # Reserved input is stored as a number of batches, so that it scales when a what-if changes the batch size.
     batches = max(0, reserved + math.ceil(cap * part) - reservation.reserved(cap, model, 0)) // one
-    return replace(
-        request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches
-    )
+    return replace(request, reserved=max(0, reserved - batches * one), reserved_part=part, reserved_batches=batches)
 
 
 def _by_key(
@@ -135,9 +131,7 @@ def read_fixed(fixed: Fixed | None) -> tuple[dict[tuple[str, str], ParameterShar
         try:
             fixed = ShardingPlan.load(fixed)
         except ConfigError as error:
-            raise ConfigError(
-                f"EmbeddingShardingPlanner: the plan in fixed= cannot be read: {error}"
-            ) from error
+            raise ConfigError(f"EmbeddingShardingPlanner: the plan in fixed= cannot be read: {error}") from error
     if isinstance(fixed, ShardingPlan):
         return {(path, name): sharding for path, name, sharding in fixed.tables()}, fixed.world_size
     if not isinstance(fixed, Mapping):

@@ -53,9 +53,7 @@ def _pin_colocated(request: PlanRequest, pins: dict[str, ParameterSharding]) -> 
                 waiting.append(key)
 
 
-def check_colocated(
-    request: PlanRequest, key: str, limits: ParameterConstraints, tiling: Tiling | None
-) -> None:
+def check_colocated(request: PlanRequest, key: str, limits: ParameterConstraints, tiling: Tiling | None) -> None:
     assert tiling is not None
     assert limits.with_table is not None
     own, allowed = tiling.ranks(), allowed_ranks(limits, request.topology)

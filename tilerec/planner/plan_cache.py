@@ -77,9 +77,7 @@ class PlanCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_file(path, json.dumps(entry, separators=(",", ":")), "Plan cache")
         except OSError as error:
-            warnings.warn(
-                f"Plan cache: {path} cannot be written ({error}); the plan is not cached.", stacklevel=4
-            )
+            warnings.warn(f"Plan cache: {path} cannot be written ({error}); the plan is not cached.", stacklevel=4)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -98,9 +98,7 @@ class EmbeddingShardingPlanner:
             ("cache", cache, (str, Path), "the path of a folder"),
         ):
             if value is not None and not isinstance(value, kind):
-                raise ConfigError(
-                    f"EmbeddingShardingPlanner: {name} is a {type(value).__name__}, wanted {wanted}."
-                )
+                raise ConfigError(f"EmbeddingShardingPlanner: {name} is a {type(value).__name__}, wanted {wanted}.")
         self.topology = topology
         self.batch_size = PlanRequest.batch_size if batch_size is None else batch_size
         self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
@@ -114,9 +112,7 @@ class EmbeddingShardingPlanner:
         ignored: dict[str, list[str]] = {}
         for table, limits in self.constraints.items():
             if not isinstance(table, str):
-                raise ConfigError(
-                    f"EmbeddingShardingPlanner: constraints name {table!r}, wanted names of tables."
-                )
+                raise ConfigError(f"EmbeddingShardingPlanner: constraints name {table!r}, wanted names of tables.")
             if not isinstance(limits, ParameterConstraints):
                 raise ConfigError(
                     f"EmbeddingShardingPlanner: constraints['{table}'] is a {type(limits).__name__}, wanted "
@@ -127,17 +123,14 @@ class EmbeddingShardingPlanner:
                     ignored.setdefault(field, []).append(table)
         if ignored:
             shown = "; ".join(
-                f"{field} (of {', '.join(tables[:4])}{', …' * (len(tables) > 4)})"
-                for field, tables in ignored.items()
+                f"{field} (of {', '.join(tables[:4])}{', …' * (len(tables) > 4)})" for field, tables in ignored.items()
             )
             warnings.warn(
                 f"EmbeddingShardingPlanner: of the constraints, {shown} has no effect on a plan.",
                 stacklevel=3,
             )
 
-    def plan(
-        self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
-    ) -> ShardingPlan:
+    def plan(self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None) -> ShardingPlan:
         """Return a plan for all embedding collections in `module` (or for `module`, if it is a collection).
 
         Args:
@@ -156,9 +149,7 @@ class EmbeddingShardingPlanner:
         """
         return self.make(self.request(module, sharders))
 
-    def request(
-        self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None
-    ) -> PlanRequest:
+    def request(self, module: nn.Module | Sequence[AnyTable], sharders: Sequence[Sharder] | None = None) -> PlanRequest:
         """Return all inputs of `plan` as a record that can be stored, varied and explained."""
         topology = self.topology or Topology.from_launcher(_device_type(module))
         return self._request(module, sharders, topology)

@@ -109,9 +109,7 @@ class _RemedySearch:
             yield (
                 f"{more} host{'s' * (more != 1)} of {size} rank{'s' * (size != 1)} more ({topology.host_count + more} "
                 "in all)",
-                replace(
-                    self.request, topology=_with_more_ranks(topology, (size,) * more, topology.world_size)
-                ),
+                replace(self.request, topology=_with_more_ranks(topology, (size,) * more, topology.world_size)),
             )
 
     def _larger_cap(self) -> Remedy | None:
@@ -230,9 +228,7 @@ class _RemedySearch:
     def _bf16(self) -> Remedy | None:
         names, request = self.instance.names, self.request
         order = sorted(range(len(names)), key=lambda t: (-int(self.least[t]), names[t]))
-        wide = [
-            names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)
-        ]
+        wide = [names[t] for t in order if request.by_key[names[t]].data_type in (DataType.FP32, DataType.FP64)]
 
         def fits(count: int) -> bool:
             return self._decided(request.with_tables(wide[:count], data_type=DataType.BF16)) is not None

@@ -70,9 +70,7 @@ class PlanRequest:
         for name in ("batch_size", "effort"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST:
-                raise ConfigError(
-                    f"Planner: {name} is {value!r}; it must be a whole number from 1 (below {_MOST:,})."
-                )
+                raise ConfigError(f"Planner: {name} is {value!r}; it must be a whole number from 1 (below {_MOST:,}).")
         batches = self.reserved_batches
         if isinstance(batches, bool) or not isinstance(batches, int) or not 0 <= batches < _MOST:
             raise ConfigError(

@@ -27,9 +27,7 @@ def build_problem(request: PlanRequest, pins: dict[str, ParameterSharding], offl
     reserved = np.zeros((topology.world_size, 2), np.int64)
     reserved[:, 1 if topology.compute_device == "cpu" else 0] = request.reserved_bytes()
     tilings = {key: sharding.tiling for key, sharding in pins.items() if sharding.tiling is not None}
-    works = [
-        work_with_sharding(work, pins[work.name]) if work.name in pins else work for work in request.works()
-    ]
+    works = [work_with_sharding(work, pins[work.name]) if work.name in pins else work for work in request.works()]
     return build(
         works,
         topology,

@@ -36,9 +36,7 @@ def check_sharder(sharder: Any, what: str) -> None:
         ConfigError: `sharder` is a class, or another kind of object.
     """
     if isinstance(sharder, type) and not issubclass(sharder, nn.Module):
-        raise ConfigError(
-            f"{what} is the class {sharder.__name__}; wanted a sharder of it: {sharder.__name__}(...)."
-        )
+        raise ConfigError(f"{what} is the class {sharder.__name__}; wanted a sharder of it: {sharder.__name__}(...).")
     if not all(hasattr(sharder, name) for name in ("module_type", "optimizer")):
         kind = f"the class {sharder.__name__}" if isinstance(sharder, type) else f"a {type(sharder).__name__}"
         raise ConfigError(

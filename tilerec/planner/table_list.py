@@ -119,9 +119,7 @@ def _optimizer(value: JsonValue, known: dict[str, OptimizerSpec]) -> OptimizerSp
     if mark not in known:
         try:
             known[mark] = OptimizerSpec.from_json(
-                JsonValue.of({"optimizer": value.value}, value.where)
-                if isinstance(value.value, str)
-                else value
+                JsonValue.of({"optimizer": value.value}, value.where) if isinstance(value.value, str) else value
             )
         except TypeError as error:
             raise value.refused(error) from error

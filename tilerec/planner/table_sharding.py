@@ -51,9 +51,7 @@ def behind_cache(made: ParameterSharding, work: TableWork, limits: ParameterCons
     )
 
 
-def _allowed_type(
-    made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology
-) -> ShardingType:
+def _allowed_type(made: ParameterSharding, allowed: tuple[ShardingType, ...], topology: Topology) -> ShardingType:
     """Return the first allowed type that yields this tiling; rows over all ranks of one host have several types."""
     tiling = made.tiling
     assert tiling is not None

@@ -73,9 +73,7 @@ class PlannedTable:
 AnyTable = AnyTableConfig | PlannedTable
 
 
-def tables_of(
-    module: nn.Module, sharders: Sequence[Sharder] = (), dense: Container[str] = ()
-) -> list[PlannedTable]:
+def tables_of(module: nn.Module, sharders: Sequence[Sharder] = (), dense: Container[str] = ()) -> list[PlannedTable]:
     """Return the tables of all collections in a module (or of the module, if it is a collection), in module order.
 
     Args:

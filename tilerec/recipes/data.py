@@ -123,7 +123,5 @@ def _for_each(name: str, values: tuple[_V, ...], count: int) -> tuple[_V, ...]:
     if len(values) == 1:
         return values * count
     if len(values) != count:
-        raise ConfigError(
-            f"data.{name}: got {len(values)} numbers; expected 1, or one for each of the {count} tables."
-        )
+        raise ConfigError(f"data.{name}: got {len(values)} numbers; expected 1, or one for each of the {count} tables.")
     return values

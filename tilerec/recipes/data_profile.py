@@ -157,9 +157,7 @@ def profile_data(path: str, most_rows: int = MOST_ROWS) -> DataProfile:
             columns.setdefault(name, ColumnProfile(name, str(kind), kind_of(kind))).add(table.column(name))
         rows += table.num_rows
     if not rows:
-        raise InputError(
-            f"{files[0].name}: got no rows; expected data with a header and rows. Check the path."
-        )
+        raise InputError(f"{files[0].name}: got no rows; expected data with a header and rows. Check the path.")
     total = rows if whole else None
     if not (whole or text):
         total = _read_footers(files, columns)
@@ -171,9 +169,7 @@ def _batches(files: list[DataFile], text: bool, separator: str) -> Iterator[pa.R
         try:
             with file.open() as stream:
                 if text:
-                    source = pa.input_stream(
-                        stream, compression="gzip" if file.name.endswith(".gz") else None
-                    )
+                    source = pa.input_stream(stream, compression="gzip" if file.name.endswith(".gz") else None)
                     parse = arrow_csv.ParseOptions(delimiter=separator)
                     # An empty field is a missing value, as for the reader of text files.
                     convert = arrow_csv.ConvertOptions(strings_can_be_null=True, null_values=[""])
@@ -200,9 +196,7 @@ def _read_footers(files: list[DataFile], columns: dict[str, ColumnProfile]) -> i
                 chunk = footer.row_group(group).column(index)
                 found = chunk.statistics
                 known = found is not None and found.has_min_max
-                bounds.setdefault(chunk.path_in_schema, []).extend(
-                    (found.min, found.max) if known else (None,)
-                )
+                bounds.setdefault(chunk.path_in_schema, []).extend((found.min, found.max) if known else (None,))
     for name, values in bounds.items():
         if name in columns and None not in values:
             columns[name].low, columns[name].high = min(values), max(values)

@@ -54,9 +54,7 @@ class FilesData(DataConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _as_tuple(self.path))
         if self.format not in ("auto", "parquet", "text"):
-            raise ConfigError(
-                f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it."
-            )
+            raise ConfigError(f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it.")
 
     def open(self) -> TableDataset:
         held = self.hold_out
@@ -91,9 +89,7 @@ class FilesData(DataConfig):
         )
         if not text:
             return ParquetGroups(path, base=self.base)
-        lists = tuple(
-            ListColumn(column.column, column.separator) for column in self.columns.ids if column.separator
-        )
+        lists = tuple(ListColumn(column.column, column.separator) for column in self.columns.ids if column.separator)
         return DelimitedGroups(path, base=self.base, lists=lists)
 
 

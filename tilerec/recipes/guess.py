@@ -183,12 +183,7 @@ def _is_time(column: ColumnProfile, words: list[str]) -> bool:
     if column.is_time:
         return True
     named = column.name.lower() in _TIMES or any(word in ("timestamp", "datetime", "ts") for word in words)
-    return (
-        named
-        and column.kind in ("integer", "number")
-        and len(column.sample) > 0
-        and column.sample.min() > 1e8
-    )
+    return named and column.kind in ("integer", "number") and len(column.sample) > 0 and column.sample.min() > 1e8
 
 
 def _split(column: ColumnProfile, profile: DataProfile) -> dict[str, Any]:
@@ -197,11 +192,7 @@ def _split(column: ColumnProfile, profile: DataProfile) -> dict[str, Any]:
         at: Any = float(np.quantile(column.sample, 0.9))
         if column.is_time:
             kind = _TIME_TYPES.get(column.type)
-            return (
-                {"column": column.name, "at_least": str(pa.scalar(int(at), pa.int64()).cast(kind))}
-                if kind
-                else {}
-            )
+            return {"column": column.name, "at_least": str(pa.scalar(int(at), pa.int64()).cast(kind))} if kind else {}
     elif column.low is None or column.is_time:
         return {}
     else:
@@ -334,11 +325,7 @@ def run_text(profile: DataProfile, path: str, guesses: list[Guess]) -> str:
     ]
     comments = {
         "data.hold_out": "Rows that only evaluate: "
-        + (
-            "the latest tenth by time."
-            if time
-            else "every 10th row. With a time column: column and at_least."
-        ),
+        + ("the latest tenth by time." if time else "every 10th row. With a time column: column and at_least."),
         "data.columns.labels": "What the model predicts, from 0 to 1.",
         "data.columns.dense": "Numbers, as they are or transformed: transform = none, log or normalize.",
         "data.columns.ids": "Ids: kind = single, list or sequence; columns with the same `table` share its rows.",

@@ -40,13 +40,9 @@ class DLRMConfig(ModelConfig):
     mean_pooling: bool = False
     init_bound: float = 0.0
 
-    def build(
-        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
-    ) -> nn.Module:
+    def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         if not dataset.dense_features:
-            raise ConfigError(
-                "DLRM: got a dataset without dense features; expected at least one. Use another model."
-            )
+            raise ConfigError("DLRM: got a dataset without dense features; expected at least one. Use another model.")
         return DLRM(
             _bags(dataset, self, table_device or device, mean=self.mean_pooling),
             dense_in_features=len(dataset.dense_features),
@@ -70,9 +66,7 @@ class DotConfig(ModelConfig):
     layers: tuple[int, ...] = (32,)
     init_bound: float = 0.0
 
-    def build(
-        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
-    ) -> nn.Module:
+    def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         if len(dataset.sparse_features) != 2:
             names = [feature.name for feature in dataset.sparse_features]
             raise ConfigError(f"DotModel: got a dataset with sparse features {names}; expected two.")
@@ -99,9 +93,7 @@ class MLPConfig(ModelConfig):
     mean_pooling: bool = True
     init_bound: float = 0.0
 
-    def build(
-        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
-    ) -> nn.Module:
+    def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         bags = None
         if dataset.sparse_features:
             bags = _bags(dataset, self, table_device or device, mean=self.mean_pooling)
@@ -136,13 +128,9 @@ class ConcatModel(nn.Module):
             tables = embedding_bag_collection.embedding_bag_configs()
             width += sum(table.embedding_dim * len(table.feature_names) for table in tables)
         if not width:
-            raise ConfigError(
-                "ConcatModel: got no features; expected at least one. Name columns of features."
-            )
+            raise ConfigError("ConcatModel: got no features; expected at least one. Name columns of features.")
         hidden: list[nn.Module] = [MLP(width, list(layers), device=device)] if layers else []
-        self.over_arch = nn.Sequential(
-            *hidden, nn.Linear(layers[-1] if layers else width, tasks, device=device)
-        )
+        self.over_arch = nn.Sequential(*hidden, nn.Linear(layers[-1] if layers else width, tasks, device=device))
 
     def prefetch(self, sparse_features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Prefetch a later batch (`prefetch` of the tables); call the model with the returned features."""

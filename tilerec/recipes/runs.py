@@ -24,9 +24,7 @@ def synthetic() -> RunConfig:
             pair_scale=0.3,
             train_rows=4_000_000,
         ),
-        model=DLRMConfig(
-            embedding_dim=16, dense_arch=(32,), over_arch=(64, 32), mean_pooling=True, init_bound=0.1
-        ),
+        model=DLRMConfig(embedding_dim=16, dense_arch=(32,), over_arch=(64, 32), mean_pooling=True, init_bound=0.1),
         train=TrainConfig(
             batch_size=2048,
             embedding_optimizer=Adam(lr=0.01),

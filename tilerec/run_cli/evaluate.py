@@ -26,9 +26,7 @@ def evaluate(
         typer.Argument(help="File, folder or URL with labelled samples. Default: the run's held-out part."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
     """Print the scores of the newest model of a run on labelled data."""
     from tilerec.train.trained_run import find_trained
@@ -68,6 +66,4 @@ def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | 
         world.abort(error)
         raise
     if world.rank == 0:
-        SafeConsole().print(
-            score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks)
-        )
+        SafeConsole().print(score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks))

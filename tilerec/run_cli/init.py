@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 def init(
-    data: Annotated[
-        str, typer.Argument(help="File, folder, pattern or URL: Parquet, CSV or TSV with a header.")
-    ],
+    data: Annotated[str, typer.Argument(help="File, folder, pattern or URL: Parquet, CSV or TSV with a header.")],
     label: Annotated[str | None, typer.Option(help="The column to predict. Default: guessed.")] = None,
     out: Annotated[Path, typer.Option(help="The run file to write.")] = Path("run.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace the run file if it exists.")] = False,
@@ -42,9 +40,7 @@ def init(
                 "replace it."
             )
         if not out.absolute().parent.is_dir():
-            raise ConfigError(
-                f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
-            )
+            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
         profile = profile_data(data, rows)
         guesses = guess_roles(profile, label)
         text = run_text(profile, _from_folder(data, out), guesses)

@@ -26,17 +26,11 @@ def predict(
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
     keys: Annotated[
         str,
-        typer.Option(
-            help="Columns to copy, comma-separated. Default: id columns with one id, or the row number."
-        ),
+        typer.Option(help="Columns to copy, comma-separated. Default: id columns with one id, or the row number."),
     ] = "",
-    batch_size: Annotated[
-        int, typer.Option(help="Samples per batch; 0: train.eval_batch_size of the run.", min=0)
-    ] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples per batch; 0: train.eval_batch_size of the run.", min=0)] = 0,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)
-    ] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
     """Write predictions with the newest model of a run: key columns, and a column `score` per task."""
     from tilerec.train.trained_run import find_trained
@@ -54,9 +48,7 @@ def predict(
 
 def _check_out(out: Path) -> None:
     if not out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first."
-        )
+        raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
     if out.is_dir():
         raise ConfigError(f"--out: got the folder {out}; expected a file. Name a file in it.")
 

@@ -56,9 +56,7 @@ def train(
     ] = None,
     sharding: Annotated[
         str | None,
-        typer.Option(
-            help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."
-        ),
+        typer.Option(help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."),
     ] = None,
     trace: Annotated[str | None, typer.Option(help="File for the times of all stages, for Perfetto.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,

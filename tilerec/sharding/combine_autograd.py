@@ -72,11 +72,7 @@ class Output:
         """
         if not slots:
             return grad
-        if (
-            grad.device.type == "cpu"
-            and grad.numel()
-            and self._all_finite(grad, {dtype for _, dtype in slots})
-        ):
+        if grad.device.type == "cpu" and grad.numel() and self._all_finite(grad, {dtype for _, dtype in slots}):
             return grad
         grad = grad.clone()
         for slot, dtype in slots:
@@ -85,9 +81,7 @@ class Output:
         return grad
 
 
-def pooled_output(
-    dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]
-) -> Output:
+def pooled_output(dims: Sequence[int], bags: Sequence[int], uniform: bool, bag_sizes: list[Tensor | None]) -> Output:
     """Return the output layout: `[B, C]` for uniform batches, flat for others."""
     places, at, total = [], 0, sum(dims)
     for dim, count in zip(dims, bags, strict=True):
@@ -122,9 +116,7 @@ class Gradients:
         held = [t for t, table in enumerate(own.tables) for _ in table.tiles]
         attached = own.attached()
         guarded = [
-            (s, dtype)
-            for s, t, dtype in exchange.column_cut
-            if attached[t] and is_elementwise(own.tables[t].rows.spec)
+            (s, dtype) for s, t, dtype in exchange.column_cut if attached[t] and is_elementwise(own.tables[t].rows.spec)
         ]
         return Gradients(
             exchange, current, own.held(), [own.first[t] for t in bare], held + bare, own.sinks(), own.trained(),
@@ -204,13 +196,9 @@ class _Combine(torch.autograd.Function):
         sample_grad = None
         if routed.weights_need_grad:  # true if any rank needs them: a collective
             count, dtype = ctx.weights
-            sample_grad = combiner.sample_weight_grads(
-                routed, rows, gradients.rows, gradients.leaves, count, as_read
-            )
+            sample_grad = combiner.sample_weight_grads(routed, rows, gradients.rows, gradients.leaves, count, as_read)
             sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
-        sinks = [
-            sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)
-        ]
+        sinks = [sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)]
         record = combiner.record(looked.routed, rows, sinks, routed.present)
         submit(record)
         dense = gradients.dense(record, combiner.leaf_order)
@@ -242,17 +230,13 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
     if graph_task_id() == -1:
         return reached
     included = [False] * len(reached)
-    nodes = ctx.next_functions[
-        len(ctx.next_functions) - len(gradients.tables) :
-    ]  # leaves are the last inputs
+    nodes = ctx.next_functions[len(ctx.next_functions) - len(gradients.tables) :]  # leaves are the last inputs
     for t, (node, _) in zip(gradients.tables, nodes, strict=True):
         if not gradients.attached[t] or node is None:
             continue
         try:
             included[t] |= will_execute(node)
-        except (
-            RuntimeError
-        ) as error:  # torch raises it if the pass returns this leaf's gradient to its caller
+        except RuntimeError as error:  # torch raises it if the pass returns this leaf's gradient to its caller
             raise RuntimeError(
                 "torch.autograd.grad was called for the gradient of a sharded table that applies it at the end of the "
                 "backward pass (it has an attached optimizer, or a sparse .grad by set_sparse_grad); call "

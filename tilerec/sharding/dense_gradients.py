@@ -33,19 +33,14 @@ def dense_grads(
         exact: take one sum in unsharded order over the bags of all replicas; else add up the replicas' sums.
         teams: set if the ranks form several teams. The gradients then cover all teams, also those outside the group.
     """
-    dense = {
-        i: torch.zeros(leaves[i].shape, dtype=_accum_dtype_of(leaves[i]), device=leaves[i].device)
-        for i in wanted
-    }
+    dense = {i: torch.zeros(leaves[i].shape, dtype=_accum_dtype_of(leaves[i]), device=leaves[i].device) for i in wanted}
     by_owners: dict[tuple[int, ...], list[int]] = {}
     for i in wanted:
         by_owners.setdefault(owners[i], []).append(i)
     alone: list[int] = []
     for ranks, held in sorted(by_owners.items()):
         if len(ranks) > 1 and exact:
-            _store_over_replicas(
-                *exchange_group(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record
-            )
+            _store_over_replicas(*exchange_group(group, teams, ranks), {i: dense[i] for i in held}, leaf_of, record)
         else:
             alone.extend(held)
     features = [f for f, i in enumerate(leaf_of) if i in set(alone)]

@@ -254,13 +254,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         for stride in strides:
             starts.append(starts[-1] + stride)
         return [
-            lengths[starts[k] : starts[k + 1]] if read.mean else None
-            for k, read in zip(own, self._reads, strict=True)
+            lengths[starts[k] : starts[k + 1]] if read.mean else None for k, read in zip(own, self._reads, strict=True)
         ]
 
-    def _pool_at_home(
-        self, looked: LookedUpBatch, own: Sequence[int], bags: Sequence[int], variable: bool
-    ) -> Tensor:
+    def _pool_at_home(self, looked: LookedUpBatch, own: Sequence[int], bags: Sequence[int], variable: bool) -> Tensor:
         """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
         features = looked.batch.features
         sizes = features.length_per_key()

@@ -40,9 +40,7 @@ class TableState(MutableMapping[str, Any]):
         load(self.table.state_of(name), value)
 
     def __delitem__(self, name: str) -> None:
-        raise ConfigError(
-            f"Table '{self.table.config.name}': its state '{name}' belongs to the attached optimizer."
-        )
+        raise ConfigError(f"Table '{self.table.config.name}': its state '{name}' belongs to the attached optimizer.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.rows.state)
@@ -77,9 +75,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
             members.setdefault(id(rows.group), []).append(rows.leaf)
             params[name] = rows.leaf
             state[rows.leaf] = rows.state if table is None else TableState(table)
-        super().__init__(
-            params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()]
-        )
+        super().__init__(params, state, [ParamGroupView(group, members[mark]) for mark, group in groups.items()])
         self.defaults = dict(next(iter(groups.values()), {}))
 
     def add_param_group(self, param_group: Any) -> None:
@@ -110,9 +106,7 @@ class ShardedFusedOptimizer(KeyedOptimizer):
         who = type(self).__name__
         loaded = given.get("state")
         if not isinstance(loaded, Mapping):
-            raise ConfigError(
-                f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict()."
-            )
+            raise ConfigError(f"{who}: the state dict has no 'state' (it has {sorted(given)}); pass a state_dict().")
         same_keys(f"{who}: state", set(self.params), loaded)
         unsharded: dict[str, Any] = {}
         for name in self.params:
@@ -122,15 +116,11 @@ class ShardedFusedOptimizer(KeyedOptimizer):
                 continue
             where = f"{who}: state of '{name}'"
             if not isinstance(loaded[name], Mapping):
-                raise ConfigError(
-                    f"{where}: got {type(loaded[name]).__name__}; expected a dict with {sorted(state)}."
-                )
+                raise ConfigError(f"{where}: got {type(loaded[name]).__name__}; expected a dict with {sorted(state)}.")
             same_keys(where, set(state), loaded[name])
             for slot in sorted(state):
                 logical = state.table.state_of(slot)
-                value = _tensor_of(
-                    loaded[name][slot], logical.cover.shape, logical.like, f"{where} / '{slot}'"
-                )
+                value = _tensor_of(loaded[name][slot], logical.cover.shape, logical.like, f"{where} / '{slot}'")
                 plan.append(functools.partial(load, logical, value))
         groups = {key: value for key, value in given.items() if key != "state"}
         self._plan_unsharded(unsharded, groups, plan)
@@ -167,8 +157,5 @@ def _tensor_of(value: Any, shape: tuple[int, ...], like: Tensor, where: str) -> 
 def sharded_tables(module: nn.Module) -> dict[int, ShardedTable]:
     """Return the sharded tables below a module, by the `id` of each of their `tile_rows`."""
     return {
-        id(rows): table
-        for table in module.modules()
-        if isinstance(table, ShardedTable)
-        for rows in table.tile_rows
+        id(rows): table for table in module.modules() if isinstance(table, ShardedTable) for rows in table.tile_rows
     }

@@ -56,10 +56,7 @@ class LookupFacts:
 
     def described(self) -> Described:
         """Return the facts in a form that other ranks compare with their own."""
-        rules = {
-            name: {key: repr(value) for key, value in rule.numbers().items()}
-            for name, rule in self.rules.items()
-        }
+        rules = {name: {key: repr(value) for key, value in rule.numbers().items()} for name, rule in self.rules.items()}
         return self.collection, self.trains, self.training, rules
 
 

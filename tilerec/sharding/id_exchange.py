@@ -234,10 +234,7 @@ class IdExchange:
         """Send rows to their homes, and rows that lost their id to their holders."""
         group, tables = self.group, len(self.modules)
         # Per holder and table, a mask of the rows that lost their id (-1: none). Their counts are on the device.
-        masks = [
-            [_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)]
-            for own in self.holders()
-        ]
+        masks = [[_within(rows, ranges) for ranges, rows in zip(own, evicted, strict=True)] for own in self.holders()]
         counts_WT = torch.stack([torch.stack([here.sum() for here in own]) for own in masks])
         total = torch.stack([(rows >= 0).sum() for rows in evicted]).sum() - int(failure is not None)
         tails_WT1 = torch.cat([total.expand(group.size, 1), counts_WT], 1)
@@ -245,9 +242,9 @@ class IdExchange:
         message = torch.cat([part for rank in range(group.size) for part in (own[rank], tails_WT1[rank])])
         tail = 1 + tables
         ins = [sum(counts) + tail for counts in sent.counts]
-        parts = self._all_to_all(
-            "mapped rows", message, ins, [sum(counts) + tail for counts in received_counts]
-        ).split(ins)
+        parts = self._all_to_all("mapped rows", message, ins, [sum(counts) + tail for counts in received_counts]).split(
+            ins
+        )
         both = torch.cat([torch.stack([part[-tail:] for part in parts]), tails_WT1], 1).tolist()
         tails, own_tails = [words[:tail] for words in both], [words[tail:] for words in both]
         if failure is not None:

@@ -100,9 +100,7 @@ class Merge(NamedTuple):
     parts: tuple[int, ...]  # in canonical order, which is the order of the sum
 
 
-def reader(
-    owners: tuple[int, ...], home: int, topology: Topology, team_of: Sequence[int] | None = None
-) -> int:
+def reader(owners: tuple[int, ...], home: int, topology: Topology, team_of: Sequence[int] | None = None) -> int:
     """Return the owner that looks up for `home`.
 
     Args:
@@ -265,12 +263,7 @@ class ExchangeLayout(SharedLayout):
         self.home: list[list[HomeSegment]] = []
         drafts: list[list[tuple[int, int, Unit]]] = []
         for owner, parts in enumerate(self.sent):
-            own = [
-                (self.wire[p], self.parts[p].slot, u)
-                for p in parts
-                if p not in merged
-                for u in self.parts[p].units
-            ]
+            own = [(self.wire[p], self.parts[p].slot, u) for p in parts if p not in merged for u in self.parts[p].units]
             for m, merge in enumerate(self.own_merges):
                 if merge.proxy == owner:
                     first = self.parts[merge.parts[0]]
@@ -338,9 +331,7 @@ class ExchangeLayout(SharedLayout):
             part = self.parts[p]
             owner = self._only_owner(p, self._team(home))
             assert owner is not None, "copies within a team are not merged"
-            self.siblings[owner].extend(
-                ProxySegment(m, number, u, unit.width) for u, unit in enumerate(part.units)
-            )
+            self.siblings[owner].extend(ProxySegment(m, number, u, unit.width) for u, unit in enumerate(part.units))
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,12 +222,9 @@ class LogicalTensor:
                 else:
                     receives.setdefault(_sender(tile, me), []).append((places[0], both, target))
         received = {
-            rank: source.like.new_empty(sum(both.cells for _, both, _ in items))
-            for rank, items in receives.items()
+            rank: source.like.new_empty(sum(both.cells for _, both, _ in items)) for rank, items in receives.items()
         }
-        self.group.exchange(
-            "state", received, {rank: _concatenated(parts) for rank, parts in sends.items()}
-        ).wait()
+        self.group.exchange("state", received, {rank: _concatenated(parts) for rank, parts in sends.items()}).wait()
         for rank, items in receives.items():
             at = 0
             for memory, both, target in items:

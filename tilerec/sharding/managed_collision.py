@@ -161,9 +161,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
     """See `ShardedCollection.routed_ahead`."""
     _routed: int
     _resets: deque[tuple[int, tuple[int, ...], dict[str, Tensor | None], StreamEvent | None]]
-    _mapped: StreamEvent | None = (
-        None  # on a GPU: the point in its stream where the latest batch has been mapped
-    )
+    _mapped: StreamEvent | None = None  # on a GPU: the point in its stream where the latest batch has been mapped
 
     @_eager
     def route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> RoutedManaged:
@@ -171,9 +169,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         return self.begin_route(features, mutate_miss_lengths).finish()
 
     @_eager
-    def begin_route(
-        self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
-    ) -> ManagedRouteInFlight:
+    def begin_route(self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True) -> ManagedRouteInFlight:
         """Map the ids, and begin to route the rows; see `ShardedCollection.begin_route`. Collective.
 
         Mapping waits for the other ranks twice, and raises here if the batch of a rank is wrong.
@@ -228,9 +224,7 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         tables = cast(ShardedCollection, self._embedding_module)
         return replace(routed, routed=tables.prefetch(routed.routed))
 
-    def resize(
-        self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None
-    ) -> Resized:
+    def resize(self, table: str, zch_size: int | None = None, total_num_buckets: int | None = None) -> Resized:
         """Raise a `ConfigError`: a resize changes the plan, so `resize_ids` does it."""
         raise ConfigError(
             f"Table '{table}' is sharded: call tilerec.parallel.resize_ids(model, '{table}', ...) on all ranks, "

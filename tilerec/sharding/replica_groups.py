@@ -53,9 +53,7 @@ class ReplicaGroups:
         return self  # a copied module uses the same groups
 
 
-def exchange_group(
-    group: Group, teams: ReplicaGroups | None, owners: Sequence[int]
-) -> tuple[Group, tuple[int, ...]]:
+def exchange_group(group: Group, teams: ReplicaGroups | None, owners: Sequence[int]) -> tuple[Group, tuple[int, ...]]:
     """Return the group in which the owners of a tile exchange, and their ranks in it.
 
     An exchange between all ranks of a group is faster than one between some of its ranks.

@@ -115,14 +115,8 @@ def exchange_replica_gradients(
     as_dense = [t for t, form in enumerate(forms) if form is GradientForm.DENSE]
     summed = [*as_rows, *as_dense]
     rows_of = [tables[t].rows for t in summed]
-    sums = dict(
-        zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True)
-    )
-    distinct = (
-        _exchange_ints(group, others, "replica rows", [sums[t][0].numel() for t in as_rows])
-        if as_rows
-        else {}
-    )
+    sums = dict(zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True))
+    distinct = _exchange_ints(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
 
     small = all(table.rows < 1 << 31 for table in tables)
     distinct[me] = [sums[t][0].numel() for t in as_rows]
@@ -144,9 +138,7 @@ def exchange_replica_gradients(
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
     exchange = _exchange_call(group, others)
     if as_bags or as_rows:
-        ids_pending = exchange(
-            "replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers)
-        )
+        ids_pending = exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers))
         gradients_pending = exchange(
             "replica gradients", {r: rows[r] for r in others}, dict.fromkeys(others, gradients)
         )
@@ -168,9 +160,7 @@ def _exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending
     return group.swap if len(others) == group.size - 1 else group.exchange
 
 
-def _exchange_ints(
-    group: Group, others: Sequence[int], name: str, own: Sequence[int]
-) -> dict[int, list[int]]:
+def _exchange_ints(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
     """Send integers to every peer, and return as many from each peer."""
     mine = upload(own, group.device)
     received = {rank: torch.empty_like(mine) for rank in others}
@@ -190,8 +180,7 @@ def _exchange_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]
     flat = [number for c in own for number in (c.features, c.bags, c.ids)]
     received = _exchange_ints(group, others, "replica counts", flat)
     of_peers = {
-        rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-        for rank, numbers in received.items()
+        rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)] for rank, numbers in received.items()
     }
     return {**of_peers, group.rank: list(own)}
 
@@ -200,11 +189,7 @@ def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
     """Return the range of each feature's ids in `record.ids`."""
     if record.offsets is None:
         return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
-    edges = [
-        edge
-        for start, count in zip(record.starts, record.bags, strict=True)
-        for edge in (start, start + count)
-    ]
+    edges = [edge for start, count in zip(record.starts, record.bags, strict=True) for edge in (start, start + count)]
     at = record.offsets[upload(edges, record.offsets.device)].tolist()
     return list(zip(at[0::2], at[1::2], strict=True))
 

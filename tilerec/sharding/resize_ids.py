@@ -117,9 +117,7 @@ def replace_ids(collection: ShardedManagedCollisionCollection, table: str, made:
     )
 
 
-def _spread(
-    group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], after: tuple[int, ...]
-) -> _Parts:
+def _spread(group: Group, parts: _Parts, own: Buckets, before: tuple[int, ...], after: tuple[int, ...]) -> _Parts:
     """Return the parts redistributed from the bucket cuts `before` to the cuts `after`."""
     if before == after:
         return parts

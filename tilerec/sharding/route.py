@@ -120,9 +120,7 @@ class Router:
         self._ranks = tuple(names) or tuple(range(group.size))
         self.layout, self.group, self.everyone = layout, group, everyone
         self.weighted, self.each_id, self.wide = weighted, each_id, wide
-        self.id_dtype = (
-            torch.int64 if any(part.r1 - part.r0 >= 1 << 31 for part in layout.parts) else torch.int32
-        )
+        self.id_dtype = torch.int64 if any(part.r1 - part.r0 >= 1 << 31 for part in layout.parts) else torch.int32
         self._id_words = 2 if self.id_dtype == torch.int64 else 1
         self._weight_words = 2 if wide == torch.float64 else 1
         self.reads = ReadCounts(len(layout.slots), [route.slot for route in layout.routes])
@@ -135,8 +133,7 @@ class Router:
         )
         self._sent_sizes = [len(parts) for parts in layout.sent]
         self._merges_to: list[list[int]] = [
-            [m for m, merge in enumerate(layout.own_merges) if merge.proxy == owner]
-            for owner in range(layout.size)
+            [m for m, merge in enumerate(layout.own_merges) if merge.proxy == owner] for owner in range(layout.size)
         ]
         wire_slots = [0] * len(layout.parts)
         for p, part in enumerate(layout.parts):
@@ -252,16 +249,10 @@ class Router:
         Only the lookup reads the ids. Bags without ids count as present.
         """
         device, bags, needs = batch.ids.device, batch.bags, weights is not None and weights.requires_grad
-        ids = (
-            batch.ids.contiguous()
-            if batch.ids.dtype in (torch.int32, torch.int64)
-            else batch.ids.to(torch.int64)
-        )
+        ids = batch.ids.contiguous() if batch.ids.dtype in (torch.int32, torch.int64) else batch.ids.to(torch.int64)
         offsets = batch.offsets.to(torch.int64).contiguous()
         firsts, counts = bag_starts(keys, batch.batches)
-        edges = upload(
-            [*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device
-        )
+        edges = upload([*firsts, *(first + count for first, count in zip(firsts, counts, strict=True))], device)
         begins_K, ends_K = offsets[edges].view(2, -1)
         sample_weights = None if weights is None else weights.detach().to(self.wide).contiguous()
         self.reads.add(torch.stack((ends_K - begins_K, ends_K - begins_K), dim=1), keys, batch.batches)
@@ -534,9 +525,7 @@ def _offsets(lengths: _Runs, payload: Tensor) -> Tensor:
     """Return the offsets of bags whose lengths are the runs of the payload."""
     if all(begin == _ONES for begin, _ in lengths.runs):
         return _counting(sum([count for _, count in lengths.runs]) + 1, payload.device)
-    pieces = [
-        _ones(end, payload.device) if begin == _ONES else payload[begin:end] for begin, end in lengths.runs
-    ]
+    pieces = [_ones(end, payload.device) if begin == _ONES else payload[begin:end] for begin, end in lengths.runs]
     lengths_P = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=payload.device)
     torch.cumsum(lengths_P, 0, out=offsets[1:])

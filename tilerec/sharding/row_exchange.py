@@ -133,9 +133,7 @@ class RowExchange:
         self._home_widths = [s.width for s in self._home]
         merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
         self._merge_units = [
-            (m, h, unit.width)
-            for m, (h, merge) in enumerate(merges)
-            for unit in layout.parts[merge.parts[0]].units
+            (m, h, unit.width) for m, (h, merge) in enumerate(merges) for unit in layout.parts[merge.parts[0]].units
         ]
         # Tables of the segments at either end of the exchange between owners (or proxies) and homes.
         table_of = [slot.table for slot in layout.slots]
@@ -201,9 +199,7 @@ class RowExchange:
             rows = self._merge(routed, rows)
         received = self._home_rows(routed)
         into = self._receive_buffer(self._rows_in, received, rows.device)
-        handle = self._send(
-            "rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in
-        )
+        handle = self._send("rows", rows, into, self._owner_rows(routed), received, self._rows_out, self._rows_in)
         return PooledRows(routed, handle, local)
 
     def _batch(self, routed: Routed, sources: Sequence[RowSource], leaves: Sequence[Tensor]) -> FeatureBatch:
@@ -281,9 +277,7 @@ class RowExchange:
             torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others, fresh)
         return out
 
-    def _segments(
-        self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[BagLocation]
-    ) -> SegmentArguments:
+    def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[BagLocation]) -> SegmentArguments:
         """Return the positions in the output of the rows of these segments."""
         return SegmentArguments(
             [routed.counts[s.count] for s in home],
@@ -298,9 +292,7 @@ class RowExchange:
 
     def _inner_sizes(self, routed: Routed) -> tuple[list[int], list[int]]:
         to_proxies = sizes_per_peer(self.layout.inner, routed.present)
-        from_siblings = [
-            sum(routed.member_counts[s.member] * s.width for s in own) for own in self.layout.siblings
-        ]
+        from_siblings = [sum(routed.member_counts[s.member] * s.width for s in own) for own in self.layout.siblings]
         return to_proxies, from_siblings
 
     def _merge_segments(self, routed: Routed) -> tuple[SegmentArguments, list[int]]:
@@ -344,9 +336,7 @@ class RowExchange:
         merged = torch.zeros(sum(per_home), dtype=rows.dtype, device=rows.device)
         torch.ops.tilerec.place_rows_(merged, into, routed.member_slots, *segments)
         pieces = [
-            piece
-            for pair in zip(rows[:cut].split(direct), merged.split(per_home), strict=True)
-            for piece in pair
+            piece for pair in zip(rows[:cut].split(direct), merged.split(per_home), strict=True) for piece in pair
         ]
         return torch.cat(pieces)
 
@@ -402,13 +392,9 @@ class RowExchange:
         plain = self._grads_in.plain and not layout.hierarchical
         both = reused_empty(here + sum(received.sizes()), grad.dtype, grad.device) if plain else None
         into = self._receive_buffer(self._grads_in, received, grad.device) if both is None else both[here:]
-        handle = self._send(
-            "gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in
-        )
+        handle = self._send("gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in)
         local = grad.new_empty(here) if both is None else both[:here]
-        torch.ops.tilerec.pick_rows_(
-            local, grad, routed.slots, *self._segments(self._local_home, routed, places)[:-1]
-        )
+        torch.ops.tilerec.pick_rows_(local, grad, routed.slots, *self._segments(self._local_home, routed, places)[:-1])
         rows = handle.wait()
         if both is not None:
             return both
@@ -416,9 +402,7 @@ class RowExchange:
             rows = self._unmerge(routed, rows)
         return torch.cat([self._wire_round_trip(self._grads_here, local, routed), rows])
 
-    def record(
-        self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]
-    ) -> GradientRecord:
+    def record(self, routed: Routed, grads: Tensor, sinks: Sequence[int], present: Sequence[int]) -> GradientRecord:
         """Return the gradients as row gradients of this rank's leaves.
 
         Args:

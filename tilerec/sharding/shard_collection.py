@@ -67,9 +67,7 @@ def shard_collection(
     # An unpooled id has one owner, so there is nothing to add up inside a host.
     bags = {} if each_id or exact else dict(fan_in or {})
     likely = 1.0 if each_id or exact else 2.0
-    layouts = [
-        TableLayout(own, tilings[own], bags.get(own, likely), (wires or {}).get(own, Wire())) for own in names
-    ]
+    layouts = [TableLayout(own, tilings[own], bags.get(own, likely), (wires or {}).get(own, Wire())) for own in names]
     exchange = Exchange(
         group, route_group, topology, layouts,
         [SlotRead(names.index(read.table), read.feature) for read in module._reads],
@@ -77,9 +75,7 @@ def shard_collection(
         name=_collection_name(name, names),
     )  # fmt: skip
     caches = caches or {}
-    places = (
-        tile_memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
-    )
+    places = tile_memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
     for own, table in tables.items():
         if not isinstance(table, ShardedTable):
             written = memory is not None and has_pending_init(table)

@@ -68,9 +68,7 @@ def ids_below(module: nn.Module, tables: Collection[nn.Module] | None = None) ->
         return found
     chosen = set(map(id, tables))
     return {
-        path: own
-        for path, own in found.items()
-        if own.reader is not None and id(own.reader.embedding_module) in chosen
+        path: own for path, own in found.items() if own.reader is not None and id(own.reader.embedding_module) in chosen
     }
 
 
@@ -127,9 +125,7 @@ def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device
             continue
         bags = isinstance(reader, ManagedCollisionEmbeddingBagCollection)
         reader.__class__ = (
-            ShardedManagedCollisionEmbeddingBagCollection
-            if bags
-            else ShardedManagedCollisionEmbeddingCollection
+            ShardedManagedCollisionEmbeddingBagCollection if bags else ShardedManagedCollisionEmbeddingCollection
         )
         sharded = cast(ShardedManagedCollisionEmbeddings, reader)
         sharded._routed, sharded._resets = 0, deque()

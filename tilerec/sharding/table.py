@@ -96,11 +96,7 @@ class ShardedTable(Table, TiledTable):
 
     def _check_tie(self, theirs: TileRows, i: int) -> None:
         other = next(iter(theirs.holders))
-        if (
-            not isinstance(other, ShardedTable)
-            or other.tiling != self.tiling
-            or other.leaves()[i] is not theirs.leaf
-        ):
+        if not isinstance(other, ShardedTable) or other.tiling != self.tiling or other.leaves()[i] is not theirs.leaf:
             raise ConfigError(
                 f"Table '{self.config.name}': got a tile of table '{theirs.name}', which is cut differently; tie "
                 "tables before sharding them, or give both the same tiling."

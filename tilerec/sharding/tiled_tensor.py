@@ -191,16 +191,10 @@ class TiledTensor(DTensor):
         if own is not None and func in _PIECE_BY_PIECE:
             logical = own.logical.mapped(lambda memory: func(memory, *args[1:], **kwargs))
             return TiledTensor(logical, own.device_mesh)
-        if (
-            own is not None
-            and func is torch.ops.aten.new_empty.default
-            and tuple(args[1]) == tuple(own.shape)
-        ):
+        if own is not None and func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(own.shape):
             # torch's asynchronous checkpoints copy tensors this way: new_empty, then a fill of the pieces.
             options = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
-            return TiledTensor(
-                own.logical.mapped(lambda memory: torch.empty_like(memory, **options)), own.device_mesh
-            )
+            return TiledTensor(own.logical.mapped(lambda memory: torch.empty_like(memory, **options)), own.device_mesh)
         if own is not None and func in _IN_PLACE:
             for _, memory in own.logical.pieces:
                 func(memory, *args[1:], **kwargs)
@@ -345,9 +339,7 @@ def _as_logical(value: DTensor, group: Group) -> LogicalTensor | None:
     ]
     local = value.to_local()
     pieces = (Piece(group.rank, local),) if group.rank < len(tiles) else ()
-    return LogicalTensor(
-        Cover(shape, tuple(tiles), tuple(range(len(tiles)))), pieces, group, local.new_empty(0)
-    )
+    return LogicalTensor(Cover(shape, tuple(tiles), tuple(range(len(tiles)))), pieces, group, local.new_empty(0))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -87,9 +87,7 @@ class TileRows(TableRows):
         self.peers = peers
         self.dim = dim  # of the whole table
         self.origin = 0  # creation order of the table; distinguishes tables with equal keys
-        self.touched: ChangedRows | None = (
-            None  # rows changed since the last sync, if replicas sync periodically
-        )
+        self.touched: ChangedRows | None = None  # rows changed since the last sync, if replicas sync periodically
         self._scaled: tuple[OptimizerSpec, OptimizerSpec] | None = None
 
     @property
@@ -291,9 +289,7 @@ def with_moment_scale(spec: OptimizerSpec, scale: float) -> OptimizerSpec:
     if not isinstance(spec, RowWiseAdagrad) or scale == 1.0:
         return spec
     root = math.sqrt(scale)
-    return replace(
-        spec, lr=spec.lr / root, grad_scale=spec.grad_scale / root, weight_decay=spec.weight_decay * root
-    )
+    return replace(spec, lr=spec.lr / root, grad_scale=spec.grad_scale / root, weight_decay=spec.weight_decay * root)
 
 
 def mark_changed(tables: Sequence[TileRows], record: GradientRecord) -> None:
@@ -419,8 +415,7 @@ class _PhasedUpdate:
             return list(flat.split([len(r) * kinds * n for r, n in zip(rows, units, strict=True)]))
         parts = flat.split([len(r) * kinds for r in rows])
         return [
-            part.view(-1, width, kinds).transpose(1, 2).reshape(-1)
-            for part, width in zip(parts, widths, strict=True)
+            part.view(-1, width, kinds).transpose(1, 2).reshape(-1) for part, width in zip(parts, widths, strict=True)
         ]
 
     def _elements(self, parts: PartRows) -> tuple[RuleTables, PartRows]:
@@ -450,9 +445,7 @@ class _PhasedUpdate:
             blocks: per element of `self.rows`, the sums of its column blocks.
         """
         kinds, units = self.kinds(phase), sum(self.counts)
-        columns = [
-            torch.cat([own[i] for own in blocks]).view(-1, count) for i, count in enumerate(self.counts)
-        ]
+        columns = [torch.cat([own[i] for own in blocks]).view(-1, count) for i, count in enumerate(self.counts)]
         if self.unit:
             terms = torch.cat(columns, dim=1)
             sums = add_blocks(block_sums(terms, 0) if self.unit == 1 else terms)
@@ -487,9 +480,7 @@ class _PhasedUpdate:
 
 def _located(tile: TileRows, rows_U: Tensor) -> LocatedRows:
     """Return the place of distinct rows of a tile, for an update."""
-    return located(
-        FeatureBatch([tile], [tile.leaf], rows_U, None, None, [0], [0], [rows_U.numel()]), writes=True
-    )
+    return located(FeatureBatch([tile], [tile.leaf], rows_U, None, None, [0], [0], [rows_U.numel()]), writes=True)
 
 
 def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) -> list[NonFiniteGradientError]:

@@ -34,9 +34,7 @@ class RowWire:
         self._mixed = len(kinds) > 1
         self._codecs = [codec(name) for name in names]
         self._all = codec(next(iter(kinds), "fp32"))
-        self._members = {
-            name: [i for i, own in enumerate(names) if own == name] for name in dict.fromkeys(names)
-        }
+        self._members = {name: [i for i, own in enumerate(names) if own == name] for name in dict.fromkeys(names)}
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -46,10 +44,7 @@ class RowWire:
     def sizes(self, counts: Sequence[int], widths: Sequence[int]) -> list[int]:
         """Return the wire elements of each segment, which has `counts[i]` rows of `widths[i]` elements."""
         if self._mixed:
-            return [
-                c * own.row_bytes(w, self._dtype)
-                for c, w, own in zip(counts, widths, self._codecs, strict=True)
-            ]
+            return [c * own.row_bytes(w, self._dtype) for c, w, own in zip(counts, widths, self._codecs, strict=True)]
         if self.plain:
             return [c * w for c, w in zip(counts, widths, strict=True)]
         return [c * self._all.row_elements(w) for c, w in zip(counts, widths, strict=True)]

@@ -37,9 +37,7 @@ def checked_parts(
     counts = stride_per_key_per_rank
     if counts is not None and len(counts) == 0:
         counts = None
-    segments = checked_segments(
-        "KeyedJaggedTensor", lengths, offsets, rows=len(names) if counts is None else None
-    )
+    segments = checked_segments("KeyedJaggedTensor", lengths, offsets, rows=len(names) if counts is None else None)
     inverse_indices = checked_inverse(inverse_indices)
     parts = Parts(
         names,
@@ -73,9 +71,7 @@ def _check_stride(parts: Parts, stride: int | None) -> None:
         return
     if keys == 0:
         if bags != 0:
-            raise InputError(
-                f"KeyedJaggedTensor: got {bags} lengths without keys; expected none. Pass the keys."
-            )
+            raise InputError(f"KeyedJaggedTensor: got {bags} lengths without keys; expected none. Pass the keys.")
         return
     if bags % keys != 0:
         raise InputError(

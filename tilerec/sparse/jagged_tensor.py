@@ -169,9 +169,7 @@ class JaggedTensor:
                 )
         total = int(offsets_B1[-1].item())
         jagged_weights = None if weights is None else padded_to_jagged(weights, offsets_B1, total)
-        return JaggedTensor.from_segments(
-            padded_to_jagged(values, offsets_B1, total), jagged_weights, segments
-        )
+        return JaggedTensor.from_segments(padded_to_jagged(values, offsets_B1, total), jagged_weights, segments)
 
     def to_dense(self) -> list[Tensor]:
         """Return one tensor per bag, as views of the values. Waits for the device.
@@ -205,9 +203,7 @@ class JaggedTensor:
         """
         return self._padded(self._values, desired_length, padding_value)
 
-    def to_padded_dense_weights(
-        self, desired_length: int | None = None, padding_value: float = 0.0
-    ) -> Tensor | None:
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
         """Return the weights in the layout of `to_padded_dense`, or None without weights."""
         if self._weights is None:
             return None

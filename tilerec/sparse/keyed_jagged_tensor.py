@@ -101,9 +101,7 @@ class KeyedJaggedTensor:
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
-        parts = checked_parts(
-            keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices
-        )
+        parts = checked_parts(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
         if offset_per_key is None and length_per_key is not None:
             offset_per_key = list(accumulate(length_per_key, initial=0))
         if offset_per_key is not None:
@@ -164,9 +162,7 @@ class KeyedJaggedTensor:
         ).sync()
 
     @staticmethod
-    def from_jt_dict(
-        jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False
-    ) -> KeyedJaggedTensor:
+    def from_jt_dict(jt_dict: dict[str, JaggedTensor], force_variable_stride: bool = False) -> KeyedJaggedTensor:
         """Build from a dict of features, in its order.
 
         Features with different batch sizes make a variable batch; `force_variable_stride` always makes one.
@@ -509,9 +505,7 @@ pytree.register_pytree_node(
 )
 
 
-def _rebuild(
-    leaves: list[Any], dumped_context: list[Any], key_offsets: list[int] | None
-) -> KeyedJaggedTensor:
+def _rebuild(leaves: list[Any], dumped_context: list[Any], key_offsets: list[int] | None) -> KeyedJaggedTensor:
     """Rebuild from `__reduce__`, for copies and pickles."""
     return _made(unflatten(leaves, load_context(dumped_context))._replace(key_offsets=key_offsets))
 

@@ -44,9 +44,7 @@ class Keys(Sequence[str]):
 
     def __init__(self, names: Sequence[str], copies: bool = False) -> None:
         if isinstance(names, str):
-            raise InputError(
-                f"keys: got the string {names!r}; expected a list of feature names. Write [{names!r}]."
-            )
+            raise InputError(f"keys: got the string {names!r}; expected a list of feature names. Write [{names!r}].")
         self.names = tuple(names)
         self._index = {name: position for position, name in enumerate(self.names)}
         if not copies and len(self._index) != len(self.names):

@@ -108,9 +108,7 @@ class Parts(NamedTuple):
         """Return the bags of all keys as one jagged tensor."""
         return JaggedTensor.from_segments(self.values, self.weights, self.segments)
 
-    def map(
-        self, move: Callable[[Tensor], Tensor], move_weights: Callable[[Tensor], Tensor] | None = None
-    ) -> Parts:
+    def map(self, move: Callable[[Tensor], Tensor], move_weights: Callable[[Tensor], Tensor] | None = None) -> Parts:
         """Apply `move` to every given tensor, and `move_weights`, if any, to the weights."""
         weights, inverse_indices = self.weights, self.inverse_indices
         if weights is not None:

@@ -27,9 +27,7 @@ def features_text(parts: Parts, bags_of: Callable[[str], JaggedTensor]) -> str:
 def is_readable(parts: Parts) -> bool:
     """Return True if the contents are small, valid and on a device with memory."""
     flat = parts.as_jagged()
-    return readable(flat) and (
-        int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == parts.values.shape[0]
-    )
+    return readable(flat) and (int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == parts.values.shape[0])
 
 
 def shapes_text(parts: Parts) -> str:

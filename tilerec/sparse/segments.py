@@ -135,9 +135,7 @@ class Segments:
         return [tensor for tensor in held if tensor is not None]
 
 
-def checked_segments(
-    owner: str, lengths: Tensor | None, offsets: Tensor | None, rows: int | None = None
-) -> Segments:
+def checked_segments(owner: str, lengths: Tensor | None, offsets: Tensor | None, rows: int | None = None) -> Segments:
     """Check a caller's tensors and return them as segments; error messages begin with `owner`.
 
     Lengths with more dimensions are flattened, but a table of `rows` rows is kept. This checks shapes and dtypes;

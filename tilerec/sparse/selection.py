@@ -30,9 +30,7 @@ def split(parts: Parts, segments: Sequence[int]) -> list[Parts]:
     sizes = [end - start for start, end in pairwise(cuts)]
     values = parts.values.split(sizes)
     weights = [None] * len(values) if parts.weights is None else parts.weights.split(sizes)
-    lengths = parts.segments.lengths().split(
-        [bag_bounds[end] - bag_bounds[start] for start, end in pairwise(bounds)]
-    )
+    lengths = parts.segments.lengths().split([bag_bounds[end] - bag_bounds[start] for start, end in pairwise(bounds)])
     stride = parts.stride()
     return [
         Parts(

@@ -57,9 +57,7 @@ def slice_all(parts: Parts, compute_offsets: bool) -> dict[str, JaggedTensor]:
     make = JaggedTensor.from_segments
     return {
         key: make(value, weight, Segments(length, None, row))
-        for key, value, weight, length, row in zip(
-            parts.keys.names, values, weights, lengths, rows, strict=False
-        )
+        for key, value, weight, length, row in zip(parts.keys.names, values, weights, lengths, rows, strict=False)
     }
 
 

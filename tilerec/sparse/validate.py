@@ -137,9 +137,7 @@ def _check_inverse_indices(kjt: KeyedJaggedTensor) -> None:
         )
 
 
-def _id_out_of_range(
-    kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]
-) -> str | None:
+def _id_out_of_range(kjt: KeyedJaggedTensor, configs: Sequence[EmbeddingBagConfig | EmbeddingConfig]) -> str | None:
     """Return the message about the first id outside its table, or None."""
     ids_N = kjt.values()
     if ids_N.is_floating_point() or ids_N.is_complex() or ids_N.dtype == torch.bool:
@@ -167,10 +165,7 @@ def _id_out_of_range(
     position = _first(too_high | too_low)
     if position is None:
         return None
-    bag = (
-        int(torch.searchsorted(kjt.offsets().long(), torch.tensor(position, device=ids_N.device), right=True))
-        - 1
-    )
+    bag = int(torch.searchsorted(kjt.offsets().long(), torch.tensor(position, device=ids_N.device), right=True)) - 1
     rows, name = table[_feature(kjt, bag)[0]]
     return (
         f"{_bag_name(kjt, bag)}: got id {int(ids_N[position])} (value {position}); expected one in [0, {rows}), the "

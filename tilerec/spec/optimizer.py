@@ -175,8 +175,7 @@ class OptimizerSpec(ABC):
     def _flag(self, name: str) -> None:
         if not isinstance(getattr(self, name), bool):
             raise ConfigError(
-                f"{type(self).__name__}: got {name}={getattr(self, name)!r}; expected True or False. "
-                f"Pass {name}=..."
+                f"{type(self).__name__}: got {name}={getattr(self, name)!r}; expected True or False. Pass {name}=..."
             )
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
@@ -189,11 +188,7 @@ class OptimizerSpec(ABC):
 
     def _betas(self, name: str = "betas") -> None:
         value = getattr(self, name)
-        pair = (
-            tuple(_as_float(beta) for beta in value)
-            if isinstance(value, (tuple, list)) and len(value) == 2
-            else ()
-        )
+        pair = tuple(_as_float(beta) for beta in value) if isinstance(value, (tuple, list)) and len(value) == 2 else ()
         if not pair or any(beta is None or not 0.0 <= beta < 1.0 for beta in pair):
             raise ConfigError(
                 f"{type(self).__name__}: got {name}={value!r}; expected two numbers in [0, 1). "
@@ -456,9 +451,7 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
-def raise_for_unknown_settings(
-    name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str
-) -> None:
+def raise_for_unknown_settings(name: str, cls: type[OptimizerSpec], kwargs: Mapping[str, Any], where: str) -> None:
     """Raise `ConfigError` for a setting that `cls` does not have."""
     known = {field.name for field in fields(cls)}
     for key in kwargs:

@@ -137,9 +137,7 @@ class ParameterSharding:
                     stacklevel=3,
                 )
                 fill("cache_params", None)
-        if self.ids_per_bag is not None and not (
-            isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0
-        ):
+        if self.ids_per_bag is not None and not (isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0):
             raise ConfigError(
                 f"ParameterSharding: got ids_per_bag={self.ids_per_bag!r}; expected a number from 0. Leave it out if "
                 "it is unknown."

@@ -99,9 +99,7 @@ class ShardingPlan:
             raise ConfigError(
                 f"ShardingPlan: got version {self.version!r}; expected {VERSION}, which this release reads. Plan again."
             )
-        if self.world_size is not None and not (
-            is_int_from(self.world_size, 1) and self.world_size <= MOST_RANKS
-        ):
+        if self.world_size is not None and not (is_int_from(self.world_size, 1) and self.world_size <= MOST_RANKS):
             raise ConfigError(
                 f"ShardingPlan: got world_size={self.world_size!r:.80}; expected a whole number from 1 to "
                 f"{MOST_RANKS:,}. Pass the number of ranks."
@@ -133,9 +131,7 @@ class ShardingPlan:
 
     def tables(self) -> Iterable[tuple[str, str, ParameterSharding]]:
         """Iterate over (module path, table, sharding) of every table, in the plan's order."""
-        return (
-            (path, table, sharding) for path, part in self.plan.items() for table, sharding in part.items()
-        )
+        return ((path, table, sharding) for path, part in self.plan.items() for table, sharding in part.items())
 
     def held_by(self, rank: int) -> tuple[Held, ...]:
         """Return the rectangles that a rank holds, table by table in the plan's order; omit tables without any."""

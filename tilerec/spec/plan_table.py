@@ -65,8 +65,7 @@ def plan_table(plan: ShardingPlan) -> str:
             runs = [by_bytes[0], by_bytes[len(runs) // 2], by_bytes[-1]]
             title = f"in all {len(everyone)} ranks: the emptiest, the median, the fullest"
         rows = [
-            (_short_ranks(ranks), _hosts(ranks, host_of), str(count), bytes_text(held))
-            for (count, held), ranks in runs
+            (_short_ranks(ranks), _hosts(ranks, host_of), str(count), bytes_text(held)) for (count, held), ranks in runs
         ]
         parts.append(f"{title}\n" + _aligned(_TOTAL_COLUMNS, rows))
     return "\n\n".join(parts)
@@ -137,9 +136,6 @@ def format_columns(names: Sequence[str], rows: Sequence[Sequence[str]], right: C
     widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(names)]
     lines = []
     for row in (names, *rows):
-        cells = [
-            f"{c:>{w}}" if i in right else f"{c:<{w}}"
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [f"{c:>{w}}" if i in right else f"{c:<{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

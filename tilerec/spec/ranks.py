@@ -95,9 +95,7 @@ def _parse_ranks(text: object, spend: Callable[[int], None] | None = None) -> tu
     # No Python loop: there may be thousands of ranks for each of thousands of tables.
     if isinstance(text, (list, tuple)):
         whole = set(map(type, text)) <= {int} and len(text) <= MOST_RANKS
-        return (
-            tuple(text) if whole and 0 <= min(text, default=0) <= max(text, default=0) < MOST_RANKS else None
-        )
+        return tuple(text) if whole and 0 <= min(text, default=0) <= max(text, default=0) < MOST_RANKS else None
     if not isinstance(text, str):
         return None
     ranges: list[range] = []
@@ -167,7 +165,5 @@ def placement_to_rank(placement: str) -> int:
     """Return the rank of a placement of `torch.distributed`: `"rank:3/cuda:1"` -> 3."""
     word = placement.split("/")[0].removeprefix("rank:")
     if not word.isdecimal():
-        raise ConfigError(
-            f"placement: got {placement!r}; expected a rank and a device. Write them as 'rank:3/cuda:1'."
-        )
+        raise ConfigError(f"placement: got {placement!r}; expected a rank and a device. Write them as 'rank:3/cuda:1'.")
     return int(word)

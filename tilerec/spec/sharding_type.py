@@ -75,6 +75,4 @@ def to_enum(kind: type[_E], value: object, what: str) -> _E:
     word = getattr(value, "value", value)
     if isinstance(word, str) and word.lower() in words:
         return words[word.lower()]
-    raise ConfigError(
-        f"{what}: got {value!r}; expected a {kind.__name__} or one of {list(words)}. Use one of these."
-    )
+    raise ConfigError(f"{what}: got {value!r}; expected a {kind.__name__} or one of {list(words)}. Use one of these.")

@@ -110,9 +110,7 @@ class Speeds:
         if self.fresh is not None:
             object.__setattr__(self, "fresh", _number("fresh", self.fresh))
         if not isinstance(self.duplex, bool):
-            raise ConfigError(
-                f"Speeds: got duplex={self.duplex!r}; expected True or False. Pass one of them."
-            )
+            raise ConfigError(f"Speeds: got duplex={self.duplex!r}; expected True or False. Pass one of them.")
         if isinstance(self.cache, bool) or not isinstance(self.cache, int) or self.cache < 0:
             raise ConfigError(
                 f"Speeds: got cache={self.cache!r}; expected a whole number of bytes from 0. Pass the bytes of one "

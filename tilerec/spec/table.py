@@ -190,9 +190,7 @@ class _TableConfig:
             )
         names = tuple(self.feature_names) or ((self.name,) if self.name else ())
         if len(set(names)) != len(names):
-            raise ConfigError(
-                f"{what}: got feature_names={list(names)}; expected each feature once. Remove repeats."
-            )
+            raise ConfigError(f"{what}: got feature_names={list(names)}; expected each feature once. Remove repeats.")
         low, high = self.weight_init_min, self.weight_init_max
         if low is not None and high is not None and not low <= high:
             raise ConfigError(

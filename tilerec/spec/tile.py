@@ -130,9 +130,7 @@ class Tiling:
         blocks `(0, 4, (0, 4), ((0,),))` and `(4, 8, (0, 3, 4), ((1,), (0,)))`.
         """
         if rows < 1 or dim < 1:
-            raise ConfigError(
-                f"Table '{name}': got {rows} x {dim} cells; expected at least 1 x 1. Give it a cell."
-            )
+            raise ConfigError(f"Table '{name}': got {rows} x {dim} cells; expected at least 1 x 1. Give it a cell.")
         cover = [tile for tile in (_read_tile(name, rows, dim, item) for item in tiles) if tile.r0 < tile.r1]
         edges = sorted({0, dim, *(t.c0 for t in cover), *(t.c1 for t in cover)})
         columns: list[list[Tile]] = [[] for _ in edges[1:]]
@@ -236,11 +234,7 @@ class Tiling:
         return [
             {
                 **({} if (block.c0, block.c1) == (0, self.dim) else {"columns": [block.c0, block.c1]}),
-                **(
-                    {}
-                    if block.cuts == ceil_chunks(self.rows, len(block.owners))
-                    else {"rows": list(block.cuts)}
-                ),
+                **({} if block.cuts == ceil_chunks(self.rows, len(block.owners)) else {"rows": list(block.cuts)}),
                 "ranks": owners_to_text(block.owners),
             }
             for block in self.blocks
@@ -262,9 +256,7 @@ class Tiling:
             found = block.record(("columns", "rows", "ranks"), ("ranks",))
             owners = read_owners(found["ranks"])
             block.spend(len(owners))  # one row cut per owner
-            edges = {
-                key: [x.whole() for x in found[key].items()] for key in ("columns", "rows") if key in found
-            }
+            edges = {key: [x.whole() for x in found[key].items()] for key in ("columns", "rows") if key in found}
             columns = edges.get("columns", [0, dim])
             cuts = edges.get("rows", ceil_chunks(rows, max(1, len(owners))))
             if len(columns) != 2 or len(cuts) != len(owners) + 1:

@@ -149,9 +149,7 @@ class Topology:
         if self.nic is None:
             fill("nic", "host" if self.compute_device == "cpu" else "device")
         elif self.nic not in ("device", "host"):
-            raise ConfigError(
-                f"Topology: got nic={self.nic!r:.80}; expected 'device' or 'host'. Pass one of them."
-            )
+            raise ConfigError(f"Topology: got nic={self.nic!r:.80}; expected 'device' or 'host'. Pass one of them.")
         self._read_numbers(fill)
         self._read_hosts(fill)
 
@@ -168,11 +166,7 @@ class Topology:
             elif not is_int_from(cap, 0) or cap >= MOST_BYTES:
                 raise ConfigError(
                     f"Topology: got {name}={cap!r:.200}; expected a whole number of bytes from 0 (below 2^60)."
-                    + (
-                        f" For ranks that differ pass {name}s=."
-                        if isinstance(cap, Sequence)
-                        else " Pass one."
-                    )
+                    + (f" For ranks that differ pass {name}s=." if isinstance(cap, Sequence) else " Pass one.")
                 )
         for name in _BANDWIDTHS:
             value = getattr(self, name)
@@ -467,7 +461,5 @@ def _checked_hosts(hosts: Sequence[Sequence[int]], world_size: int) -> tuple[tup
         seen.add(rank)
     if len(seen) < world_size:
         missing = ranks_to_text(r for r in range(world_size) if r not in seen)
-        raise ConfigError(
-            f"Topology: got hosts without ranks {missing}; expected every rank. Add them to hosts."
-        )
+        raise ConfigError(f"Topology: got hosts without ranks {missing}; expected every rank. Add them to hosts.")
     return stored

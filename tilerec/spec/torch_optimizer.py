@@ -152,9 +152,7 @@ def _decoupled(spec: type[OptimizerSpec], settings: Mapping[str, Any]) -> type[O
 
 def _refuse_both(shown: str, settings: Mapping[str, Any], old: str, new: str) -> None:
     if new in settings:
-        raise ConfigError(
-            f"{shown}: got both {old} and {new}; expected one, as they are the same. Pass {new} only."
-        )
+        raise ConfigError(f"{shown}: got both {old} and {new}; expected one, as they are the same. Pass {new} only.")
 
 
 def _decay_mode(mode: Any) -> Any:

@@ -139,9 +139,7 @@ class BatchesInFlight:
         batch = self.find(ids, segments)
         last = self.last_serial if batch is None else batch.serial
         self._batches = [
-            other
-            for other in self._batches
-            if other is not batch and not (other.looked_up and other.serial <= last)
+            other for other in self._batches if other is not batch and not (other.looked_up and other.serial <= last)
         ]
 
     def known_segment(self, ids: Tensor, offsets: Tensor, start: int, count: int) -> tuple[int, int] | None:

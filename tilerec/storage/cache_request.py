@@ -79,9 +79,7 @@ def prefetch_all(wanted: Sequence[WantedRows], ids: Tensor) -> None:
                 if known is not None:
                     if not ids.is_inference():
                         continue
-                    cache.in_flight.remove(
-                        known
-                    )  # inference tensors have no version: the ids may have changed
+                    cache.in_flight.remove(known)  # inference tensors have no version: the ids may have changed
                 if cache in now:  # two tables share these rows
                     later.append(own)
                 else:
@@ -211,9 +209,7 @@ def request(requests: Sequence[CacheRequest], ids: Tensor, ways: int) -> None:
     begins = [begin for ask in requests for begin, _ in ask.segments]
     ends = [end for ask in requests for _, end in ask.segments]
     tables = [t for t, ask in enumerate(requests) for _ in ask.segments]
-    numbers = (
-        [ask.serial for ask in requests] + [ask.bit for ask in requests] + [ask.alive for ask in requests]
-    )
+    numbers = [ask.serial for ask in requests] + [ask.bit for ask in requests] + [ask.alive for ask in requests]
     clock = upload(numbers, ids.device).view(3, len(requests))
     sets = [ask.made.sets.sets for ask in requests]
     names = ",".join([ask.names for ask in requests]) if all([ask.names for ask in requests]) else ""  # noqa: C419

@@ -17,9 +17,7 @@ class CacheStats:
     rows: int = 0  # distinct rows per batch, summed over batches
     hits: int = 0  # rows of `rows` that were in the cache already
     misses: int = 0  # rows of `rows` that were read from host memory
-    conflict_misses: int = (
-        0  # rows of `misses` whose set had no line to give, so they got a spare line for this batch
-    )
+    conflict_misses: int = 0  # rows of `misses` whose set had no line to give, so they got a spare line for this batch
     evictions: int = 0  # rows that lost the line of their set to another row
     write_backs: int = 0  # rows that were written to host memory
 

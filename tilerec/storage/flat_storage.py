@@ -29,9 +29,7 @@ def _padded(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // unit) * unit
 
 
-def flat_memory(
-    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str | None
-) -> list[Tensor]:
+def flat_memory(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str | None) -> list[Tensor]:
     """Return memory for leaves of these shapes: consecutive ranges of one new storage, uninitialised except the gaps.
 
     Huge pages are requested before the first write. On meta, each leaf is its own tensor.

@@ -152,9 +152,7 @@ class FeatureBatch:
     # Reads: the ops of `ops/lookup` over the tensors that hold the rows. `updates`: the batch's update is still to
     # come, so its rows should stay where they are.
 
-    def pooled_lookup(
-        self, layout: LookupLayout, dtype: torch.dtype, *, updates: bool
-    ) -> tuple[Tensor, Tensor]:
+    def pooled_lookup(self, layout: LookupLayout, dtype: torch.dtype, *, updates: bool) -> tuple[Tensor, Tensor]:
         """Return the output and the ticket of `pooled_lookup`."""
         tables, keys, means, batches = layout
         with located(self) as rows:
@@ -310,8 +308,7 @@ class _RowsInLines(LocatedRows):
         batch._record_bags(wanted)
         self._held: dict[int, RowCache] = {t: own.cache for t, _, own in wanted}
         weights = [
-            self._held[t].tensors.lines[0] if t in self._held else leaf.detach()
-            for t, leaf in enumerate(batch.leaves)
+            self._held[t].tensors.lines[0] if t in self._held else leaf.detach() for t, leaf in enumerate(batch.leaves)
         ]
         sizes = [end - begin for begin, end in segments]
         firsts = list(itertools.accumulate(sizes, initial=0))
@@ -388,9 +385,7 @@ class _RowsInLines(LocatedRows):
 def _offsets_of_features(batch: FeatureBatch, offsets: Tensor, firsts: Sequence[int]) -> Tensor:
     """Return the offsets of the features' bags, feature after feature. `firsts`: new first id of each feature."""
     parts = [offsets.new_zeros(1)]
-    for start, count, (begin, _), first in zip(
-        batch.starts, batch.bags, batch.segments, firsts, strict=False
-    ):
+    for start, count, (begin, _), first in zip(batch.starts, batch.bags, batch.segments, firsts, strict=False):
         parts.append(offsets[start + 1 : start + count + 1] + (first - begin))
     return torch.cat(parts)
 

@@ -76,9 +76,7 @@ class StreamEvent:
         stream.wait_event(self._event)
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(
-                    stream
-                )  # the allocator reuses their memory only after this stream's work
+                tensor.record_stream(stream)  # the allocator reuses their memory only after this stream's work
 
 
 @dataclass(frozen=True)

@@ -237,11 +237,7 @@ class RowCache:
         """Return the tensors of the cache over these host tensors; make them anew if they are over others."""
         self._wait_for_other_stream()
         held = self._tensors
-        if (
-            held is not None
-            and held.identity == identity_of(host)
-            and self._device_of(host) == held.lines[0].device
-        ):
+        if held is not None and held.identity == identity_of(host) and self._device_of(host) == held.lines[0].device:
             return held
         self.drop()
         self._tensors = self._make(host, 0)

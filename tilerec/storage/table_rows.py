@@ -82,9 +82,7 @@ class TableRows(GradientSink):
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
-        self.orders = (
-            PrefetchedOrders()
-        )  # row orders of later batches, for the group whose first table this is
+        self.orders = PrefetchedOrders()  # row orders of later batches, for the group whose first table this is
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and move the slots to its device and precision."""

@@ -77,9 +77,7 @@ def random_batch(
         lengths_B = (1 + generator.poisson(more, size=bags)) * (generator.random(bags) >= empty)
         total = int(lengths_B.sum())
         if total and count < 1:
-            raise InputError(
-                f"random_batch: feature '{key}' has {count} rows to draw from; expected at least 1."
-            )
+            raise InputError(f"random_batch: feature '{key}' has {count} rows to draw from; expected at least 1.")
         if exponent:
             check_power_law(count, exponent)
             ranks_N = power_law_ranks(generator.random(total), count, exponent)

@@ -132,9 +132,7 @@ class Ranks:
                 for outcome in outcomes
             ]
             return [
-                _exception_of(outcome, [outcome], self.world_size)
-                if isinstance(outcome, _Failure)
-                else outcome
+                _exception_of(outcome, [outcome], self.world_size) if isinstance(outcome, _Failure) else outcome
                 for outcome in outcomes
             ]
         failures.sort(key=lambda failure: (failure.severity, failure.order))
@@ -288,9 +286,7 @@ class _Failure:
         failed in the barrier after it.
     """
 
-    def __init__(
-        self, rank: int, order: int, severity: int, text: str, detail: str, pickled: bytes = b""
-    ) -> None:
+    def __init__(self, rank: int, order: int, severity: int, text: str, detail: str, pickled: bytes = b"") -> None:
         self.rank = rank
         self.order = order
         self.severity = severity
@@ -305,9 +301,7 @@ class _Failure:
         self.has_result, self.result = True, result
 
     @staticmethod
-    def raised(
-        rank: int, order: int, message: str, kind: str, text: str, trace: str, pickled: bytes
-    ) -> _Failure:
+    def raised(rank: int, order: int, message: str, kind: str, text: str, trace: str, pickled: bytes) -> _Failure:
         by_peer = kind == CommsError.__name__ or any(words in text for words in _PEER_ERRORS)
         severity = 4 if message == "unclean" else 2 if by_peer else 0
         return _Failure(rank, order, severity, f"{kind}: {text}", trace, pickled)

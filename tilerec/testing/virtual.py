@@ -21,9 +21,7 @@ from tilerec.errors import CommsError
 from tilerec.testing.ranks import RankError
 
 
-def run_virtual_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def run_virtual_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Run `fn(group, *args)` on `world_size` threads, each with its rank's group; return results in order of ranks.
 
     During the run torch computes with one thread per rank. Several ranks draw from torch's global generator in no fixed
@@ -77,9 +75,7 @@ def run_virtual_ranks(
 
 def _reraise(first: tuple[int, BaseException], failures: list[tuple[int, BaseException]], size: int) -> None:
     rank, error = first
-    others = "".join(
-        f"\nrank {other}: {type(cause).__name__}: {cause}" for other, cause in failures if other != rank
-    )
+    others = "".join(f"\nrank {other}: {type(cause).__name__}: {cause}" for other, cause in failures if other != rank)
     # Keep the exception's own cause, if it has one.
     summary = RankError(f"Rank {rank} of {size}: {type(error).__name__}: {error}{others}")
     summary.__cause__ = error.__cause__

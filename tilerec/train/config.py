@@ -50,9 +50,7 @@ class ModelConfig(ABC):
     """Config of a model. Subclasses are frozen dataclasses."""
 
     @abstractmethod
-    def build(
-        self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None
-    ) -> nn.Module:
+    def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         """Build a module whose `forward(dense_features [B, I], sparse_features)` returns logits [B] or [B, 1].
 
         Args:
@@ -113,9 +111,7 @@ class TrainConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name}: got {getattr(self, name)}; expected at least 0.")
         if not 0 <= self.decay_to <= 1:
-            raise ConfigError(
-                f"train.decay_to: got {self.decay_to}; expected 0 to 1, a fraction of the learning rate."
-            )
+            raise ConfigError(f"train.decay_to: got {self.decay_to}; expected 0 to 1, a fraction of the learning rate.")
         try:
             torch.device(self.device)
         except RuntimeError as error:

@@ -315,9 +315,7 @@ def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
 
 def _backend(device: str) -> str:
     local = _number("LOCAL_WORLD_SIZE", 1)
-    alone = (
-        device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
-    )
+    alone = device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
     return "cpu:gloo,cuda:nccl" if alone and dist.is_nccl_available() else "gloo"
 
 

@@ -24,9 +24,7 @@ def open_logs(config: RunConfig, model: nn.Module) -> LogFiles:
     """
     folder = Path(config.log_dir)
     if (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder."
-        )
+        raise ConfigError(f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", {"name": config.name, **settings(config)})

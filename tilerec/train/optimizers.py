@@ -27,12 +27,7 @@ _TORCH: dict[type[OptimizerSpec], Callable[..., torch.optim.Optimizer]] = {
 
 def tables_of(model: nn.Module) -> list[Table]:
     """Return the tables of a model's embedding collections, sharded or not."""
-    return [
-        table
-        for part in model.modules()
-        if isinstance(part, TableCollection)
-        for table in part._tables.values()
-    ]
+    return [table for part in model.modules() if isinstance(part, TableCollection) for table in part._tables.values()]
 
 
 def attach(model: nn.Module, spec: OptimizerSpec) -> None:

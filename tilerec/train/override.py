@@ -70,9 +70,7 @@ def _with_value(config: Any, path: list[str], text: str, where: str) -> Any:
     rest = path[1:]
     known = [item.name for item in fields(config) if item.init]
     if name not in known:
-        raise ConfigError(
-            f"There is no setting {where + name!r}. {_suggestion(config, name, rest, known, where)}"
-        )
+        raise ConfigError(f"There is no setting {where + name!r}. {_suggestion(config, name, rest, known, where)}")
     value = getattr(config, name)
     full = where + name
     if _is_list(value):

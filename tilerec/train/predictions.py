@@ -44,9 +44,7 @@ def key_columns(dataset: TableDataset, given: Sequence[str] = ()) -> list[str]:
     Raises:
         ConfigError: a column does not exist, occurs twice, or has the name of a prediction.
     """
-    single = [
-        column.column for column in dataset.columns.ids if column.kind == "single" and not column.boundaries
-    ]
+    single = [column.column for column in dataset.columns.ids if column.kind == "single" and not column.boundaries]
     keys = list(given) or list(dict.fromkeys(single))
     for name in keys:
         if name not in dataset.schema.names:
@@ -149,9 +147,7 @@ def _with_scores(table: pa.Table, scores: Tensor, tasks: Sequence[str], first: i
     return table
 
 
-def _written(
-    held: list[pa.Table], file: object, writer: parquet.ParquetWriter | None
-) -> parquet.ParquetWriter:
+def _written(held: list[pa.Table], file: object, writer: parquet.ParquetWriter | None) -> parquet.ParquetWriter:
     """Write the tables as one row group and empty the list; return the writer."""
     whole = pa.concat_tables(held, promote_options="permissive")
     held.clear()

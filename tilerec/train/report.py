@@ -39,9 +39,7 @@ def report(result: RunResult) -> RenderableType:
     return Group(score_table(result.name, "held-out samples", tasks, best), *(Text(line) for line in lines))
 
 
-def score_table(
-    name: str, what: str, tasks: Mapping[str, Scores], best: Scores | None = None
-) -> RenderableType:
+def score_table(name: str, what: str, tasks: Mapping[str, Scores], best: Scores | None = None) -> RenderableType:
     """Return a table of scores: a column per task, their mean, and the best reachable scores if they are known.
 
     Args:

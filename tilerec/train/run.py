@@ -97,11 +97,7 @@ class Run:
                 self.seconds += time.perf_counter() - since
                 self._emit_train(values)
                 since = time.perf_counter()
-            if (
-                options.eval_every
-                and self.steps % options.eval_every == 0
-                and self.steps != options.max_steps
-            ):
+            if options.eval_every and self.steps % options.eval_every == 0 and self.steps != options.max_steps:
                 self._wait()
                 self.seconds += time.perf_counter() - since
                 self.evaluate()
@@ -193,9 +189,7 @@ class Run:
         epoch, share = numbered
         batch = share.batch
         logits = self._step_module(batch.dense_features, batch.sparse_features)
-        loss = click_loss(
-            logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size
-        )
+        loss = click_loss(logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size)
         probabilities = logits.detach().reshape(batch.labels.shape).sigmoid()
         weights = batch.weights
         if batch.labels.dim() == 2:

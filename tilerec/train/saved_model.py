@@ -194,10 +194,7 @@ def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None
                 receives.setdefault(sender, []).append(place)
         elif sender == group.rank and here is not None:
             sends.append(here.reshape(-1))
-    received = {
-        rank: whole.like.new_empty(sum(place.numel() for place in places))
-        for rank, places in receives.items()
-    }
+    received = {rank: whole.like.new_empty(sum(place.numel() for place in places)) for rank, places in receives.items()}
     if received or sends:
         group.exchange("rows of a model file", received, {0: torch.cat(sends)} if sends else {}).wait()
     for rank, places in receives.items():

@@ -108,9 +108,7 @@ class TableStats:
             for (_, table), features in load.features.items():
                 ids = sum(feature.ids for feature in features) * load.steps * ranks
                 counts.ids[table] = counts.ids.get(table, 0) + ids
-            counts.reads = {
-                f"rank_{rank}": reads * load.steps for rank, reads in enumerate(load.reads_per_rank)
-            }
+            counts.reads = {f"rank_{rank}": reads * load.steps for rank, reads in enumerate(load.reads_per_rank)}
             counts.bytes = traffic(self._model).total()
         for part in self._collections:
             for name, stats in part.cache_stats().items():

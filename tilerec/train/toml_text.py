@@ -93,9 +93,7 @@ def _value(value: Any, place: str) -> str:
         if len(line) + len(place) <= _WIDTH:
             return line
         return "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
-    raise ConfigError(
-        f"{place}: got {type(value).__name__}; expected a value that TOML has: text, a number, a list."
-    )
+    raise ConfigError(f"{place}: got {type(value).__name__}; expected a value that TOML has: text, a number, a list.")
 
 
 def _string(text: str) -> str:

@@ -92,9 +92,7 @@ def _fit_tuple(hint: Any, value: Any, place: str) -> tuple[Any, ...]:
     if len(inner) != len(value):
         raise ConfigError(f"{place}: got {shown(value)}; expected {type_name(hint)}.")
     if any(isinstance(kind, type) and _is_record(kind) for kind in inner):
-        return tuple(
-            fit(kind, one, f"{place}[{i}]") for i, (kind, one) in enumerate(zip(inner, value, strict=True))
-        )
+        return tuple(fit(kind, one, f"{place}[{i}]") for i, (kind, one) in enumerate(zip(inner, value, strict=True)))
     try:
         return tuple(fit(kind, one, place) for kind, one in zip(inner, value, strict=True))
     except ConfigError:
@@ -146,9 +144,7 @@ def _absent(hint: Any, place: str, cls: type) -> Any:
         return hint()
     needed = [name for name, item in record_fields(cls).items() if is_required(item)]
     what = "a table" if isinstance(hint, type) and _is_record(hint) else type_name(hint)
-    raise ConfigError(
-        f"{place}: got nothing; expected {what}. Add it ({cls.__name__} needs {', '.join(needed)})."
-    )
+    raise ConfigError(f"{place}: got nothing; expected {what}. Add it ({cls.__name__} needs {', '.join(needed)}).")
 
 
 def _unknown(name: str, given: Mapping[str, Any], cls: type, place: str) -> str:

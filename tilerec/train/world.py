@@ -84,9 +84,7 @@ class World:
         if not any(p.requires_grad for name, p in model.named_parameters() if name not in tables):
             return model
         ignore_in_ddp(model, sorted(tables))
-        return DistributedDataParallel(
-            model, process_group=self._group.process_group, gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(model, process_group=self._group.process_group, gradient_as_bucket_view=True)
 
     def mean(self, total: Tensor) -> Tensor:
         """Return the mean of the ranks' numbers, on every rank. Collective."""
@@ -108,9 +106,7 @@ class World:
         group.all_to_all(name, received, copies, sizes, [mine.numel()] * group.size).wait()
         return received.cpu()
 
-    def predict(
-        self, model: nn.Module, batches: Iterable[Batch], device: torch.device, tasks: int = 1
-    ) -> Predictions:
+    def predict(self, model: nn.Module, batches: Iterable[Batch], device: torch.device, tasks: int = 1) -> Predictions:
         """Return the predictions on batches, in their order, on every rank.
 
         Each rank predicts its share of every batch. Collective: every rank passes the same batches.

@@ -46,9 +46,7 @@ EXPLAINED = 100
 _SCRIPTS = ("model", "draw", "list", "ranks", "tables", "machines", "main")
 
 
-def write_report(
-    plan: ShardingPlan | None, report: PlanReport, path: str | Path, *, what_ifs: bool = True
-) -> None:
+def write_report(plan: ShardingPlan | None, report: PlanReport, path: str | Path, *, what_ifs: bool = True) -> None:
     """Write `report_html` to a file.
 
     Raises:

@@ -170,9 +170,7 @@ def _segments(bags: int, columns: list[int], order: str, adds: bool) -> tuple[tu
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("order", ["dense", "ascending", "shuffled", "repeated"])
-@pytest.mark.parametrize(
-    ("bags", "columns"), [(700, [64, 128, 64]), (700, [1, 3, 257]), (3001, [16, 48]), (3, [64])]
-)
+@pytest.mark.parametrize(("bags", "columns"), [(700, [64, 128, 64]), (700, [1, 3, 257]), (3001, [16, 48]), (3, [64])])
 def test_native_rows_equal_the_reference(
     native: dict[str, Callable[..., Any]], bags: int, columns: list[int], order: str, threads: int
 ) -> None:

@@ -95,9 +95,7 @@ def test_native_equals_reference_for_hostile_shapes(
     max_probe=st.sampled_from([1, 2, 8, 128]),
     threshold=st.sampled_from([1, 3]),
     threads=st.sampled_from([1, 2]),
-    batches=st.lists(
-        st.tuples(st.sampled_from([0, 1, 2, 50, 2500]), st.sampled_from([2, 300, 2**62])), max_size=4
-    ),
+    batches=st.lists(st.tuples(st.sampled_from([0, 1, 2, 50, 2500]), st.sampled_from([2, 300, 2**62])), max_size=4),
     seed=st.integers(0, 9),
 )
 def test_native_equals_reference_on_random_histories(
@@ -157,7 +155,5 @@ def test_errors_name_the_same_id_as_the_reference(native: dict[str, Callable[...
         state = empty_state(2, 4)
         bucket_N = REFERENCE["zch_buckets"](ids, 6)
         stray = int(((bucket_N < first) | (bucket_N >= first + 2)).nonzero()[0])
-        with pytest.raises(
-            ValueError, match=rf"id {stray} \(position {stray}\) belongs to bucket {bucket_N[stray]} "
-        ):
+        with pytest.raises(ValueError, match=rf"id {stray} \(position {stray}\) belongs to bucket {bucket_N[stray]} "):
             kernel["zch_find"](ids, state.ids_E, state.used_E, first, 6, 4, 4)

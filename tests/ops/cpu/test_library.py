@@ -58,9 +58,7 @@ def levels(lib: ctypes.CDLL) -> range:
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_widens_exactly_on_every_instruction_set(
-    lib: ctypes.CDLL, half: torch.dtype
-) -> None:
+def test_every_16_bit_number_widens_exactly_on_every_instruction_set(lib: ctypes.CDLL, half: torch.dtype) -> None:
     numbers = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(half)
     want = numbers.to(torch.float32)
     for level in levels(lib):
@@ -70,15 +68,10 @@ def test_every_16_bit_number_widens_exactly_on_every_instruction_set(
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(
-    lib: ctypes.CDLL, half: torch.dtype
-) -> None:
+def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(lib: ctypes.CDLL, half: torch.dtype) -> None:
     anything = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64)
     # Around fp16's smallest normal and subnormal numbers, its overflow, and ties.
-    edges = [
-        torch.arange(at - 3000, at + 3000)
-        for at in (0x38800000, 0x33000000, 0x477FF000, 0x7F800000, 0x3F808000)
-    ]
+    edges = [torch.arange(at - 3000, at + 3000) for at in (0x38800000, 0x33000000, 0x477FF000, 0x7F800000, 0x3F808000)]
     numbers = torch.cat([anything, *edges]).to(torch.int32).view(torch.float32)
     numbers = torch.cat([numbers, -numbers])
     real = ~numbers.isnan()
@@ -92,9 +85,7 @@ def test_narrowing_rounds_to_nearest_even_on_every_instruction_set(
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 8, 15, 17, 257])
 @pytest.mark.parametrize("dtype", list(native.DTYPES))
-def test_conversion_of_any_length_touches_only_its_numbers(
-    lib: ctypes.CDLL, dtype: torch.dtype, count: int
-) -> None:
+def test_conversion_of_any_length_touches_only_its_numbers(lib: ctypes.CDLL, dtype: torch.dtype, count: int) -> None:
     numbers = torch.randn(count + 40)
     for level in levels(lib):
         lib.tr_isa_choose(level)
@@ -228,9 +219,7 @@ def test_a_library_built_from_other_sources_is_refused_and_to_be_built_again(
     assert state.reason.endswith("Build it again (make native)")
 
 
-def test_a_library_older_than_its_layout_function_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_older_than_its_layout_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")

@@ -202,9 +202,7 @@ def test_nothing_to_look_up_gives_empty_and_zero_outputs() -> None:
     assert no_bags.native().shape == (0, 5)
     no_features = replace(bags, tables=[], keys=[], means=[])
     assert no_features.native().shape == (3, 0)
-    out, _ = ops.sequence_lookup(
-        [weight], NO_SINKS, none, torch.zeros(2, dtype=torch.int64), [0], torch.float32, "f@t"
-    )
+    out, _ = ops.sequence_lookup([weight], NO_SINKS, none, torch.zeros(2, dtype=torch.int64), [0], torch.float32, "f@t")
     assert out.shape == (0, 5)
 
 
@@ -282,16 +280,12 @@ def test_ids_beyond_32_bits_are_out_of_range_not_wrapped() -> None:
     ("at", "value"), [(0, -1), (5, 10**9), (700, -5), (700, 0), (1200, 2**62), (1200, 0), (3, -(2**62))]
 )
 @pytest.mark.parametrize("threads", [1, 2])
-def test_offsets_that_fall_or_leave_the_ids_are_named_and_never_followed(
-    at: int, value: int, threads: int
-) -> None:
+def test_offsets_that_fall_or_leave_the_ids_are_named_and_never_followed(at: int, value: int, threads: int) -> None:
     torch.set_num_threads(threads)
     case = big()
     offsets = case.offsets.clone()
     offsets[at] = value
-    with pytest.raises(
-        InputError, match=r"offsets\[\d+\] is -?\d+; offsets must not fall and must lie in \[0, \d+\]"
-    ):
+    with pytest.raises(InputError, match=r"offsets\[\d+\] is -?\d+; offsets must not fall and must lie in \[0, \d+\]"):
         replace(case, offsets=offsets).native()
     with pytest.raises(InputError, match=r"offsets must not fall"):
         replace(case, offsets=offsets).grads(torch.zeros(300, 64 + 20 + 257 + 3 + 64))
@@ -373,9 +367,7 @@ def test_a_strided_table_is_refused_by_its_number() -> None:
 
 def test_a_layout_is_not_mistaken_for_another_with_the_same_numbers_of_features() -> None:
     for seed in range(5):
-        case = make_pooled(
-            [4 + seed, 9], [torch.float32] * 2, [0, 1, 1], [3 + seed], seed=seed, rows=7 + seed
-        )
+        case = make_pooled([4 + seed, 9], [torch.float32] * 2, [0, 1, 1], [3 + seed], seed=seed, rows=7 + seed)
         assert_close(case.native(), case.reference(), torch.float32)
         swapped = replace(case, weights=case.weights[::-1], means=[1 - m for m in case.means])
         assert_close(swapped.native(), swapped.reference(), torch.float32)
@@ -509,9 +501,7 @@ def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
     with pytest.raises(InputError, match=message):
         case.native()
     with pytest.raises(InputError, match=message):
-        ops.sequence_lookup(
-            case.weights, NO_SINKS, case.ids, torch.tensor([0, 6]), [1], torch.float32, "f1@t1"
-        )
+        ops.sequence_lookup(case.weights, NO_SINKS, case.ids, torch.tensor([0, 6]), [1], torch.float32, "f1@t1")
     # Nobody reads the other table's rows.
     assert replace(case, tables=[0], keys=[0], means=[0]).native().shape == (2, 3)
 

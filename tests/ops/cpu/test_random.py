@@ -45,9 +45,7 @@ def test_first_words_are_the_published_known_answer() -> None:
     kind=st.sampled_from(["uniform", "normal"]),
     dtype=st.sampled_from(list(DTYPES)),
 )
-def test_tiles_equal_the_reference(
-    rows: int, width: int, row: int, column: int, kind: str, dtype: torch.dtype
-) -> None:
+def test_tiles_equal_the_reference(rows: int, width: int, row: int, column: int, kind: str, dtype: torch.dtype) -> None:
     got, want = torch.empty(rows, width, dtype=dtype), torch.empty(rows, width, dtype=dtype)
     fill_(got, KEY, row, column, kind, -0.25, 1.5)
     random_fill_reference_(want, KEY, row, column, kind, -0.25, 1.5)

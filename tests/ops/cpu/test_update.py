@@ -104,9 +104,7 @@ def case(
 def assert_same_bits(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
         same = (a == b) | (a.isnan() & b.isnan())
-        assert bool(same.all()), (
-            f"{int((~same).sum())} of {same.numel()} differ, the first by {(a - b)[~same][0]}"
-        )
+        assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} differ, the first by {(a - b)[~same][0]}"
 
 
 @pytest.fixture
@@ -131,9 +129,7 @@ def threads() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("grad_dtype", "rounding"), [(torch.float32, 0.0), (torch.bfloat16, 1.0), (torch.float16, 0.0)]
 )
-def test_every_rule_has_the_bits_of_the_reference(
-    name: str, grad_dtype: torch.dtype, rounding: float
-) -> None:
+def test_every_rule_has_the_bits_of_the_reference(name: str, grad_dtype: torch.dtype, rounding: float) -> None:
     """Tables of mixed dims and dtypes in one call; stochastic rounding included."""
     dims = [1, 3, 16, 19, 64, 257, 32, 8]
     dtypes = list(itertools.islice(itertools.cycle([torch.float32, *HALF]), len(dims)))
@@ -235,17 +231,14 @@ def test_column_parts_equal_the_whole_row_in_bits_where_cuts_lie_on_blocks(
     ops.update_rows_(*whole[:2], *whole.rest)
     joined = [torch.cat([part[0] for part in parts], 1)]
     joined += [
-        torch.cat([part[1][k] for part in parts], 1) if kind == "e" else parts[0][1][k]
-        for k, kind in enumerate(kinds)
+        torch.cat([part[1][k] for part in parts], 1) if kind == "e" else parts[0][1][k] for k, kind in enumerate(kinds)
     ]
     aligned = all(cut % 8 == 0 for cut in cuts[:-1])
     for got, want in zip(joined, whole.state(), strict=True):
         if aligned or phases == 0:
             assert_same_bits([got], [want])
         else:
-            torch.testing.assert_close(
-                got, want, rtol=2e-6 if got.dtype == torch.float32 else 2**-7, atol=1e-6
-            )
+            torch.testing.assert_close(got, want, rtol=2e-6 if got.dtype == torch.float32 else 2**-7, atol=1e-6)
     for _, slots, _, _ in parts[1:]:
         assert_same_bits([s for s in slots if s.dim() == 1], [s for s in parts[0][1] if s.dim() == 1])
 
@@ -372,9 +365,7 @@ def test_rows_whose_gradient_is_not_finite_are_skipped_and_the_first_is_named(
         grad, ids, None, None, [0, 1], [0, count], [count, count + 5000], [0, count * dim], [dim] * 2, [0, 0],
         "adagrad", hyper_of("adagrad"), [1, 1], [0] * 4, [0] * 2, [0] * 2,
     )  # fmt: skip
-    first = Case(
-        [torch.randn(count, dim) for _ in range(2)], [torch.rand(count, dim) for _ in range(2)], rest
-    )
+    first = Case([torch.randn(count, dim) for _ in range(2)], [torch.rand(count, dim) for _ in range(2)], rest)
     for n in (1, 2):
         threads(n)
         run = first.copy()
@@ -447,9 +438,7 @@ def test_nothing_to_do_changes_nothing(name: str) -> None:
     empty[4:10] = [[]] * 6
     assert ops.update_rows_(*run[:2], *empty).tolist() == [0, -1, -1]
     assert_same_bits(run.state(), before.state())
-    rows_U, grads_UD = sum_row_gradients(
-        torch.zeros(0), torch.zeros(0, dtype=torch.int32), None, None, 5, 3, *[[]] * 5
-    )
+    rows_U, grads_UD = sum_row_gradients(torch.zeros(0), torch.zeros(0, dtype=torch.int32), None, None, 5, 3, *[[]] * 5)
     assert rows_U.shape == (0,)
     assert grads_UD.shape == (0, 3)
 
@@ -488,9 +477,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pooled", [True, False])
-def test_ids_offsets_and_weights_of_any_type_and_stride_are_read_as_they_look(
-    kind: str, pooled: bool
-) -> None:
+def test_ids_offsets_and_weights_of_any_type_and_stride_are_read_as_they_look(kind: str, pooled: bool) -> None:
     run = case("rowwise", [3, 16], [torch.float32] * 2, torch.float32)
     grad, ids, offsets, *layout = run.rest[:10]
     if not pooled:
@@ -550,9 +537,7 @@ def test_a_table_whose_memory_was_freed_is_refused(victim: str) -> None:
     run = case("rowwise", [3, 16], [torch.float32] * 2, torch.float32)
     before = run.copy()
     (run.weights if victim == "weight" else run.slots)[1].untyped_storage().resize_(0)
-    with pytest.raises(
-        InputError, match=r"table number 1, or its optimizer state, has no memory\. Give it memory"
-    ):
+    with pytest.raises(InputError, match=r"table number 1, or its optimizer state, has no memory\. Give it memory"):
         ops.update_rows_(*run[:2], *run.rest)
     assert_same_bits([run.weights[0], run.slots[0]], [before.weights[0], before.slots[0]])
     hyper = hyper_of("rowwise")

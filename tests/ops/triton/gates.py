@@ -84,9 +84,7 @@ class Compiled:
         return sum(n for name, n in self.instructions.items() if name.startswith(prefixes))
 
 
-nightly = pytest.mark.skipif(
-    os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for ten seconds: nightly"
-)
+nightly = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for ten seconds: nightly")
 """Gates of kernels that few changes touch; of lookups, updates and jagged ops some are always held."""
 
 
@@ -231,9 +229,7 @@ def _main() -> None:
                         out.flush()
                 return
             for line in sys.stdin:
-                print(
-                    json.dumps([_tried(Gate(**gate), Path(folder)) for gate in json.loads(line)]), flush=True
-                )
+                print(json.dumps([_tried(Gate(**gate), Path(folder)) for gate in json.loads(line)]), flush=True)
     finally:
         shutil.rmtree(os.environ["TRITON_CACHE_DIR"])
 

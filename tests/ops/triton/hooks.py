@@ -88,9 +88,7 @@ class Hooks:
 
     def _put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         real = inspect.getattr_static(owner, name)
-        self._changed.append(
-            (owner, name, real if name in vars(owner) else None)
-        )  # None: it is a base class's
+        self._changed.append((owner, name, real if name in vars(owner) else None))  # None: it is a base class's
         setattr(owner, name, make(real))
 
     def remove(self) -> None:
@@ -216,9 +214,7 @@ class Hooks:
 
         def rmw(real: Any) -> Any:
             def rmw(builder: Any, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-                left = watch.access(
-                    ATOMIC, pointers, mask.data, size_of(pointers)[0], None, _order(sem, scope)
-                )
+                left = watch.access(ATOMIC, pointers, mask.data, size_of(pointers)[0], None, _order(sem, scope))
                 return real(builder, op, pointers, value, hidden(mask, left), sem, scope)
 
             return rmw
@@ -378,9 +374,7 @@ class Hooks:
                     each = numbers if isinstance(numbers, (list, tuple)) else [numbers]
                     each = [int(getattr(n, "value", n)) for n in each]
                     if not _TRUE[name](value.handle.data, each, value.shape):
-                        watch.found(
-                            "hint", f"{name} {each} at {site()}", f"of {value.handle.data.reshape(-1)[:8]}"
-                        )
+                        watch.found("hint", f"{name} {each} at {site()}", f"of {value.handle.data.reshape(-1)[:8]}")
                 return real(value, numbers, *rest, **named)
 
             return hinted

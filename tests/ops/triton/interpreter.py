@@ -59,9 +59,7 @@ def quick() -> Iterator[None]:
         if self.combine_fn is not tl.standard._xor_combine or self.axis is None:
             return generic(self, input)
         return [
-            self.to_tensor(
-                np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype
-            )
+            self.to_tensor(np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype)
             for x in input
         ]
 

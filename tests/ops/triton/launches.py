@@ -191,9 +191,7 @@ def counted(run: bool = False) -> Iterator[Given]:
         "new_report": (new_report, unseen),
     }
     with contextlib.ExitStack() as undo:
-        for module in [
-            m for name, m in sys.modules.items() if name.startswith("tilerec.") and m is not sending
-        ]:
+        for module in [m for name, m in sys.modules.items() if name.startswith("tilerec.") and m is not sending]:
             for name, (original, other) in instead.items():
                 if vars(module).get(name) is original:
                     setattr(module, name, other)

@@ -168,9 +168,7 @@ class Sanitizer:
         launch = self.now
         assert launch is not None
         program = f", program {launch.place(launch.program)}" if launch.program >= 0 else ""
-        self.findings.setdefault(
-            (launch.kernel, kind, where), f"{launch.kernel}: {kind}: {where}{program}: {text}"
-        )
+        self.findings.setdefault((launch.kernel, kind, where), f"{launch.kernel}: {kind}: {where}{program}: {text}")
 
     def run(self, kernel: Any, again: Callable[[], Any], names: Sequence[str], warps: int) -> Any:
         """A launch, and that again in another order."""
@@ -216,9 +214,7 @@ class Sanitizer:
             elif (value != other_value).any():
                 bad = address[value != other_value]
                 pointer = next(p for p, a, _ in launch.written if np.isin(bad[0], a))
-                self.found(
-                    "order", f"{order} programs", f"leave other numbers in {pointer}, {len(bad)} of them"
-                )
+                self.found("order", f"{order} programs", f"leave other numbers in {pointer}, {len(bad)} of them")
 
     # ---------------------------------------------------------------------------------------------- events
 
@@ -273,9 +269,7 @@ class Sanitizer:
                 "counted from belongs into ROAMS.)",
             )  # fmt: skip
         if not inside.all():
-            mask = (
-                np.zeros(address.shape[0], bool) if lane is None else _only(mask, pointers.data, lane[inside])
-            )
+            mask = np.zeros(address.shape[0], bool) if lane is None else _only(mask, pointers.data, lane[inside])
             address, lane = address[inside], lane[inside]
         if value is not None:
             value = _bits(np.broadcast_to(value, pointers.data.shape).reshape(-1)[lane], size)

@@ -40,9 +40,7 @@ def trained() -> list[torch.Tensor]:
     rows = EmbeddingCollection([EmbeddingConfig(7, 4, "a", feature_names=["x", "y"])])
     batch = features()
     outputs = [plain(batch).values(), weighted(batch).values(), *[jt.values() for jt in rows(batch).values()]]
-    torch.cat(
-        [(out * torch.linspace(1, 2, out.numel()).view_as(out)).reshape(-1) for out in outputs]
-    ).sum().backward()
+    torch.cat([(out * torch.linspace(1, 2, out.numel()).view_as(out)).reshape(-1) for out in outputs]).sum().backward()
     leaves = [*plain.parameters(), *weighted.parameters(), *rows.parameters(), batch.weights()]
     return [*outputs, *[leaf.grad for leaf in leaves if leaf.grad is not None]]
 

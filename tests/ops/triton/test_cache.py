@@ -22,9 +22,7 @@ from tilerec.ops.cache.definition import BOOKS, HeaderColumn
 from tilerec.ops.cache.triton.backend import KERNELS
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 REFERENCES = {
     "cache_ask_": reference.cache_ask_reference,
@@ -48,9 +46,7 @@ def both(shapes: list[Shape], ways: int) -> tuple[CachedTables, CachedTables]:
     return one, CachedTables(shapes, ways)
 
 
-MORE = pytest.mark.skipif(
-    os.environ.get("TILEREC_NIGHTLY") != "1", reason="one of four that differ little: nightly"
-)
+MORE = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="one of four that differ little: nightly")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +84,7 @@ def test_an_id_that_is_no_row_is_told_and_changes_nothing() -> None:
     shapes = [Shape(9, 2, 4), Shape(5, 0, 9)]
     got, _ = both(shapes, 2)
     segments, ids = [(0, 2, 1), (2, 5, 0)], torch.tensor([4, 1, 8, 9, -1])
-    with pytest.raises(
-        InputError, match=r"id (9|-1) of feature number 1 .* outside \[0, 9\) of table number 0"
-    ):
+    with pytest.raises(InputError, match=r"id (9|-1) of feature number 1 .* outside \[0, 9\) of table number 0"):
         got.request(KERNELS, segments, ids, 0)
     lines = KERNELS["cache_lines_"](ids, [2, 0], [5, 2], [0, -1], got.books[:1], [], [7])
     assert lines.tolist() == [-1, 7, 7, 4, 1]

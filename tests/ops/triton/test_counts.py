@@ -31,9 +31,7 @@ from tilerec.ops.update.triton import rules
 from tilerec.ops.update.triton.counts import PACES, pace_table, paces_on_device
 from tilerec.ops.update.triton.rules import prepare_rule
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +70,7 @@ def test_the_device_makes_the_bits_of_the_hosts_paces(name: str) -> None:
         counts = counts_of(*before)
         frozen = with_lr(hyper, lr if tensor is None else 7.0)
         told = paces_on_device(prepare_rule(rule, frozen), _tables(counts, tensor), torch.device("cpu"), True)
-        want = pace_table(
-            prepare_rule(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu")
-        )
+        want = pace_table(prepare_rule(rule, with_lr(hyper, value)), [n + 1 for n in before], torch.device("cpu"))
         # Where a rule has no learning rate among its numbers (Adagrad's is in e0), nobody reads h0.
         read = [k for k in range(PACES) if name != "adagrad" or k != 3]
         assert torch.equal(told.view(-1, PACES)[:, read], want.view(-1, PACES)[:, read])
@@ -91,9 +87,7 @@ def test_more_tables_than_a_program_takes() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)], ids=str
-)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)], ids=str)
 def test_the_same_call_again_is_the_next_step(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:  # fmt: skip
@@ -127,9 +121,7 @@ def test_counts_without_a_rate_take_the_rules_own() -> None:
     update_rows_(weights, slots, *record, "adagrad", hyper, [], [0] * 4, [0] * 2, [0] * 2, None, counts)
     torch.testing.assert_close(weights[0][1], torch.full((4,), 0.5))
     assert bool((weights[1] == 1).all())
-    assert [int(c) for c in counts] == [1, 4], (
-        "tables of a pass are counted, whether or not it has rows of them"
-    )
+    assert [int(c) for c in counts] == [1, 4], "tables of a pass are counted, whether or not it has rows of them"
     update_rows_(weights, slots, *record, "adagrad", hyper, [], [0] * 4, [0] * 2, [0] * 2, None, counts)
     torch.testing.assert_close(weights[0][1], torch.full((4,), 0.5 - 0.25 / 2**0.5))
 
@@ -166,18 +158,12 @@ def test_parts_read_the_count_of_the_update_to_come_and_applying_counts_it(name:
         assert [int(c) for c in counts] == [step + 1, step + 2], "nothing is updated yet"
         scalars = scalars_for(parts, sum(made.sums(p) for p in range(made.phases)))
         places = ([1, 2, 3, 4], [0, 0], offsets)
-        rule_apply_to_tables_(
-            *_given(parts), scalars, dims, rule, with_lr(hyper, 1e9), [], *places, None, counts, lr
-        )
+        rule_apply_to_tables_(*_given(parts), scalars, dims, rule, with_lr(hyper, 1e9), [], *places, None, counts, lr)
         rule_apply_to_tables_(*_given(theirs), scalars, dims, rule, host, steps, *places)
-        for a, b in zip(
-            (*parts["weights"], *parts["slots"]), (*theirs["weights"], *theirs["slots"]), strict=True
-        ):
+        for a, b in zip((*parts["weights"], *parts["slots"]), (*theirs["weights"], *theirs["slots"]), strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         assert [int(c) for c in counts] == steps
-    rule_apply_to_tables_reference_(
-        *_given(theirs), scalars, dims, rule, hyper, [], *places, None, counts, lr
-    )
+    rule_apply_to_tables_reference_(*_given(theirs), scalars, dims, rule, hyper, [], *places, None, counts, lr)
     assert [int(c) for c in counts] == [4, 5]
 
 

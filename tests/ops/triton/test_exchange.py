@@ -23,9 +23,7 @@ from tilerec.ops.exchange.triton import backend as exchange
 from tilerec.ops.exchange.triton import rows as exchange_rows
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels are compiled here: tests/cuda")
 
 NO_SLOTS = torch.empty(0, dtype=torch.int32)
 
@@ -110,9 +108,7 @@ def test_routing_equals_the_reference(seed: int) -> None:
 
 
 def test_routing_gives_the_worked_example() -> None:
-    told, lengths, local, slots, positions = routed_alike(
-        Batch(torch.tensor([3, 0, 1]), torch.tensor([0, 2, 3]))
-    )
+    told, lengths, local, slots, positions = routed_alike(Batch(torch.tensor([3, 0, 1]), torch.tensor([0, 2, 3])))
     assert told.tolist() == [0, 1, 1, 2, 2]
     assert lengths.tolist() == [1, 1, 1]
     assert local.tolist() == [1, 0, 1]
@@ -143,9 +139,7 @@ def test_bags_and_parts_reach_over_tiles() -> None:
     ids[708:1708] = 11
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     wire = torch.randperm(301, generator=generator).tolist()
-    routed_alike(
-        Batch(ids, offsets, [1, 0], [4], [*range(0, 900, 3), 900, 0, 900], [300, 1], wire, names="a@t,b@t")
-    )
+    routed_alike(Batch(ids, offsets, [1, 0], [4], [*range(0, 900, 3), 900, 0, 900], [300, 1], wire, names="a@t,b@t"))
 
 
 def refused(batch: Batch) -> None:
@@ -181,9 +175,7 @@ def test_routing_names_the_first_id_outside_its_table(ranges: int, bad: int) -> 
     "offsets", [[0, 3, 2], [0, 2**62, 3], [0, -5, 3], [-1, 0, 2], [0, 1, 5], [4, 4, 4], [3, 3, 0], [0, 3, -(2**62)]]
 )  # fmt: skip
 def test_routing_refuses_offsets_that_fall_or_leave_the_ids(offsets: list[int], each_id: bool) -> None:
-    assert "must not fall" in refused_alike(
-        Batch(torch.tensor([0, 1, 2]), torch.tensor(offsets), each_id=each_id)
-    )
+    assert "must not fall" in refused_alike(Batch(torch.tensor([0, 1, 2]), torch.tensor(offsets), each_id=each_id))
 
 
 @pytest.mark.parametrize("each_id", [False, True])
@@ -198,24 +190,18 @@ def test_the_first_fault_is_told_whichever_program_finds_it() -> None:
     """Bad ids of a late route stand early in the batch; offsets come before ids."""
     ids = torch.full((900,), 9)
     offsets = torch.tensor([0, 300, 600, 900])
-    batch = Batch(
-        ids, offsets, [2, 1, 1], [1], [0, 10, 0, 9, 0, 4], [1, 1, 1], [0, 1, 2], names="a@t,b@t,c@t"
-    )
+    batch = Batch(ids, offsets, [2, 1, 1], [1], [0, 10, 0, 9, 0, 4], [1, 1, 1], [0, 1, 2], names="a@t,b@t,c@t")
     assert "id 9 of feature 'b' (position 300 " in refused_alike(batch)
     falling = torch.tensor([0, 300, 299, 900])
     assert "offsets[2] is 299" in refused_alike(batch._replace(offsets=falling))
 
 
-@pytest.mark.parametrize(
-    ("keys", "sizes"), [([0], [3]), ([1], [2]), ([1], [1, 2]), ([0], [-1]), ([2**40], [2])]
-)
+@pytest.mark.parametrize(("keys", "sizes"), [([0], [3]), ([1], [2]), ([1], [1, 2]), ([0], [-1]), ([2**40], [2])])
 def test_routing_refuses_batch_sizes_that_the_offsets_do_not_hold(keys: list[int], sizes: list[int]) -> None:
     refused_alike(Batch(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3]), keys, sizes))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"wire": [0, 0]}, {"wire": [0]}, {"cuts": [1, 2, 4]}, {"cuts": [0, 3, 2]}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"wire": [0, 0]}, {"wire": [0]}, {"cuts": [1, 2, 4]}, {"cuts": [0, 3, 2]}], ids=str)
 def test_routing_refuses_a_layout_that_contradicts_itself(wrong: dict[str, list[int]]) -> None:
     batch = Batch(torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3]))._replace(**wrong)
     with pytest.raises(AssertionError, match="route_ids"):

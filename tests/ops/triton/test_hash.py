@@ -66,9 +66,7 @@ from tilerec.ops.hash.triton import resize as hash_resize
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels are compiled here: tests/cuda")
 TAKING_ARGUMENTS = LIBRARY.taking_arguments(hash_backend.KERNELS)
 KERNELS: dict[str, Callable[..., Any]] = flat(TAKING_ARGUMENTS)
 
@@ -197,9 +195,7 @@ def test_an_id_that_is_evicted_before_its_turn_is_a_newcomer() -> None:
         state.ids_E.copy_(torch.tensor([5, 6]))
         state.used_E.fill_(True)
         state.last_E.copy_(torch.tensor([3, 4]))
-    rows_N, outcomes_N, *_ = pair.assign(
-        (torch.tensor([6, 7, 5]), None, None, None), 2, 9, 0, 0, 1.0, 0, True, 1
-    )
+    rows_N, outcomes_N, *_ = pair.assign((torch.tensor([6, 7, 5]), None, None, None), 2, 9, 0, 0, 1.0, 0, True, 1)
     assert rows_N.tolist() == [1, 0, -1]
     assert outcomes_N.tolist() == [IdOutcome.HIT, IdOutcome.EVICTED, IdOutcome.REJECTED]
 
@@ -287,9 +283,7 @@ def test_assigning_in_place_and_listing_are_one() -> None:
     assert (each[1] == IdOutcome.EVICTED).any()
 
 
-@pytest.mark.parametrize(
-    ("policy", "exponent", "goes"), [(Policy.LFU, 1.0, 2), (Policy.DISTANCE_LFU, 16.0, 0)]
-)
+@pytest.mark.parametrize(("policy", "exponent", "goes"), [(Policy.LFU, 1.0, 2), (Policy.DISTANCE_LFU, 16.0, 0)])
 def test_policies_choose_whom_to_evict_with_these_kernels(policy: Policy, exponent: float, goes: int) -> None:
     test_hash.test_policies_choose_whom_to_evict(policy, exponent, goes)
 

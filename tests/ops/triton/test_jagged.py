@@ -25,9 +25,7 @@ from tilerec.ops.jagged.triton import backend as jagged
 from tilerec.ops.jagged.triton import item_copies as jagged_copy
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels are compiled here: tests/cuda")
 
 KERNELS: dict[str, Callable[..., Any]] = LIBRARY.taking_arguments(jagged.KERNELS)
 
@@ -77,9 +75,7 @@ def same(name: str, *arguments: Any) -> Any:
 
 def near(name: str, *arguments: Any) -> None:
     """As `same`, to one step of bfloat16: the interpreter cuts numbers off where a GPU rounds them."""
-    torch.testing.assert_close(
-        KERNELS[name](*arguments), LIBRARY.references[name](*arguments), rtol=2**-7, atol=0.0
-    )
+    torch.testing.assert_close(KERNELS[name](*arguments), LIBRARY.references[name](*arguments), rtol=2**-7, atol=0.0)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -114,9 +110,7 @@ def test_segment_ids_equal_the_reference(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_selections_and_their_transpose_equal_the_reference(
-    lengths: list[int], item: tuple[int, ...]
-) -> None:
+def test_selections_and_their_transpose_equal_the_reference(lengths: list[int], item: tuple[int, ...]) -> None:
     if item == (257,) and len(lengths) > 9:
         lengths = [1, 0, 12, 2]
     offsets, values = offsets_of(lengths), values_of((sum(lengths), *item))
@@ -231,9 +225,7 @@ def test_padding_and_its_transpose_equal_the_reference(lengths: list[int], item:
 
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_segment_sums_and_repeated_rows_equal_the_reference(
-    lengths: list[int], item: tuple[int, ...]
-) -> None:
+def test_segment_sums_and_repeated_rows_equal_the_reference(lengths: list[int], item: tuple[int, ...]) -> None:
     if item and len(lengths) > 9:
         lengths = [1, 0, 700 // max(item[0], 9), 2]
     offsets = offsets_of(lengths)
@@ -246,9 +238,7 @@ def test_halves_are_summed_in_fp32() -> None:
         items = torch.tensor([big, 1.0, 1.0, 1.0, 1.0], dtype=dtype)
         assert same("segment_sum", items, torch.tensor([0, 5])).item() == big + 4
         order, starts = torch.zeros(5, dtype=torch.int64), torch.arange(6)
-        assert (
-            same("select_segments_backward", items, torch.tensor([0, 1]), order, starts, 1).item() == big + 4
-        )
+        assert same("select_segments_backward", items, torch.tensor([0, 1]), order, starts, 1).item() == big + 4
 
 
 def test_integer_sums_wrap_like_torchs() -> None:
@@ -331,9 +321,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "arguments"), BAD)
 def test_offsets_that_lie_are_told_with_the_cpus_message(name: str, arguments: tuple[Any, ...]) -> None:
-    wanted = (
-        rf"{name}: (offset -?\d+ after segment \d+ descends|order\[0\] is segment -?\d, which does not exist)"
-    )
+    wanted = rf"{name}: (offset -?\d+ after segment \d+ descends|order\[0\] is segment -?\d, which does not exist)"
     with pytest.raises(InputError, match=wanted):
         KERNELS[name](*arguments)
 

@@ -39,9 +39,7 @@ from tilerec.ops.lookup.triton import sequence as lookup_sequence
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.runtime.triton.rows import group_rows, tile_width
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels are compiled here: tests/cuda")
 
 NO_SINKS = torch.zeros(0, dtype=torch.int64)
 F32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -184,9 +182,7 @@ def test_no_features_give_no_columns() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_where_ids_are_few_bags_of_one_id_are_copied_and_longer_ones_summed(
-    dtype: torch.dtype, weighted: bool
-) -> None:
+def test_where_ids_are_few_bags_of_one_id_are_copied_and_longer_ones_summed(dtype: torch.dtype, weighted: bool) -> None:
     for lengths in ([1], [1, 0, 1], [1, 0, 0, 2, 1] + [0] * 20 + [4]):
         case = make([4, 40], [dtype] * 2, [0, 1, 0], [40], lengths, weighted)
         assert case.ids.shape[0] < case.offsets.shape[0]
@@ -323,9 +319,7 @@ def test_gradients_of_sample_weights(dtype: torch.dtype, batches: list[int]) -> 
 
 def test_the_first_reader_of_a_key_writes_before_the_second_adds() -> None:
     """Key 1 is read in bfloat16 first, by a launch that other features than its own bring about later."""
-    case = replace(
-        make([4, 4], [F32, BF16], [0, 0, 1, 1], [3], SHORT), tables=[0, 0, 1, 0], means=[0, 0, 0, 0]
-    )
+    case = replace(make([4, 4], [F32, BF16], [0, 0, 1, 1], [3], SHORT), tables=[0, 0, 1, 0], means=[0, 0, 0, 0])
     got, want = case.grads(torch.randn(3, 16))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -419,9 +413,7 @@ def a_batch() -> Pooled:
 def test_an_id_outside_its_table_is_named(bad: int) -> None:
     case = a_batch()
     case.ids[4] = bad
-    message = (
-        rf"Table 't1': id {bad} of feature 'f1' \(position 4 of the batch's values\) is outside \[0, 5\)"
-    )
+    message = rf"Table 't1': id {bad} of feature 'f1' \(position 4 of the batch's values\) is outside \[0, 5\)"
     with pytest.raises(InputError, match=message):
         case.run()
     with pytest.raises(InputError, match=rf"Table '1': id {bad} of feature '1'"):
@@ -432,9 +424,7 @@ def test_an_id_outside_its_table_is_named(bad: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[1], [2, 3], [19, 2]])
 @pytest.mark.usefixtures("small_chunks")
-def test_an_id_outside_its_table_counts_as_a_row_of_zeros(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_outside_its_table_counts_as_a_row_of_zeros(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int, int]] = []
     monkeypatch.setattr(lookup, "post", lambda report, raise_: told.append(tuple(report.tolist())))
     case = make([4, 20], [F32, BF16], [0, 1], [2], lengths, means=[0, 0])
@@ -535,9 +525,7 @@ def test_a_lookup_that_contradicts_itself_is_refused(lie: str) -> None:
     with pytest.raises(InputError, match=message):
         case.run()
     with pytest.raises(InputError, match=message):
-        lookup_kernels.sample_weight_grad(
-            case.weights, case.ids, case.offsets, torch.ones(2, 5), *case.layout
-        )
+        lookup_kernels.sample_weight_grad(case.weights, case.ids, case.offsets, torch.ones(2, 5), *case.layout)
 
 
 def test_sample_weights_and_gradients_of_another_size_are_refused() -> None:
@@ -553,17 +541,13 @@ def test_sequences_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(InputError, match=r"lookup of 2 features has 2 starts; expected 3"):
         lookup_kernels.sequence_lookup(*sequence([torch.ones(5, 3)], ids, [0, 6], [0, 0]))
     with pytest.raises(InputError, match=r"'t1': dim 4, but .* dim 3"):
-        lookup_kernels.sequence_lookup(
-            *sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1])
-        )
+        lookup_kernels.sequence_lookup(*sequence([torch.ones(5, 3), torch.ones(5, 4)], ids, [0, 2, 6], [0, 1]))
 
 
 def test_a_table_whose_memory_was_freed_is_refused_by_its_name() -> None:
     case = a_batch()
     case.weights[1].untyped_storage().resize_(0)
-    with pytest.raises(
-        InputError, match=r"Table 't1': its rows have no memory .*Give it memory with to_empty"
-    ):
+    with pytest.raises(InputError, match=r"Table 't1': its rows have no memory .*Give it memory with to_empty"):
         case.run()
     assert replace(case, tables=[0], keys=[0], means=[0]).run().shape == (2, 3)
 

@@ -19,9 +19,7 @@ from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import backend as update
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 RECORDS = {
     "plain": lambda: pooled([4, 4], [3, 0, 1, 2, 2, 7], 6, 3),
     "weights and means": lambda: pooled([4, 4], [3, 0, 1, 2, 2, 7], 6, 3, weighted=True, means=[1, 0]),
@@ -45,9 +43,7 @@ def test_kernels_order_as_the_reference(name: str) -> None:
     """Tables of one group, so keys go by the tables' order; sentinels' places mean nothing."""
     record = RECORDS[name]()
     weights = [torch.randn(6, 4), torch.randn(6, 4)][: max(record[4]) + 1]
-    got, want = (
-        function(weights, *record[1:]) for function in (order_rows, LIBRARY.references["order_rows"])
-    )
+    got, want = (function(weights, *record[1:]) for function in (order_rows, LIBRARY.references["order_rows"]))
     known = int((want[0] < want[3][-1]).sum())
     assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in want]
     assert torch.equal(got[0], want[0])
@@ -88,9 +84,7 @@ def test_row_sums_have_the_same_bits_with_an_order_of_tables_of_one_column(
     plain = sum_row_gradients_of_tables(*record[:4], [6] * 3, dims, *record[4:])
     narrow = [torch.randn(6, dim).as_strided((6, 1), (0, 1)) for dim in dims]
     ordered = order_rows(narrow, *record[1:])
-    others = sum_row_gradients_of_tables(
-        *record[:4], [7, 6, 6], dims, *record[4:], ordered
-    )  # of other rows: not read
+    others = sum_row_gradients_of_tables(*record[:4], [7, 6, 6], dims, *record[4:], ordered)  # of other rows: not read
     monkeypatch.setattr("tilerec.ops.update.triton.sort.order_occurrences", None)
     monkeypatch.setattr("tilerec.ops.update.triton.sort.sort_small", None)
     ahead = sum_row_gradients_of_tables(*record[:4], [6] * 3, dims, *record[4:], ordered)
@@ -106,9 +100,7 @@ def test_an_order_of_tables_that_lie_otherwise_now_is_not_read() -> None:
     grown = [torch.randn(8, 4), torch.randn(6, 4)]
     for ordered in (ahead, None):
         weights = [w.clone() for w in grown]
-        update_rows_(
-            weights, [], *record, "store", [], [0, 0], [0] * 4, [0, 0], [0, 0], None, None, None, ordered
-        )
+        update_rows_(weights, [], *record, "store", [], [0, 0], [0] * 4, [0, 0], [0, 0], None, None, None, ordered)
         want = [w.clone() for w in grown]
         update_rows_reference_(want, [], *record, "store", [], [0, 0], [0] * 4, [0, 0], [0, 0])
         torch.testing.assert_close(weights, want)
@@ -118,9 +110,7 @@ def test_an_order_of_tables_that_lie_otherwise_now_is_not_read() -> None:
 def test_what_is_no_order_is_refused() -> None:
     record = single(torch.tensor([1]), torch.ones(1, 2))
     with pytest.raises(InputError, match="ordered has 1 tensors, expected 4; pass the result of order_rows"):
-        update_rows_(
-            [torch.ones(3, 2)], [], *record, "store", [], [0], [0, 0], [0], [0], None, None, None, [record[1]]
-        )
+        update_rows_([torch.ones(3, 2)], [], *record, "store", [], [0], [0, 0], [0], [0], None, None, None, [record[1]])
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no bags", "no ids"])

@@ -30,9 +30,7 @@ from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.rules import make_rule
 from tilerec.ops.update.triton import phased_update as module
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 PHASED = [name for name, (rule, hyper, _) in RULES.items() if make_rule(rule, hyper).phases]
 
 
@@ -72,12 +70,8 @@ def scalars_for(parts: dict[str, Any], sums: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", PHASED)
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize(
-    ("offsets", "widths"), [([0, 8, 24], [8, 16, 5]), ([5, 3], [6, 30]), ([0], [1])], ids=str
-)
-def test_partial_sums_are_the_references(
-    name: str, exact: bool, offsets: list[int], widths: list[int]
-) -> None:
+@pytest.mark.parametrize(("offsets", "widths"), [([0, 8, 24], [8, 16, 5]), ([5, 3], [6, 30]), ([0], [1])], ids=str)
+def test_partial_sums_are_the_references(name: str, exact: bool, offsets: list[int], widths: list[int]) -> None:
     rule, hyper, _ = RULES[name]
     parts = parts_of(name, offsets, widths, torch.float32)
     made = make_rule(rule, hyper)
@@ -164,9 +158,7 @@ def test_parts_of_several_types_and_strided_rows() -> None:
     results = []
     for function in (rule_apply_to_tables_, rule_apply_to_tables_reference_):
         own, own_slots = [w.clone() for w in weights], [s.clone() for s in slots]
-        function(
-            own, own_slots, rows, grads, scalars, [4] * 3, rule, hyper, [1] * 3, [1] * 6, [0] * 3, [0] * 3
-        )
+        function(own, own_slots, rows, grads, scalars, [4] * 3, rule, hyper, [1] * 3, [1] * 6, [0] * 3, [0] * 3)
         results.append((*own, *own_slots))
     for got, want in zip(*results, strict=True):
         same(got, want, "lars")

@@ -19,9 +19,7 @@ pytest.importorskip("triton")
 from tilerec.ops.quantize import triton as quant
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels are compiled here: tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels are compiled here: tests/cuda")
 
 FORMATS = ["int8", "fp8"]
 
@@ -201,9 +199,7 @@ def gate(kernel: str, fp8: bool, width: int, number: str = "*fp32") -> Gate:
     if kernel == "pack":
         signature["largest"] = "fp32"
         constants["WHOLE"] = width <= columns
-    return Gate(
-        f"{kernel} {fp8} {width} {number}", f"tilerec.ops.quantize.triton:{kernel}", signature, constants
-    )
+    return Gate(f"{kernel} {fp8} {width} {number}", f"tilerec.ops.quantize.triton:{kernel}", signature, constants)
 
 
 @nightly
@@ -222,6 +218,4 @@ def test_numbers_are_read_16_bytes_a_lane_and_bytes_4_at_a_time() -> None:
             result.count("st.global.b8", "st.global.b16"),
             result.count("ld.global.b8", "ld.global.b16"),
         )
-        assert narrow == ((0, 1) if name.startswith("unpack") else (1, 0)), (
-            name
-        )  # the scale, by several lanes
+        assert narrow == ((0, 1) if name.startswith("unpack") else (1, 0)), name  # the scale, by several lanes

@@ -38,9 +38,7 @@ def _quick() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("place", [(5, 3, 0, 0), (17, 257, 2**33 + 5, 3), (3, 8, 1, 6), (0, 4, 0, 0)])
-def test_initial_values_are_those_of_the_reference(
-    kind: str, dtype: torch.dtype, place: tuple[int, ...]
-) -> None:
+def test_initial_values_are_those_of_the_reference(kind: str, dtype: torch.dtype, place: tuple[int, ...]) -> None:
     rows, width, row_offset, column_offset = place
     got, want = torch.full((rows, width), 9.0).to(dtype), torch.full((rows, width), 8.0).to(dtype)
     for fill, out in ((random_fill_, got), (random_fill_reference_, want)):
@@ -106,9 +104,7 @@ def test_rounding_is_the_references_bit_for_bit(dtype: torch.dtype, column: int)
     values[0, :8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0, 463.0, 470.0])
     rounded, nearest = torch.zeros(8, 64).to(dtype), torch.zeros(8, 64).to(dtype)
     row, stream, key = 2**32 - 3, 2**32 + 7, [0xFFFFFFFF, 1]
-    _round[(1,)](
-        values, rounded, nearest, row, column, stream, *key, ROWS=8, COLUMNS=64, ALIGNED=column % 4 == 0
-    )
+    _round[(1,)](values, rounded, nearest, row, column, stream, *key, ROWS=8, COLUMNS=64, ALIGNED=column % 4 == 0)
     random = random_words(torch.arange(row, row + 8), 64, key, column, stream)
     torch.testing.assert_close(
         rounded.float(), stochastic_round(values, random, dtype).float(), rtol=0, atol=0, equal_nan=True

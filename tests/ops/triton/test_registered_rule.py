@@ -14,9 +14,7 @@ from tests.ops.triton.test_update import SGD, Call, pooled, update_rows_
 from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.rules import SgdRule, register_rule
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -74,9 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(reports, "current_stream", lambda: gpu.stream)
     for module in (later, reports):
         monkeypatch.setattr(module, "runs_synchronously", lambda device: False)
-    monkeypatch.setattr(
-        later, "_new_copy", lambda size: later._Copy(later.zeros(1, size, CPU)[0], gpu.event())
-    )
+    monkeypatch.setattr(later, "_new_copy", lambda size: later._Copy(later.zeros(1, size, CPU)[0], gpu.event()))
     monkeypatch.setattr(torch.cuda, "current_stream", gpu.current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", gpu.is_capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)

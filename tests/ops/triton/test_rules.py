@@ -19,9 +19,7 @@ from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.rules import make_rule
 from tilerec.ops.update.triton.rules import power, prepare_rule
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 
 @pytest.fixture(autouse=True)

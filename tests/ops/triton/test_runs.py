@@ -20,9 +20,7 @@ from tilerec.ops.runtime.triton import library
 from tilerec.ops.update.triton import launch as update_launch
 from tilerec.ops.update.triton import runs, sort
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 RUNS = "tilerec.ops.update.triton.runs"
 nightly = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="takes a minute")
 
@@ -65,9 +63,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
-def copies(
-    lengths: Sequence[int], starts: Sequence[int], period: int, dim: int
-) -> tuple[Tensor, Tensor, list[int]]:
+def copies(lengths: Sequence[int], starts: Sequence[int], period: int, dim: int) -> tuple[Tensor, Tensor, list[int]]:
     """Ids and gradients of runs whose first occurrences sort to `starts` (mod `period`): runs of each length have the
     same gradients, single occurrences fill the gaps. And which row each run is."""
     sources = {n: torch.randn(n, dim) for n in lengths}
@@ -87,9 +83,7 @@ def copies(
     return torch.tensor(ids), torch.cat(grads), rows
 
 
-def check(
-    lengths: Sequence[int], starts: Sequence[int], period: int, dim: int, chunk: int, chunks: int
-) -> None:
+def check(lengths: Sequence[int], starts: Sequence[int], period: int, dim: int, chunk: int, chunks: int) -> None:
     ids, grad, rows = copies(lengths, starts, period, dim)
     got = summed(ids, grad, int(ids.max()) + 1)
     for at, row in enumerate(rows):

@@ -176,9 +176,7 @@ def test_bytes_of_a_word_race_with_it() -> None:
 
 
 @triton.jit
-def last_one(
-    out, parts, count, MANY: tl.constexpr, LAST: tl.constexpr, SEM: tl.constexpr, BARRIERS: tl.constexpr
-):
+def last_one(out, parts, count, MANY: tl.constexpr, LAST: tl.constexpr, SEM: tl.constexpr, BARRIERS: tl.constexpr):
     """Right with LAST = MANY: the program that finds all others done adds up what they wrote."""
     program, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, 8)
     tl.store(parts + (program * 8 + lanes), (program + lanes).to(tl.float32))
@@ -427,9 +425,7 @@ def test_hash_ops_with_many_programs_where_interpreted_ones_are_few(monkeypatch:
 
     wanted = assigned()
     for module in (hash_assign, hash_find, hash_resize):
-        monkeypatch.setattr(
-            module, "blocks", lambda count, values, block: ((-(-count // 8),), 8), raising=False
-        )
+        monkeypatch.setattr(module, "blocks", lambda count, values, block: ((-(-count // 8),), 8), raising=False)
     got: list[list[Tensor]] = []
     passes(lambda: got.append(assigned()))
     for one, other in zip(got[0], wanted, strict=True):

@@ -21,9 +21,7 @@ from tilerec.ops.update.triton import small_sort
 from tilerec.ops.update.triton.small_sort import is_small, rank_blocks
 from tilerec.ops.update.triton.sort import Record, Sorted, key_type, sort_occurrences
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +30,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def both(
-    record: Record, rows: list[int], block: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Sorted, Sorted]:
+def both(record: Record, rows: list[int], block: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Sorted, Sorted]:
     """The batch as sorted in blocks of so many, and by the library; chunks are not summed."""
 
     def run(most: int) -> Sorted:
@@ -164,9 +160,7 @@ def gate(name: str, wide: bool, **other: Any) -> Gate:
         "BLOCK": small_sort.BLOCK, "BITS": 11, **other,
     }  # fmt: skip
     options = {"num_warps": small_sort.WARPS, "enable_fp_fusion": False}
-    return Gate(
-        name, "tilerec.ops.update.triton.small_sort:sort_blocks", signature, constants, options=options
-    )
+    return Gate(name, "tilerec.ops.update.triton.small_sort:sort_blocks", signature, constants, options=options)
 
 
 @pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for half a minute: nightly")

@@ -24,9 +24,7 @@ from tilerec.ops.update.triton.sort import (
     steps_of,
 )
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +67,7 @@ def test_occurrences_are_ordered_by_table_row_feature_position(rows: list[int], 
     """Feature 0 reads bags 2 and 3, feature 1 bags 0 and 1; the last id of all is no row."""
     ids = torch.tensor([4, 1, 4, 0, 2, rows[0]])
     offsets = torch.tensor([0, 1, 3, 3, 6])
-    got = sort_occurrences(
-        record_of(ids, offsets, rows, [(2, 2), (0, 2)], 6), tables_of(rows, 2), 2, sum(rows), [2, 2]
-    )
+    got = sort_occurrences(record_of(ids, offsets, rows, [(2, 2), (0, 2)], 6), tables_of(rows, 2), 2, sum(rows), [2, 2])
     assert got.keys.dtype == dtype
     first = rows[0]
     assert got.keys.tolist() == [0, 2, first + 1, first + 4, first + 4, sum(rows)]
@@ -88,9 +84,7 @@ def test_what_no_feature_reads_sorts_last() -> None:
 def test_scales_are_weights_over_lengths() -> None:
     ids, offsets = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 3, 3, 4])
     weights = torch.tensor([1.0, 2.0, 3.0, 5.0])
-    got = sort_occurrences(
-        record_of(ids, offsets, [5], [(0, 3)], 4, True, weights), tables_of([5], 2), 1, 5, [2]
-    )
+    got = sort_occurrences(record_of(ids, offsets, [5], [(0, 3)], 4, True, weights), tables_of([5], 2), 1, 5, [2])
     assert got.scales is not None
     assert got.scales.tolist() == (weights / torch.tensor([3.0, 3.0, 3.0, 1.0])).tolist()
 
@@ -99,9 +93,7 @@ def test_scales_are_weights_over_lengths() -> None:
 def test_every_position_finds_its_bag(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.zeros(int(offsets[-1]), dtype=torch.int32)
-    got = sort_occurrences(
-        record_of(ids, offsets, [1], [(0, len(lengths))], ids.numel()), tables_of([1], 2), 1, 1, [2]
-    )
+    got = sort_occurrences(record_of(ids, offsets, [1], [(0, len(lengths))], ids.numel()), tables_of([1], 2), 1, 1, [2])
     bags = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     assert got.places.tolist() == (2 * bags).tolist()
 

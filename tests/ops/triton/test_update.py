@@ -27,9 +27,7 @@ from tilerec.ops.update.triton import rules, sort
 from tilerec.ops.update.triton.launch import registers, tile_rows
 from tilerec.ops.update.triton.rules import prepare_rule
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
 
 COMMON = [0.1, 1.0, 0.05, 1.0]  # lr, grad_scale, weight_decay, stochastic_rounding
 ELEMENT, ROW = "element", "row"
@@ -102,11 +100,7 @@ class Call:
         for a, b in zip(weights, want_weights, strict=True):
             torch.testing.assert_close(a.float(), b.float(), rtol=units[a.dtype], atol=2e-6, equal_nan=True)
             if a.dtype != torch.float32 and a.numel():
-                same = (
-                    (a == b) | (a.isnan() & b.isnan())
-                    if a.dtype != torch.float8_e4m3fn
-                    else a.float() == b.float()
-                )
+                same = (a == b) | (a.isnan() & b.isnan()) if a.dtype != torch.float8_e4m3fn else a.float() == b.float()
                 assert (~same).float().mean() < 0.02
         again = self.run(update_rows_) if twice else (told, weights, slots)
         for a, b in zip((*weights, *slots), (*again[1], *again[2]), strict=True):
@@ -147,9 +141,9 @@ def test_every_rule_equals_the_reference(name: str, dtype: torch.dtype) -> None:
     """Mixed dims, tables at different update counts, means, a table that begins inside a group of 4 columns."""
     dims = [1, 8, 35]
     weights = [torch.randn(9, d).to(dtype) for d in dims]
-    Call(
-        weights, RULES[name], pooled(dims, [2, 0, 5, 1] * 3, 9, 4, means=[0, 1, 0]), [3, 1, 7], [0, 4, 2]
-    ).check(twice=name in ("rowwise-l2", "adam"))
+    Call(weights, RULES[name], pooled(dims, [2, 0, 5, 1] * 3, 9, 4, means=[0, 1, 0]), [3, 1, 7], [0, 4, 2]).check(
+        twice=name in ("rowwise-l2", "adam")
+    )
 
 
 @pytest.mark.parametrize("dim", [2, 64, 257, 2048])
@@ -215,16 +209,12 @@ def test_long_runs_are_summed_in_chunks(head: int, run: int) -> None:
 
 
 @pytest.mark.parametrize(("head", "run"), [(0, 80), (3, 77), (33, 100)])
-def test_very_long_runs_are_summed_in_super_chunks(
-    head: int, run: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_very_long_runs_are_summed_in_super_chunks(head: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of 16 and super-chunks of 2 chunks, a run of 80 has two of these, a chunk and a rest."""
     for module in (sort, update_launch):
         monkeypatch.setattr(module, "CHUNK", 16)
         monkeypatch.setattr(module, "CHUNKS", 2)
-    ids = torch.cat(
-        (torch.zeros(head), torch.full((run,), 1), torch.full((9,), 2), torch.full((2,), 3))
-    ).long()
+    ids = torch.cat((torch.zeros(head), torch.full((run,), 1), torch.full((9,), 2), torch.full((2,), 3))).long()
     grad = torch.randint(-9, 9, (ids.numel(), 2)).float()  # whole numbers: every order gives one sum
     weight, want = torch.zeros(4, 2), torch.zeros(4, 2)
     update_rows_([weight], [], *single(ids, grad), "store", [], [0], [0, 0], [0], [0])
@@ -458,9 +448,7 @@ def gate(rule: str, hyper: list[float], dtype: str, dim: int = 128) -> Gate:
     }  # fmt: skip
     options = {"num_warps": sort.warps_of(rows * columns), "enable_fp_fusion": False, **registers(columns)}
     name = f"{rule} {dtype}"
-    return Gate(
-        name, "tilerec.ops.update.triton.apply_runs:update_runs", signature, constants, options=options
-    )
+    return Gate(name, "tilerec.ops.update.triton.apply_runs:update_runs", signature, constants, options=options)
 
 
 def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
@@ -474,9 +462,7 @@ def test_compiled_kernels_read_and_write_rows_16_bytes_at_a_time() -> None:
     nightly = os.environ.get("TILEREC_NIGHTLY") == "1"
     always = {("sgd", "bf16"), ("rowwise_adagrad", "fp32"), ("adam", "fp32")}
     chosen = [(rule, dtype) for rule in rules_of for dtype in ("fp32", "bf16")]
-    gates = [
-        gate(rule, rules_of[rule], dtype) for rule, dtype in chosen if nightly or (rule, dtype) in always
-    ]
+    gates = [gate(rule, rules_of[rule], dtype) for rule, dtype in chosen if nightly or (rule, dtype) in always]
     for name, kernel in compiled(gates).items():
         rows, rule, narrow = (2 if "adam " in name else 4), name.split()[0], name.endswith("bf16")
         lanes = 2 if narrow else 1  # rows that one instruction of a warp reads

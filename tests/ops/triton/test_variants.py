@@ -36,12 +36,8 @@ from tests.ops.triton.workloads import (
 )
 from tilerec.ops.runtime.triton import library
 
-pytestmark = pytest.mark.skipif(
-    not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda"
-)
-NIGHTLY = pytest.mark.skipif(
-    os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes; TILEREC_NIGHTLY=1 runs it"
-)
+pytestmark = pytest.mark.skipif(not library.status().interpreted, reason="kernels run on the GPU here: see tests/cuda")
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes; TILEREC_NIGHTLY=1 runs it")
 
 
 @pytest.fixture(autouse=True)

@@ -274,9 +274,7 @@ def _main() -> int:
     to_sweep.add_argument("results", type=Path)
     to_sweep.add_argument("--capability", type=int, default=90)
     to_sweep.add_argument("--seconds", type=float, default=80.0)
-    to_sweep.add_argument(
-        "--together", type=int, default=0, help="not all, but a `cover`: 1 small, 2 nearly as good"
-    )
+    to_sweep.add_argument("--together", type=int, default=0, help="not all, but a `cover`: 1 small, 2 nearly as good")
     given = parser.parse_args()
     if given.command == "record":
         return _record(given.file, given.what)

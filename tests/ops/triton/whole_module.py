@@ -48,9 +48,7 @@ def train(name: str, dtype: torch.dtype) -> list[Tensor]:
     for _ in range(3):
         lengths = torch.randint(0, 4, (2 * 3,))
         count = int(lengths.sum())
-        batch = KeyedJaggedTensor(
-            ["x", "y"], torch.randint(0, 5, (count,)), torch.rand(count), lengths=lengths
-        )
+        batch = KeyedJaggedTensor(["x", "y"], torch.randint(0, 5, (count,)), torch.rand(count), lengths=lengths)
         out = module(batch).values()
         out.float().square().sum().backward()
         left.append(out.detach().clone())

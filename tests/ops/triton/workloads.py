@@ -293,9 +293,7 @@ def _hash(assign: bool) -> Callable[[int], Call]:
     def prepare(ids: int) -> Call:
         state, table, some = empty_state(4, 8), HashRange(4, 8, 8), torch.arange(ids)
         return lambda: (
-            zch_assign_each_(some, state, table, AssignOptions(step=ids))
-            if assign
-            else zch_find(some, state, table)
+            zch_assign_each_(some, state, table, AssignOptions(step=ids)) if assign else zch_find(some, state, table)
         )
 
     return prepare

@@ -65,9 +65,7 @@ def tilings(size: int, turn: int, names: list[str]) -> dict[str, Tiling]:
 class Model(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.ebc = EmbeddingBagCollection(
-            [EmbeddingBagConfig(ROWS, DIM, name, feature_names=[name]) for name in names]
-        )
+        self.ebc = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, name, feature_names=[name]) for name in names])
         self.over = nn.Linear(DIM * len(names), 1)
 
     def forward(self, features: Any) -> Tensor:
@@ -215,9 +213,7 @@ def test_named_parameters_of_torch_keep_their_names_in_order() -> None:
         for turn in (1, 3, 0):
             reshard(module, {"ebc": tilings(2, turn, NAMES)}, optimizers=[own])
             assert own.param_groups[0]["param_names"] == [name for name, _ in module.named_parameters()]
-            assert all(
-                a is b for a, b in zip(own.param_groups[0]["params"], module.parameters(), strict=True)
-            )
+            assert all(a is b for a, b in zip(own.param_groups[0]["params"], module.parameters(), strict=True))
 
     on_threads(NAMES, live)
 
@@ -251,9 +247,7 @@ def test_state_of_other_shapes_is_refused_by_name_before_anything_moves() -> Non
         own = torch.optim.Adafactor([p for p in tables(module) if p.numel()], lr=0.1)
         steps(module, own, group, ["everywhere", "rows"], range(1))
         exchange = module.ebc.exchange
-        with pytest.raises(
-            ConfigError, match=r"Adafactor keeps of table 'everywhere' of module 'ebc': got shape"
-        ):
+        with pytest.raises(ConfigError, match=r"Adafactor keeps of table 'everywhere' of module 'ebc': got shape"):
             reshard(module, {"ebc": {"everywhere": tilings(2, 0, NAMES)["one"]}}, optimizers=[own])
         assert module.ebc.exchange is exchange
         steps(module, own, group, ["everywhere", "rows"], range(1, 2))
@@ -278,17 +272,11 @@ def test_two_optimizers_of_one_kind_over_a_table_are_told_apart_by_their_order()
 def test_a_table_that_an_optimizer_steps_does_not_move_without_a_list_of_optimizers(wrapped: bool) -> None:
     def live(group: Group, module: Any) -> None:
         named = {n: p for n, p in module.named_parameters() if n.startswith("ebc")}
-        own = (
-            KeyedOptimizerWrapper(named, OPTIMIZERS["Adam"])
-            if wrapped
-            else OPTIMIZERS["Adam"](named.values())
-        )
+        own = KeyedOptimizerWrapper(named, OPTIMIZERS["Adam"]) if wrapped else OPTIMIZERS["Adam"](named.values())
         if not wrapped:  # a wrapper is known from the start
             steps(module, own, group, NAMES, range(1))
         exchange = module.ebc.exchange
-        with pytest.raises(
-            ConfigError, match=r"reshard: optimizers: got None, but Adam.* steps table 'columns'"
-        ):
+        with pytest.raises(ConfigError, match=r"reshard: optimizers: got None, but Adam.* steps table 'columns'"):
             reshard(module, {"ebc": tilings(2, 1, NAMES)})
         with pytest.raises(ConfigError, match="rebalance: optimizers: got None, but Adam"):
             rebalance(module)
@@ -302,9 +290,7 @@ def test_a_table_that_an_optimizer_steps_does_not_move_without_a_list_of_optimiz
 
 def test_an_optimizer_that_did_not_move_along_cannot_step_any_more() -> None:
     def live(group: Group, module: Any) -> None:
-        stale, own, fresh, loaded, partial = (
-            torch.optim.SGD(tables(module), lr=0.1, momentum=0.9) for _ in range(5)
-        )
+        stale, own, fresh, loaded, partial = (torch.optim.SGD(tables(module), lr=0.1, momentum=0.9) for _ in range(5))
         for one in (stale, own):
             steps(module, one, group, NAMES, range(1))
         loaded.load_state_dict(copy.deepcopy(stale.state_dict()))
@@ -320,15 +306,11 @@ def test_an_optimizer_that_did_not_move_along_cannot_step_any_more() -> None:
         one_leaf, two_leaves = tilings(2, 0, NAMES)["one"], tilings(2, 0, NAMES)["two"]
         reshard(module, {"ebc": {"one": two_leaves, "two": one_leaf}}, optimizers=[own, fresh, new])
         if group.rank == 0:  # its part of `one` has a second leaf now
-            with pytest.raises(
-                ConfigError, match=r"'one', which was resharded .* it lacks some of its tiles"
-            ):
+            with pytest.raises(ConfigError, match=r"'one', which was resharded .* it lacks some of its tiles"):
                 partial.step()
         reshard(module, {"ebc": tilings(2, 0, NAMES)}, optimizers=[])
 
-    with pytest.warns(
-        UserWarning, match="SGD has stepped tiles of tables that move and is not in optimizers="
-    ):
+    with pytest.warns(UserWarning, match="SGD has stepped tiles of tables that move and is not in optimizers="):
         on_threads(NAMES, live)
 
 
@@ -475,9 +457,7 @@ def test_attached_and_stepped_tables_move_together() -> None:
         own = torch.optim.Adam(stepped, lr=0.1)
         steps(module, own, group, NAMES, range(1))
         reshard(module, {"ebc": tilings(2, 2, NAMES)}, optimizers=[own])
-        assert len(own.param_groups[0]["params"]) == len(
-            [n for n, _ in module.named_parameters() if "two" not in n]
-        )
+        assert len(own.param_groups[0]["params"]) == len([n for n, _ in module.named_parameters() if "two" not in n])
         steps(module, own, group, NAMES, range(1, 2))
 
     run_virtual_ranks(2, live)

@@ -138,9 +138,7 @@ def _model_parallel() -> tuple[list[float], list[str], int]:
     torch.manual_seed(0)
     group = group_of(None)
     model = DistributedModelParallel(Model(), plan={"ids._embedding_module": row_wise()})
-    optimizer = torch.optim.SGD(
-        [p for name, p in model.named_parameters() if name.startswith("over")], lr=0.1
-    )
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name.startswith("over")], lr=0.1)
     sizes, losses = [6, 6], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -228,18 +226,14 @@ def test_a_plan_to_reshard_to_may_name_the_module(two_d: bool, tmp_path: Path) -
         model = Around()
         if two_d:
             settings = ReplicaSettings(sync="exact")
-            vars(model)["_two_d"] = shard_2d(
-                model, lambda: ([GroupConfig({"ids": cuts}, 2)], {}), group, settings
-            )
+            vars(model)["_two_d"] = shard_2d(model, lambda: ([GroupConfig({"ids": cuts}, 2)], {}), group, settings)
         else:
             shard(model, {"ids": cuts}, group)
         user = model.ids.embedding_module._tables["user"]
         reshard(model, {"ids": {"user": table_wise(rank=0)}})
         assert [tile.r1 for tile in user.tiling.tiles_of(0)] == [48]
         item = ParameterSharding("table_wise", ranks=[0])
-        ShardingPlan({"ids": EmbeddingModuleShardingPlan({"item": item})}).save(
-            tmp_path / f"{group.rank}.json"
-        )
+        ShardingPlan({"ids": EmbeddingModuleShardingPlan({"item": item})}).save(tmp_path / f"{group.rank}.json")
         reshard(model, tmp_path / f"{group.rank}.json")
         assert model.ids.embedding_module._tables["item"].tiling.tiles_of(0)
 

@@ -21,9 +21,7 @@ from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 TWO = Topology(2, "cpu")
-SLOW = replace(
-    default_speeds(TWO), copy=1.0, link_in=10.0, link_out=100.0, call=0.0, call_peer=0.0, fresh=1000.0
-)
+SLOW = replace(default_speeds(TWO), copy=1.0, link_in=10.0, link_out=100.0, call=0.0, call_peer=0.0, fresh=1000.0)
 
 
 def load(old: Tiling, new: Tiling) -> TableTransfer:
@@ -59,9 +57,7 @@ def test_columns_are_packed_where_they_are_no_one_piece() -> None:
 
 def test_each_message_and_batch_is_a_call() -> None:
     loads = [load(on(100, 2, 0), on(100, 2, 1)) for _ in range(3)]
-    calls = replace(
-        default_speeds(TWO), copy=0.0, link_in=0.0, link_out=0.0, call=1.0, call_peer=0.0, fresh=0.0
-    )
+    calls = replace(default_speeds(TWO), copy=0.0, link_in=0.0, link_out=0.0, call=1.0, call_peer=0.0, fresh=0.0)
     plan = replace(schedule(loads, 2, None), most=300, batches=((0, 2), (1,)))
     # 1,600 and 800 bytes in messages of 300: 6 and 3 rounds.
     assert seconds_of(loads, plan, TWO, calls) == pytest.approx(

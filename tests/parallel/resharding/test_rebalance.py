@@ -244,9 +244,7 @@ def test_reads_are_counted_by_table_and_by_the_rank_that_looks_up(cut: str, exac
             "copies": tuple(ids),
         }[cut]
         assert found.reads[("", name)] == want
-    assert found.reads_per_rank == tuple(
-        sum(found.reads[("", name)][rank] for name in NAMES) for rank in range(2)
-    )
+    assert found.reads_per_rank == tuple(sum(found.reads[("", name)][rank] for name in NAMES) for rank in range(2))
     assert found.imbalance >= 1
 
 
@@ -379,15 +377,11 @@ def test_parts_with_sharding_groups_of_their_own_sizes_are_planned_one_by_one(sy
         planner = EmbeddingShardingPlanner(Topology(2, "cpu"), constraints=whole)
         found = rebalance(model, planner, step_seconds=10.0)
         owners = {
-            (path, name): s.tiling.tiles()[0].owners
-            for path, name, s in found.plan.tables()
-            if s.tiling is not None
+            (path, name): s.tiling.tiles()[0].owners for path, name, s in found.plan.tables() if s.tiling is not None
         }
         assert found.pays
         assert found.moved is not None
-        now = {
-            (path, name): table.tiling for path, part in model.items() for name, table in part._tables.items()
-        }
+        now = {(path, name): table.tiling for path, part in model.items() for name, table in part._tables.items()}
         assert now == {(path, name): s.tiling for path, name, s in found.plan.tables()} or sync == "exact"
         for path in ("x", "y"):
             assert owners[(path, "a")] != owners[(path, "b")]

@@ -233,9 +233,7 @@ def tied() -> Tied:
 def rows_on(rows: int, dim: int, *ends: int) -> Tiling:
     """Rows up to each end on one rank after the other."""
     starts = [0, *ends[:-1]]
-    return Tiling.of(
-        "t", rows, dim, [(a, b, 0, dim, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    )
+    return Tiling.of("t", rows, dim, [(a, b, 0, dim, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True))])
 
 
 def columns_on(rows: int, dim: int, *owners: int) -> Tiling:
@@ -328,9 +326,7 @@ def test_objects_that_a_user_holds_stay_and_see_the_new_tiles() -> None:
         assert model.plan.plan["ebc"]["b"].tiling == SECOND["ebc"]["b"]
         # The handle shows the state of the new tiles, and what is written to it holds.
         state = {name: slots["sum"] for name, slots in optimizer.full_state_dict()["state"].items()}
-        fresh = {
-            name: slots["sum"] for name, slots in model.ebc.fused_optimizer.full_state_dict()["state"].items()
-        }
+        fresh = {name: slots["sum"] for name, slots in model.ebc.fused_optimizer.full_state_dict()["state"].items()}
         assert all(torch.equal(state[name], fresh[name]) for name in fresh)
         optimizer.step()
         schedule.step()
@@ -517,9 +513,7 @@ def test_tables_of_one_column_and_of_257_move(spec: Any) -> None:
 
     def live(group: Group) -> None:
         model = shard(copy.deepcopy(base), {"one": whole_on(1, 1, 2), "wide": whole_on(3, 257, 0)}, group)
-        batch = KeyedJaggedTensor.from_lengths_sync(
-            ["f", "g"], torch.tensor([0, 0, 2, 1]), torch.tensor([2, 0, 1, 1])
-        )
+        batch = KeyedJaggedTensor.from_lengths_sync(["f", "g"], torch.tensor([0, 0, 2, 1]), torch.tensor([2, 0, 1, 1]))
         model(batch).values().sum().backward()
         before = {name: value.clone() for name, value in full_state_dict(model).items()}
         reshard(model, {"one": whole_on(1, 1, 0, 1), "wide": wide})

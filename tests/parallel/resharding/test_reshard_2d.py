@@ -52,16 +52,13 @@ def group_plan(kinds: tuple[str, ...], case: Case, across: bool) -> dict[str, Ti
     """Tilings of a sharding group of two ranks."""
     hosts = RankGrid(4, 2, across).hosts_of(0, case.topology)
     return {
-        t.name: TILINGS[kind](t.rows, t.dim, hosts, i)
-        for i, (kind, t) in enumerate(zip(kinds, TABLES, strict=True))
+        t.name: TILINGS[kind](t.rows, t.dim, hosts, i) for i, (kind, t) in enumerate(zip(kinds, TABLES, strict=True))
     }
 
 
 def move(module: Any, two_d: TwoD, plan: Any, **options: Any) -> Any:
     budget, progress = options.pop("budget", None), options.pop("progress", False)
-    return reshard_2d(
-        module, two_d, plan, MoveOptions(budget, progress, None, time.monotonic(), Interrupts())
-    )
+    return reshard_2d(module, two_d, plan, MoveOptions(budget, progress, None, time.monotonic(), Interrupts()))
 
 
 def train(case: Case, module: Any, own: list[Any]) -> list[torch.Tensor]:
@@ -137,10 +134,7 @@ def test_groups_that_train_apart_move_alike_and_bring_along_what_they_have_touch
         config = GroupConfig({"": group_plan(FIRST, case, across)}, 2, across_hosts=across)
         pair = [copy.deepcopy(base) for _ in range(2)]
         module, still = pair
-        both = [
-            shard_2d(m, lambda: ([config], {}), group, ReplicaSettings("average"), case.topology)
-            for m in pair
-        ]
+        both = [shard_2d(m, lambda: ([config], {}), group, ReplicaSettings("average"), case.topology) for m in pair]
         own = harness.batches(case, group.rank)
         for m, two_d in zip(pair, both, strict=True):
             train(case, m, own[:1])

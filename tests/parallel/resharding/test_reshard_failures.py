@@ -177,9 +177,7 @@ def test_ranks_that_pass_other_plans_or_budgets_are_named() -> None:
     run_virtual_ranks(2, live)
 
 
-@pytest.mark.parametrize(
-    "option", [{"budget_bytes": 0}, {"budget_bytes": 1.5}, {"progress": 3}, {"optimizers": [7]}]
-)
+@pytest.mark.parametrize("option", [{"budget_bytes": 0}, {"budget_bytes": 1.5}, {"progress": 3}, {"optimizers": [7]}])
 def test_options_that_make_no_sense_are_refused(option: dict[str, Any]) -> None:
     refused(lambda _: AFTER, next(iter(option)), **option)
 
@@ -231,9 +229,7 @@ def test_a_sparse_gradient_cannot_move_and_a_step_later_the_table_can() -> None:
 # ------------------------------------------------------------------------------------------------------------ midway
 
 
-def stops(
-    monkeypatch: pytest.MonkeyPatch, where: str, rank: int, table: int
-) -> Callable[[Group, Any], dict[str, Any]]:
+def stops(monkeypatch: pytest.MonkeyPatch, where: str, rank: int, table: int) -> Callable[[Group, Any], dict[str, Any]]:
     """Options with which one rank fails at the given table's move, in the given place."""
     raised: list[int] = []
 
@@ -477,9 +473,7 @@ def test_an_optimizer_that_breaks_in_the_switch_leaves_the_tables_moved_and_is_t
         model = shard(copy.deepcopy(model_of), BEFORE, group)
         adam = torch.optim.Adam(model.parameters(), lr=0.1)
         before = full_state_dict(model)
-        with pytest.raises(
-            ReshardError, match=r"rank 1 failed in the update of opt.*groups of its own.*have moved"
-        ):
+        with pytest.raises(ReshardError, match=r"rank 1 failed in the update of opt.*groups of its own.*have moved"):
             reshard(model, AFTER)
         assert {name: table.tiling for name, table in model._tables.items()} == AFTER
         assert {name: s.tiling for _, name, s in plan_of(model).tables()} == AFTER
@@ -543,9 +537,7 @@ def test_a_rank_whose_tiles_have_another_type_is_named() -> None:
         model = shard(copy.deepcopy(model_of), BEFORE, group)
         if group.rank:
             model.to(torch.bfloat16)
-        with pytest.raises(
-            ConfigError, match=r"weight of table 'a' is torch.float32 on rank 0 and torch.bfloat16"
-        ):
+        with pytest.raises(ConfigError, match=r"weight of table 'a' is torch.float32 on rank 0 and torch.bfloat16"):
             reshard(model, AFTER)
 
     run_virtual_ranks(2, live)
@@ -559,9 +551,7 @@ def test_a_table_that_a_module_outside_reads_too_is_not_moved_under_it() -> None
         for part in model.values():
             shard(part, BEFORE, group)
         model["y"].embedding_bags["a"].weight = model["x"].embedding_bags["a"].weight
-        with pytest.raises(
-            ConfigError, match="'a' of module '' is shared with a collection that is not below"
-        ):
+        with pytest.raises(ConfigError, match="'a' of module '' is shared with a collection that is not below"):
             reshard(model["x"], AFTER)
         reshard(model, {"x": AFTER})
         assert model["y"]._tables["a"].tiling == AFTER["a"]
@@ -640,9 +630,7 @@ def test_small_tables_share_storages_of_a_few_mib_which_are_free_when_they_have_
     )
 
     def live(group: Group) -> None:
-        model = shard(
-            copy.deepcopy(model_of), {name: ParameterSharding("data_parallel") for name in names}, group
-        )
+        model = shard(copy.deepcopy(model_of), {name: ParameterSharding("data_parallel") for name in names}, group)
         sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
         assert 1 < len(sizes) < len(names)
         assert max(sizes.values()) <= 5 << 20

@@ -185,9 +185,7 @@ def test_replicas_that_are_averaged_keep_what_each_has_learned(size: int) -> Non
     def fn(group: Group) -> None:
         module = build(POLICY)
         cuts = {"user": row_wise(num_buckets=2), "item": table_wise(rank=0), "plain": table_wise(rank=0)}
-        two_d = shard_2d(
-            module, lambda: ([GroupConfig(cuts, size)], {}), group, ReplicaSettings(sync="average")
-        )
+        two_d = shard_2d(module, lambda: ([GroupConfig(cuts, size)], {}), group, ReplicaSettings(sync="average"))
         vars(module)["_two_d"] = two_d
         train(module, group, sizes_of(4), range(HALF))
         rows, before = places(module, range(150)), full_state_dict(module)[WEIGHT].clone()
@@ -303,9 +301,7 @@ def test_a_gradient_that_is_there_follows_its_rows() -> None:
 
 
 @pytest.mark.parametrize("where", ["ids", "tiles"])
-def test_a_rank_that_cannot_make_its_part_leaves_all_as_they_were(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_make_its_part_leaves_all_as_they_were(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module_of = {"ids": sharding_resize_ids, "tiles": resized_table}[where]
     name = {"ids": "resize_id_map", "tiles": "fill_initial"}[where]
     real, broken = getattr(module_of, name), threading.local()

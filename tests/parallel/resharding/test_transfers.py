@@ -83,9 +83,7 @@ def test_a_cell_with_copies_comes_from_the_receivers_host() -> None:
     row_bytes=st.integers(1, 100),
     most=st.integers(1, 500),
 )
-def test_messages_hold_every_row_in_order_and_keep_their_size(
-    rows: list[int], row_bytes: int, most: int
-) -> None:
+def test_messages_hold_every_row_in_order_and_keep_their_size(rows: list[int], row_bytes: int, most: int) -> None:
     moves = [Transfer(0, 0, 1, 0, Rectangle(0, count, 0, 1)) for count in rows]
     slices = [s for i, move in enumerate(moves) for s in cut(move, i, 0, row_bytes, most)]
     made = list(messages(iter(slices), most))

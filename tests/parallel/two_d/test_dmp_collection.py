@@ -189,18 +189,12 @@ def face() -> list[str]:
         wrapped(3 if rank == 1 else 2)
     with pytest.raises(ConfigError, match="sync_interval: got 0" if rank == 1 else "differs between ranks"):
         wrapped(2, sync="average", sync_interval=0 if rank == 1 else 1)
-    with pytest.raises(
-        ConfigError, match="world_size: got 8; expected 4" if rank == 3 else "differs between ranks"
-    ):
+    with pytest.raises(ConfigError, match="world_size: got 8; expected 4" if rank == 3 else "differs between ranks"):
         DMPCollection(model(), "cpu", PLAN, 8 if rank == 3 else 4, 2)
     # What concerns the dense part only must be alike, too: some ranks would wait in its first all-reduce.
-    with pytest.raises(
-        ConfigError, match=r"\['init_data_parallel'\] is True on ranks 0, 2, 3 and False on rank 1"
-    ):
+    with pytest.raises(ConfigError, match=r"\['init_data_parallel'\] is True on ranks 0, 2, 3 and False on rank 1"):
         wrapped(2, init_data_parallel=rank != 1)
-    with pytest.raises(
-        ConfigError, match=r"\['data_parallel_wrapper'\] is 'DefaultData.* and 'Unwrapped' on rank 1"
-    ):
+    with pytest.raises(ConfigError, match=r"\['data_parallel_wrapper'\] is 'DefaultData.* and 'Unwrapped' on rank 1"):
         wrapped(2, data_parallel_wrapper=Unwrapped() if rank == 1 else None)
     with pytest.warns(UserWarning, match="reduce_hook .sync='exact' exchanges gradients"):
         dmp.set_all_reduce_hook(print)
@@ -372,9 +366,7 @@ def intervals() -> list[int]:
     dmp.sync()
     assert any(not torch.equal(value, p) for value, p in zip(before, dmp.parameters(), strict=True))
     # Whole state is that of all replicas, whoever asks for it.
-    for step, ask in enumerate(
-        (lambda: whole(dmp), lambda: full_state_dict(dmp.module), face.full_state_dict)
-    ):
+    for step, ask in enumerate((lambda: whole(dmp), lambda: full_state_dict(dmp.module), face.full_state_dict)):
         steps(dmp, 1, rank, 10 + step)
         assert dmp.unsynced_steps == 1
         ask()

@@ -34,13 +34,9 @@ def test_every_rank_has_one_place(replicas: int, members: int, across: bool) -> 
 
 
 @pytest.mark.parametrize(("world", "size"), [(4, 3), (4, 8), (6, 4)])
-def test_a_group_size_that_does_not_divide_the_world_is_refused_with_those_that_do(
-    world: int, size: int
-) -> None:
+def test_a_group_size_that_does_not_divide_the_world_is_refused_with_those_that_do(world: int, size: int) -> None:
     fitting = ", ".join(str(k) for k in range(1, world + 1) if world % k == 0)
-    with pytest.raises(
-        ConfigError, match=f"got {size}; expected a divisor of the world size {world}: {fitting}"
-    ):
+    with pytest.raises(ConfigError, match=f"got {size}; expected a divisor of the world size {world}: {fitting}"):
         RankGrid(world, size)
 
 

@@ -218,9 +218,7 @@ def in_2d(
 ) -> tuple[EmbeddingBagCollection, TwoD]:
     module = copy.deepcopy(base)
     plan = {"a": row_wise(), "b": table_wise(rank=size - 1)}
-    return module, shard_2d(
-        module, lambda: ([GroupConfig(plan, size)], {}), group, ReplicaSettings(sync, **options)
-    )
+    return module, shard_2d(module, lambda: ([GroupConfig(plan, size)], {}), group, ReplicaSettings(sync, **options))
 
 
 def step(module: EmbeddingBagCollection, group: Group, at: int, scale: float, rows: int = 40) -> None:
@@ -605,9 +603,7 @@ def test_averaged_row_wise_adagrad_has_moments_of_one_dimensional_size() -> None
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("sync", ["average", "exact"])
-def test_tables_without_an_attached_optimizer_have_the_gradients_of_all_ranks(
-    sync: Any, sparse: bool
-) -> None:
+def test_tables_without_an_attached_optimizer_have_the_gradients_of_all_ranks(sync: Any, sparse: bool) -> None:
     torch.manual_seed(0)
     base = EmbeddingBagCollection([EmbeddingBagConfig(9, 8, "a", DataType.FP64, ["a"])])
     if sparse:

@@ -47,9 +47,7 @@ class Model(nn.Module):
 
     def __init__(self, init_fn: Callable[[Tensor], None] | None = None, device: str | None = None) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(12, 8, name, feature_names=[name], init_fn=init_fn) for name in ("a", "b")
-        ]
+        tables = [EmbeddingBagConfig(12, 8, name, feature_names=[name], init_fn=init_fn) for name in ("a", "b")]
         self.ebc = EmbeddingBagCollection(tables, device=device)
         self.deep = nn.ModuleDict(
             {"ec": EmbeddingCollection([EmbeddingConfig(9, 4, "c", feature_names=["c"])], device=device)}
@@ -145,26 +143,18 @@ def test_a_saved_plan_may_be_passed_again(tmp_path: Any) -> None:
 
     def run(group: Group) -> bool:
         plan = {"ebc": row_wise(), "deep.ec": row_wise()}
-        first = (
-            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(plan, 2)], {}), group, EXACT).parts[0].plan
-        )
+        first = shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(plan, 2)], {}), group, EXACT).parts[0].plan
         if group.rank == 0:
             first.save(path)
         group.barrier()
-        second = (
-            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(str(path), 2)], {}), group, EXACT)
-            .parts[0]
-            .plan
-        )
+        second = shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(str(path), 2)], {}), group, EXACT).parts[0].plan
         assert first.held_by(group.rank) == second.held_by(group.rank)
         return first.group_plan == second.group_plan
 
     assert all(run_virtual_ranks(4, run))
 
 
-def refused(
-    base: nn.Module, config: GroupConfig, size: int = 4, settings: ReplicaSettings = EXACT
-) -> list[str]:
+def refused(base: nn.Module, config: GroupConfig, size: int = 4, settings: ReplicaSettings = EXACT) -> list[str]:
     def run(group: Group) -> str:
         module = copy.deepcopy(base)
         names = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
@@ -187,9 +177,7 @@ def test_a_plan_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
     plan = run_virtual_ranks(4, planned)[0]
     for text in refused(base, GroupConfig(plan, 2)):
         assert "got a plan for 4 ranks" in text
-        assert (
-            "a plan is for one sharding group: 2 ranks, numbered from 0, of the 4 ranks of the world" in text
-        )
+        assert "a plan is for one sharding group: 2 ranks, numbered from 0, of the 4 ranks of the world" in text
     for text in refused(base, GroupConfig({"ebc": table_wise(rank=2), "deep.ec": row_wise()}, 2)):
         assert "a plan is for one sharding group: 2 ranks" in text
     for text in refused(base, GroupConfig({"ebc": row_wise()}, 2)):
@@ -224,18 +212,14 @@ def test_hosts_of_a_group_are_the_machines_or_what_node_group_size_says(
     config: GroupConfig, hosts: tuple[tuple[int, ...], ...], said: str
 ) -> None:
     torch.manual_seed(0)
-    base = EmbeddingBagCollection(
-        [EmbeddingBagConfig(12, 8, name, feature_names=["a"]) for name in ("x", "y")]
-    )
+    base = EmbeddingBagCollection([EmbeddingBagConfig(12, 8, name, feature_names=["a"]) for name in ("x", "y")])
     plan = {"x": table_row_wise(host_index=len(hosts) - 1), "y": grid_shard([0])}
     topology = Topology(8, "cpu", hosts=HOSTS)
 
     def run(group: Group) -> tuple[Any, str]:
         own = GroupConfig(plan, config.group_size, config.node_group_size, config.across_hosts)
         plan_ = shard_2d(copy.deepcopy(base), lambda: ([own], {}), group, EXACT, topology).parts[0].plan
-        return (plan_.tiling("", "x").ranks(), plan_.tiling("", "y").ranks(), plan_.group_plan.hosts), str(
-            plan_
-        )
+        return (plan_.tiling("", "x").ranks(), plan_.tiling("", "y").ranks(), plan_.group_plan.hosts), str(plan_)
 
     for got, text in run_virtual_ranks(8, run):
         assert got == (hosts[-1], hosts[0], hosts)
@@ -275,9 +259,7 @@ def test_parts_of_a_model_have_groups_of_their_own_size(sync: Any) -> None:
     def run(group: Group) -> tuple[dict[str, Tensor], list[str], list[int]]:
         module = copy.deepcopy(base)
         configs = [GroupConfig(None, 2), GroupConfig(None, 4, across_hosts=True, paths=("deep.ec",))]
-        two = shard_2d(
-            module, lambda: (configs, {}), group, ReplicaSettings(sync, 1 if sync == "average" else None)
-        )
+        two = shard_2d(module, lambda: (configs, {}), group, ReplicaSettings(sync, 1 if sync == "average" else None))
         state = train(module, group, two)
         kinds = [type(part).__name__ for part in (module.ebc, module.deep["ec"])]
         plan = plan_of(module)
@@ -475,12 +457,8 @@ def test_the_plan_of_another_model_may_be_passed_as_it_is() -> None:
 
     def run(group: Group) -> None:
         whole = {"ebc": row_wise(), "deep.ec": table_wise(rank=1)}
-        first = (
-            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(whole, 2)], {}), group, EXACT).parts[0].plan
-        )
-        second = (
-            shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(first, 2)], {}), group, AVERAGE).parts[0].plan
-        )
+        first = shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(whole, 2)], {}), group, EXACT).parts[0].plan
+        second = shard_2d(copy.deepcopy(base), lambda: ([GroupConfig(first, 2)], {}), group, AVERAGE).parts[0].plan
         assert second.group_plan == first.group_plan
         with pytest.raises(ConfigError, match=r"pass its .group_plan, .* or its .world_plan\(\)"):
             shard(copy.deepcopy(base), first, mesh=group)
@@ -521,16 +499,12 @@ def test_ids_that_no_collection_reads_are_spread_over_all_ranks() -> None:
         module = nn.Module()
         module.ebc = EmbeddingBagCollection([EmbeddingBagConfig(12, 8, "a", feature_names=["a"])])
         mch = MCHManagedCollisionModule(16, "cpu", LRU_EvictionPolicy(), 1, buckets=4)
-        module.ids = ManagedCollisionCollection(
-            {"m": mch}, [EmbeddingConfig(16, 4, "m", feature_names=["f"])]
-        )
+        module.ids = ManagedCollisionCollection({"m": mch}, [EmbeddingConfig(16, 4, "m", feature_names=["f"])])
         shard_2d(module, lambda: ([GroupConfig(None, 2)], {}), group, ReplicaSettings(sync))
         out = []
         order = torch.arange(12).roll(5 * group.rank) + 1000  # other ids come first on every rank
         for ids in (order.tolist(), list(range(1000, 1012))):
-            features = KeyedJaggedTensor(
-                ["f"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64)
-            )
+            features = KeyedJaggedTensor(["f"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
             out.append(module.ids(features).values().tolist())
         return out
 

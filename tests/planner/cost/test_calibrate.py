@@ -104,9 +104,7 @@ def test_rows_are_placed_at_the_mean_of_writing_and_adding(monkeypatch: pytest.M
     rows = 2048 * 105
     seconds = iter([0.2 * rows, 0.4 * rows, 0.7 * rows])
     monkeypatch.setattr(module._Bench, "_seconds", lambda *_, **__: next(seconds))
-    found = run_virtual_ranks(
-        1, lambda group: module._Bench(group, torch.device("cpu"), machine(1))._place(16)
-    )
+    found = run_virtual_ranks(1, lambda group: module._Bench(group, torch.device("cpu"), machine(1))._place(16))
     assert found == [pytest.approx({"place": 0.3, "pick": 0.7})]
 
 
@@ -154,9 +152,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Timed]:
     """Calls in place of their seconds: each is made once, and takes a second."""
     calls: list[Timed] = []
 
-    def seconds(
-        _: Any, work: Callable[[], object], repeats: int = module._REPEATS, *, cold: bool = False
-    ) -> float:
+    def seconds(_: Any, work: Callable[[], object], repeats: int = module._REPEATS, *, cold: bool = False) -> float:
         calls.append(Timed(repeats, cold))
         work()
         return 1.0
@@ -363,9 +359,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_a_time_is_the_second_least_after_a_call_that_is_not_timed(
-    cold: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_is_the_second_least_after_a_call_that_is_not_timed(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, [4.0, 9.0, 1.0, 3.0, 7.0])
     own = bench()
     own.others = SimpleNamespace(mul_=lambda _: events.append("others"))

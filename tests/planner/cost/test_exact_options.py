@@ -98,9 +98,7 @@ ALIKE = [*ONE_HOST, Topology(6, local_world_size=3), Topology(4, "cpu", local_wo
 
 @pytest.mark.parametrize("duplex", [True, False])
 @pytest.mark.parametrize("topology", ALIKE, ids=str)
-def test_work_and_collectives_of_every_option_are_those_of_its_tilings(
-    topology: Topology, duplex: bool
-) -> None:
+def test_work_and_collectives_of_every_option_are_those_of_its_tilings(topology: Topology, duplex: bool) -> None:
     """But for links: the slowest rank holds a piece of each table, and is no home of as much."""
     topology = measured(topology, duplex)
     for tables in (TABLES, WIDE):
@@ -147,11 +145,7 @@ def test_exchanges_of_every_option_are_those_of_its_tilings_where_ranks_hold_as_
     topology = measured(topology, duplex, links=True)
     for option in options_of(TABLES, topology):
         every = balanced(topology, option)
-        tables = [
-            dataclasses.replace(table, name=f"{table.name} {i}")
-            for table in TABLES
-            for i in range(len(every))
-        ]
+        tables = [dataclasses.replace(table, name=f"{table.name} {i}") for table in TABLES for i in range(len(every))]
         _, solution, priced = arranged(tables, topology, option, every * len(TABLES))
         assert same(solution.cost / 1e12, priced.seconds), option
 
@@ -168,10 +162,7 @@ def test_cached_tables_cost_what_cached_tilings_cost(topology: Topology) -> None
         solution = evaluate(problem.instance, np.full(len(tables), o), [places] * len(tables))
         tilings: Any = [problem.sharding(t, o, places).tiling for t in range(len(tables))]
         alone = option.way is Way.ROWS and option.width == 1
-        held = [
-            dataclasses.replace(table, cached=True, sums_in_hosts=False if alone else None)
-            for table in tables
-        ]
+        held = [dataclasses.replace(table, cached=True, sums_in_hosts=False if alone else None) for table in tables]
         priced = price(tilings, Model(Workload(held), topology, DEPTH))
         assert same(solution.cost / 1e12, priced.seconds), option
         if option.width == topology.world_size or option.way is Way.WHOLE:
@@ -246,9 +237,7 @@ def test_what_pinned_tables_pay_for_is_not_paid_again(pin: int, topology: Topolo
             places = first_places(option, topology)
             other: Any = every.sharding(1, o, places).tiling
             apart = [
-                dataclasses.replace(table, sums_in_hosts=False)
-                if cut.way is Way.ROWS and cut.width == 1
-                else table
+                dataclasses.replace(table, sums_in_hosts=False) if cut.way is Way.ROWS and cut.width == 1 else table
                 for table, cut in ((pinned, fixed), (free, option))
             ]
             problem = build(apart, topology, pinned={pinned.name: tiling}, pipeline_depth=DEPTH)
@@ -261,9 +250,7 @@ UNLIKE = Topology(5, hosts=[[0, 1], [2, 3, 4]])
 
 
 @pytest.mark.parametrize("kind", ["link", "network"])
-@pytest.mark.parametrize(
-    "ways", [(Way.WHOLE, 1), (Way.COLUMNS, 2), (Way.ROWS, 2)], ids=lambda way: way[0].value
-)
+@pytest.mark.parametrize("ways", [(Way.WHOLE, 1), (Way.COLUMNS, 2), (Way.ROWS, 2)], ids=lambda way: way[0].value)
 def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its_host_takes(
     kind: str, ways: tuple[Way, int]
 ) -> None:
@@ -281,9 +268,7 @@ def test_on_unlike_hosts_the_bound_is_the_least_and_a_whole_table_costs_what_its
         prices[places] = price([tiling], model).seconds
         assert evaluate(problem.lower, np.array([o]), [places]).cost / 1e12 <= prices[places] * (1 + 2e-5)
     first = tuple(range(ways[1]))
-    assert evaluate(problem.lower, np.array([o]), [first]).cost / 1e12 == pytest.approx(
-        min(prices.values()), rel=3e-5
-    )
+    assert evaluate(problem.lower, np.array([o]), [first]).cost / 1e12 == pytest.approx(min(prices.values()), rel=3e-5)
     if ways[0] is Way.WHOLE:
         # A factor of a rank goes for all that an exchange takes there, what each part of it costs among it.
         for places, seconds in prices.items():
@@ -351,9 +336,7 @@ def test_bounds_of_sums_and_of_ordered_ids_are_close_below_the_price(topology: T
 
 @pytest.mark.parametrize("direction", ["in", "out"])
 @pytest.mark.parametrize("topology", [Topology(4, "cpu"), Topology(4, local_world_size=2)], ids=str)
-def test_a_range_that_is_a_little_smaller_saves_what_its_rows_save(
-    topology: Topology, direction: str
-) -> None:
+def test_a_range_that_is_a_little_smaller_saves_what_its_rows_save(topology: Topology, direction: str) -> None:
     """The second of two ranges has 63 / 64 of an even one's rows. Present bags do not go with rows: each has 4 ids.
 
     Rates of owners alone, and one direction of links and cards: a home gets rows and sends ids.
@@ -378,9 +361,7 @@ def test_a_range_that_is_a_little_smaller_saves_what_its_rows_save(
     priced = price([tiling], Model(Workload([held]), topology, DEPTH))
     exact = 1e-5
     stages = {"lookup": exact, "update": exact}
-    stages |= (
-        {"gradients": exact, "ids": 2e-3} if direction == "in" else {"rows": exact}
-    )  # lengths go with rows
+    stages |= {"gradients": exact, "ids": 2e-3} if direction == "in" else {"rows": exact}  # lengths go with rows
     for stage, rough in stages.items():
         load = found.load[:, problem.stages.index(stage)] / 1e12
         own = priced.stages[stage]
@@ -415,7 +396,6 @@ def test_the_search_takes_homes_of_ordered_ids_as_those_of_even_ranges(topology:
     lookup = ordered.stages.index("lookup")
     for o, option in enumerate(ordered.options):
         least, even, most = (
-            int(instance.cost[0, o, lookup])
-            for instance in (ordered.lower, skewed.instance, ordered.instance)
+            int(instance.cost[0, o, lookup]) for instance in (ordered.lower, skewed.instance, ordered.instance)
         )
         assert least < even < most if option.way in (Way.ROWS, Way.GRID) else least == even == most, option

@@ -18,9 +18,7 @@ from tilerec.spec.topology import Topology
 LINK, NETWORK = (2.0, 3.0), (5.0, 7.0)  # seconds per byte in, out
 
 
-def model(
-    hosts: list[list[int]], nic: Any, duplex: bool = False, network: tuple[float, float] = NETWORK
-) -> Model:
+def model(hosts: list[list[int]], nic: Any, duplex: bool = False, network: tuple[float, float] = NETWORK) -> Model:
     topology = Topology(sum(map(len, hosts)), hosts=hosts, nic=nic)
     speeds = dataclasses.replace(
         default_speeds(topology), duplex=duplex, link_in=LINK[0], link_out=LINK[1], network_in=network[0],
@@ -52,9 +50,7 @@ def by_sides(hosts: list[list[int]], held: list[float], nic: str, far: Sides) ->
     return [own[rank] + sum(held) * far.home[at[rank]] for rank in range(len(held))]
 
 
-@pytest.mark.parametrize(
-    "hosts", [[[0], [1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2, 3]], [[0], [1], [2]]], ids=str
-)
+@pytest.mark.parametrize("hosts", [[[0], [1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2, 3]], [[0], [1], [2]]], ids=str)
 def test_hosts_that_share_a_card_wait_for_its_bytes_wherever_pieces_lie(hosts: list[list[int]]) -> None:
     """Below 0, an owner's side counts as 0: the slowest host is one with a side above 0."""
     _, far = sides_of(model(hosts, "host"), "rows", lower=False)
@@ -101,9 +97,7 @@ def test_where_every_owner_saves_more_than_it_sends_pieces_are_taken_to_lie_even
     even = [1.0, 1.0]
     assert by_sides(hosts, even, nic, far) == pytest.approx(seconds(hosts, even, nic, rates))
     for held in itertools.product([0.0, 1.0, 4.0], repeat=2):
-        assert (
-            max(by_sides(hosts, list(held), nic, far)) <= max(seconds(hosts, list(held), nic, rates)) + 1e-9
-        )
+        assert max(by_sides(hosts, list(held), nic, far)) <= max(seconds(hosts, list(held), nic, rates)) + 1e-9
 
 
 @pytest.mark.parametrize("exchange", ["ids", "rows", "gradients"])

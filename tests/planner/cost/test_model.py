@@ -226,9 +226,7 @@ def test_gradients_of_copies_travel_as_sums_and_dense_ones_as_weights(
 
 @pytest.mark.parametrize(("rows", "word"), [((1 << 31) - 1, 4), (1 << 31, 8)])
 def test_numbers_of_a_table_of_two_to_the_31_rows_take_eight_bytes(rows: int, word: int) -> None:
-    found = model_of(TableWork("t", rows, 8, optimizer=SGD, reads=[Reads(10, 2)]), topology=FOUR).replicas(
-        ALL
-    )
+    found = model_of(TableWork("t", rows, 8, optimizer=SGD, reads=[Reads(10, 2)]), topology=FOUR).replicas(ALL)
     assert one(found.numbers) == word * (2 + 10 + 20)
     weighted = TableWork("t", rows, 8, optimizer=SGD, reads=[Reads(10, 2, True)])
     assert one(model_of(weighted, topology=FOUR).replicas(ALL).numbers) == pytest.approx(word * 20, rel=1e-6)

@@ -46,11 +46,7 @@ def drawn(problem: Problem, topology: Topology, ways: tuple[Way, ...] | None, se
     option, places = [], []
     for t in range(instance.tables):
         o = draw.choice(
-            [
-                o
-                for o in np.flatnonzero(instance.there[t]).tolist()
-                if ways is None or problem.options[o].way in ways
-            ]
+            [o for o in np.flatnonzero(instance.there[t]).tolist() if ways is None or problem.options[o].way in ways]
         )
         width, pieces = int(instance.width[t, o]), int(instance.pieces[t, o])
         hosts = [h for h in range(topology.host_count) if len(topology.ranks_of(h)) == width]
@@ -106,10 +102,7 @@ def test_an_arrangement_on_hosts_alike_costs_what_its_tilings_cost(
         assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-4)
         for s, name in enumerate(problem.stages):
             # Ranks below the slowest may wait for what others send them.
-            assert (
-                solution.load[:, s].max() / 1e12
-                <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
-            )
+            assert solution.load[:, s].max() / 1e12 <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
         if priced.memory.any():
             assert np.all(solution.memory <= priced.memory * (1 + ROUGH) + 1)
             tier = problem.model.tier
@@ -147,9 +140,7 @@ def unlike(nic: Any, duplex: bool, hosts: list[list[int]], **times: float) -> To
     return dataclasses.replace(topology, speeds=dataclasses.replace(speeds, duplex=duplex, **changed))
 
 
-def every_arrangement(
-    problem: Problem, topology: Topology
-) -> Iterator[tuple[Any, list[tuple[int, ...]], float]]:
+def every_arrangement(problem: Problem, topology: Topology) -> Iterator[tuple[Any, list[tuple[int, ...]], float]]:
     """Options and places of all tables, and the price."""
     ways = []
     for t in range(problem.instance.tables):
@@ -248,9 +239,7 @@ def test_ids_of_a_table_of_two_to_the_31_rows_take_eight_bytes() -> None:
     [Topology(2, "cpu"), Topology(3, "cpu"), Topology(8, "cpu", local_world_size=4)],
     ids=str,
 )
-def test_a_direction_that_is_dearer_than_the_other_raises_no_bound_above_a_price(
-    topology: Topology, dear: str
-) -> None:
+def test_a_direction_that_is_dearer_than_the_other_raises_no_bound_above_a_price(topology: Topology, dear: str) -> None:
     """Where both directions take the same processor's time, a home saves what its own rank holds."""
     speeds = default_speeds(topology)
     for times in (1.5, 5.0):
@@ -317,9 +306,7 @@ def test_a_cached_arrangement_costs_what_its_tilings_cost_and_lies_in_host_memor
     cached = Model(Workload([dataclasses.replace(work, cached=True) for work in tables]), topology)
     priced = price(tilings, cached)
     assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=1e-3)
-    assert solution.memory.mean(0) == pytest.approx(
-        priced.memory.mean(0), rel=0.04
-    )  # blocks that meet share lines
+    assert solution.memory.mean(0) == pytest.approx(priced.memory.mean(0), rel=0.04)  # blocks that meet share lines
     plain = price(tilings, problem.model)
     assert priced.seconds > plain.seconds
     weights = sum(work.rows * work.dim * 8 for work in tables) / 8
@@ -460,17 +447,13 @@ def test_rows_that_do_not_fill_their_ranges_are_not_cut_unless_asked_for_over_al
 def test_tables_that_must_lie_within_a_host_are_shared_out_among_hosts(full: bool) -> None:
     """By their traffic, and by their bytes where memory is short."""
     sizes = [600_000, 1_000, 300_000, 2_000, 200_000, 100_000]
-    tables = [
-        TableWork(f"t{i}", rows, 64, optimizer=PLAIN, reads=[Reads(512, 1)]) for i, rows in enumerate(sizes)
-    ]
+    tables = [TableWork(f"t{i}", rows, 64, optimizer=PLAIN, reads=[Reads(512, 1)]) for i, rows in enumerate(sizes)]
     limits = {table.name: Limits((ShardingType.TABLE_COLUMN_WISE,)) for table in tables}
     topology = Topology(4, hbm_cap=90 * 2**20 if full else 2**40, local_world_size=2)
     for order in (tables, tables[::-1]):
         instance = build(order, topology, limits).instance
         assert instance.allowed is not None
-        first = {
-            name for name, ranks in zip(instance.names, instance.allowed.tolist(), strict=True) if ranks[0]
-        }
+        first = {name for name, ranks in zip(instance.names, instance.allowed.tolist(), strict=True) if ranks[0]}
         # Where memory is short, 600,000 rows on one host, and 300,000 and 200,000 on the other.
         assert first == ({"t0", "t1", "t5"} if full else {"t0", "t2", "t4"})
 
@@ -606,9 +589,7 @@ def test_one_rank_has_one_option() -> None:
 def test_hosts_of_different_sizes_have_options_of_their_own() -> None:
     topology = Topology(5, hosts=[[0, 1, 2], [3, 4]])
     problem = build([TableWork("t", 1000, 64)], topology)
-    assert {"rows over 3 ranks", "rows over 2 ranks", "rows over 5 ranks"} <= {
-        str(o) for o in problem.options
-    }
+    assert {"rows over 3 ranks", "rows over 2 ranks", "rows over 5 ranks"} <= {str(o) for o in problem.options}
 
 
 @pytest.mark.parametrize(
@@ -655,10 +636,7 @@ def pooled(count: int, seed: int) -> list[TableWork]:
 def test_a_host_that_adds_up_its_rows_waits_for_those_of_others() -> None:
     """One host holds tables whole, and the other has sums: it sends little, and receives all that the first sends."""
     topology = Topology(8, local_world_size=4)
-    heavy = [
-        dataclasses.replace(table, name=f"heavy {table.name}", reads=[Reads(4096, 2)])
-        for table in pooled(4, 0)
-    ]
+    heavy = [dataclasses.replace(table, name=f"heavy {table.name}", reads=[Reads(4096, 2)]) for table in pooled(4, 0)]
     problem = build([*heavy, *pooled(4, 1)], topology)
     rows = [(option.way, option.width) for option in problem.options].index((Way.ROWS, 4))
     whole = [str(option) for option in problem.options].index("whole")
@@ -681,9 +659,7 @@ def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -
         problem = build(pooled(24, seed), topology)
         found = solve(problem.instance)
         even = evaluate(problem.instance, found.option, found.places)
-        tilings: Any = [
-            problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)
-        ]
+        tilings: Any = [problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)]
         priced = price(tilings, apart(problem, found.option)).seconds
         assert np.any(problem.instance.width[np.arange(24), found.option] == local)
         assert even.cost / 1e12 == pytest.approx(priced, rel=5e-3)

@@ -39,9 +39,7 @@ def step_bytes(
     def run(group: Group) -> tuple[dict[str, int], dict[str, int]]:
         torch.manual_seed(0)
         configs = [
-            EmbeddingBagConfig(
-                w.rows, w.dim, w.name, feature_names=[f"{w.name}.{i}" for i in range(len(w.reads))]
-            )
+            EmbeddingBagConfig(w.rows, w.dim, w.name, feature_names=[f"{w.name}.{i}" for i in range(len(w.reads))])
             for w in works
         ]
         model: Any = EmbeddingBagCollection(configs)
@@ -236,9 +234,7 @@ def test_tables_beside_the_workloads_take_their_share_of_the_cache() -> None:
 
 def test_copies_on_all_ranks_agree_over_links_and_the_network_by_their_neighbours() -> None:
     """Of three other replicas one is on the host: a third of what is sent goes over the link."""
-    found, model = priced(
-        TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8, (0, 1, 2, 3))
-    )
+    found, model = priced(TableWork("t", 400, 8, optimizer=SGD, reads=[Reads(BAGS)]), whole(400, 8, (0, 1, 2, 3)))
     form = model.replicas(np.array([0]))
     reduced = float(form.reduced[0])
     sent = 3 * float(form.sent[0]) + 2 * reduced * 3 / 4

@@ -52,9 +52,7 @@ def test_an_exchange_takes_the_longer_direction_of_a_duplex_link_and_both_of_ano
     inward, out = (7.0, 11.0) if network else (3.0, 5.0)
     for sent, received in ((10.0, 1.0), (1.0, 10.0)):
         simple = float(Rates(SPEEDS).exchanged(sent, received, network=network))
-        duplex = float(
-            Rates(dataclasses.replace(SPEEDS, duplex=True)).exchanged(sent, received, network=network)
-        )
+        duplex = float(Rates(dataclasses.replace(SPEEDS, duplex=True)).exchanged(sent, received, network=network))
         assert simple == sent * out + received * inward
         assert duplex == max(sent * out, received * inward)
     assert float(Rates(SPEEDS).exchanged(1.0, 1.0)) == 8.0  # of a host's links, unless the network is named

@@ -20,9 +20,7 @@ def test_without_constraints_each_feature_reads_one_id_per_sample() -> None:
 
 
 def test_constraints_say_it_for_each_feature_or_once_for_all() -> None:
-    limits = ParameterConstraints(
-        pooling_factors=[2.5, 10], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True
-    )
+    limits = ParameterConstraints(pooling_factors=[2.5, 10], num_poolings=[3], batch_sizes=[8, 16], is_weighted=True)
     assert reads_of("t", ["a", "b"], 64, limits) == (Reads(24.0, 2.5, True), Reads(48.0, 10.0, True))
 
 
@@ -36,9 +34,7 @@ def test_numbers_that_do_not_go_with_the_features_are_refused() -> None:
 @pytest.mark.parametrize("value", [-1, -0.5, float("inf"), float("nan"), "2", None])
 def test_numbers_that_no_feature_can_have_are_refused(value: Any) -> None:
     """`ParameterConstraints` may be made by another library, which checks less."""
-    given: Any = SimpleNamespace(
-        batch_sizes=None, num_poolings=None, pooling_factors=[2.0, value], is_weighted=False
-    )
+    given: Any = SimpleNamespace(batch_sizes=None, num_poolings=None, pooling_factors=[2.0, value], is_weighted=False)
     with pytest.raises(ConfigError, match="Table 't': pooling_factors has"):
         reads_of("t", ["a", "b"], 8, given)
 

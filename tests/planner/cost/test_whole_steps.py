@@ -167,9 +167,7 @@ def test_a_steps_batches_are_of_the_shape_and_take_turns() -> None:
     assert [batch.keys() for batch in seen] == [["t0", "t1", "t2", "t3"]] * 7
     assert all(batch.lengths().tolist() == [3] * 20 for batch in seen)
     ids = [batch.values() for batch in seen]
-    assert all(
-        batch.numel() == 60 and int(batch.min()) >= 0 and 900 < int(batch.max()) < 1000 for batch in ids
-    )
+    assert all(batch.numel() == 60 and int(batch.min()) >= 0 and 900 < int(batch.max()) < 1000 for batch in ids)
     assert len({tuple(batch.tolist()) for batch in ids}) == 3
     assert all(torch.equal(ids[k], ids[k + 3]) for k in range(4))
     other()
@@ -201,9 +199,7 @@ def test_a_shapes_time_is_the_least_of_rounds_medians_of_the_slower_rank(
             assert own == [[*first, *second] for first, second in mine]
             return [own, theirs]
 
-    shapes: Any = [
-        SimpleNamespace(ready=lambda *_, name=name: lambda: events.append(name)) for name in ("a", "b")
-    ]
+    shapes: Any = [SimpleNamespace(ready=lambda *_, name=name: lambda: events.append(name)) for name in ("a", "b")]
     group: Any = Ranks()
     found = module._timed(group, TOPOLOGY, torch.device("cpu"), shapes, 2, 3)
     # a: medians of (4, 3, 2) and (9, 9, 8); b: of (6, 2, 2) and (5, 7, 9).
@@ -228,9 +224,7 @@ def test_a_load_is_believed_between_a_half_and_four(times: float, load: float) -
 
 
 def test_constants_are_solved_for_where_a_shape_has_them() -> None:
-    _, found = fit_of(
-        [[1.0, 1.0, 0, 0, 0, 0], [2.0, 1.0, 0, 0, 0, 0], [2.0, 1.0, 4.0, 0, 0, 0]], [3.0, 5.0, 9.0]
-    )
+    _, found = fit_of([[1.0, 1.0, 0, 0, 0, 0], [2.0, 1.0, 0, 0, 0, 0], [2.0, 1.0, 4.0, 0, 0, 0]], [3.0, 5.0, 9.0])
     assert [found.step, found.part, found.call] == pytest.approx([1.0, 1.0, 0.0], abs=1e-9)
     assert found.copy == pytest.approx(2 * ALONE.copy)
 

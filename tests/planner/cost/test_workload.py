@@ -36,9 +36,7 @@ def test_the_portable_logarithm_is_one_to_rounding() -> None:
     np.testing.assert_allclose(_log(numbers), np.log(numbers), rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("exponent", "load_factor"), [(0.0, 0.3), (1.05, 0.05), (1.05, 0.3), (1.05, 1.0), (0.6, 0.01)]
-)
+@pytest.mark.parametrize(("exponent", "load_factor"), [(0.0, 0.3), (1.05, 0.05), (1.05, 0.3), (1.05, 1.0), (0.6, 0.01)])
 def test_rows_missed_are_those_of_a_cache_that_drops_what_was_not_used_for_longest(
     exponent: float, load_factor: float
 ) -> None:
@@ -176,9 +174,7 @@ def test_each_table_has_numbers_of_its_own_kind() -> None:
     load = Workload(
         [
             TableWork("a", 10, 8, DataType.BF16, specs.SGD(0.1), [Reads(4, 2, True), Reads(6, 3)]),
-            TableWork(
-                "b", 20, 4, DataType.FP32, specs.RowWiseAdagrad(0.1), [Reads(5, 3, True)], each_id=True
-            ),
+            TableWork("b", 20, 4, DataType.FP32, specs.RowWiseAdagrad(0.1), [Reads(5, 3, True)], each_id=True),
             TableWork("c", 30, 2, skew=Skew(3, ordered=True), cached=True, load_factor=0.5, collection="x"),
         ]
     )
@@ -216,9 +212,7 @@ def test_a_part_of_a_workload_is_in_steps_of_all_of_it() -> None:
 
 def test_lengths_travel_where_bags_have_several_ids() -> None:
     """One id more than bags, and a half of one: a part's lengths are left out where it has no more than half an id."""
-    load = Workload(
-        [TableWork("t", 10, 8, reads=[Reads(100, 1.01)]), TableWork("u", 10, 8, reads=[Reads(100, 1.004)])]
-    )
+    load = Workload([TableWork("t", 10, 8, reads=[Reads(100, 1.01)]), TableWork("u", 10, 8, reads=[Reads(100, 1.004)])])
     assert load.present(1.0)[2].tolist() == [100.0, 0.0]
     assert load.present(np.array([0.5, 1.0]))[1].tolist() == pytest.approx([50.5, 100.4])
 
@@ -237,9 +231,7 @@ def test_positions_travel_of_members_that_have_not_all_of_a_sums_bags() -> None:
 
 
 def test_ranks_may_be_a_number_for_each_table() -> None:
-    load = Workload(
-        [TableWork("t", 50, 8, reads=[Reads(10)]), TableWork("u", 50, 8, skew=Skew(50), reads=[Reads(10)])]
-    )
+    load = Workload([TableWork("t", 50, 8, reads=[Reads(10)]), TableWork("u", 50, 8, skew=Skew(50), reads=[Reads(10)])])
     both = load.distinct(np.array([1.0, 4.0]))
     assert both.tolist() == [load.distinct(1)[0], load.distinct(4)[1]]
     assert both.tolist() == pytest.approx([50 * (1 - 0.98**10), 50 * (1 - 0.98**40)], rel=1e-6)
@@ -256,9 +248,7 @@ def test_a_law_of_equal_shares_is_an_even_one() -> None:
 def test_the_first_ids_of_a_law_are_counted_one_by_one() -> None:
     """Shares of 1, 1/2, 1/3, 1/4 of five ids by themselves, to rounding."""
     law = zipf(5, 1.0)
-    load = Workload(
-        [TableWork("t", 90, 8, skew=Skew(5, 1.0, ordered=True)), TableWork("u", 9, 8, skew=Skew(1))]
-    )
+    load = Workload([TableWork("t", 90, 8, skew=Skew(5, 1.0, ordered=True)), TableWork("u", 9, 8, skew=Skew(1))])
     assert [float(load.share(0, k, k + 1)) for k in range(6)] == pytest.approx([*law, 0.0], rel=1e-12)
     assert load.distinct(1)[1] == 1.0
     two = Workload(
@@ -275,9 +265,7 @@ def test_fewer_ids_than_their_law_has_draws_are_no_more_than_draws() -> None:
 
 
 @pytest.mark.parametrize(("factor", "wanted"), [(0.5, 0.5), (0.9, 0.1), (0.25, 0.75)])
-def test_of_rows_all_alike_a_step_misses_those_that_the_cache_does_not_hold(
-    factor: float, wanted: float
-) -> None:
+def test_of_rows_all_alike_a_step_misses_those_that_the_cache_does_not_hold(factor: float, wanted: float) -> None:
     load = Workload([TableWork("t", 100_000, 8, reads=[Reads(200)], cached=True, load_factor=factor)])
     assert load.missed(2)[0] == pytest.approx(400 * wanted, rel=0.005)
     assert load.missed(1)[0] == pytest.approx(200 * wanted, rel=0.005)

@@ -123,9 +123,7 @@ def test_ranks_and_hosts_rule_out_ways_that_take_more() -> None:
     topology = Topology(8, local_world_size=4)
     found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(ranks="0-2")}), "t6")
     assert found["rows over 8 ranks"] == "it takes all 8 ranks, but the table may only use ranks 0-2"
-    assert (
-        found["rows over 4 ranks"] == "it takes all 4 ranks of a host, but the table may only use ranks 0-2"
-    )
+    assert found["rows over 4 ranks"] == "it takes all 4 ranks of a host, but the table may only use ranks 0-2"
     assert found["rows x 2"] == ""
     found = reasons(plan_request(ROWS, topology, {"t6": ParameterConstraints(hosts=[1])}), "t6")
     assert found["copies over 8 ranks"] == "it takes all 8 ranks, but the table may only use ranks 4-7"
@@ -162,9 +160,7 @@ def test_a_table_that_lies_with_another_obeys_its_restrictions_too() -> None:
 
 
 def test_one_rank_leaves_one_way() -> None:
-    assert "whole is the only option on these machines." in str(
-        explain(plan_request(ROWS, Topology(1)), "t0")
-    )
+    assert "whole is the only option on these machines." in str(explain(plan_request(ROWS, Topology(1)), "t0"))
 
 
 def random_request(seed: int) -> PlanRequest:
@@ -192,9 +188,7 @@ def random_request(seed: int) -> PlanRequest:
         if draw.random() < 0.4:
             said["sharding_types"] = ["table_wise", *draw.choice(types, 2, replace=False).tolist()]
         if draw.random() < 0.3:
-            said["forbidden_types"] = draw.choice(
-                [t for t in types if t != "table_wise"], 2, replace=False
-            ).tolist()
+            said["forbidden_types"] = draw.choice([t for t in types if t != "table_wise"], 2, replace=False).tolist()
         if draw.random() < 0.3:
             said["min_partition"] = int(draw.choice([1, 8, 64]))
         if draw.random() < 0.3:
@@ -266,10 +260,7 @@ def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
     tight = tight.with_constraint("ebc.a", enforce_hbm=True, sharding_types=["row_wise", "table_wise"])
     found = explain(tight, "a")
     assert not [way for way in found.considered[1:] if way.allowed and not way.short]
-    assert (
-        "rows over 4 ranks is the only allowed option that fits with all other tables unchanged"
-        in found.reason()
-    )
+    assert "rows over 4 ranks is the only allowed option that fits with all other tables unchanged" in found.reason()
 
 
 def test_many_tables_are_explained_from_one_search() -> None:

@@ -91,9 +91,7 @@ def test_the_text_says_what_counts() -> None:
     assert "no bound is known" in str(replace(report(), bound_ps=0))
     many = replace(report(), tables=report().tables[:1] * 30)
     names = ", ".join(["ebc.user"] * 8)
-    assert f"… and 10 tables that add less, 1.6 KiB together: {names} … ebc.user (tilerec plan show" in str(
-        many
-    )
+    assert f"… and 10 tables that add less, 1.6 KiB together: {names} … ebc.user (tilerec plan show" in str(many)
     few = replace(report(), tables=report().tables[:1] * 21)
     assert "… and 1 table that adds less, 160 B together: ebc.user" in str(few)
     assert "ebc.user 800 ps; 25 other tables there, 20 ns together" in str(many)
@@ -114,13 +112,8 @@ def test_balanced_ranks_are_called_balanced_and_no_rank_is_blamed() -> None:
     crossed = replace(report(), load_ps=np.array([[2_000_000, 1_000_000], [1_000_000, 2_000_000]]))
     assert crossed.bottleneck.balanced
     assert crossed.bottleneck.waits
-    assert (
-        "Ranks wait for the slowest of each stage for 22 % of the step, longest in 'ids' for rank 0"
-        in str(crossed)
-    )
-    alone = replace(
-        report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=()
-    )
+    assert "Ranks wait for the slowest of each stage for 22 % of the step, longest in 'ids' for rank 0" in str(crossed)
+    alone = replace(report(), topology=Topology(1), load_ps=np.array([[5, 6]]), memory=np.array([[1, 0]]), tables=())
     assert "The only rank has 11 ps of work." in str(replace(alone, cap=np.array([[10, 0]])))
 
 
@@ -157,10 +150,7 @@ def test_speeds_that_were_not_measured_are_announced_with_the_next_move() -> Non
     one = replace(one, cap=np.full((4, 2), 9))
     assert one.speeds_are_default
     text = str(one)
-    assert (
-        "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda, from bandwidths; not measured'"
-        in text
-    )
+    assert "SPEEDS ARE DEFAULTS, NOT MEASURED: times assume 'default for cuda, from bandwidths; not measured'" in text
     assert "(memory 897 GiB/s, links 600 GiB/s, network 5 GiB/s a rank)" in text
     assert "tilerec calibrate --nproc 2 --device cuda --out topology.json" in text
     speeds = replace(default_speeds(one.topology), origin="measured, 2 cuda ranks, torch 2")
@@ -168,9 +158,7 @@ def test_speeds_that_were_not_measured_are_announced_with_the_next_move() -> Non
     assert not measured.speeds_are_default
     assert "NOT MEASURED" not in str(measured)
     preset = replace(speeds, origin="default for H100")
-    assert "times assume 'default for H100'" in str(
-        replace(one, topology=replace(one.topology, speeds=preset))
-    )
+    assert "times assume 'default for H100'" in str(replace(one, topology=replace(one.topology, speeds=preset)))
 
 
 def test_a_report_made_by_hand_is_shown_with_what_it_has() -> None:

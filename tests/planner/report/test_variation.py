@@ -145,9 +145,7 @@ def drawn(draw: np.random.Generator) -> dict[str, Any]:
         "data_type": [DataType.FP32, DataType.BF16][int(draw.integers(2))],
         "reservation": RESERVATIONS[int(draw.integers(len(RESERVATIONS)))],
         "constraints": constraints,
-        "tables": [
-            (int(draw.integers(1, 200_000)), int(draw.choice([8, 32, 64, 128]))) for _ in range(count)
-        ],
+        "tables": [(int(draw.integers(1, 200_000)), int(draw.choice([8, 32, 64, 128]))) for _ in range(count)],
     }
 
 

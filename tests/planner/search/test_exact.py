@@ -23,9 +23,7 @@ def by_hand(instance: Instance) -> int:
     best = FAR
     for pick in product(*(range(len(w.option)) for w in ways if w is not None)):
         option = np.array([w.option[i] for w, i in zip(ways, pick, strict=True) if w is not None])
-        found = evaluate(
-            instance, option, [w.places[i] for w, i in zip(ways, pick, strict=True) if w is not None]
-        )
+        found = evaluate(instance, option, [w.places[i] for w, i in zip(ways, pick, strict=True) if w is not None])
         if found.cost < best and fits(instance, found.memory):
             best = found.cost
     return best
@@ -33,9 +31,7 @@ def by_hand(instance: Instance) -> int:
 
 @pytest.mark.parametrize("seed", TWO_TABLES)
 @pytest.mark.parametrize("reached", [False, True])
-def test_the_optimum_is_that_of_a_plain_loop(
-    seed: int, reached: bool, small_instance: Callable[..., Instance]
-) -> None:
+def test_the_optimum_is_that_of_a_plain_loop(seed: int, reached: bool, small_instance: Callable[..., Instance]) -> None:
     instance = small_instance(seed)
     if reached:  # much work at home, that ranks bear unlike parts of
         reach = np.random.default_rng(seed).integers(0, 1000, instance.reach.shape)

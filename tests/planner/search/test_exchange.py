@@ -106,9 +106,7 @@ def test_what_does_not_fit_is_not_repaired() -> None:
 def test_exchanges_of_one_round_do_not_overshoot_on_a_link_together() -> None:
     # Four ranks of a host bear 10 each, the other host 18: one piece of 10 is to move, though each pair would move one.
     relaxed, _ = on_one_rank([10_000] * 4 + [18_000], [0] * 5, 8, 1)
-    instance = replace(
-        relaxed.instance, host_of=np.arange(8) // 4, shared=np.array([True]), host_cap=None, slow=None
-    )
+    instance = replace(relaxed.instance, host_of=np.arange(8) // 4, shared=np.array([True]), host_cap=None, slow=None)
     places = [(0,), (1,), (2,), (3,), (4,)]
     memory = np.zeros((8, 1), np.int64)
     start = Packing(np.zeros(5, np.int64), list(places), memory)
@@ -136,9 +134,7 @@ def test_pieces_of_whole_hosts_are_exchanged_between_hosts() -> None:
     )
     places = [(0,), (0,), (1,), (1,), (2,), (2,), (6,), (6,)]
     memory = evaluate(instance, np.zeros(8, np.int64), places).memory
-    found = exchange_hosts(
-        Relaxed(instance), Packing(np.zeros(8, np.int64), places, memory), 40, Work(10**10)
-    )
+    found = exchange_hosts(Relaxed(instance), Packing(np.zeros(8, np.int64), places, memory), 40, Work(10**10))
     after = evaluate(instance, found.option, found.places)
     assert after.load[:, 0].tolist() == [9000] * 7
     assert found.places[0] != (1,)

@@ -90,9 +90,7 @@ def test_rows_that_are_shared_out_come_last_and_fill_what_pieces_leave() -> None
     divisible = np.array([True, True, False, False, False])[:, None]
     width = np.array([2, 2, 1, 1, 1])[:, None]
     instance = replace(two_hosts_of_two(), width=width, cost=cost, divisible=divisible, fixed=None)
-    found = pack(
-        fractional_view(instance), np.zeros(5, np.int64), PackingOrder.TIME, Work(10**10), divisible_last=True
-    )
+    found = pack(fractional_view(instance), np.zeros(5, np.int64), PackingOrder.TIME, Work(10**10), divisible_last=True)
     assert found is not None
     after = flow(instance, evaluate(instance, found.option, found.places), 240, Work(10**10))
     assert after.cost <= 101_000

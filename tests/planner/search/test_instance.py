@@ -95,9 +95,7 @@ def test_uneven_shares_move_cost_and_memory_and_their_sum_stays() -> None:
     shares = np.array([SHARE // 2, SHARE // 4, SHARE // 4, 0])
     found = evaluate(instance, np.array([0, 2]), [(3,), ()], {1: shares})
     assert found.load[:, 0].tolist() == [82, 42, 42, 82]
-    pair = evaluate(
-        instance, np.array([0, 3]), [(3,), (0, 2)], {1: np.array([SHARE // 4, SHARE - SHARE // 4])}
-    )
+    pair = evaluate(instance, np.array([0, 3]), [(3,), (0, 2)], {1: np.array([SHARE // 4, SHARE - SHARE // 4])})
     assert pair.memory[:, 0].tolist() == [50, 0, 150, 80]
     host = evaluate(instance, np.array([0, 1]), [(3,), (0,)], {1: np.array([SHARE, 0])})
     assert host.memory[:, 0].tolist() == [160, 0, 0, 80]

@@ -70,11 +70,7 @@ def test_a_layer_that_finds_too_few_ranks_with_room_says_so() -> None:
         )  # fmt: skip
         state = Slopes(bins, np.ones(1), np.ones(1), with_memory=False)
         found = state.add_layers(np.full((4, 1), 5), np.full((4, 1), 10), np.ones((4, 1)))
-        return (
-            None
-            if found is None
-            else [*found.tolist(), *(time for (time,) in state.time), *free[:, 0].tolist()]
-        )
+        return None if found is None else [*found.tolist(), *(time for (time,) in state.time), *free[:, 0].tolist()]
 
     assert laid([20, 20]) == [0, 1, 0, 1, 10.0, 10.0, 0, 0]
     assert laid([35, 15]) == [0, 1, 0, 0, 15.0, 5.0, 5, 5]

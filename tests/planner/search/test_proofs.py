@@ -80,9 +80,7 @@ def ways(instance: Instance, t: int) -> Iterator[tuple[int, tuple[int, ...], Int
             places = () if instance.everywhere(width) else tuple(sorted([*numbers * repeat, *more]))
             yield o, places, None
             parts = width if width > 1 else len(places)
-            if (instance.divisible[t, o] and parts > 1 and repeat == 0) or (
-                instance.divisible[t, o] and width > 1
-            ):
+            if (instance.divisible[t, o] and parts > 1 and repeat == 0) or (instance.divisible[t, o] and width > 1):
                 for cut in product(range(SIXTHS + 1), repeat=parts - 1):
                     if sum(cut) <= SIXTHS:
                         shares = np.array([SHARE * part // SIXTHS for part in cut], np.int64)

@@ -62,9 +62,9 @@ def test_loads_stay_true_while_tables_go_out_and_come_back(small_instance: Calla
         else:
             now = evaluate(instance, state.option, state.places)
             # `evaluate` rounds up for slow ranks, and once more for hosts; the slowest rank's home counts for all.
-            assert np.abs(
-                state.load.max(0) + state.alike - now.stage
-            ).max() <= 1e-9 * now.stage.max() + 20 or (np.any(instance.slow != 1000))
+            assert np.abs(state.load.max(0) + state.alike - now.stage).max() <= 1e-9 * now.stage.max() + 20 or (
+                np.any(instance.slow != 1000)
+            )
             assert (instance.cap - now.memory).tolist() == state.room.tolist()
     assert repeated
 
@@ -115,8 +115,7 @@ def test_what_pours_is_never_taken_for_more_than_it_is_evenly_split(
         if found is None:
             continue
         poured, even = (
-            _Rebuild(relaxed, relaxed.usable, found, 1, fractional).state.objective()
-            for fractional in (True, False)
+            _Rebuild(relaxed, relaxed.usable, found, 1, fractional).state.objective() for fractional in (True, False)
         )
         assert poured <= even * (1 + 1e-12) + 1
         less += poured < even - 1

@@ -57,9 +57,7 @@ def test_small_instances_are_solved_to_the_optimum_and_the_bound_is_not_above_it
         check(instance, found)
         assert found.cost == found.bound == best.cost, seed
         # The certificate alone, without the enumeration.
-        assert (
-            Boxes(relaxed, kinds_of(relaxed), relaxed.memory).search(2 * best.cost, Work(10**8)) <= best.cost
-        ), seed
+        assert Boxes(relaxed, kinds_of(relaxed), relaxed.memory).search(2 * best.cost, Work(10**8)) <= best.cost, seed
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 3))
@@ -131,9 +129,7 @@ def test_a_slow_host_gets_less_work() -> None:
     check(instance, found)
     assert found.gap < 0.1
     option = found.option
-    work = evaluate(
-        replace(instance, slow=np.full_like(instance.slow, 1000)), option, found.places, found.rows
-    ).load
+    work = evaluate(replace(instance, slow=np.full_like(instance.slow, 1000)), option, found.places, found.rows).load
     slow_host, others = work[:4, [0, 2]].sum(), work[4:, [0, 2]].sum() / 3
     assert slow_host < 0.9 * others
 

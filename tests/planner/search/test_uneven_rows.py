@@ -57,9 +57,7 @@ def test_rows_flow_to_ranks_that_bear_less_of_home() -> None:
 
 
 def test_memory_stops_the_flow() -> None:
-    free = flow(
-        chain([60_000, 0]), evaluate(chain([60_000, 0]), np.zeros(3, np.int64), places(2)), 200, Work(10**10)
-    )
+    free = flow(chain([60_000, 0]), evaluate(chain([60_000, 0]), np.zeros(3, np.int64), places(2)), 200, Work(10**10))
     assert int(free.memory.max()) > 1500
     tight = chain([60_000, 0], 1300)
     found = flow(tight, evaluate(tight, np.zeros(3, np.int64), places(2)), 200, Work(10**10))

@@ -123,9 +123,7 @@ def assign_lines(
     """
     if not sets or not rows_M.numel():
         return torch.full_like(rows_M, -1)
-    set_S, set_of_M, count_S = torch.unique_consecutive(
-        rows_M % sets, return_inverse=True, return_counts=True
-    )
+    set_S, set_of_M, count_S = torch.unique_consecutive(rows_M % sets, return_inverse=True, return_counts=True)
     rank_M = torch.arange(rows_M.numel(), device=rows_M.device) - (count_S.cumsum(0) - count_S)[set_of_M]
     rounds_S, order_S = count_S.clamp(max=ways).sort(descending=True)
     set_S = set_S[order_S]
@@ -141,16 +139,12 @@ def assign_lines(
     rounds = int(rounds_S[0])
     left_K = (rounds_S > torch.arange(rounds, device=rows_M.device)[:, None]).sum(1)
     least_KS, way_KS = score_SW.new_zeros(2, rounds, set_S.numel())
-    for k, count in enumerate(
-        left_K.tolist()
-    ):  # most sets take part in few rounds, which cost less than a sort
+    for k, count in enumerate(left_K.tolist()):  # most sets take part in few rounds, which cost less than a sort
         left = score_SW[:count]
         least, way = left.min(dim=1)  # of equals the first
         left.scatter_(1, way[:, None], _NEVER)
         least_KS[k, :count], way_KS[k, :count] = least, way
-    place_S = torch.empty_like(order_S).scatter_(
-        0, order_S, torch.arange(order_S.numel(), device=rows_M.device)
-    )
+    place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(order_S.numel(), device=rows_M.device))
     place_M = rank_M.clamp(max=rounds - 1) * set_S.numel() + place_S[set_of_M]
     least_M, line_M = least_KS.take(place_M), way_KS.take(place_M) + rows_M % sets * ways
     gets_M = (rank_M < ways) & (least_M != _NEVER)
@@ -159,9 +153,7 @@ def assign_lines(
     return line_M.masked_fill_(~gets_M, -1)
 
 
-def key_ranges(
-    books: Sequence[Tensor], sets: Sequence[int]
-) -> tuple[list[tuple[int, int, int]], int, torch.dtype]:
+def key_ranges(books: Sequence[Tensor], sets: Sequence[int]) -> tuple[list[tuple[int, int, int]], int, torch.dtype]:
     """Return each table's (first key, keys per set, rows per set), the end of all keys, and a dtype that holds it.
 
     Keys of wanting rows ascend by table, set, number of requests (LFU only, descending) and row:
@@ -406,9 +398,7 @@ def cache_move_reference_(
             copy_rows(line, loaded[Plan.LINE], home, loaded[Plan.ROW])
 
 
-def cache_seat_reference_(
-    plan: Tensor, header: Tensor, books: Sequence[Tensor], clock: Tensor, ids: int
-) -> None:
+def cache_seat_reference_(plan: Tensor, header: Tensor, books: Sequence[Tensor], clock: Tensor, ids: int) -> None:
     """Record a plan's moves in the books. Idempotent.
 
     Example: above: row 8 is in line 0, marked and held by this request; row 4 has no line.
@@ -512,8 +502,6 @@ def _fake_seat(plan: Any, header: Any, books: Any, clock: Any, ids: Any) -> None
 
 
 @LIBRARY.fake("cache_lines_")
-def _fake_lines(
-    ids: Any, begins: Any, ends: Any, tables: Any, line_of: Any, dirty: Any, strangers: Any
-) -> Tensor:
+def _fake_lines(ids: Any, begins: Any, ends: Any, tables: Any, line_of: Any, dirty: Any, strangers: Any) -> Tensor:
     made: Tensor = ids.new_empty(sum(ends) - sum(begins), dtype=lines_dtype(ids, tables))
     return made

@@ -108,9 +108,7 @@ def _route_ids(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tens
 def _move_rows(op: str, function: Any) -> Callable[..., None]:
     function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
 
-    def move_rows(
-        flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False
-    ) -> None:
+    def move_rows(flat: Tensor, rows: Tensor, slots: Tensor, *lists: Sequence[int], fresh: bool = False) -> None:
         """`lists`: the lists of `place_rows_`; `pick_rows` passes no `adds`."""
         count = len(lists[0])
         assert all(len(values) == count for values in lists), f"{op}: lists of different lengths"
@@ -123,9 +121,7 @@ def _move_rows(op: str, function: Any) -> Callable[..., None]:
         if function(ctypes.byref(call)):
             if call.report.status == NO_MEMORY:
                 raise MemoryError(f"{op}: out of memory for its workspace.")
-            raise AssertionError(
-                f"{op}: segment {call.report.feature} has {_SEGMENT_FAULTS[call.report.value]}"
-            )
+            raise AssertionError(f"{op}: segment {call.report.feature} has {_SEGMENT_FAULTS[call.report.value]}")
 
     return move_rows
 

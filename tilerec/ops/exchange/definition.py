@@ -247,9 +247,7 @@ def _segments(rows: Tensor, other: Tensor, slots: Tensor, *lists: Sequence[int])
     return found
 
 
-@LIBRARY.op(
-    f"place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {_SEGMENTS}, int[] adds, bool fresh=False) -> ()"
-)
+@LIBRARY.op(f"place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {_SEGMENTS}, int[] adds, bool fresh=False) -> ()")
 def _place_rows_reference_(
     out: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int],

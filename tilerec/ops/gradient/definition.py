@@ -151,9 +151,7 @@ def register_saved_rows(handles: Mapping[int, int], reader: SavedRows) -> None:
 
 def new_ticket() -> Tensor:
     """Return a lookup's ticket, int64 `[2]` on the CPU: its serial number, and the pass that used it (-1: none)."""
-    return torch.frombuffer(
-        array("q", (next_serial(), -1)), dtype=torch.int64
-    )  # a third of torch.tensor's time
+    return torch.frombuffer(array("q", (next_serial(), -1)), dtype=torch.int64)  # a third of torch.tensor's time
 
 
 def next_serial() -> int:
@@ -216,9 +214,7 @@ def deliver(records: Sequence[GradientRecord]) -> None:
     once = [handle for handle, count in seen.items() if count == 1]
     with torch.no_grad():
         for record in records:
-            for sinks, own in _batchable_parts(
-                once if len(records) == 1 else _handles_in(once, record), record
-            ):
+            for sinks, own in _batchable_parts(once if len(records) == 1 else _handles_in(once, record), record):
                 take(sinks, own)
         for handles in _mergeable([handle for handle, count in seen.items() if count > 1], records):
             for sinks in _batchable_sinks(handles):

@@ -57,9 +57,7 @@ class Bucket(NamedTuple):
             return score(policy, step=step, last=last, hits=hits, expires=expires, exponent=exponent)
 
         may_go = (
-            slot
-            for slot in window
-            if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
+            slot for slot in window if self.last[slot] < step and (policy != Policy.TTL or self.expires[slot] <= now)
         )
         return min(may_go, key=score_of, default=None)
 

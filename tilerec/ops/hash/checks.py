@@ -23,9 +23,7 @@ MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit has
 MAX_TIME = 2**61  # maximum of clocks and times to live: their sum fits int64
 
 
-def raise_wrong_bucket(
-    op: str, position: int, id_: int, bucket: int, first: int, held: int, buckets: int
-) -> NoReturn:
+def raise_wrong_bucket(op: str, position: int, id_: int, bucket: int, first: int, held: int, buckets: int) -> NoReturn:
     """Raise the error for an id that belongs to other ranks."""
     raise InputError(
         f"{op}: id {id_} (position {position}) belongs to bucket {bucket} of {buckets}, but this state holds buckets "
@@ -43,9 +41,7 @@ def raise_misplaced_id(op: str, row: int, id_: int, bucket: int, held: int, buck
 
 def raise_bad_count(op: str, position: int, count: int) -> NoReturn:
     """Raise the error for an entry with no occurrence, or too many."""
-    raise InputError(
-        f"{op}: counts[{position}] is {count}; expected 1 to 2**31 - 1. Leave out ids that do not occur."
-    )
+    raise InputError(f"{op}: counts[{position}] is {count}; expected 1 to 2**31 - 1. Leave out ids that do not occur.")
 
 
 def raise_bad_ttl(op: str, position: int, ttl: int) -> NoReturn:
@@ -96,9 +92,7 @@ def _state(op: str, state: dict[str, Tensor], first: int, buckets: int, slots: i
         elif values.dtype != dtype:
             raise InputError(f"{op}: {name} is {values.dtype}; expected {dtype}. Convert it before.")
         if not values.is_contiguous():
-            raise InputError(
-                f"{op}: {name} is not contiguous. Pass one slice of memory (a clone would lose writes)."
-            )
+            raise InputError(f"{op}: {name} is not contiguous. Pass one slice of memory (a clone would lose writes).")
     return held
 
 

@@ -76,9 +76,7 @@ def zch_assign_(ids_N: Tensor, state: HashState, table: HashRange, options: Assi
     return Assigned(*_OPS.zch_assign_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 
 
-def zch_assign_each_(
-    ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions
-) -> AssignedEach:
+def zch_assign_each_(ids_N: Tensor, state: HashState, table: HashRange, options: AssignOptions) -> AssignedEach:
     """Run `zch_assign_` with results of the batch's length, in place of eviction lists that need a synchronization."""
     return AssignedEach(*_OPS.zch_assign_each_.default(*AssignCall.of(ids_N, state, table, options).packed()))
 

@@ -145,14 +145,10 @@ class ResizeCall(NamedTuple):
     exponent: float
 
     @staticmethod
-    def unpack(
-        state: Sequence[Tensor], table: Sequence[int], numbers: Sequence[int], exponent: float
-    ) -> ResizeCall:
+    def unpack(state: Sequence[Tensor], table: Sequence[int], numbers: Sequence[int], exponent: float) -> ResizeCall:
         """Return the call from the op's arguments; the inverse of `packed`."""
         new_buckets, new_slots, step, policy = numbers
-        return ResizeCall(
-            HashState(*state), HashRange(*table), new_buckets, new_slots, step, policy, exponent
-        )
+        return ResizeCall(HashState(*state), HashRange(*table), new_buckets, new_slots, step, policy, exponent)
 
     def packed(self) -> tuple[Any, ...]:
         """Return the arguments of the op."""

@@ -62,9 +62,7 @@ def _segment_ids(offsets_S1: Tensor, total: int) -> None:
 
 
 def _select(op: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], None]:
-    def check(
-        values: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int
-    ) -> None:
+    def check(values: Tensor, offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int) -> None:
         _items(op, "values", values)
         _flat(op, "offsets", offsets_S1, 1)
         _flat(op, "order", order_P)

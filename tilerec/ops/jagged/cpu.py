@@ -89,9 +89,7 @@ class _Kernels:
         dtype = grad_M.dtype
         sum_M = (grad_M.float() if dtype in _HALVES else grad_M).contiguous()
         if sum_M.dtype not in (torch.float32, torch.float64):
-            return LIBRARY.references["select_segments_backward"](
-                grad_M, offsets_S1, order_P, out_offsets_P1, total
-            )
+            return LIBRARY.references["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
         offsets_S1, order_P, out_offsets_P1 = _int64(offsets_S1), _int64(order_P), _int64(out_offsets_P1)
         out_N = torch.empty((total, *sum_M.shape[1:]), dtype=sum_M.dtype)
         self._call(
@@ -101,9 +99,7 @@ class _Kernels:
         )  # fmt: skip
         return out_N.to(dtype)
 
-    def bucketize_by_cuts(
-        self, ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def bucketize_by_cuts(self, ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if ids_N.dtype not in INDEX_TYPES or lengths_S.dtype not in INDEX_TYPES:
             return LIBRARY.references["bucketize_by_cuts"](ids_N, lengths_S, cuts_C1)
         ids_N, lengths_S, cuts_C1 = ids_N.contiguous(), lengths_S.contiguous(), _int64(cuts_C1)

@@ -152,9 +152,7 @@ def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tup
 
 @_op(
     "jagged_to_padded(Tensor values_N, Tensor offsets_B1, SymInt length, float padding) -> Tensor",
-    lambda values_N, offsets_B1, length, _: values_N.new_empty(
-        (offsets_B1.shape[0] - 1, length, *values_N.shape[1:])
-    ),
+    lambda values_N, offsets_B1, length, _: values_N.new_empty((offsets_B1.shape[0] - 1, length, *values_N.shape[1:])),
 )
 def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding: float) -> Tensor:
     """Pad bags to rows of one width: the first `length` items of each bag, then `padding`.
@@ -169,9 +167,7 @@ def _jagged_to_padded(values_N: Tensor, offsets_B1: Tensor, length: int, padding
         return values_N.new_full((bags, length, *values_N.shape[1:]), padding)
     rows_BL = values_N.index_select(0, position_BL.masked_fill(~present_BL, 0).flatten())
     present = present_BL.flatten().view(-1, *([1] * (values_N.dim() - 1)))
-    padded = torch.where(
-        present, rows_BL, torch.full((), padding, dtype=values_N.dtype, device=values_N.device)
-    )
+    padded = torch.where(present, rows_BL, torch.full((), padding, dtype=values_N.dtype, device=values_N.device))
     return padded.view(bags, length, *values_N.shape[1:])
 
 
@@ -347,9 +343,7 @@ def select_jagged(
     return Selected(lengths_P, values_M, weights_M, out_offsets_P1)
 
 
-def bucketize_by_cuts(
-    ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor, weights_N: Tensor | None = None
-) -> Bucketized:
+def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor, weights_N: Tensor | None = None) -> Bucketized:
     """Distribute ids, and weights if given, to buckets of rows [cuts[c], cuts[c + 1]).
 
     ids [7, 1, 4], lengths [2, 1], cuts [0, 4, 10]

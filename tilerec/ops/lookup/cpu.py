@@ -102,9 +102,7 @@ def _raise(
         raise_no_rows(names, tables, report.feature)
     if report.value == _BAD_DIM:
         raise_other_dim(names, tables, report.feature, report.position, weights[tables[0]].shape[1])
-    raise AssertionError(
-        f"A lookup has inconsistent arguments (feature {report.feature}, check {report.value})"
-    )
+    raise AssertionError(f"A lookup has inconsistent arguments (feature {report.feature}, check {report.value})")
 
 
 def _ids(ids: Tensor) -> Tensor:

@@ -104,9 +104,9 @@ def pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
             rows_nD = rows_nD * sample_weights[begin:end].to(accum_dtype)[:, None]
         lengths_B = bounds[1:] - bounds[:-1]
         bag_n = torch.repeat_interleave(torch.arange(bags[feature], device=ids.device), lengths_B)
-        sums_BD = torch.zeros(
-            bags[feature], weight.shape[1], dtype=accum_dtype, device=ids.device
-        ).index_add_(0, bag_n, rows_nD)
+        sums_BD = torch.zeros(bags[feature], weight.shape[1], dtype=accum_dtype, device=ids.device).index_add_(
+            0, bag_n, rows_nD
+        )
         if means[feature]:
             sums_BD = sums_BD / lengths_B.clamp(min=1).to(accum_dtype)[:, None]
         pooled.append(sums_BD.to(dtype))
@@ -115,9 +115,7 @@ def pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
     if layout.uniform:
         out = torch.cat(pooled, dim=1) if pooled else ids.new_zeros((batches[0], 0), dtype=dtype)
     else:
-        out = (
-            torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
-        )
+        out = torch.cat([block.reshape(-1) for block in pooled]) if pooled else ids.new_zeros((0,), dtype=dtype)
     return out, new_ticket()
 
 
@@ -253,8 +251,7 @@ def _reader(
             return location.copies(features, updates=sinks.shape[0] > 0)
         segments = id_segments(offsets, *bag_starts([keys[f] for f in features], batches))
         return [
-            copy_rows(weights[tables[f]], ids[begin:end])
-            for f, (begin, end) in zip(features, segments, strict=True)
+            copy_rows(weights[tables[f]], ids[begin:end]) for f, (begin, end) in zip(features, segments, strict=True)
         ]
 
     reader = SavedRows(tables, {} if location is not None else {t: weights[t] for t in used}, name, copy)
@@ -323,9 +320,7 @@ class _PooledLookup(torch.autograd.Function):
                 sample_grad = _sample_weight_grad(ctx.reader, weights, ids, offsets, grad, ctx.layout)
             else:
                 updates = sinks.shape[0] > 0
-                sample_grad = ctx.location.sample_weight_grad(
-                    grad, ctx.layout, ctx.reader.rows(), updates=updates
-                )
+                sample_grad = ctx.location.sample_weight_grad(grad, ctx.layout, ctx.reader.rows(), updates=updates)
             sample_grad = sample_grad.to(sample_weights.dtype)
         weight_grads: list[Tensor | None] = [None] * len(weights)
         used = set(ctx.layout.tables)
@@ -339,9 +334,7 @@ class _PooledLookup(torch.autograd.Function):
                     _refuse_captured(wanted, ctx.names, ctx.layout.tables)
                 if reach.submits:
                     dims = [w.shape[1] for w in weights]
-                    submits = (
-                        submit_pooled if can_bypass_dispatcher((grad, ids)) else _OPS.submit_pooled_.default
-                    )
+                    submits = submit_pooled if can_bypass_dispatcher((grad, ids)) else _OPS.submit_pooled_.default
                     submits(reach.sinks, ticket, grad, ids, offsets, taken, dims, *ctx.layout)
             if any(wanted):
                 weight_grads = _dense_grads(weights, wanted, grad, ids, offsets, taken, ctx.layout)
@@ -384,11 +377,7 @@ class _SequenceLookup(torch.autograd.Function):
                 if reach.submits and ctx.location is not None:
                     submit_sequence(reach.sinks, ticket, grad, ids, starts, ctx.tables, ctx.location.starts)
                 elif reach.submits:
-                    submits = (
-                        submit_sequence
-                        if can_bypass_dispatcher((grad, ids))
-                        else _OPS.submit_sequence_.default
-                    )
+                    submits = submit_sequence if can_bypass_dispatcher((grad, ids)) else _OPS.submit_sequence_.default
                     submits(reach.sinks, ticket, grad, ids, starts, ctx.tables)
             if any(wanted):
                 count = len(ctx.tables)

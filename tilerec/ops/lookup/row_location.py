@@ -22,9 +22,7 @@ class RowLocation(Protocol):
     def starts(self) -> Sequence[int]:
         """Per feature of a sequence lookup, the position of its first id."""
 
-    def pooled_lookup(
-        self, layout: LookupLayout, dtype: torch.dtype, *, updates: bool
-    ) -> tuple[Tensor, Tensor]:
+    def pooled_lookup(self, layout: LookupLayout, dtype: torch.dtype, *, updates: bool) -> tuple[Tensor, Tensor]:
         """Return the output and the ticket of `pooled_lookup`."""
 
     def sequence_lookup(self, dtype: torch.dtype, *, updates: bool) -> tuple[Tensor, Tensor]:

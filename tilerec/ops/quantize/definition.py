@@ -113,9 +113,7 @@ def _numbers(counts: Sequence[int], widths: Sequence[int], extra: int = 0) -> in
         _numbers(counts, widths, SCALE_BYTES), dtype=PACKED_TYPE[format]
     ),
 )
-def pack_segments_reference(
-    flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str
-) -> Tensor:
+def pack_segments_reference(flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str) -> Tensor:
     """Pack rows of floats (any float dtype, 1-D) into int8 or uint8 `[sum of counts * (widths + 4)]`."""
     check_segments("pack_segments", flat, counts, widths, 0, format)
     return _by_width(flat, counts, widths, 0, lambda rows_Rw: _pack_rows(rows_Rw, format))
@@ -130,9 +128,7 @@ def unpack_segments_reference(
 ) -> Tensor:
     """Unpack the rows of `pack_segments`: code * scale in fp32, rounded to `dtype`."""
     check_segments("unpack_segments", packed, counts, widths, SCALE_BYTES, format)
-    return _by_width(
-        packed, counts, widths, SCALE_BYTES, lambda rows_Rk: _unpack_rows(rows_Rk, format, dtype)
-    )
+    return _by_width(packed, counts, widths, SCALE_BYTES, lambda rows_Rk: _unpack_rows(rows_Rk, format, dtype))
 
 
 def pack_segments(flat: Tensor, counts: Sequence[int], widths: Sequence[int], format: str) -> Tensor:
@@ -171,9 +167,7 @@ def pack_rows(rows_RD: Tensor, format: str) -> Tensor:
 def unpack_rows(packed_Rk: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Unpack the rows of `pack_rows`, `[R, D]`. Raises `ConfigError` for bytes that are not packed rows."""
     fits = format in LARGEST and packed_Rk.dtype == PACKED_TYPE[format]
-    _check_matrix(
-        "unpack_rows", packed_Rk, format, fits and packed_Rk.shape[-1:] >= (SCALE_BYTES,), "packed rows"
-    )
+    _check_matrix("unpack_rows", packed_Rk, format, fits and packed_Rk.shape[-1:] >= (SCALE_BYTES,), "packed rows")
     count, width = packed_Rk.shape[0], packed_Rk.shape[1] - SCALE_BYTES
     return unpack_segments(packed_Rk.reshape(-1), [count], [width], format, dtype).view(count, width)
 

@@ -179,9 +179,7 @@ def random_rows(
     first, second = (words[:, 0::2] >> 8).double(), (words[:, 1::2] >> 8).double()
     radius = torch.sqrt(-2.0 * torch.log((first + 1) * 2.0**-24))
     angle = second * (2.0 * math.pi * 2.0**-24)
-    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(
-        rows_R.numel(), stop - start
-    )
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=2).reshape(rows_R.numel(), stop - start)
     z = z[:, column_offset - start : column_offset - start + width].to(torch.float32)
     mean, deviation = (torch.tensor(x, dtype=torch.float32, device=z.device) for x in (a, b))
     return (mean + deviation * z).to(dtype)

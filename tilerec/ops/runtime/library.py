@@ -75,14 +75,9 @@ class OpLibrary(torch.library.Library):
 
     def taking_arguments(self, kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
         """Return kernels, by op name, as functions of the ops' arguments: unpacked and checked as `op` defines."""
-        return {
-            name: _taking_arguments(self._forms.get(name, _Form()), kernel)
-            for name, kernel in kernels.items()
-        }
+        return {name: _taking_arguments(self._forms.get(name, _Form()), kernel) for name, kernel in kernels.items()}
 
-    def serve(
-        self, key: str, kernels: Mapping[str, Kernel], around: Callable[[Kernel], Kernel] | None = None
-    ) -> None:
+    def serve(self, key: str, kernels: Mapping[str, Kernel], around: Callable[[Kernel], Kernel] | None = None) -> None:
         """Register a backend's kernels, by op name, for tensors of a dispatch key; `around` wraps each of them."""
         for name, kernel in self.taking_arguments(kernels).items():
             self.impl(name, around(kernel) if around else kernel, key, allow_override=True)

@@ -66,17 +66,11 @@ class _PendingCopy(NamedTuple):
 class _Device:
     """Copies under way, buffers and captured ops of one device."""
 
-    sent: defaultdict[int, deque[_PendingCopy]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )  # by stream
-    copies: defaultdict[int, list[_Copy]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # free ones, by size
+    sent: defaultdict[int, deque[_PendingCopy]] = field(default_factory=lambda: defaultdict(deque))  # by stream
+    copies: defaultdict[int, list[_Copy]] = field(default_factory=lambda: defaultdict(list))  # free ones, by size
     of_graphs: list[_CapturedNumbers] = field(default_factory=list)
     turn: int = 0  # index in of_graphs at which the next poll begins
-    spares: defaultdict[int, list[Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # zeros, by size
+    spares: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # zeros, by size
 
 
 _ALL_ARRIVALS: list[AsyncReadback] = []

@@ -213,9 +213,7 @@ class PartialsCall(NamedTuple):
         """Return the call from the op's arguments; the inverse of `packed`."""
         rows, grads, scalars, phase, dims, exact, finite, column_offsets, rule, hyper, steps, *counting = rest
         zeros = [0] * len(weights)
-        tables = RuleTables(
-            weights, slots, rule, hyper, steps, zeros + zeros, zeros, column_offsets, None, *counting
-        )
+        tables = RuleTables(weights, slots, rule, hyper, steps, zeros + zeros, zeros, column_offsets, None, *counting)
         return PartialsCall(tables, PartRows(rows, grads, scalars, dims), phase, exact, finite)
 
     def packed(self) -> tuple[Any, ...]:

@@ -68,9 +68,7 @@ def check_reach(op: str, sizes: RecordSizes, dims: Sequence[int], features: Feat
     for f, (table, start, count, place, stride, _) in enumerate(zip(*features, strict=True)):
         label = f"{op}: feature number {f}"
         if not 0 <= table < len(dims):
-            raise InputError(
-                f"{label} reads table number {table}; expected [0, {len(dims)}). Check the tables."
-            )
+            raise InputError(f"{label} reads table number {table}; expected [0, {len(dims)}). Check the tables.")
         if start < 0 or count < 0:
             raise InputError(
                 f"{label} has {count} bags from bag {start} on; expected no negative number. Check the batch sizes."
@@ -158,9 +156,7 @@ def check_parts(op: str, made: Rule, tables: RuleTables, parts: PartRows, phase:
         raise InputError(f"{op}: phase {phase} of rule {tables.rule!r}, which has {made.phases} phases.")
     for name, values in zip(("rows", "gradients", "scalars", "dims"), parts, strict=True):
         if len(values) != len(tables.weights):
-            raise InputError(
-                f"{op}: {len(values)} {name} for {len(tables.weights)} tables; expected one per table."
-            )
+            raise InputError(f"{op}: {len(values)} {name} for {len(tables.weights)} tables; expected one per table.")
     wanted = sum(made.sums(p) for p in range(made.phases if phase is None else phase))
     for t, (weight, rows_U, grads_UW, scalars_PU) in enumerate(zip(tables.weights, *parts[:3], strict=True)):
         distinct, width = rows_U.numel(), weight.shape[1]

@@ -35,9 +35,7 @@ def check_counts(op: str, tables: RuleTables) -> None:
             f"{op}: got {len(tables.steps)} steps and {len(counts)} counts; expected one of the two. Pass steps=[]."
         )
     if len(counts) != len(tables.weights):
-        raise InputError(
-            f"{op}: got {len(counts)} counts for {len(tables.weights)} tables; expected one each."
-        )
+        raise InputError(f"{op}: got {len(counts)} counts for {len(tables.weights)} tables; expected one each.")
     if {count.dtype for count in counts} - {torch.int64} or any([count.dim() for count in counts]):  # noqa: C419
         t = next(t for t, count in enumerate(counts) if count.dtype != torch.int64 or count.dim())
         raise InputError(
@@ -59,9 +57,7 @@ def resolve_counts(op: str, tables: RuleTables) -> RuleTables:
     hyper = tables.hyper
     if tables.lr is not None and len(hyper):
         hyper = [float(tables.lr), *hyper[1:]]
-    return tables._replace(
-        hyper=hyper, steps=[int(count) + 1 for count in tables.counts], counts=None, lr=None
-    )
+    return tables._replace(hyper=hyper, steps=[int(count) + 1 for count in tables.counts], counts=None, lr=None)
 
 
 def read_counts(counts: Sequence[Tensor]) -> list[int]:

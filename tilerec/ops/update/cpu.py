@@ -51,9 +51,7 @@ from tilerec.ops.update.rules import RULES, is_registered, make_rule
 # Empty tensors have a null address, which for the library would mean that every id is its own bag.
 _EMPTY = ctypes.c_int64()
 _EMPTY_ADDRESS = ctypes.addressof(_EMPTY)
-_INT64 = torch.empty(
-    0, dtype=torch.int64
-)  # its `new_empty` takes three quarters of the time of `torch.empty`
+_INT64 = torch.empty(0, dtype=torch.int64)  # its `new_empty` takes three quarters of the time of `torch.empty`
 _FP32 = {torch.float32}
 _SUPPORTED = set(DTYPES)
 
@@ -120,11 +118,7 @@ class _Rules:
                 break
             own = slots[k :: len(kinds)]
             # Compare row slots by number of elements only (comparing shapes takes three times as long).
-            matches = (
-                [slot.shape for slot in own] == shapes
-                if kind == "e"
-                else [slot.numel() for slot in own] == rows
-            )
+            matches = [slot.shape for slot in own] == shapes if kind == "e" else [slot.numel() for slot in own] == rows
         if not matches:
             check_tables(op, tables, kinds)
             raise AssertionError(f"{op}: tables and slots of rule {rule!r} do not fit")
@@ -164,18 +158,14 @@ def _raise(op: str, report: ReportRecord, rows: Sequence[int], tables: Sequence[
     if report.status == BAD_OFFSETS:
         raise_bad_offset(op, report.feature, report.position, report.value, ids)
     if report.position == _TOO_MANY:
-        raise InputError(
-            f"{op}: {report.value} ids read one table; expected fewer than 2^32 - 1. Split the batch."
-        )
+        raise InputError(f"{op}: {report.value} ids read one table; expected fewer than 2^32 - 1. Split the batch.")
     if report.position == _NO_ROWS:
         raise InputError(
             f"{op}: table number {report.feature}, or its optimizer state, has no memory. Give it memory with "
             "to_empty(device=...) and load it, or do not update it."
         )
     if report.position == _BAD_COLUMN:
-        raise InputError(
-            f"{op}: column offset {report.value} of table number {report.feature} is outside [0, 2^34)."
-        )
+        raise InputError(f"{op}: column offset {report.value} of table number {report.feature} is outside [0, 2^34).")
     raise AssertionError(
         f"{op}: the gradient record is inconsistent (feature {report.feature}, check {report.position})"
     )
@@ -194,10 +184,7 @@ def _parts_are_supported(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> 
 
 def _describe_parts(parts: PartRows) -> tuple[PartsRecord, object, list[int]]:
     """Return the parts as the library reads them, objects to keep alive, and the number of rows of each part."""
-    rows = [
-        r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous()
-        for r in parts.rows
-    ]
+    rows = [r if r.dtype == torch.int64 and r.is_contiguous() else r.to(torch.int64).contiguous() for r in parts.rows]
     grads = [g if g.is_contiguous() else g.contiguous() for g in parts.grads]
     strided = []
     for s in parts.scalars:  # sums may be strided (several tables share a tensor), the rows of a sum may not
@@ -231,9 +218,7 @@ def _update_rows_(library: ctypes.CDLL, rules: _Rules) -> Callable[[UpdateCall],
         record, kept = _describe(op, gradients)
         skipped, report = _INT64.new_empty(3), ReportRecord()
         threads = torch.get_num_threads()
-        call_update(
-            ctypes.byref(rows[0]), ctypes.byref(record), threads, skipped.data_ptr(), ctypes.byref(report)
-        )
+        call_update(ctypes.byref(rows[0]), ctypes.byref(record), threads, skipped.data_ptr(), ctypes.byref(report))
         if report.status:
             check_reach(op, gradients.sizes, tables.columns, gradients.features)
             _raise(op, report, tables.rows, gradients.features.tables, record.ids_count)
@@ -282,9 +267,7 @@ def _sum_row_gradients(library: ctypes.CDLL) -> Callable[[SumCall], tuple[Tensor
 
 def _rule_partials(library: ctypes.CDLL, rules: _Rules) -> Callable[[PartialsCall], Tensor]:
     pointer, number = ctypes.c_void_p, ctypes.c_int32
-    call_partials = _function(
-        library, "tr_rule_partials", None, pointer, pointer, *[number] * 4, pointer, pointer
-    )
+    call_partials = _function(library, "tr_rule_partials", None, pointer, pointer, *[number] * 4, pointer, pointer)
 
     def rule_partials_of_tables(call: PartialsCall) -> Tensor:
         op, tables = "rule_partials", resolve_counts("rule_partials", call.tables)
@@ -328,9 +311,7 @@ def _rule_apply_(library: ctypes.CDLL, rules: _Rules) -> Callable[[ApplyCall], N
         check_parts(op, make_rule(tables.rule, tables.hyper), tables, call.parts, None)
         parts, kept, _ = _describe_parts(call.parts)
         report = ReportRecord()
-        call_apply(
-            ctypes.byref(described[0]), ctypes.byref(parts), torch.get_num_threads(), ctypes.byref(report)
-        )
+        call_apply(ctypes.byref(described[0]), ctypes.byref(parts), torch.get_num_threads(), ctypes.byref(report))
         if report.status:
             _raise(op, report, tables.rows, range(len(tables.weights)), 0)
         del described, kept
@@ -339,9 +320,7 @@ def _rule_apply_(library: ctypes.CDLL, rules: _Rules) -> Callable[[ApplyCall], N
     return rule_apply_to_tables_
 
 
-def _function(
-    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
-) -> Callable[..., int | None]:
+def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> Callable[..., int | None]:
     function = getattr(library, name)
     function.restype, function.argtypes = result, arguments
     return function

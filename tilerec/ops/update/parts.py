@@ -68,9 +68,7 @@ def rule_partials_reference(call: PartialsCall) -> Tensor:
     check_rows(op, call.parts.rows, tables.weights)
     return torch.cat(
         [
-            partials(
-                made, tables, part, call.phase, tables.column_offsets[part.t], call.exact, call.finite
-            ).reshape(-1)
+            partials(made, tables, part, call.phase, tables.column_offsets[part.t], call.exact, call.finite).reshape(-1)
             for part in _each_part(tables, call.parts)
         ]
     )

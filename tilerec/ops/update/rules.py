@@ -304,9 +304,7 @@ _REGISTERED: set[str] = set()
 def register_rule(name: str, rule: type[Rule]) -> None:
     """Add a user's row rule under a new name. `tilerec.optim.register_optimizer` calls this function."""
     if name in RULES:
-        raise ConfigError(
-            f"row rule {name!r} exists already; expected none of {sorted(RULES)}. Rename the rule."
-        )
+        raise ConfigError(f"row rule {name!r} exists already; expected none of {sorted(RULES)}. Rename the rule.")
     RULES[name] = rule
     _REGISTERED.add(name)
 

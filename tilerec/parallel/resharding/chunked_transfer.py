@@ -111,10 +111,7 @@ class TableTransfer:
         """Return the bytes of the table's parts on each rank under a tiling."""
         cell = sum(part.unit for part in self.parts if part.cells)
         row = sum(part.unit for part in self.parts if not part.cells)
-        return [
-            sum(tile.cells * cell + tile.rows * row for tile in tiling.tiles_of(rank))
-            for rank in range(ranks)
-        ]
+        return [sum(tile.cells * cell + tile.rows * row for tile in tiling.tiles_of(rank)) for rank in range(ranks)]
 
 
 def directions(loads: Sequence[TableTransfer]) -> int:
@@ -155,8 +152,7 @@ class ChunkedTransfer:
         self._sends = {peer: list(messages(own, most)) for peer, own in sorted(sends.items())}
         self._receives = {peer: list(messages(own, most)) for peer, own in sorted(receives.items())}
         self._out = {
-            peer: self._buffer([m for m in own if self._direct(m, False) is None])
-            for peer, own in self._sends.items()
+            peer: self._buffer([m for m in own if self._direct(m, False) is None]) for peer, own in self._sends.items()
         }
         self._into = {
             peer: self._buffer([m for m in own if self._direct(m, True) is None])
@@ -239,9 +235,7 @@ class ChunkedTransfer:
         size = max((message_bytes(message) for message in own), default=0)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
-    def _views(
-        self, message: Sequence[Slice], buffer: Tensor, after: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _views(self, message: Sequence[Slice], buffer: Tensor, after: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the view of each slice in its tile, and its view in the buffer."""
         for own, at in zip(message, starts(message), strict=True):
             window = self._window(own, after)
@@ -259,9 +253,7 @@ class ChunkedTransfer:
 def sent_by_rank(loads: Sequence[TableTransfer], ranks: int) -> tuple[list[int], list[int], int]:
     """Return the bytes that each rank sends, the bytes that each receives, and the sum of bytes copied within ranks."""
     out, into, kept = [0] * ranks, [0] * ranks, 0
-    for (source, target), size in itertools.chain.from_iterable(
-        load.bytes_between().items() for load in loads
-    ):
+    for (source, target), size in itertools.chain.from_iterable(load.bytes_between().items() for load in loads):
         if source == target:
             kept += size
         else:

@@ -183,9 +183,7 @@ class ExternalOptimizers:
 
     @staticmethod
     def _group_of(optimizer: Optimizer, leaf: Tensor) -> int:
-        return next(
-            g for g, group in enumerate(optimizer.param_groups) if any(p is leaf for p in group["params"])
-        )
+        return next(g for g, group in enumerate(optimizer.param_groups) if any(p is leaf for p in group["params"]))
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -221,9 +219,7 @@ class ExternalOptimizers:
         return float(group.get(options.get(key, ""), 0.0))
 
     @staticmethod
-    def _classify(
-        found: StepperState, key: str, values: list[Any], leaves: Sequence[Tensor], where: str
-    ) -> None:
+    def _classify(found: StepperState, key: str, values: list[Any], leaves: Sequence[Tensor], where: str) -> None:
         if not any(isinstance(value, Tensor) for value in values):
             if any(isinstance(value, (Mapping, list, tuple, set)) for value in values):
                 raise ConfigError(
@@ -237,8 +233,7 @@ class ExternalOptimizers:
         elif all(value.shape == leaf.shape for value, leaf in zip(values, leaves, strict=True)):
             found.cells[key] = values
         elif all(
-            value.shape in ((leaf.shape[0],), (leaf.shape[0], 1))
-            for value, leaf in zip(values, leaves, strict=True)
+            value.shape in ((leaf.shape[0],), (leaf.shape[0], 1)) for value, leaf in zip(values, leaves, strict=True)
         ):
             found.rows[key] = values
         else:

@@ -43,9 +43,7 @@ def present_tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable
     return found
 
 
-def measured_request(
-    planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load
-) -> PlanRequest:
+def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load) -> PlanRequest:
     """Return the planner's request with its own constraints and the measured load."""
     request = planner.request(tables)
     samples = max(f.bags for own in load.features.values() for f in own)

@@ -87,9 +87,7 @@ def schedule(loads: Sequence[TableTransfer], ranks: int, budget: int | None) -> 
         )
     transit = max(least, min(transit, budget - single))
     order = order_of(before, after, budget - transit)
-    return Schedule(
-        max(1, transit // (2 * peers)), order.batches, _extra(before, after, order.batches) + transit
-    )
+    return Schedule(max(1, transit // (2 * peers)), order.batches, _extra(before, after, order.batches) + transit)
 
 
 def seconds_of(loads: Sequence[TableTransfer], plan: Schedule, topology: Topology, speeds: Speeds) -> float:
@@ -144,9 +142,7 @@ class MoveOrder:
     extra: int
 
 
-def order_of(
-    before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], most: int | None
-) -> MoveOrder:
+def order_of(before_TR: Sequence[Sequence[int]], after_TR: Sequence[Sequence[int]], most: int | None) -> MoveOrder:
     """Return an order with little extra memory, greedily: the next table is the one that needs the least.
 
     Args:

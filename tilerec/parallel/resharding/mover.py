@@ -84,9 +84,7 @@ class Mover:
         with on_all_ranks(self._voters, "reshard", "preparing the move"):
             own = [move.facts() for move in self.moves]
             self._options.interrupts.check()
-        facts = (
-            cast("list[list[TableFacts | None]]", self._group.all_gather_object(own)) if self.moves else []
-        )
+        facts = cast("list[list[TableFacts | None]]", self._group.all_gather_object(own)) if self.moves else []
         with on_all_ranks(self._voters, "reshard", "preparing the move"):
             for i, move in enumerate(self.moves):
                 move.settle([facts_of_rank[i] for facts_of_rank in facts])
@@ -220,14 +218,12 @@ class Mover:
         kept = (
             "All tables have moved, but an optimizer or a RowState of that rank has not followed"
             if self.done
-            else f"{len(done)} tables have moved ({some}), the others have not; the model "
-            "works under this mixed plan"
+            else f"{len(done)} tables have moved ({some}), the others have not; the model works under this mixed plan"
             if done
             else "Nothing has moved, and the model works as before"
         )
         raise ReshardError(
-            f"reshard: rank {rank} failed in {operation}{where}: {text}. {kept}. Fix the cause and reshard "
-            "again."
+            f"reshard: rank {rank} failed in {operation}{where}: {text}. {kept}. Fix the cause and reshard again."
         ) from failure
 
     # ------------------------------------------------------------------------------------------------------- after

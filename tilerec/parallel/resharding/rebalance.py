@@ -91,15 +91,12 @@ def rebalance(
         parts = _parts(model, collections, two_d)
         if group.rank == 0:
             proposals = [
-                propose(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain)
-                for part in parts
+                propose(model, part, planner, measured, len(parts) == 1, budget_bytes, least_gain) for part in parts
             ]
             found = decide(proposals, measured, horizon, least_gain, step_seconds)
     found = cast("list[Rebalanced]", group.all_gather_object(found))[0]
     if found.pays and apply:
-        moved = reshard(
-            outer, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers
-        )
+        moved = reshard(outer, found.plan, budget_bytes=budget_bytes, progress=progress, optimizers=optimizers)
         return replace(found, moved=moved)
     return found
 

@@ -70,9 +70,7 @@ def decide(
     """
     if len(proposals) > 1:
         proposals = [
-            p
-            if p.after_s < p.before_s
-            else p._replace(after_s=p.before_s, move_s=0.0, move_bytes=0, plan=p.present)
+            p if p.after_s < p.before_s else p._replace(after_s=p.before_s, move_s=0.0, move_bytes=0, plan=p.present)
             for p in proposals
         ]
     before, after = sum(p.before_s for p in proposals), sum(p.after_s for p in proposals)

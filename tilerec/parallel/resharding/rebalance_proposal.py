@@ -52,9 +52,7 @@ def propose(
     collections, present, own = part
     tables = present_tables(model, present)
     planner = _planner_for(planner, own, tables, alone)
-    if not load.steps or not any(
-        f.ids for path, name in tilings_of(present) for f in load.features[path, name]
-    ):
+    if not load.steps or not any(f.ids for path, name in tilings_of(present) for f in load.features[path, name]):
         return Proposal(0.0, 0.0, 0.0, 0, present, present)
     request = measured_request(planner, tables, load)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]

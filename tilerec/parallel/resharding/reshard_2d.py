@@ -63,9 +63,7 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
             first = next(iter(own.values())).exchange
             if exact:
                 present = present_plan(model, own, "reshard")
-                whole = _world_plan(
-                    [replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present
-                )
+                whole = _world_plan([replace(two_d.parts[k].plan, group_plan=wanted[k]) for k in turn], present)
             else:
                 present, whole = two_d.parts[turn[0]].plan.group_plan, wanted[turn[0]]
             ready = prepare_move(own, present, whole, first.topology, options.optimizers)
@@ -82,8 +80,7 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
         finally:
             done += mover.moved
             two_d.parts = tuple(
-                _with_current_plan(part, wanted[k], mover) if k in turn else part
-                for k, part in enumerate(two_d.parts)
+                _with_current_plan(part, wanted[k], mover) if k in turn else part for k, part in enumerate(two_d.parts)
             )
     return merged_report(reports)
 

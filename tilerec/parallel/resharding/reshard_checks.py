@@ -46,9 +46,7 @@ def check_options(options: MoveOptions) -> None:
     """
     budget = options.budget
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-        raise ConfigError(
-            f"reshard: budget_bytes: got {budget!r}; expected a whole number of bytes from 1, or None."
-        )
+        raise ConfigError(f"reshard: budget_bytes: got {budget!r}; expected a whole number of bytes from 1, or None.")
     check_progress(options.progress)
 
 

@@ -102,8 +102,7 @@ def _embeddings_of(model: nn.Module, table: str) -> tuple[str, ManagedCollisionE
     found = {
         path: part
         for path, part in model.named_modules()
-        if isinstance(part, ManagedCollisionEmbeddings)
-        and table in part.managed_collision_collection.modules_by_table
+        if isinstance(part, ManagedCollisionEmbeddings) and table in part.managed_collision_collection.modules_by_table
     }
     if len(found) != 1:
         raise ConfigError(

@@ -20,9 +20,7 @@ from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, Sh
 from tilerec.spec.topology import Topology
 
 
-def sharded_collections(
-    model: nn.Module, caller: str, *, two_d: bool = False
-) -> dict[str, ShardedCollection]:
+def sharded_collections(model: nn.Module, caller: str, *, two_d: bool = False) -> dict[str, ShardedCollection]:
     """Return the sharded collections of a model by path. All of them are sharded over the same ranks.
 
     Args:
@@ -70,9 +68,7 @@ def present_plan(model: nn.Module, collections: Mapping[str, ShardedCollection],
             "plan."
         )
     topology = next(iter(collections.values())).exchange.topology
-    whole = ShardingPlan(
-        {path: known[path] for path in collections}, topology.world_size, topology.host_ranks
-    )
+    whole = ShardingPlan({path: known[path] for path in collections}, topology.world_size, topology.host_ranks)
     return with_present_storage(whole, collections)
 
 
@@ -115,10 +111,7 @@ def complete_plan(
                 shardings[name] = named[0]
     parts = {
         path: EmbeddingModuleShardingPlan(
-            {
-                name: _with_defaults(shardings.get((path, name)), present.plan[path][name])
-                for name in part._tables
-            }
+            {name: _with_defaults(shardings.get((path, name)), present.plan[path][name]) for name in part._tables}
         )
         for path, part in collections.items()
     }

@@ -134,10 +134,7 @@ class TableMove:
                 f"reshard: table {self.key} has a sparse .grad, which cannot move. Step, and set it to None."
             )
         if any(grad is not None for grad in grads):
-            dense = [
-                torch.zeros_like(leaf) if grad is None else grad
-                for leaf, grad in zip(leaves, grads, strict=True)
-            ]
+            dense = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
             source(("grad",), dense, True)
         if all(rows.touched is not None for rows in table.tile_rows):
             source(("touched",), [cast(ChangedRows, rows.touched).marks for rows in table.tile_rows], False)
@@ -194,9 +191,7 @@ class TableMove:
                 )
             for name, kind in facts.kinds.items():
                 known = kinds[name]
-                if kind.dtype != known.dtype or (
-                    kind.cells == known.cells and kind.trailing != known.trailing
-                ):
+                if kind.dtype != known.dtype or (kind.cells == known.cells and kind.trailing != known.trailing):
                     raise ConfigError(
                         f"reshard: {self._word(name)} of table {self.key} is {_kind_word(known)} on rank {rank} and "
                         f"{_kind_word(kind)} on rank {other}. Convert the model on all ranks alike."
@@ -253,9 +248,7 @@ class TableMove:
         count = range(len(places))
         states: list[dict[str, Tensor]] = [
             {
-                slot: self._memory[("slot", slot)][i]
-                if ("slot", slot) in kinds
-                else numbers[("slot", slot)].clone()
+                slot: self._memory[("slot", slot)][i] if ("slot", slot) in kinds else numbers[("slot", slot)].clone()
                 for slot in table.rows.state
             }
             for i in count
@@ -264,8 +257,7 @@ class TableMove:
         if table.tile_rows[0].touched is not None:
             marks = self._memory.get(("touched",))
             touched = [
-                self._touched(place.r1 - place.r0, marks[i] if marks else None)
-                for i, place in enumerate(places)
+                self._touched(place.r1 - place.r0, marks[i] if marks else None) for i, place in enumerate(places)
             ]
         steppers = {
             n: [self._state_of(n, i) for i in count]
@@ -279,9 +271,7 @@ class TableMove:
         assert self._ready is not None
         numbers = self._ready.numbers
         if marks is None:
-            marks = torch.zeros(
-                rows, dtype=torch.uint8, device=ChangedRows(0, self.table.weight.device).marks.device
-            )
+            marks = torch.zeros(rows, dtype=torch.uint8, device=ChangedRows(0, self.table.weight.device).marks.device)
         return ChangedRows.of(marks, numbers[("updates",)], numbers[("state updates",)])
 
     def switch(self) -> Exception | None:

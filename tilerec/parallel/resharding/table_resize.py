@@ -52,9 +52,7 @@ class ResizedTable:
         places = tiles_or_empty(tiling, rank)
         for rows in table.tile_rows:
             rows.settle()
-        self._moves = [
-            _moves(table.place_of(i), place, old_rows_M, new_rows_M) for i, place in enumerate(places)
-        ]
+        self._moves = [_moves(table.place_of(i), place, old_rows_M, new_rows_M) for i, place in enumerate(places)]
         self._shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
         self._peers = [new_peers(table, tiling, place, topology) for place in places]
         leaves = table.leaves()
@@ -119,9 +117,7 @@ class ResizedTable:
         for i, leaf in enumerate(self._table.leaves()):
             own = {key: number_like(value, leaf) for key, value in held.numbers.items()}
             for key, values in (*held.cells.items(), *held.rows.items()):
-                own[key] = self._with_moved_rows(
-                    i, values[i], self._steppers.initial(number, self._name, key)
-                )
+                own[key] = self._with_moved_rows(i, values[i], self._steppers.initial(number, self._name, key))
             made.append(own)
         return made
 
@@ -134,9 +130,7 @@ class ResizedTable:
             for marks, old in zip(self._marks, cast("list[Any]", table.tile_rows), strict=True)
         ]
         table.config = config
-        after = replace_tiles(
-            table, self._tiling, self._peers, self._memory, self._states, self._grads, touched
-        )
+        after = replace_tiles(table, self._tiling, self._peers, self._memory, self._states, self._grads, touched)
         self._steppers.follow(
             self._name, before, after, {n: held for n, held in self._states_by_stepper.items() if any(held)}
         )

@@ -105,9 +105,7 @@ def _overlaps(
                 both = Rectangle(*rows, max(c0, target.c0), min(c1, target.c1))
                 for rank in target.owners:
                     source = reader(tile.owners, rank, topology)
-                    found.append(
-                        Transfer(source, leaves_before[t][source], rank, leaves_after[n][rank], both)
-                    )
+                    found.append(Transfer(source, leaves_before[t][source], rank, leaves_after[n][rank], both))
     return found
 
 

@@ -110,9 +110,7 @@ class DMPCollection(DistributedModelParallel):
         nn.Module.__init__(self)
         who = "DMPCollection"
         dense = DenseOptions.of(init_data_parallel, init_parameters, data_parallel_wrapper)
-        settings = ReplicaSettings(
-            sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together
-        )
+        settings = ReplicaSettings(sync, sync_interval, exact, moment_scale, custom_all_reduce, refuse_together)
 
         def shard_onto(group: Group, tables_device: torch.device | str | int) -> None:
             def checked() -> tuple[list[GroupConfig], dict[str, object]]:
@@ -173,9 +171,7 @@ class DMPCollection(DistributedModelParallel):
     def plan(self) -> ReplicatedPlan:  # type: ignore[override]
         """The plan; printable. A file that `plan.save` writes may be passed as `plan=` again."""
         first, *others = [part.plan for part in self._two_d.parts]
-        return ReplicatedPlan(
-            first.group_plan, first.grid, first.topology, first.hosts_from, first.kept, tuple(others)
-        )
+        return ReplicatedPlan(first.group_plan, first.grid, first.topology, first.hosts_from, first.kept, tuple(others))
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -97,12 +97,8 @@ def running_group(
             assert isinstance(table, ShardedTable)
             for leaf in table.leaves():
                 broadcast_tensor(own.axis, leaf)
-        average = ReplicaSync(
-            own.axis, [module.get_submodule(path) for path in part.collections], settings.hook
-        )
+        average = ReplicaSync(own.axis, [module.get_submodule(path) for path in part.collections], settings.hook)
         for rows in average.rows():
             assert rows.touched is not None
             rows.touched.agreed(WEIGHTS | SLOTS)
-    return RunningGroup(
-        tuple(part.collections), part.plan.as_run(job.ready.plan), own.shard, own.axis, average
-    )
+    return RunningGroup(tuple(part.collections), part.plan.as_run(job.ready.plan), own.shard, own.axis, average)

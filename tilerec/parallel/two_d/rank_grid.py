@@ -72,16 +72,14 @@ class RankGrid:
     def sharding_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each sharding group, in the order of their members."""
         return tuple(
-            tuple(self.rank(team, member) for member in range(self.group_size))
-            for team in range(self.replicas)
+            tuple(self.rank(team, member) for member in range(self.group_size)) for team in range(self.replicas)
         )
 
     @property
     def replica_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each replica group, in the order of their teams."""
         return tuple(
-            tuple(self.rank(team, member) for team in range(self.replicas))
-            for member in range(self.group_size)
+            tuple(self.rank(team, member) for team in range(self.replicas)) for member in range(self.group_size)
         )
 
     def over_replicas(self, name: str, tiling: Tiling) -> Tiling:
@@ -108,9 +106,7 @@ class RankGrid:
         """Return True if any of the groups has ranks on several hosts."""
         return any(len({topology.host_of(rank) for rank in group}) > 1 for group in groups)
 
-    def topology_of(
-        self, team: int, topology: Topology, hosts: Sequence[Sequence[int]] | None = None
-    ) -> Topology:
+    def topology_of(self, team: int, topology: Topology, hosts: Sequence[Sequence[int]] | None = None) -> Topology:
         """Return the topology of one sharding group, its ranks numbered from 0.
 
         Args:

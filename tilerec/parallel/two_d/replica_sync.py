@@ -211,9 +211,7 @@ class ReplicaSync:
         if not counted:
             return
         mine = torch.cat([steps[u].to(self.axis.device) for steps, u in counted])
-        largest = torch.stack(
-            self._exchange_all("replica steps", mine, [mine.numel()] * self.axis.size)
-        ).amax(0)
+        largest = torch.stack(self._exchange_all("replica steps", mine, [mine.numel()] * self.axis.size)).amax(0)
         for (steps, u), part in zip(counted, largest.split([u.numel() for _, u in counted]), strict=True):
             steps.index_copy_(0, u, part.to(steps))
 

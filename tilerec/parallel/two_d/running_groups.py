@@ -180,9 +180,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, TwoD | None]:
     return inner, two_d if isinstance(two_d, TwoD) else None
 
 
-def _sync_like(
-    module: nn.Module, paths: Sequence[str], axis: Group, like: ReplicaSync | None
-) -> ReplicaSync | None:
+def _sync_like(module: nn.Module, paths: Sequence[str], axis: Group, like: ReplicaSync | None) -> ReplicaSync | None:
     if like is None:
         return None
     return ReplicaSync(axis, [module.get_submodule(path) for path in paths], like.hook, like.ranks)

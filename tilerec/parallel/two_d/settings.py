@@ -83,9 +83,7 @@ class ReplicaSettings:
         if self.sync not in ("exact", "average"):
             raise ConfigError(f"{who}: sync: got {self.sync!r}; expected 'exact' or 'average'.")
         interval, scale = self.interval, self.moment_scale
-        if interval is not None and (
-            not isinstance(interval, int) or isinstance(interval, bool) or interval < 1
-        ):
+        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
             raise ConfigError(
                 f"{who}: sync_interval: got {interval!r}; expected an integer number of steps from 1, or None to "
                 "average only in calls of sync()."
@@ -107,11 +105,7 @@ class ReplicaSettings:
         if self.sync == "exact":
             bits = ", the same bits under every plan" if self.exact else ""
             return f"exact: gradients of touched rows are exchanged before every update{bits}"
-        every = (
-            "when sync() is called"
-            if self.interval is None
-            else f"every {self.interval} updates, and by sync()"
-        )
+        every = "when sync() is called" if self.interval is None else f"every {self.interval} updates, and by sync()"
         return f"averaged {every}: weights and optimizer state of the rows touched since"
 
 
@@ -124,6 +118,4 @@ def check_bool(value: object, who: str, name: str) -> None:
 def check_hook(hook: object, who: str) -> None:
     """Raise if the hook is not callable."""
     if hook is not None and not callable(hook):
-        raise ConfigError(
-            f"{who}: got {hook!r}; expected a function of a list of tensors, or None for an all-reduce."
-        )
+        raise ConfigError(f"{who}: got {hook!r}; expected a function of a list of tensors, or None for an all-reduce.")

@@ -51,9 +51,7 @@ class Allowed:
         # An instance cannot keep pieces on one host. For the search, each table that must be on one host gets a host
         # here; for a bound, its pieces may be on any ranks.
         self.one_host = [
-            t
-            for t, limit in self._limited()
-            if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
+            t for t, limit in self._limited() if limit.ranks is None and self.hosts > 1 and _on_one_host(limit)
         ]
         self.on = self._ranks_allowed()
         self._spread()
@@ -82,15 +80,11 @@ class Allowed:
                 # If a constraint names the type, rows over all ranks are allowed even for fewer rows than ranks.
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
-            if (
-                cached
-            ):  # without an attached optimizer, a gradient as large as the table would be on the device
+            if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():
             if limit.types:
-                there[t] &= np.array(
-                    [is_of(option, limit.types, self.ranks, self.hosts) for option in options]
-                )
+                there[t] &= np.array([is_of(option, limit.types, self.ranks, self.hosts) for option in options])
             if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
                 there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
         empty = np.flatnonzero(~there.any(1))

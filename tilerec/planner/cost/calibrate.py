@@ -132,9 +132,7 @@ class _Bench:
     def _tables(self, dim: int) -> tuple[Tensor, Tensor]:
         """Return a table with far rows and one with near rows."""
         # Ones, because memory that was never written is a single page of zeros, which is cached.
-        large, small = (
-            torch.ones(size // (4 * dim), dim, device=self.device) for size in (_FAR_BYTES, _NEAR_BYTES)
-        )
+        large, small = (torch.ones(size // (4 * dim), dim, device=self.device) for size in (_FAR_BYTES, _NEAR_BYTES))
         return large, small
 
     # ---------------------------------------------------------------------------------------------- rates per row
@@ -254,9 +252,7 @@ class _Bench:
         def run(each: int) -> float:
             output, input = (torch.zeros(each * size, device=self.device) for _ in range(2))
             splits = [each] * size
-            return self._seconds(
-                lambda: self.group.all_to_all("calibrate", output, input, splits, splits).wait()
-            )
+            return self._seconds(lambda: self.group.all_to_all("calibrate", output, input, splits, splits).wait())
 
         call = run(16)
         each = 2**20 // size

@@ -174,9 +174,7 @@ class HostFactors:
         factors = np.full((self.ranks, len(singles)), PER_MILLE, np.int64)
         if self.alike or self.lower:
             return factors
-        host = [
-            self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)
-        ]
+        host = [self.sizes.index(len(self.topology.ranks_of(self.topology.host_of(r)))) for r in range(self.ranks)]
         for name in OWNER_DIRECTION:
             for stage, sides in self.together(name):
                 side = sides.own if kind == "cost" else sides.home

@@ -168,9 +168,7 @@ class Replicas:
         self.ids = np.select([self.form == 0, self.form == 1], [ids * ranks, own * ranks], everyone)
         self.bags = np.select([self.form == 0], [bags * ranks], self.ids)
         summed = (
-            bags * rates.at("update_bag", dim)
-            + ids * rates.at("update_id", dim)
-            + rates.copied(2.0 * own * dim * wide)
+            bags * rates.at("update_bag", dim) + ids * rates.at("update_id", dim) + rates.copied(2.0 * own * dim * wide)
         )
         dense = rates.copied(6.0 * self.reduced)
         self.seconds = (

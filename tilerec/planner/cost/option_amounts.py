@@ -56,17 +56,13 @@ class OptionAmounts:
             self.stages += tuple(f"{name} at home" for name in self.twins)
         shape = (len(work.names), len(self.options), len(self.stages))
         self.cost, self.home, self.fixed = (np.zeros(shape, np.int64) for _ in range(3))
-        self.memory, self.home_memory, self.least_memory = (
-            np.zeros((*shape[:2], 2), np.int64) for _ in range(3)
-        )
+        self.memory, self.home_memory, self.least_memory = (np.zeros((*shape[:2], 2), np.int64) for _ in range(3))
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.divisible = np.zeros(shape[:2], np.bool_)
         # Of whole tables, [T]: present bags, ids and lengths of one home; features; part of the ids with weights.
         self.bags, self.ids, self.lengths = work.present(np.ones(len(work.names)))
         self.features = work.per_table(np.ones(len(work.bags)))
-        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted) / np.maximum(
-            work.ids, 1e-300
-        )
+        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted) / np.maximum(work.ids, 1e-300)
         self.payload = self.payload_of(np.arange(len(work.names)), 1.0, self.ids, self.lengths)
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)  # bytes of a home's output
         self.part_filled = np.zeros(len(work.names), np.bool_)  # some bags of the table are empty

@@ -48,9 +48,7 @@ class Problem:
     stages: tuple[str, ...]
     charges: tuple[str, ...]
 
-    def sharding(
-        self, table: int, option: int, places: Sequence[int], shares: Ints | None = None
-    ) -> ParameterSharding:
+    def sharding(self, table: int, option: int, places: Sequence[int], shares: Ints | None = None) -> ParameterSharding:
         """Return the sharding of a table with this option and these places.
 
         Args:
@@ -128,9 +126,7 @@ def problem_of(
     return Problem(model, tables, estimate.options, instance, lower, model.stages, charges)
 
 
-def _instance(
-    amounts: OptionAmounts, paid: Price | None, reserved: Ints | None
-) -> tuple[Instance, tuple[str, ...]]:
+def _instance(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> tuple[Instance, tuple[str, ...]]:
     """Fill in the amounts of all options; return the instance, and the names of its charges."""
     there, topology = amounts.there, amounts.topology
     width, pieces = np.zeros(there.shape, np.int64), np.ones(there.shape, np.int64)

@@ -20,9 +20,7 @@ from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Ints
 
-ROW_CHANGE = (
-    1.0 / 64
-)  # relative change of a range of rows, to measure how its present bags depend on its rows
+ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its present bags depend on its rows
 
 
 def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
@@ -162,9 +160,7 @@ class PieceAmounts:
         wide = float(amounts.work.wide)
         inner = self.merge * sums.far * self.P * self.width * wide * (n - 1.0) / n
         for stage, rate in (("rows", "place"), ("gradients", "pick")):
-            seconds = rates.exchanged(inner, inner) + self.merge * sums.far * self.P * rates.at(
-                rate, self.width
-            )
+            seconds = rates.exchanged(inner, inner) + self.merge * sums.far * self.P * rates.at(rate, self.width)
             amounts.put(amounts.cost, o, t, stage, seconds)
             # A proxy receives what all members send, however few rows it holds itself.
             amounts.put(amounts.fixed, o, t, stage, seconds)

@@ -81,9 +81,7 @@ class Price:
     def stage_of(self) -> dict[str, str]:
         """The stage of each of PARTS and NETWORK_STAGES."""
         found = {name: STAGES[stage] for name, stage in STAGE_OF_PART.items()}
-        return found | {
-            name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()
-        }
+        return found | {name: name if name in self.names else stage for name, stage in STAGE_OF_NETWORK.items()}
 
     @property
     def seconds(self) -> float:
@@ -176,9 +174,7 @@ class _Pricing:
             bags[mark] += count
         # Parts exist for each feature; a piece counts once, with the first feature of its table.
         first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
-        own = np.array(
-            [first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_
-        )
+        own = np.array([first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_)
         # One line for each owner of a part and each rectangle of the part.
         lines = np.flatnonzero(own[travel.e_part])
         units = travel.units[travel.e_part[lines]]

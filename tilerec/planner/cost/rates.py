@@ -44,9 +44,7 @@ class Rates:
         row = width * element / 4.0
         near = np.maximum(np.asarray(ids) - far, 0.0)
         return (
-            far * self.at("lookup_far", row)
-            + near * self.at("lookup_near", row)
-            + bags * self.at("lookup_bag", width)
+            far * self.at("lookup_far", row) + near * self.at("lookup_near", row) + bags * self.at("lookup_bag", width)
         )
 
     def update(
@@ -70,9 +68,7 @@ class Rates:
     def exchanged(self, sent: Any, received: Any, *, network: bool = False) -> Floats:
         """Return seconds of an exchange, for the bytes that a rank sends and receives over one kind of link."""
         speeds = self.speeds
-        out, inward = (
-            (speeds.network_out, speeds.network_in) if network else (speeds.link_out, speeds.link_in)
-        )
+        out, inward = (speeds.network_out, speeds.network_in) if network else (speeds.link_out, speeds.link_in)
         sent, received = np.asarray(sent, np.float64) * out, np.asarray(received, np.float64) * inward
         return np.maximum(sent, received) if speeds.duplex else sent + received
 

@@ -67,10 +67,7 @@ class Travel:
             host[list(ranks)] = h
         self.host = host
         self.on_host = np.bincount(host)[host].astype(np.float64)
-        tables = [
-            TableLayout(t.name, tiling, t.fan_in, t.wire)
-            for t, tiling in zip(work.tables, tilings, strict=True)
-        ]
+        tables = [TableLayout(t.name, tiling, t.fan_in, t.wire) for t, tiling in zip(work.tables, tilings, strict=True)]
         slots = [SlotRead(int(t), "") for t in work.table]
         self.layout = SharedLayout(tables, slots, topology)
         self._count_parts(self.layout)

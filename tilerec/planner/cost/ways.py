@@ -101,9 +101,7 @@ def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[i
     options.append(Option(Way.COPIES, 1, ranks))
     distinct = sorted(set(dims))
     options += [
-        Option(Way.COLUMNS, k, 1)
-        for k in COLUMN_SPLITS
-        if k <= ranks and any(d % k == 0 < d // k for d in distinct)
+        Option(Way.COLUMNS, k, 1) for k in COLUMN_SPLITS if k <= ranks and any(d % k == 0 < d // k for d in distinct)
     ]
     counts = {*row_splits_below(ranks), *(k for k in row_splits if 1 < k < ranks)}
     options += [Option(Way.ROWS, k, 1) for k in sorted(counts)]
@@ -114,9 +112,7 @@ def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[i
                 continue
             options.append(Option(Way.ROWS, 1, n))
             hosts = sum(len(host) == n for host in topology.host_ranks)
-            options += [
-                Option(Way.GRID, k, n) for k in GRIDS if k <= hosts and any(d % k == 0 for d in distinct)
-            ]
+            options += [Option(Way.GRID, k, n) for k in GRIDS if k <= hosts and any(d % k == 0 for d in distinct)]
     return tuple(options)
 
 

@@ -134,9 +134,7 @@ class StepShape:
 class _ShapeStep:
     """One step of a shape, with the next of its batches in each call."""
 
-    def __init__(
-        self, shape: StepShape, works: list[TableWork], module: Any, rank: int, device: torch.device
-    ) -> None:
+    def __init__(self, shape: StepShape, works: list[TableWork], module: Any, rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(rank)
         count = len(works) * shape.bags
         self.names, self.module, self.turn = [w.name for w in works], module, 0
@@ -172,9 +170,7 @@ SHAPES = (
 )
 
 
-def fitted(
-    group: Group, topology: Topology, speeds: Speeds, device: torch.device, rounds: int, steps: int
-) -> Speeds:
+def fitted(group: Group, topology: Topology, speeds: Speeds, device: torch.device, rounds: int, steps: int) -> Speeds:
     """Return `speeds` with loads applied, the costs of FITTED, and the cache size that fits best. Collective.
 
     Args:

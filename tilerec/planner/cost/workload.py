@@ -119,9 +119,7 @@ class TableWork:
         for name in ("rows", "dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"Table '{self.name}': {name} is {value!r}; it must be a whole number from 1."
-                )
+                raise ConfigError(f"Table '{self.name}': {name} is {value!r}; it must be a whole number from 1.")
         object.__setattr__(self, "reads", tuple(self.reads))
         if not isinstance(self.load_factor, (int, float)) or not 0 <= self.load_factor <= 1:
             raise ConfigError(
@@ -229,10 +227,7 @@ class Workload:
         Args:
             share: [T] traffic of the member. whole: [T] traffic of all members.
         """
-        shares = (
-            np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table]
-            for s in (share, whole)
-        )
+        shares = (np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, whole))
         bags, union = (self.bags * (1.0 - missed(s, self.ids_per_bag)) for s in shares)
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 

@@ -72,9 +72,7 @@ class Bottleneck:
         return self.waiting > BALANCED
 
 
-def bottleneck_of(
-    stages: Sequence[str], load_ps: Ints, charge_ps: int, network_ps: Ints | None = None
-) -> Bottleneck:
+def bottleneck_of(stages: Sequence[str], load_ps: Ints, charge_ps: int, network_ps: Ints | None = None) -> Bottleneck:
     """Return the bottleneck for the given loads of all ranks.
 
     Args:
@@ -97,9 +95,7 @@ def bottleneck_of(
     found = [(name, ps, groups[name]) for name, ps in time.items()]
     found.append((COLLECTIVES, charge_ps, ()))
     resources = [
-        StepResource(name, ps, ps / step if step else 0.0, own)
-        for name, ps, own in found
-        if ps or own or not stages
+        StepResource(name, ps, ps / step if step else 0.0, own) for name, ps, own in found if ps or own or not stages
     ]
     resources.sort(key=lambda one: -one.ps)
     total = load_ps.sum(1)

@@ -244,9 +244,7 @@ class Explainer:
         return self.decision.problem, freed
 
     def _without_limits(self, keys: set[str]) -> Problem:
-        freed = self.request.with_constraints(
-            sorted(keys), **FREE_PLACEMENT, with_table=None, min_partition=1
-        )
+        freed = self.request.with_constraints(sorted(keys), **FREE_PLACEMENT, with_table=None, min_partition=1)
         return build_problem(freed, self.pins, self.decision.offload)
 
     def _without_chosen_option(self, problem: Problem) -> list[int]:
@@ -288,9 +286,7 @@ class Explainer:
 
     def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
         if together:
-            names = ", ".join(f"'{other}'" for other in together[:8]) + (
-                " and more" if len(together) > 8 else ""
-            )
+            names = ", ".join(f"'{other}'" for other in together[:8]) + (" and more" if len(together) > 8 else "")
             yield (
                 f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
                 "figures of pieces are for this table alone."
@@ -324,9 +320,7 @@ class Explainer:
             key = self.names[m]
             limits = self.limits.get(key, Limits())
             given = self.request.limits_of(key)
-            reasons = violated_restrictions(
-                option, self.problem.tables[m].dim, limits, given, topology, rest.allowed
-            )
+            reasons = violated_restrictions(option, self.problem.tables[m].dim, limits, given, topology, rest.allowed)
             if reasons:
                 text = "; ".join(reasons)
                 return text if m == t else f"of '{key}', which is co-located with it: {text}"

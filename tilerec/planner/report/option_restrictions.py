@@ -66,9 +66,7 @@ def _type(
     return f"its forbidden_types are {', '.join(forbidden)}"
 
 
-def _too_narrow(
-    wanted: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology
-) -> str:
+def _too_narrow(wanted: Sequence[ShardingType], dim: int, given: ParameterConstraints, topology: Topology) -> str:
     """Return the reason why no column split of the allowed types is possible."""
     sizes = [len(host) for host in topology.host_ranks]
     most = topology.world_size

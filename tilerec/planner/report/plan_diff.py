@@ -73,9 +73,7 @@ class PlanDiff:
             "from the first plan to the second"
         )
         if self.others:
-            head += (
-                f"; {self.others} are in one plan only, or differ in size: are they plans of the same model?"
-            )
+            head += f"; {self.others} are in one plan only, or differ in size: are they plans of the same model?"
         return f"{head}\n\n" + format_columns(("table", "first", "second", "moves"), rows, right=(3,))
 
 

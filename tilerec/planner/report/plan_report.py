@@ -148,8 +148,7 @@ class PlanReport:
         """
         ours = sorted((e.path, e.name, e.rows, e.dim, e.data_type) for e in self.tables)
         theirs = sorted(
-            (*table.names[0], table.rows, table.dim, table.data_type.value.lower())
-            for table in request.tables
+            (*table.names[0], table.rows, table.dim, table.data_type.value.lower()) for table in request.tables
         )
         alike = self.topology.to_json() == request.topology.to_json()
         if ours != theirs or not alike or self.batch_size != request.batch_size:
@@ -267,9 +266,7 @@ class PlanReport:
             batch_size=found["batch_size"].whole(1),
             planner=found["planner"].text(),
             notes=found["notes"].texts(),
-            network_ps=None
-            if network is None or network.value is None
-            else _table(network, ranks, len(stages)),
+            network_ps=None if network is None or network.value is None else _table(network, ranks, len(stages)),
         )
 
     def save(self, path: str | Path) -> None:

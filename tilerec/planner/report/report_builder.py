@@ -100,9 +100,7 @@ def _times_and_bytes(decision: Decision) -> tuple[Ints, Ints, Ints]:
     held = instance.memory[every, option].sum(1) * width * pieces
     held = held + instance.home_memory[every, option].sum(1) * instance.ranks
     shared = np.flatnonzero(instance.shared)
-    uneven = (
-        {t for t in every.tolist() if decision.shares(t) is not None} if decision.solution.rows else set()
-    )
+    uneven = {t for t in every.tolist() if decision.shares(t) is not None} if decision.solution.rows else set()
     for t in np.flatnonzero(pieces > 1).tolist():
         places = decision.places(t)
         if t in uneven:
@@ -136,11 +134,7 @@ def _slowest(decision: Decision, option: Ints) -> Ints:
     for t, o in enumerate(option.tolist()):
         places = decision.places(t)
         if places:
-            ranks = (
-                list(places)
-                if instance.width[t, o] == 1
-                else [r for h in places for r in instance.host_ranks[h]]
-            )
+            ranks = list(places) if instance.width[t, o] == 1 else [r for h in places for r in instance.host_ranks[h]]
             found[t] = instance.slow[ranks].max(0)
     return found
 

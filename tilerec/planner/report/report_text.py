@@ -115,18 +115,14 @@ def _heaviest(report: PlanReport) -> str:
     heavy = report.weighs_most(rank, None)
     if not heavy:
         return ""
-    shown = ", ".join(
-        f"{_name(entry)} {time_text(seconds * PICO)}" for entry, seconds in heavy[:_MOST_ON_RANK]
-    )
+    shown = ", ".join(f"{_name(entry)} {time_text(seconds * PICO)}" for entry, seconds in heavy[:_MOST_ON_RANK])
     others = heavy[_MOST_ON_RANK:]
     if others:
         rest = time_text(sum(seconds for _, seconds in others) * PICO)
         shown += f"; {_count(len(others), 'other table')} there, {rest} together"
     own = _of_no_table(report, rank, [entry for entry, _ in heavy])
     if own > BALANCED * report.cost_ps:
-        shown += (
-            f"; {time_text(own)} for no single table (fixed costs, and collectives that every plan needs)"
-        )
+        shown += f"; {time_text(own)} for no single table (fixed costs, and collectives that every plan needs)"
     return f"The heaviest tables on rank {rank}: {shown}."
 
 
@@ -145,10 +141,7 @@ def _of_no_table(report: PlanReport, rank: int, here: Sequence[TableEntry]) -> i
 def _what_ifs(found: Sequence[WhatIf]) -> str:
     if not found:
         return "What would help: no change applies to this plan."
-    rows = [
-        (one.change, "" if one.step_ps is None else time_text(one.step_ps), one.outcome, one.how)
-        for one in found
-    ]
+    rows = [(one.change, "" if one.step_ps is None else time_text(one.step_ps), one.outcome, one.how) for one in found]
     return format_columns(("what would help", "step then", "saves", "how"), rows, right=(1,))
 
 
@@ -158,15 +151,11 @@ def _stages(report: PlanReport) -> str:
         load = report.load_ps[:, s]
         most, mean = int(load.max()), int(load.sum()) // len(load)
         rank = str(int(load.argmax())) if most > (1.0 + BALANCED) * mean else "balanced"
-        rows.append(
-            (name, _share(most, report), time_text(most), time_text(mean), rank if len(load) > 1 else "0")
-        )
+        rows.append((name, _share(most, report), time_text(most), time_text(mean), rank if len(load) > 1 else "0"))
     if report.charge_ps:
         charge = report.charge_ps
         rows.append((COLLECTIVES, _share(charge, report), time_text(charge), time_text(charge), "all"))
-    return format_columns(
-        ("stage", "of the step", "slowest", "mean", "slowest rank"), rows, right=(1, 2, 3, 4)
-    )
+    return format_columns(("stage", "of the step", "slowest", "mean", "slowest rank"), rows, right=(1, 2, 3, 4))
 
 
 def _share(ps: int, report: PlanReport) -> str:

@@ -13,9 +13,7 @@ from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.table import DataType
 from tilerec.spec.topology import Topology
 
-TYPES = {
-    d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)
-}
+TYPES = {d.value.lower(): d for d in (DataType.FP32, DataType.BF16, DataType.FP16, DataType.FP64, DataType.FP8)}
 
 
 def with_changes(
@@ -76,9 +74,7 @@ def world(topology: Topology, hosts: int | None, ranks_per_host: int | None) -> 
         )
     for name in ("hbm_cap", "ddr_cap"):
         if getattr(topology, f"{name}s") is not None:
-            raise ConfigError(
-                f"The ranks differ in memory ({name}s); give the memory of the new ranks ({name})."
-            )
+            raise ConfigError(f"The ranks differ in memory ({name}s); give the memory of the new ranks ({name}).")
     size = ranks_per_host or topology.local_world_size or 1
     count = hosts or topology.host_count
     return replace(topology, world_size=count * size, local_world_size=size, hosts=None)

@@ -64,9 +64,7 @@ class WhatIf:
         return f"{100 * self.gain:.1f} % {'per sample' if self.per_sample else 'of the step'}"
 
 
-def what_ifs(
-    request: PlanRequest, step_ps: int, fullest: float = 0.0, cached: bool = False
-) -> tuple[WhatIf, ...]:
+def what_ifs(request: PlanRequest, step_ps: int, fullest: float = 0.0, cached: bool = False) -> tuple[WhatIf, ...]:
     """Make a plan for each change that applies to a request; return the largest gain first, changes without plan last.
 
     Args:
@@ -107,9 +105,7 @@ class _Change:
             where = "device memory alone" if on_device and may_offload(then) else "the memory there is"
             return replace(self.without_plan, trouble=f"no plan within {where}")
         cost = decision.priced.cost_ps
-        samples = (then.batch_size * then.topology.world_size) / (
-            request.batch_size * request.topology.world_size
-        )
+        samples = (then.batch_size * then.topology.world_size) / (request.batch_size * request.topology.world_size)
         gain = 1.0 - cost / samples / step_ps if step_ps else 0.0
         return replace(self.without_plan, step_ps=cost, gain=gain)
 

@@ -57,9 +57,7 @@ def kinds_of(relaxed: Relaxed) -> list[Kinds]:
     # The mark of an option is the set of its charges. For each table, the cheapest option of every mark that occurs.
     seen = np.unique(marks[relaxed.usable]) if instance.tables else np.zeros(0, np.int64)
     cheapest = (
-        np.stack([np.where(marks == mark, priced, NEVER).min(1) for mark in seen.tolist()], 1)
-        if len(seen)
-        else None
+        np.stack([np.where(marks == mark, priced, NEVER).min(1) for mark in seen.tolist()], 1) if len(seen) else None
     )
     gone = price_of_limits(relaxed.memory, everything.prices)
     rough = []

@@ -171,9 +171,7 @@ class Boxes:
 
     def _tight(self, allowed: Bools, low: Ints) -> Ints:
         """Return [S] ps, raised to the smallest piece of the table whose smallest piece is largest."""
-        at_least = [
-            int(np.where(allowed, own, NEVER).min(1, initial=NEVER).max(initial=0)) for own in self.own
-        ]
+        at_least = [int(np.where(allowed, own, NEVER).min(1, initial=NEVER).max(initial=0)) for own in self.own]
         return np.maximum(low, at_least)
 
     def _judged(self, box: _Box, work: Work) -> _Box | None:
@@ -219,9 +217,7 @@ class Boxes:
         value += box.charge * self.ranks << WEIGHT_BITS
         return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option, expected)
 
-    def _at(
-        self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]
-    ) -> tuple[int, Ints]:
+    def _at(self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]) -> tuple[int, Ints]:
         """Return (2) in rank-ps * ONE, and its options [T]."""
         constant = (self.base_total << WEIGHT_BITS) - int((self.mass_base * weights).sum())
         constant += int(((self.alike_base + low * self.ranks) * weights).sum())

@@ -204,9 +204,7 @@ class Enumeration:
             at_least[:, -1] += rest_home
             floor = self._costs(at_least).sum(1) + charge
             floor = np.maximum(floor, (new_sums[:, 0] + rest_plain + base + ranks - 1) // ranks + charge)
-            floor = np.maximum(
-                floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge
-            )
+            floor = np.maximum(floor, (new_sums[:, 1] + rest_priced + base - self.gone + ranks - 1) // ranks + charge)
             keep &= floor < self.cost
             index = np.flatnonzero(keep)
             if not len(index):

@@ -45,9 +45,7 @@ from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
 
 SWAP_PIECES = 24  # pieces per rank that a round of swaps considers
-SWAP_PIECES_OF_MANY_RANKS = (
-    8  # the same from MANY_RANKS on: more rounds of fewer swaps gain more per unit of work
-)
+SWAP_PIECES_OF_MANY_RANKS = 8  # the same from MANY_RANKS on: more rounds of fewer swaps gain more per unit of work
 MANY_RANKS = 1024
 SPLIT_PIECES = 5  # pieces per rank that a round of splits considers: up to 2 ** 10 splits of a pair
 SWAPS_PER_CHUNK = 400_000  # swaps judged in one array
@@ -139,9 +137,7 @@ class _Exchange:
         single = np.flatnonzero(self.width == 1)
         counts = np.fromiter((len(packing.places[t]) for t in single.tolist()), np.int64, len(single))
         self.table = np.repeat(single, counts)
-        self.rank = np.fromiter(
-            (r for t in single.tolist() for r in packing.places[t]), np.int64, int(counts.sum())
-        )
+        self.rank = np.fromiter((r for t in single.tolist() for r in packing.places[t]), np.int64, int(counts.sum()))
         # The last row is no piece: a move is a swap against it.
         cost = instance.cost[self.table, packing.option[self.table]]
         self.cost = np.concatenate([cost, np.zeros((1, instance.stages), np.int64)]).astype(np.float64)
@@ -201,9 +197,7 @@ class _Exchange:
             if self.room.min() >= 0:
                 places = self._placed()
                 after = evaluate(self.instance, self.option, places)
-                return (
-                    Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
-                )
+                return Packing(self.option, places, after.memory) if fits(self.instance, after.memory) else None
             idle = 0 if self._round(turn, 3) else idle + 1
             if idle >= IDLE_REPAIRS or self.work.over:
                 break
@@ -272,9 +266,7 @@ class _Exchange:
             n = 2 ** min(2 * (n - 1), 2 * SPLIT_PIECES)
         chunk = max(SWAPS_PER_CHUNK // (n if split else n * n), 1)
         self.work.spend(
-            30 * CALLS
-            + len(self.table) * 400
-            + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
+            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
         )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):

@@ -146,12 +146,9 @@ class Instance:
             object.__setattr__(self, name, array)
         if np.any(self.fixed > self.cost):
             raise ConfigError("Instance: fixed is a part of cost, and above it somewhere.")
-        if self.allowed is not None and (
-            self.allowed.shape != (tables, ranks) or self.allowed.dtype != np.bool_
-        ):
+        if self.allowed is not None and (self.allowed.shape != (tables, ranks) or self.allowed.dtype != np.bool_):
             raise ConfigError(
-                f"Instance: allowed is {self.allowed.dtype} {self.allowed.shape}; it must be "
-                f"bool {(tables, ranks)}."
+                f"Instance: allowed is {self.allowed.dtype} {self.allowed.shape}; it must be bool {(tables, ranks)}."
             )
         object.__setattr__(self, "names", tuple(self.names))
         if len(self.names) != tables or len(set(self.names)) != tables:
@@ -335,9 +332,7 @@ class Solution:
     @property
     def gap(self) -> float:
         """Largest possible distance of the cost above the optimum, as a part of the bound."""
-        return (
-            (self.cost - self.bound) / self.bound if self.bound else (0.0 if self.cost == 0 else float("inf"))
-        )
+        return (self.cost - self.bound) / self.bound if self.bound else (0.0 if self.cost == 0 else float("inf"))
 
 
 def evaluate(
@@ -435,9 +430,7 @@ def alike(instance: Instance, load: Ints) -> Ints:
 
 def fits(instance: Instance, memory: Ints) -> bool:
     """Return True if [R, M] bytes are within every cap of ranks and hosts."""
-    return bool(np.all(memory <= instance.cap)) and bool(
-        np.all(instance.by_host(memory) <= instance.host_cap)
-    )
+    return bool(np.all(memory <= instance.cap)) and bool(np.all(instance.by_host(memory) <= instance.host_cap))
 
 
 def parts_of(instance: Instance, table: int, option: int, places: Sequence[int]) -> Ints:

@@ -32,9 +32,7 @@ from tilerec.planner.search.slopes import LAYERS_FROM_BINS, Slopes, split_for_la
 from tilerec.planner.search.work import CALLS, Work
 
 LARGEST_WEIGHT = (1 << 16) - 1  # weights of slopes are whole numbers up to it
-DIVISIBLE_PART = (
-    4  # a table counts as divisible if less than 1 / DIVISIBLE_PART of its cost stays on each rank
-)
+DIVISIBLE_PART = 4  # a table counts as divisible if less than 1 / DIVISIBLE_PART of its cost stays on each rank
 
 
 class PackingOrder(Enum):
@@ -197,9 +195,7 @@ class _Filling:
     def _level(self, bins: Bins, cost: Ints, pieces: Ints) -> Ints:
         """Return [S] ps of a stage: the even load of a bin, or the largest piece if that is more."""
         count = len(bins.time)
-        level = np.maximum(
-            (cost * pieces[:, None]).sum(0) // count + bins.time.sum(0).astype(np.int64) // count, 1
-        )
+        level = np.maximum((cost * pieces[:, None]).sum(0) // count + bins.time.sum(0).astype(np.int64) // count, 1)
         largest = cost.max(0, initial=0)
         largest[bins.shared] //= bins.size.min()
         level = np.maximum(level, largest)
@@ -214,9 +210,9 @@ class _Filling:
         weight = np.floor(cost.astype(np.float64))
         if self.order is PackingOrder.BOTH:
             # A tier that all pieces would fill to a part x of its room counts as x of the whole time.
-            fill = np.minimum((memory * pieces[:, None]).sum(0), bins.room.sum(0)).astype(
-                np.float64
-            ) / np.maximum(bins.room.sum(0), 1)
+            fill = np.minimum((memory * pieces[:, None]).sum(0), bins.room.sum(0)).astype(np.float64) / np.maximum(
+                bins.room.sum(0), 1
+            )
             as_time = np.floor(memory.astype(np.float64) / roomy * whole * fill)
             weight = np.concatenate([weight, as_time], 1)
         if self.order is PackingOrder.MEMORY:

@@ -86,9 +86,7 @@ def rebuild(
 
 
 class _Rebuild:
-    def __init__(
-        self, relaxed: Relaxed, usable: Bools, packing: Packing, seed: int, fractional: bool
-    ) -> None:
+    def __init__(self, relaxed: Relaxed, usable: Bools, packing: Packing, seed: int, fractional: bool) -> None:
         instance = self.instance = relaxed.instance
         self.relaxed, self.dice, self.fractional = relaxed, Dice(seed), fractional
         self.state = RebuildState(instance, packing, fractional)

@@ -233,9 +233,7 @@ class RebuildState:
         """Return the tables that add to a stage of this rank, or of its host if the host's ranks share the stage."""
         instance = self.instance
         host = int(instance.host_of[rank])
-        whole = instance.shared[s] or (
-            self.fractional_tables[host] > 0 and self.mean[host, s] > self.load[rank, s]
-        )
+        whole = instance.shared[s] or (self.fractional_tables[host] > 0 and self.mean[host, s] > self.load[rank, s])
         ranks = instance.host_ranks[host].tolist() if whole else [rank]
         return [*self.on_host[host], *(t for r in ranks for t in self.on_rank[r])]
 
@@ -278,9 +276,7 @@ class RebuildState:
         """Return True if every rank has room for a piece of `size` [M] bytes."""
         if not np.all(self.room >= size):
             return False
-        return not self.instance.capped or bool(
-            np.all(self.host_room >= size * self.instance.host_sizes[:, None])
-        )
+        return not self.instance.capped or bool(np.all(self.host_room >= size * self.instance.host_sizes[:, None]))
 
     def host_candidates(self, hosts: Ints, allowed: Bools | None) -> Candidates:
         """Return hosts as bins: each with the load of its slowest rank and the room of its fullest one.

@@ -380,7 +380,5 @@ def _weights(instance: Instance) -> tuple[Ints, Ints, Ints]:
         factors.append((ranks * k << FACTOR_BITS) // all_u)
         reached = int((u * instance.reach[:, s]).sum())
         homes.append((reached << FACTOR_BITS) // (PER_MILLE * all_u))
-        bases.append(
-            sum(int(a) * int(b) for a, b in zip(u, instance.base_cost[:, s], strict=True)) * ranks // all_u
-        )
+        bases.append(sum(int(a) * int(b) for a, b in zip(u, instance.base_cost[:, s], strict=True)) * ranks // all_u)
     return np.array(factors, np.int64), np.array(homes, np.int64), np.array(bases, np.int64)

@@ -51,8 +51,7 @@ class Slopes:
         order = np.argsort(bins.host, kind="stable")
         ends = np.cumsum(np.bincount(bins.host, minlength=len(bins.size)))
         self.members: list[slice | Ints] = [
-            slice(int(m[0]), int(m[-1]) + 1) if m[-1] - m[0] == len(m) - 1 else m
-            for m in np.split(order, ends[:-1])
+            slice(int(m[0]), int(m[-1]) + 1) if m[-1] - m[0] == len(m) - 1 else m for m in np.split(order, ends[:-1])
         ]
         self.size = bins.size.tolist()
         self.host = bins.host.tolist()

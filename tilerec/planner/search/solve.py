@@ -71,9 +71,7 @@ REPAIR_ROUNDS = 200  # rounds of exchanges that bring a packing within its caps
 REBUILDS = 6  # calls of `rebuild`
 FLOW_STEPS_PER_PACKING = 60  # steps of `flow` on a packing that may become the best plan
 FLOW_STEPS_OF_BEST = 600  # steps of `flow` on the best plan
-DIVISIBLE_WORK_PART = (
-    8  # `fractional_view` is used if divisible rows are more than 1 / DIVISIBLE_WORK_PART of work
-)
+DIVISIBLE_WORK_PART = 8  # `fractional_view` is used if divisible rows are more than 1 / DIVISIBLE_WORK_PART of work
 MIXED_STRIDE = 4  # `_mix` takes the cut of every fourth table from the second best packing
 MIXED_PART = 50  # two packings are mixed if their costs differ by less than 1 / MIXED_PART
 
@@ -168,9 +166,7 @@ class _Search:
                 self._rebuild()
                 complete = self._enumerate(self.whole // 2)
         if self.best is None:
-            return (
-                _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
-            )
+            return _nothing(Status.NONE_EXISTS, Proof(-1, 0)) if complete else _nothing(Status.NONE_FOUND, None)
         if self.any:
             return self.best
         best = self.best = flow(self.instance, self.best, FLOW_STEPS_OF_BEST, self.work.part(self.whole // 8))
@@ -328,11 +324,7 @@ class _Search:
         instance, every = self.instance, np.arange(self.instance.tables)
         fluid = instance.divisible[every, option] & (instance.width[every, option] > 1)
         work = instance.cost[every, option].sum(1) * self.relaxed.copies[every, option]
-        return (
-            self.fractional
-            if int(work[fluid].sum()) * DIVISIBLE_WORK_PART > int(work.sum())
-            else self.relaxed
-        )
+        return self.fractional if int(work[fluid].sum()) * DIVISIBLE_WORK_PART > int(work.sum()) else self.relaxed
 
     def _pack(self, option: Ints, relaxed: Relaxed, work: Work, divisible: bool) -> Packing | None:
         """Pack options in one order after another; return None if none succeeds, also with repairs."""

@@ -57,9 +57,7 @@ def lines_kernel(
     if table >= 0:
         own = tables + table
         good = here & (id_ >= 0) & (id_ < tl.load(own + _ROWS * table_count))
-        line = tl.load(line_of + tl.load(own + _LINE_OF * table_count) + id_, mask=good, other=-1).to(
-            tl.int64
-        )
+        line = tl.load(line_of + tl.load(own + _LINE_OF * table_count) + id_, mask=good, other=-1).to(tl.int64)
         line = tl.maximum(line, -1)
         value = tl.where(good, line, tl.load(own + _STRANGER * table_count))
         if WRITES:

@@ -109,9 +109,7 @@ def give_kernel(
         exists = here & (tl.load(own + T_FIRST_SPARE * table_count) > 0)
         line = set_[:, None] * WAYS + way[None, :]
         inside = exists[:, None] & (line >= 0)
-        resident = tl.load(
-            longs + (tl.load(own + T_ROW_IN * table_count)[:, None] + line), mask=inside, other=-1
-        )
+        resident = tl.load(longs + (tl.load(own + T_ROW_IN * table_count)[:, None] + line), mask=inside, other=-1)
         age = tl.load(longs + (tl.load(own + T_NAMED * table_count)[:, None] + line), mask=inside, other=0)
         bits = tl.load(ints + (tl.load(own + T_FLIGHTS * table_count)[:, None] + line), mask=inside, other=0)
         alive = tl.load(clock + C_ALIVE * table_count + table).to(tl.int32)
@@ -131,9 +129,7 @@ def give_kernel(
         evicted_frequency = tl.sum(tl.where(chosen, score >> _SERIAL_BITS, 0), 1)
         row_frequency = tl.load(counts + row, mask=lfu, other=0).to(tl.int64)
         assigned = assigned & (row_frequency >= evicted_frequency)
-        tl.store(
-            given + item, tl.where(assigned, tl.sum(tl.where(chosen, line, 0), 1), -1).to(tl.int32), mask=here
-        )
+        tl.store(given + item, tl.where(assigned, tl.sum(tl.where(chosen, line, 0), 1), -1).to(tl.int32), mask=here)
         had = tl.load(ints + tl.load(own + T_LINE_OF * table_count) + row, mask=here, other=0)
         needs = here & (assigned == 0) & (had < 0)
         tl.store(flags + item, needs.to(tl.int32), mask=here)
@@ -236,9 +232,7 @@ def plan_kernel(
         taken = rank < tl.load(header + table * 8 + H_SPARE)
         leaves = tl.load(longs + tl.load(own + T_ROW_IN * table_count) + line, mask=here, other=-1)
         released = here & free & (taken == 0) & (leaves >= 0)
-        out = tl.load(bytes + tl.load(own + T_DIRTY * table_count) + line, mask=released, other=0).to(
-            tl.int64
-        )
+        out = tl.load(bytes + tl.load(own + T_DIRTY * table_count) + line, mask=released, other=0).to(tl.int64)
         none = item * 0 - 1
         at = plan + total + item
         tl.store(at + P_TABLE * width, tl.where(released, table, -1), mask=here)

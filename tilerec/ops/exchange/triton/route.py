@@ -240,9 +240,7 @@ class _Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(
-    keys: tuple[int, ...], cuts: tuple[int, ...], ranges: tuple[int, ...], wire: tuple[int, ...]
-) -> _Layout:
+def _layout(keys: tuple[int, ...], cuts: tuple[int, ...], ranges: tuple[int, ...], wire: tuple[int, ...]) -> _Layout:
     check_route(cuts, ranges, wire)
     cut_starts = list(itertools.accumulate([count + 1 for count in ranges], initial=0))
     part_starts = list(itertools.accumulate(ranges, initial=0))

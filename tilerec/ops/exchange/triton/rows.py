@@ -45,9 +45,7 @@ _ADDS = tl.constexpr(7)
 _NUMBER = tl.constexpr(8)
 
 
-@triton.jit(
-    do_not_specialize=["segments", "first_tile", "elements"], do_not_specialize_on_alignment=["slots"]
-)
+@triton.jit(do_not_specialize=["segments", "first_tile", "elements"], do_not_specialize_on_alignment=["slots"])
 def move_rows(
     flat, rows, slots, table, report, segments, first_tile, elements,
     PICK: tl.constexpr, ADDS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -182,9 +180,7 @@ def _wave_of(widths: Sequence[int], places: Sequence[int], strides: Sequence[int
     return waves
 
 
-def _refuse(
-    op: str, elements: int, row_elements: int, slot_count: int, lists: tuple[tuple[int, ...], ...]
-) -> None:
+def _refuse(op: str, elements: int, row_elements: int, slot_count: int, lists: tuple[tuple[int, ...], ...]) -> None:
     """Raise an `AssertionError` for the first segment that does not fit."""
     at = 0
     for s, (count, width, start, place, stride) in enumerate(zip(*lists, strict=True)):
@@ -240,9 +236,7 @@ def _plan(
     fits_S = np.where(start_S < 0, moves.dense_rows, np.minimum(slot_count - start_S, moves.slot_rows))
     row_starts_S1 = np.zeros(segments + 1, dtype=np.int64)
     np.cumsum(count_S * moves.widths, out=row_starts_S1[1:])
-    if not (
-        moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= row_elements
-    ):
+    if not (moves.sound and (count_S <= fits_S).all() and count_S.min() >= 0 and row_starts_S1[-1] <= row_elements):
         _refuse(op, elements, row_elements, slot_count, lists)
     vec = max(min(moves.unit, aligned // size), 1)
     columns = min(1 << max(moves.widest - 1, 0).bit_length(), 512 // size)

@@ -33,9 +33,7 @@ from tilerec.ops.hash.triton.policy import exponent_of, victim
 from tilerec.ops.runtime.triton.reports import new_report, post, raise_due
 from tilerec.ops.runtime.upload import capturing
 
-HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (
-    tl.constexpr(int(outcome)) for outcome in IdOutcome
-)
+HIT, INSERTED, EVICTED, REJECTED, NOT_ADMITTED, MISSING = (tl.constexpr(int(outcome)) for outcome in IdOutcome)
 
 
 @triton.jit
@@ -82,9 +80,7 @@ def _event(
             reach = window
             if STEPS:  # computed here, not once per kernel, so that it occupies no register
                 reach = tl.where(step % every.to(tl.int64) == 0, window, 0)
-            place = victim(
-                last_E, hits_E, expires_E, base, start, slots, reach, step, now, POLICY, EXPONENT, WIDTH
-            )
+            place = victim(last_E, hits_E, expires_E, base, start, slots, reach, step, now, POLICY, EXPONENT, WIDTH)
     puts = admitted & (place < FAR)
     settled = hit | puts
     evicts = puts & (end == FAR)
@@ -157,9 +153,7 @@ def walk_kernel(
             next_ = tl.min(tl.where(event, lane, CHUNK), axis=0)
             while next_ < CHUNK:
                 # Hits before the event: mark their rows as touched.
-                tl.store(
-                    last_E + row, step + lane * 0, mask=had & (event == 0) & (lane >= done) & (lane < next_)
-                )
+                tl.store(last_E + row, step + lane * 0, mask=had & (event == 0) & (lane >= done) & (lane < next_))
                 tl.debug_barrier()
                 event_id, evicted_row, event_row, probes = _event(
                     tl.load(order_N + at + next_), ids_N, counts_N, may_insert_N, ttl_N, ids_E, used_E, since_E,

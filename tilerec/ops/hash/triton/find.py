@@ -35,9 +35,7 @@ def buckets_kernel(ids_N, buckets_N, count, buckets, BLOCK: tl.constexpr):
     """Store the bucket of each id. Ids 0, 1, -1 of 768 buckets -> 0, 259, 542."""
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id_ = tl.load(ids_N + n, mask=n < count, other=0)
-    tl.store(
-        buckets_N + n, high(mixed_bits(id_.to(tl.uint64, bitcast=True)), buckets.to(tl.int64)), mask=n < count
-    )
+    tl.store(buckets_N + n, high(mixed_bits(id_.to(tl.uint64, bitcast=True)), buckets.to(tl.int64)), mask=n < count)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=ANYWHERE)

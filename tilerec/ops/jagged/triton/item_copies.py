@@ -39,9 +39,7 @@ PAD = tl.constexpr(3)  # its bag's item at its column
 
 
 @triton.jit
-def _sources(
-    offsets, segments, order, out_offsets, selected, items, length, item, here, low, high, MODE: tl.constexpr
-):
+def _sources(offsets, segments, order, out_offsets, selected, items, length, item, here, low, high, MODE: tl.constexpr):
     """Return the input item of each output item, and a mask of the output items that have one."""
     if MODE == PAD:
         bag = item // length
@@ -109,9 +107,7 @@ def copy_items(
                 for column in range(0, W, COLUMNS):
                     columns = column + tl.arange(0, COLUMNS)[None, :]
                     inside = columns < W
-                    words = tl.load(
-                        values + source[:, None] * W + columns, mask=present[:, None] & inside, other=0
-                    )
+                    words = tl.load(values + source[:, None] * W + columns, mask=present[:, None] & inside, other=0)
                     words = tl.where(present[:, None], words, padding)
                     tl.store(out + item[:, None] * W + columns, words, mask=here[:, None] & inside)
 

@@ -50,14 +50,10 @@ def check_order(offsets, segments, order, out_offsets, selected, program, report
     if program * CHECKED < selected:
         at = program * CHECKED + tl.arange(0, CHECKED)
         here = at < selected
-        count = tl.load(out_offsets + at + 1, mask=here, other=0) - tl.load(
-            out_offsets + at, mask=here, other=0
-        )
+        count = tl.load(out_offsets + at + 1, mask=here, other=0) - tl.load(out_offsets + at, mask=here, other=0)
         segment = tl.load(order + at, mask=here, other=0)
         known = here & (segment >= 0) & (segment < segments)
-        items = tl.load(offsets + segment + 1, mask=known, other=0) - tl.load(
-            offsets + segment, mask=known, other=0
-        )
+        items = tl.load(offsets + segment + 1, mask=known, other=0) - tl.load(offsets + segment, mask=known, other=0)
         bad = here & (count > 0) & (count > items)
         if tl.sum(bad.to(tl.int32), 0) > 0:
             first = tl.min(tl.where(bad, at, selected), 0)

@@ -64,17 +64,13 @@ def sum_segments(
     while step < longest:
         for ahead in tl.static_range(AHEAD):
             at = step + ahead
-            item = tl.load(
-                values + (begin + at)[:, None] * W + columns, mask=inside & (at < count)[:, None], other=0
-            )
+            item = tl.load(values + (begin + at)[:, None] * W + columns, mask=inside & (at < count)[:, None], other=0)
             total += item.to(SUM)
         step += AHEAD
     tl.store(out + segment[:, None] * W + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["items", "segments", "selected", "total"], do_not_specialize_on_alignment=ANYWHERE
-)
+@triton.jit(do_not_specialize=["items", "segments", "selected", "total"], do_not_specialize_on_alignment=ANYWHERE)
 def sum_copies(
     out, grads, offsets, order, out_offsets, first_copy, copies, report, items, segments, selected, total,
     W: tl.constexpr, SUM: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
@@ -112,9 +108,7 @@ def sum_copies(
                     more &= within < tl.load(out_offsets + place + 1, mask=more, other=0) - begin
                     source = begin + within
                     more &= (source >= 0) & (source < total)
-                    grad = tl.load(
-                        grads + source[:, None] * W + columns, mask=more[:, None] & inside, other=0
-                    )
+                    grad = tl.load(grads + source[:, None] * W + columns, mask=more[:, None] & inside, other=0)
                     sums += grad.to(SUM)
                     step += 1
                 tl.store(
@@ -128,9 +122,7 @@ def select_segments_backward(
 ) -> Tensor:
     sum_type = _SUMS.get(grad_M.dtype) or _COUNTED.get(grad_M.dtype)
     if sum_type is None:
-        return LIBRARY.references["select_segments_backward"](
-            grad_M, offsets_S1, order_P, out_offsets_P1, total
-        )
+        return LIBRARY.references["select_segments_backward"](grad_M, offsets_S1, order_P, out_offsets_P1, total)
     device = grad_M.device
     raise_due(device)
     offsets_S1, order_P, out_offsets_P1 = as_int64(offsets_S1), as_int64(order_P), as_int64(out_offsets_P1)

@@ -267,9 +267,7 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
 def _ignore_report(*_: int) -> None: ...
 
 
-def _multiply_family(
-    family: Family, base: Tensor, out: Tensor, batch: _Batch, grad: Tensor, report: Tensor
-) -> None:
+def _multiply_family(family: Family, base: Tensor, out: Tensor, batch: _Batch, grad: Tensor, report: Tensor) -> None:
     ids, offsets, variable = batch.ids, batch.offsets, batch.runs is not None
     runs = family.parts if batch.runs is None else batch.runs
     if batch.split:
@@ -327,9 +325,7 @@ def _sequence_layout(
         own = [t for t in dict.fromkeys(tables) if dtypes[t] == dtype]
         start, distances = base_and_distances(pointers, sizes, own, dtype.itemsize)
         distance = dict(zip(own, distances, strict=True))
-        numbers = [
-            n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)
-        ]
+        numbers = [n for t in tables for n in (distance.get(t, 0), shapes[t][0] if t in distance else -1, dim)]
         places = [pointers[t] // dtype.itemsize for t in own if sizes[t]]
         tile = tile_width(dim, dtype.itemsize)
         vec, out_vec = power_of_two([*places, dim], 16 // dtype.itemsize), power_of_two([dim], 16 // out_size)
@@ -348,9 +344,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
         return sequence_lookup_reference(call)
     raise_due(device)
     pointers, own = tuple(map(Tensor.data_ptr, weights)), tuple(tables)
-    layout = _sequence_layout(
-        own, tuple(map(Tensor.size, weights)), types, pointers, names, dtype.itemsize, device
-    )
+    layout = _sequence_layout(own, tuple(map(Tensor.size, weights)), types, pointers, names, dtype.itemsize, device)
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
         return sequence_lookup_reference(call)
@@ -376,9 +370,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
 def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.device) -> Tensor:
     """Check starts that the host has and upload them; raise an `InputError` for wrong ones."""
     if starts.device.type != "cpu":
-        raise InputError(
-            f"A lookup's starts are on {starts.device}, the ids on {device}; move one of them with .to()."
-        )
+        raise InputError(f"A lookup's starts are on {starts.device}, the ids on {device}; move one of them with .to().")
     bounds = starts.tolist()
     for i, bound in enumerate(bounds):
         before = bounds[i - 1] if i else 0

@@ -171,9 +171,7 @@ def check_tables(
     check_contiguous(weights)
 
 
-def check_memory(
-    pointers: Sequence[int], shapes: Sequence[Sequence[int]], tables: Sequence[int], names: str
-) -> None:
+def check_memory(pointers: Sequence[int], shapes: Sequence[Sequence[int]], tables: Sequence[int], names: str) -> None:
     for f, t in enumerate(tables):
         if not pointers[t] and 0 not in shapes[t]:
             raise_no_rows(names, tables, f)
@@ -185,6 +183,5 @@ def launches_of(family: Family) -> Sequence[tuple[Tensor, int]]:
         return ((family.parts, family.count),)
     step = FIELDS.value
     return [
-        (family.parts[first * step :], min(family.count - first, GRID_Y))
-        for first in range(0, family.count, GRID_Y)
+        (family.parts[first * step :], min(family.count - first, GRID_Y)) for first in range(0, family.count, GRID_Y)
     ]

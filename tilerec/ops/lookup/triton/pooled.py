@@ -144,9 +144,7 @@ def pooled_kernel(
         report_uncovered(report, offsets, last, id_count)
 
 
-@triton.jit(
-    do_not_specialize=["id_count", "bags", "slots", "part_count"], do_not_specialize_on_alignment=ANYWHERE
-)
+@triton.jit(do_not_specialize=["id_count", "bags", "slots", "part_count"], do_not_specialize_on_alignment=ANYWHERE)
 def chunk_kernel(
     base, ids, offsets, sample_weights, parts, runs, chunk_sums, report, id_count, bags, slots, part_count,
     TILE: tl.constexpr, VEC: tl.constexpr, STEPS: tl.constexpr, WEIGHTED: tl.constexpr,

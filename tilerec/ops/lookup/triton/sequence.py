@@ -43,9 +43,7 @@ def sequence_kernel(
     store_tiles(out, at_G * tl.multiple_of(dim, OUT_VEC), take_G, columns, inside, rows_GC, OUT_VEC)
     at = tl.min(bad_G, 0)
     if at < id_count:
-        take_report(
-            report, segment_at(starts, feature_count, at) * 2 + ID, at, tl.load(ids + at).to(tl.int64)
-        )
+        take_report(report, segment_at(starts, feature_count, at) * 2 + ID, at, tl.load(ids + at).to(tl.int64))
 
 
 @triton.jit

@@ -53,9 +53,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words(
-    rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr
-):
+def words(rows_R1, first_R1, stream_R1, k0_R1, k1_R1, R: tl.constexpr, C: tl.constexpr, ALIGNED: tl.constexpr):
     """Return words uint32 [R, C] for global rows (int64) and global columns `first + (0 … C - 1)`.
 
     ALIGNED: `first` is a multiple of 4. stream int64, keys int64 that hold 32 bits.

@@ -68,9 +68,7 @@ def values_kernel(
                 )
 
 
-@triton.jit(
-    do_not_specialize=["count", "row_offset", "held", "width"], do_not_specialize_on_alignment=["rows_N"]
-)
+@triton.jit(do_not_specialize=["count", "row_offset", "held", "width"], do_not_specialize_on_alignment=["rows_N"])
 def number_kernel(
     beside, rows_N, count, row_offset, held, width, number,
     ENTRIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -86,25 +86,19 @@ def _load() -> tuple[ctypes.CDLL | None, LibraryStatus]:
     configured = os.environ.get("TILEREC_NATIVE_LIBRARY")
     path = Path(configured) if configured else Path(__file__).with_name("libtilerec_cpu.so")
     if not path.is_file():
-        return None, LibraryStatus(
-            path, f"{path} does not exist; the package was installed without its C++ part"
-        )
+        return None, LibraryStatus(path, f"{path} does not exist; the package was installed without its C++ part")
     openmp = _promote_openmp()
     try:
         found = ctypes.CDLL(str(path))
         version = int(found.tr_abi_version())
         if version != ABI_VERSION:
-            return None, LibraryStatus(
-                path, f"{path} has interface {version}; expected {ABI_VERSION}. {_REBUILD}"
-            )
+            return None, LibraryStatus(path, f"{path} has interface {version}; expected {ABI_VERSION}. {_REBUILD}")
         found.tr_layout.restype = ctypes.c_char_p
         text = found.tr_layout().decode()
     except (OSError, AttributeError) as error:
         return None, LibraryStatus(path, f"it cannot be loaded: {error}")
     if text != layout():
-        return None, LibraryStatus(
-            path, f"{path} was built from other sources: {_difference(text)}. {_REBUILD}"
-        )
+        return None, LibraryStatus(path, f"{path} was built from other sources: {_difference(text)}. {_REBUILD}")
     return found, LibraryStatus(path, "", ISAS[found.tr_isa()], openmp)
 
 
@@ -126,9 +120,7 @@ def _promote_openmp() -> str:
     except OSError:
         return ""
     mapped = dict.fromkeys(line.split(maxsplit=5)[5] for line in lines if line.count("/") and ".so" in line)
-    runtimes = [
-        p for p in mapped if Path(p).name.split(".")[0].split("-")[0] in ("libgomp", "libomp", "libiomp5")
-    ]
+    runtimes = [p for p in mapped if Path(p).name.split(".")[0].split("-")[0] in ("libgomp", "libomp", "libiomp5")]
     home = str(Path(torch.__file__).parent)
     for path in sorted(runtimes, key=lambda p: not p.startswith(home)):
         try:
@@ -155,7 +147,4 @@ def advise_huge_pages(memory: Tensor) -> bool:
     found = library()
     if found is None or memory.device.type != "cpu":
         return False
-    return (
-        int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes)))
-        == 0
-    )
+    return int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0

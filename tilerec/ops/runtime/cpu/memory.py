@@ -74,9 +74,7 @@ class _Blocks:
 _BLOCKS = _Blocks()
 
 
-def reused_empty(
-    shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | None = None
-) -> Tensor:
+def reused_empty(shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return an uninitialized tensor like `torch.empty(shape)`, but reuse blocks for large CPU tensors.
 
     The tensor's storage cannot be resized (`resize_`). Everything else works as usual.

@@ -164,8 +164,7 @@ def layout() -> str:
     for name, record in RECORDS.items():
         places = [getattr(record, field[0]) for field in record._fields_]
         fields = [
-            f"{field[0]} {place.offset}+{place.size}"
-            for field, place in zip(record._fields_, places, strict=True)
+            f"{field[0]} {place.offset}+{place.size}" for field, place in zip(record._fields_, places, strict=True)
         ]
         lines.append(f"{name} {ctypes.sizeof(record)}: {' '.join(fields)}")
     return "\n".join(lines)

@@ -189,9 +189,7 @@ def update_runs(
                 if COLUMNS > 512:
                     # Several warps have read the row's slots, and one of them writes the new values.
                     tl.debug_barrier()
-                store_rows(
-                    weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC
-                )
+                store_rows(weights, w, start, take, columns, inside, numbers, name, t, ROUND, ROWS, COLUMNS, VEC)
                 store_slots(slots, s, firsts, row, dim, take, columns, inside, KIND0, KIND1, KIND2, VEC_S)
                 if COMPACT:
                     tl.store(rows_out + tl.load(runs + i, mask=take, other=0), key_row, mask=take)

@@ -87,10 +87,7 @@ def read_pace(paces, table):
 def pace_table(made: PreparedRule, steps: Sequence[int], device: torch.device) -> Tensor:
     """Return the pace table of update counts that the host has."""
     h0, h7 = made.numbers[0], made.numbers[7]
-    rows = {
-        step: (step, *struct.unpack("4i", struct.pack("4f", *made.paces(step), h0, h7)))
-        for step in set(steps)
-    }
+    rows = {step: (step, *struct.unpack("4i", struct.pack("4f", *made.paces(step), h0, h7))) for step in set(steps)}
     return upload([number for step in steps for number in rows[step]], device)
 
 

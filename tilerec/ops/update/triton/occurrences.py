@@ -45,9 +45,7 @@ def bag_of(offsets, bag0, bags, p, inside, bits):
 
 
 @triton.jit
-def scale_of(
-    offsets, sample_weights, p, first, averaged, inside, WEIGHTED: tl.constexpr, MEANS: tl.constexpr
-):
+def scale_of(offsets, sample_weights, p, first, averaged, inside, WEIGHTED: tl.constexpr, MEANS: tl.constexpr):
     """Return the factor of each position's gradient row. `first`: its bag; `averaged`: the bag takes a mean."""
     scale = (p * 0).to(tl.float32) + 1.0
     if WEIGHTED:

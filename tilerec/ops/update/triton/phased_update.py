@@ -114,9 +114,7 @@ def part_sums(
         )
         _, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
         start = tl.load(numbers + 2) + row * width
-        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
-            tl.float32
-        )
+        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(tl.float32)
         firsts = (tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5))
         slots = (slot0, slot1, slot2)
         s = load_slots(slots, firsts, row, width, take, columns, inside, KIND0, KIND1, KIND2, 1)
@@ -172,9 +170,7 @@ def apply_to_parts(
         )
         t, e0, e1, h0, h7 = read_pace(paces, tl.load(numbers + 10))
         start = tl.load(numbers + 2) + row * width
-        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(
-            tl.float32
-        )
+        w = tl.load(weights + (start[:, None] + columns), mask=take[:, None] & inside, other=0.0).to(tl.float32)
         firsts = (tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5))
         slots = (slot0, slot1, slot2)
         s = load_slots(slots, firsts, row, width, take, columns, inside, KIND0, KIND1, KIND2, 1)

@@ -86,6 +86,4 @@ def read_record(
         numbers = _describe_features(op, sizes, layout, features, ids.device, False)
     total = numbers.count if offsets is None else numbers.layers * sizes.ids
     vec = min(numbers.vec, 16 // grad.element_size())
-    return Record(
-        grad, ids, offsets, sample_weights, numbers.numbers, len(features.tables), numbers.means, total, vec
-    )
+    return Record(grad, ids, offsets, sample_weights, numbers.numbers, len(features.tables), numbers.means, total, vec)

@@ -83,9 +83,7 @@ def _layout_of(
         before: per table, the number of runs of the tables before it.
     """
     first_keys = list(itertools.accumulate(rows, initial=0))
-    lists = zip(
-        first_keys, rows, dims, places, before, strict=False
-    )  # the others have an end behind the last
+    lists = zip(first_keys, rows, dims, places, before, strict=False)  # the others have an end behind the last
     numbers = [
         [first, dim, place, 0, 0, 0, runs, 0, 0, 0, t, dim, 0, 0, own, 0]
         for t, (first, own, dim, place, runs) in enumerate(lists)

@@ -119,9 +119,7 @@ def adam_paces(t, lr, c0, c1, c2, ROW_STEP: tl.constexpr):
 
 
 @triton.jit
-def no_terms(
-    PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
-):
+def no_terms(PHASE: tl.constexpr, g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     return g, 0.0
 
 
@@ -181,17 +179,13 @@ def row_wise_adagrad_terms(
 
 
 @triton.jit
-def row_wise_adagrad_apply(
-    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
-):
+def row_wise_adagrad_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Apply row-wise Adagrad. h: lr, weight decay, eps; h[7]: 1 - lr * weight decay. MODE: decay mode."""
     return _row_wise_moved(g, w, s, z, dim, h, MODE)
 
 
 @triton.jit
-def row_wise_adagrad_bounded_apply(
-    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
-):
+def row_wise_adagrad_bounded_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Apply row-wise Adagrad, then scale rows longer than h[3] to that norm. Other numbers as above."""
     moved, slots = _row_wise_moved(g, w, s, z, dim, h, MODE)
     norm = tl.sqrt_rn(z[1])
@@ -253,9 +247,7 @@ def square_terms(
 
 
 @triton.jit
-def partial_row_wise_adam_apply(
-    g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr
-):
+def partial_row_wise_adam_apply(g, w, s, z, dim, h, e, MODE: tl.constexpr, WD: tl.constexpr, ROW_STEP: tl.constexpr):
     """Apply partially row-wise Adam. h as in `adam_apply`; e: 1 - beta1^t, 1 - beta2^t."""
     u, slots = _update_of_moments(g, w, s, z, dim, h, e, True, ROW_STEP)
     return w - h[0] * u, slots

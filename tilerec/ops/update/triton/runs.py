@@ -143,9 +143,7 @@ def nothing(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def fold_rows(
-    sums, first, count, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr
-):
+def fold_rows(sums, first, count, places, scales, grad, columns, inside, SCALED: tl.constexpr, VEC: tl.constexpr):
     """Return `sums` [1, C] plus, one after the other, gradient rows of `count` sorted occurrences from `first` on."""
     for at in range(tl.zeros((), tl.int64), count, _AHEAD):
         for k in tl.static_range(_AHEAD):
@@ -166,9 +164,7 @@ def fold_sums(sums, pieces, first, count, columns, PITCH: tl.constexpr):
     for at in range(tl.zeros((), tl.int64), count, _AHEAD):
         for k in tl.static_range(_AHEAD):
             take = count - at > k
-            g = tl.load(
-                pieces + ((first + at + k) * PITCH + columns), mask=columns * 0 + (count - at) > k, other=0.0
-            )
+            g = tl.load(pieces + ((first + at + k) * PITCH + columns), mask=columns * 0 + (count - at) > k, other=0.0)
             sums = tl.where(take, sums + g, sums)
     return sums
 

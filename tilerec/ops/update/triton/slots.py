@@ -37,9 +37,7 @@ def load_slot(slot, first, row_R, dim, take_R, columns, inside, KIND: tl.constex
 
 
 @triton.jit
-def store_slot(
-    slot, values, first, row_R, dim, take_R, columns, inside, KIND: tl.constexpr, VEC: tl.constexpr
-):
+def store_slot(slot, values, first, row_R, dim, take_R, columns, inside, KIND: tl.constexpr, VEC: tl.constexpr):
     if KIND == _ELEMENT:
         start_R = tl.multiple_of(first + row_R * dim, VEC)
         tl.store(slot + (start_R[:, None] + columns), values, mask=take_R[:, None] & inside)

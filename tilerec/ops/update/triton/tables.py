@@ -124,9 +124,7 @@ def tables_of(op: str, device: torch.device, addresses: TableAddresses) -> Kerne
     groups, key, each = [], 0, len(kinds)
     sizes = [rows * dim for rows, dim in shapes]
     named = [1 if pointer else 0 for pointer in names]
-    names_base, name_distances = (
-        base_and_distances(names, named, range(len(shapes)), 8) if shapes else (0, [])
-    )
+    names_base, name_distances = base_and_distances(names, named, range(len(shapes)), 8) if shapes else (0, [])
     for (dtype, columns, vec), own in members.items():
         first_key = key
         weight, distances = base_and_distances(pointers, sizes, own, dtype.itemsize)
@@ -138,9 +136,7 @@ def tables_of(op: str, device: torch.device, addresses: TableAddresses) -> Kerne
             bases.append(start)
             slot_distances.append(from_start)
             if kind == "e":
-                vec_s = min(
-                    vec_s, power_of_two([*(at[t] // 4 for t in own), *(shapes[t][1] for t in own)], 4)
-                )
+                vec_s = min(vec_s, power_of_two([*(at[t] // 4 for t in own), *(shapes[t][1] for t in own)], 4))
         for i, t in enumerate(own):
             rows, dim = shapes[t]
             first_keys[t] = key
