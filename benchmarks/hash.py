@@ -41,8 +41,8 @@ from hash_peer import Workload
 from torch import Tensor
 
 from tilerec.ops import backends as backends
+from tilerec.ops.hash.assign import zch_assign_reference
 from tilerec.ops.hash.definition import (
-    REFERENCE,
     AssignOptions,
     HashRange,
     HashState,
@@ -236,9 +236,9 @@ def against_reference(ours: Ours, ids_N: Tensor) -> float:
     table = ours.table
     states = [HashState(*(values.clone() for values in ours.state)) for _ in range(2)]
     options = AssignOptions(ours.steps + 1, Policy.LFU)
-    native, reference = (AssignCall.of(ids_N, state, table, options).packed() for state in states)
-    made = torch.ops.tilerec.zch_assign_(*native)
-    seconds, expected = clock(lambda: REFERENCE["zch_assign_"](*reference))
+    native, reference = (AssignCall.of(ids_N, state, table, options) for state in states)
+    made = torch.ops.tilerec.zch_assign_(*native.packed())
+    seconds, expected = clock(lambda: zch_assign_reference(reference))
     for one, other in zip([*made, *states[0]], [*expected, *states[1]], strict=True):
         if not torch.equal(one, other):
             raise SystemExit("The native op and the reference differ; no times are printed.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import io
 import re
@@ -230,6 +231,24 @@ def _prose(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
             yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+@in_repository
+@pytest.mark.parametrize("room", ["benchmarks", "scripts", "examples"])
+def test_names_that_programs_import_exist(room: str) -> None:
+    """Benchmarks and scripts do not run in the tests, so a rename would break them unseen."""
+    programs = sorted((REPOSITORY / room).rglob("*.py"))
+    assert programs
+    missing = []
+    for path in programs:
+        for node in _imports_at_run_time(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tilerec":
+                module = importlib.import_module(str(node.module))
+                for name in (one.name for one in node.names):
+                    submodule = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{name}")
+                    if not hasattr(module, name) and not submodule:
+                        missing.append(f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.module}.{name}")
+    assert not missing, "these names do not exist:\n" + "\n".join(missing)
 
 
 @in_repository
