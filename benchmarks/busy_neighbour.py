@@ -24,7 +24,12 @@ VARIANTS: dict[str, dict[str, str]] = {
     "active": {"OMP_WAIT_POLICY": "active"},
     # The count that libgomp takes where no policy is set; it takes precedence over the policy.
     "libgomp's own": {"GOMP_SPINCOUNT": "300000"},
-    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
+    "spin 30k": {"GOMP_SPINCOUNT": "30000"},
+    "spin 10k": {"GOMP_SPINCOUNT": "10000"},
+    "spin 3k": {"GOMP_SPINCOUNT": "3000"},
+    "spin 1k": {"GOMP_SPINCOUNT": "1000"},
+    "spin 300": {"GOMP_SPINCOUNT": "300"},
+    "spin 100": {"GOMP_SPINCOUNT": "100"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
 BUSY = "x = 0\nwhile True:\n    x += 1\n"
@@ -50,23 +55,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--busy", type=int, default=1, help="busy processes beside training")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="names, separated by commas")
+    parser.add_argument("--nproc", default="1,2", help="numbers of processes, separated by commas")
     given = parser.parse_args()
+    names, ranks = given.variants.split(","), [int(n) for n in given.nproc.split(",")]
     found: dict[tuple[str, int, int], list[float]] = {}
     for _ in range(given.rounds):
         for busy in (0, given.busy):
             beside = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
             try:
-                for nproc in (1, 2):
-                    for name, variant in VARIANTS.items():
-                        speed = samples_per_second(variant, nproc, given.steps)
+                for nproc in ranks:
+                    for name in names:
+                        speed = samples_per_second(VARIANTS[name], nproc, given.steps)
                         found.setdefault((name, nproc, busy), []).append(speed)
             finally:
                 for process in beside:
                     process.kill()
                     process.wait()
     print(f"samples/s, median of {given.rounds} rounds; load average {os.getloadavg()[0]:.1f} at the end")
-    for name in VARIANTS:
-        for nproc in (1, 2):
+    for name in names:
+        for nproc in ranks:
             alone, beside = (statistics.median(found[name, nproc, busy]) for busy in (0, given.busy))
             print(f"{name:14s} {nproc} processes: {alone:9,.0f} alone {beside:9,.0f} beside {given.busy} busy")
 

@@ -194,15 +194,19 @@ def overhead(ranks: int, count: int) -> dict[str, tuple[float, float]]:
     for make in PIPELINES:
         model = built(group, 20_000, 0)
         steps[make.__name__] = make(model, dense_optimizer(model), CPU).progress
+    if group is not None:
+        model = built(group, 20_000, 0)
+        pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU, even=False)
+        steps["TrainPipelineSparseDist, even=False"] = pipeline.progress
     return timed(steps, made, count)
 
 
 def show(title: str, found: dict[str, tuple[float, float]], base: str) -> None:
     """Print one table."""
-    print(f"\n{title}\n{'':34s}{'ms/step':>10s}{'ratio':>8s}{'CPU ms':>10s}{'ratio':>8s}")
+    print(f"\n{title}\n{'':38s}{'ms/step':>10s}{'ratio':>8s}{'CPU ms':>10s}{'ratio':>8s}")
     for name, (wall, cpu) in found.items():
         ratios = wall / found[base][0], cpu / found[base][1]
-        print(f"{name:34s}{wall:10.2f}{ratios[0]:8.3f}{cpu:10.2f}{ratios[1]:8.3f}")
+        print(f"{name:38s}{wall:10.2f}{ratios[0]:8.3f}{cpu:10.2f}{ratios[1]:8.3f}")
 
 
 def main() -> None:

@@ -489,6 +489,8 @@ def update_in_phases(group: Group, tiles: Sequence[tuple[TileRows, RowSums]]) ->
     Row sums of all tables are exchanged together, phase by phase. Every rank sends and receives them in one order, that
     of `TileRows._mark`.
     """
+    if not tiles:
+        return []
     of_rows: dict[tuple[int, ...], list[tuple[TileRows, RowSums]]] = {}
     for tile, sums in sorted(tiles, key=lambda item: item[0]._mark()):
         of_rows.setdefault(tile._mark()[:4], []).append((tile, sums))
