@@ -35,7 +35,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from tilerec.command_policy import WAIT_POLICY, wait_passively
+from tilerec.command_policy import SPIN_COUNT, wait_briefly
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
 
@@ -173,7 +173,7 @@ def _environment(rank: int, count: int) -> dict[str, str]:
     # All ranks run on this machine, so its host name need not resolve.
     interface = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     environment = {**interface, **os.environ, **{name: str(number) for name, number in numbers.items()}}
-    wait_passively(environment)
+    wait_briefly(environment)
     return environment
 
 
@@ -198,14 +198,14 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # torch.optim imports the last module when the first optimizer is created.
     context.set_forkserver_preload(["tilerec.train.launch", "tilerec.train.loop", "torch._dynamo"])
-    # libgomp reads its policy when the server imports torch, so the server needs it before it starts.
-    before = os.environ.get(WAIT_POLICY)
-    wait_passively(os.environ)
+    # libgomp reads its spin count when the server imports torch, so the server needs it before it starts.
+    before = os.environ.get(SPIN_COUNT)
+    wait_briefly(os.environ)
     try:
         forkserver.ensure_running()
     finally:
         if before is None:
-            os.environ.pop(WAIT_POLICY, None)
+            os.environ.pop(SPIN_COUNT, None)
     return context
 
 
