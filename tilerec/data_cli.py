@@ -1,6 +1,7 @@
 """`tilerec data`: commands on data files.
 
 tilerec data convert clicks.tsv --out clicks.parquet            text to Parquet, with statistics of the columns
+tilerec data vocabulary clicks.parquet --table user --out ids   rows of frequent ids
 """
 
 from __future__ import annotations
@@ -84,6 +85,58 @@ def convert(
         print_plain(f"skipped: {example}")
     skipped = f", {result.skipped:,} malformed lines skipped" if result.skipped else ""
     print_plain(f"wrote {out}: {result.rows:,} rows{skipped}")
+
+
+@data_app.command()
+def vocabulary(
+    files: Annotated[list[str], typer.Argument(help="Parquet, CSV or TSV files: files, folders, patterns, URLs.")],
+    tables: Annotated[
+        list[str],
+        typer.Option("--table", help="An id column, or TABLE=COLUMN,COLUMN for columns that share ids. Repeatable."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder for TABLE.parquet.")],
+    min_count: Annotated[int, typer.Option(help="Least number of occurrences of an id with a row of its own.")] = 1,
+    max_rows: Annotated[int, typer.Option(help="Most rows of a table; 0 for no limit.")] = 0,
+    memory_mb: Annotated[int, typer.Option(help="Memory for the counts, in megabytes.", min=1)] = 256,
+) -> None:
+    """Give each frequent id a row of its own. A run uses the file with ids = "vocabulary" on the table."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+    from rich.text import Text
+
+    from tilerec.data.id_counts import write_vocabularies
+    from tilerec.recipes.files import file_source
+
+    console = SafeConsole(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("vocabulary", total=None, rows=0)
+            written = write_vocabularies(
+                file_source(tuple(files)),
+                dict(_table_columns(text) for text in tables),
+                out,
+                min_count=min_count,
+                max_rows=max_rows,
+                memory_bytes=memory_mb << 20,
+                report=lambda done, total: bar.update(task, completed=done, total=total, rows=done),
+            )
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    shown = Table("table", "distinct ids", "kept", "rows", "of all occurrences", "file")
+    for column in shown.columns[1:5]:
+        column.justify = "right"
+    for one in written:
+        share = f"{one.covered / one.occurrences:.2%}" if one.occurrences else "-"
+        numbers = [f"{number:,}" for number in (one.distinct, one.kept, one.kept + 1)]
+        shown.add_row(Text(one.table), *numbers, share, Text(str(one.path)))
+    SafeConsole().print(shown)
+
+
+def _table_columns(text: str) -> tuple[str, tuple[str, ...]]:
+    name, equals, columns = text.partition("=")
+    return name, _words(columns) if equals else (name,)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from tilerec.data.batch import Batch
 from tilerec.data.convert import convert
-from tilerec.data.criteo import DENSE, SPARSE, Criteo, criteo_columns
+from tilerec.data.criteo import DENSE, MULTI_HOT, SPARSE, Criteo, criteo_columns
+from tilerec.data.id_counts import write_vocabularies
 from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.rows import hash_rows
 from tilerec.data.table_dataset import TableDataset
@@ -172,6 +174,23 @@ def test_files_that_are_no_criteo_data_are_errors(tmp_path: Path) -> None:
 def test_wrong_settings_are_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Criteo(_tsv(tmp_path / "a.txt", _rows(3)), **options)  # type: ignore[arg-type]
+
+
+def test_rare_categories_share_row_0_and_bags_have_the_sizes_of_mlperf(tmp_path: Path) -> None:
+    days, names = _tsv(tmp_path / "day_0", _rows(200)), ("Label", *DENSE, *SPARSE)
+    convert([days], tmp_path / "0.parquet", delimiter="\t", names=names, texts=SPARSE)
+    source = ParquetGroups(tmp_path / "0.parquet")
+    write_vocabularies(source, {name: [name] for name in SPARSE}, tmp_path / "ids", min_count=3)
+    columns = criteo_columns(vocabularies=tmp_path / "ids", multi_hot=MULTI_HOT)
+    batch, table = next(iter(TableDataset(source, columns).rows(200, SPARSE)))
+    for name, count in zip(SPARSE, MULTI_HOT, strict=True):
+        texts = table.column(name).to_pylist()
+        first = batch.sparse_features[name].values().view(200, count)[:, 0].tolist()
+        often = Counter(text for text in texts if text is not None)
+        assert [row == 0 for row in first] == [often[text] < 3 for text in texts]
+        assert len(set(first) - {0}) == sum(n >= 3 for n in often.values())
+    with pytest.raises(ConfigError, match="multi_hot: got 2 numbers; expected 26"):
+        criteo_columns(multi_hot=(1, 2))
 
 
 @pytest.mark.parametrize("missing", ["row", "empty"])

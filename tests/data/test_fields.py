@@ -21,7 +21,7 @@ from tilerec.data.fields import (
     read_sample_weight,
 )
 from tilerec.data.rows import hash_rows, hash_values
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 
 WHERE = "day.parquet, row group 3"
 
@@ -103,6 +103,33 @@ def test_ids_are_hashed_alike_alone_and_in_lists() -> None:
 def test_ids_of_managed_tables_stay_hashes() -> None:
     found = _ids(IdColumn("c", missing="row"), pa.array([5, None]), TableRows("c", 10, "managed"))
     assert found.values.tolist() == [int(hash_values(np.array([5]))[0].astype(np.int64)), MISSING_ID]
+
+
+@pytest.mark.parametrize("missing", ["empty", "row"])
+def test_ids_become_bags_of_their_row_and_rows_drawn_from_the_table(missing: Any) -> None:
+    values = pa.array([7, None, 7, *range(3000)])
+    found = _bags(_ids(IdColumn("c", missing=missing, multi_hot=4), values, TableRows("c", 50)))
+    single = _bags(_ids(IdColumn("c", missing=missing), values, TableRows("c", 50)))
+    assert [bag[:1] for bag in found] == single
+    assert {len(bag) for bag in found} == ({0, 4} if missing == "empty" else {4})
+    assert found[0] == found[2]
+    assert all(0 <= row < 50 for bag in found for row in bag)
+    many = _bags(_ids(IdColumn("c", multi_hot=3), pa.array(range(3000)), TableRows("c", 3000, "rows")))
+    spread = np.bincount([row for bag in many for row in bag[1:]], minlength=3000)
+    assert abs(spread.var() - 2) < 0.3  # Poisson with mean 2
+
+
+def test_bags_of_one_size_are_for_single_ids_with_fixed_rows() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"kind": "list", "multi_hot": 2},
+        {"boundaries": (1.0,), "multi_hot": 2},
+        {"multi_hot": 0},
+    ]
+    for settings in wrong:
+        with pytest.raises(ConfigError, match="got multi_hot="):
+            IdColumn("c", **settings)
+    with pytest.raises(ConfigError, match="got multi_hot=2 and the managed table 'c'"):
+        _ids(IdColumn("c", multi_hot=2), [1], TableRows("c", 10, "managed"))
 
 
 def test_unsigned_ids_keep_their_bits() -> None:

@@ -28,6 +28,8 @@ from functools import cached_property
 from typing import Literal
 
 from tilerec.data.dataset import SparseFeature
+from tilerec.data.file_list import FilePath
+from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError
 
 MISSING_ROW = 0
@@ -102,6 +104,8 @@ class IdColumn:
         missing: "error" raises an error; "empty" leaves the id out; "row" gives it row 0, which no other id has (with
             ids="rows", it is the id 0).
         separator: in text files, the text between the ids of a list.
+        multi_hot: each id becomes a bag of this many rows: its own, and others drawn by a hash of it, uniform over the
+            table. It makes the load of a model with bags from data with one id per sample, as MLPerf's DLRM does.
     """
 
     column: str
@@ -113,6 +117,7 @@ class IdColumn:
     boundaries: tuple[float, ...] = ()
     missing: Literal["error", "empty", "row"] = "error"
     separator: str = ""
+    multi_hot: int = 1
 
     def __post_init__(self) -> None:
         who = f"id column {self.column!r}"
@@ -125,6 +130,11 @@ class IdColumn:
             )
         if self.kind == "single" and (self.max_length or self.weights):
             raise ConfigError(f"{who}: got max_length or weights with kind='single'; expected a list. Set kind='list'.")
+        if self.multi_hot < 1 or (self.multi_hot > 1 and (self.kind != "single" or self.boundaries)):
+            raise ConfigError(
+                f"{who}: got multi_hot={self.multi_hot} for kind={self.kind!r}; expected at least 1, and 1 for lists "
+                "and boundaries. Leave it out."
+            )
         if any(not math.isfinite(edge) for edge in self.boundaries) or any(
             low >= high for low, high in zip(self.boundaries, self.boundaries[1:], strict=False)
         ):
@@ -152,14 +162,22 @@ class TableRows:
         rows: number of rows.
         ids: "hash" maps any id to a row (`hash_rows`; ids may share a row). "rows": ids are row numbers, and others
             raise an error. "managed": ids stay 64-bit hashes, and a managed-collision table assigns rows to them.
+            "vocabulary": known ids have rows of their own, and all others share row 0 with missing ids.
+        vocabulary: the file of `tilerec data vocabulary` with the known ids.
     """
 
     name: str
     rows: int
-    ids: Literal["hash", "rows", "managed"] = "hash"
+    ids: Literal["hash", "rows", "managed", "vocabulary"] = "hash"
+    vocabulary: FilePath = ""
 
     def __post_init__(self) -> None:
-        _check_choice(f"table {self.name!r}: ids", self.ids, ("hash", "rows", "managed"))
+        _check_choice(f"table {self.name!r}: ids", self.ids, ("hash", "rows", "managed", "vocabulary"))
+        if (self.ids == "vocabulary") != bool(self.vocabulary):
+            raise ConfigError(
+                f"table {self.name!r}: got ids={self.ids!r} and vocabulary={self.vocabulary!r}; expected "
+                "ids='vocabulary' with a file of `tilerec data vocabulary`, or neither. Set both, or leave both out."
+            )
         if self.rows < 1:
             raise ConfigError(f"table {self.name!r}: got rows={self.rows}; expected at least 1. Set its size.")
 
@@ -222,6 +240,29 @@ class Columns:
                 f"table {table.name!r}: got rows={table.rows}, and row 0 is for missing ids; expected at least 2 "
                 "rows. Use a larger table."
             )
+        if table.ids == "managed" and column.multi_hot > 1:
+            raise ConfigError(
+                f"id column {column.column!r}: got multi_hot={column.multi_hot} and the managed table {table.name!r}; "
+                "expected a table with fixed rows. Set ids='hash' or 'vocabulary' on it."
+            )
+
+    @cached_property
+    def vocabularies(self) -> dict[str, IdVocabulary]:
+        """The vocabularies of tables that have one, by table; read from their files at the first access.
+
+        Raises:
+            InputError: a file cannot be read.
+            ConfigError: a table has fewer rows than its vocabulary needs.
+        """
+        found = {table.name: IdVocabulary.read(table.vocabulary) for table in self.tables if table.vocabulary}
+        for name, vocabulary in found.items():
+            if self._declared[name].rows < vocabulary.num_rows:
+                raise ConfigError(
+                    f"table {name!r}: got rows={self._declared[name].rows:,} for a vocabulary of "
+                    f"{len(vocabulary.hashes):,} ids; expected at least {vocabulary.num_rows:,}, with row 0. Set "
+                    f"rows={vocabulary.num_rows}."
+                )
+        return found
 
     @cached_property
     def _declared(self) -> dict[str, TableRows]:

@@ -30,12 +30,16 @@ from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnB
 from tilerec.data.rows import hash_rows
 from tilerec.data.shuffle import Rows, batched
 from tilerec.data.transform import signed_log
+from tilerec.data.vocabulary import IdVocabulary
 from tilerec.errors import ConfigError, InputError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 DENSE = tuple(f"I{index}" for index in range(1, 14))
 SPARSE = tuple(f"C{index}" for index in range(1, 27))
 Missing = Literal["row", "empty"]
+
+MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Rows of each category's bags in MLPerf's DLRM-DCNv2, whose data have one value per category."""
 
 _COLUMNS = (
     Column("Label", ColumnKind.INTEGER, low=0, high=1),
@@ -146,7 +150,9 @@ class Criteo(Dataset):
         return signed_log(dense), rows, block.numbers["Label"].astype(np.float32)
 
 
-def criteo_columns(num_rows: int = 100_000, *, missing: Missing = "row") -> Columns:
+def criteo_columns(
+    num_rows: int = 100_000, *, missing: Missing = "row", vocabularies: str | Path = "", multi_hot: Sequence[int] = ()
+) -> Columns:
     """Return the roles of the columns of Criteo files as Parquet or text, with the rows of `Criteo`.
 
     For the Terabyte data, convert the day files (`tilerec.data.convert.convert(days, out, delimiter="\\t",
@@ -154,12 +160,27 @@ def criteo_columns(num_rows: int = 100_000, *, missing: Missing = "row") -> Colu
 
     Args:
         num_rows, missing: see `Criteo`.
+        vocabularies: folder with a vocabulary of each category, C1.parquet to C26.parquet, from `tilerec data
+            vocabulary`; then tables have a row for each frequent id, in place of `num_rows`. "": ids are hashed.
+        multi_hot: rows of each category's bags, 26 numbers such as `MULTI_HOT`; (): one each.
     """
+    if len(multi_hot) not in (0, len(SPARSE)):
+        raise ConfigError(f"multi_hot: got {len(multi_hot)} numbers; expected {len(SPARSE)}. Pass MULTI_HOT.")
+    files = {name: str(Path(vocabularies) / f"{name}.parquet") for name in SPARSE} if vocabularies else {}
+    sizes = {name: IdVocabulary.read(file).num_rows for name, file in files.items()}
     return Columns(
         labels=(LabelColumn("Label", task="click"),),
         dense=tuple(DenseColumn(name, transform="log", missing="zero") for name in DENSE),
-        ids=tuple(IdColumn(name, missing=missing) for name in SPARSE),
-        tables=tuple(TableRows(name, num_rows) for name in SPARSE),
+        ids=tuple(
+            IdColumn(name, missing=missing, multi_hot=count)
+            for name, count in zip(SPARSE, multi_hot or (1,) * len(SPARSE), strict=True)
+        ),
+        tables=tuple(
+            TableRows(name, sizes[name], ids="vocabulary", vocabulary=files[name])
+            if files
+            else TableRows(name, num_rows)
+            for name in SPARSE
+        ),
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from tilerec.data.arrow_values import Values, read_values
 from tilerec.data.columns import MISSING_ROW, Columns, DenseColumn, IdColumn, LabelColumn
-from tilerec.data.rows import hash_rows, hash_values, rows_of_hashes
+from tilerec.data.rows import hash_rows, hash_values, mix, rows_of_hashes
 from tilerec.data.transform import signed_log
 from tilerec.errors import InputError
 
@@ -132,6 +132,8 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
             found.missing_lists,
             MISSING_ID if columns.table_of(column).ids == "managed" else MISSING_ROW,
         )
+    if column.multi_hot > 1:
+        return _multi_hot(bags, column.multi_hot, columns.table_of(column).rows)
     return _latest(bags, column.max_length) if column.max_length else bags
 
 
@@ -188,6 +190,8 @@ def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints
     table, values_N = columns.table_of(column), found.values
     if table.ids == "rows":
         return _checked_rows(column, table.name, table.rows, found, where)
+    if table.ids == "vocabulary":
+        return columns.vocabularies[table.name].rows_of(values_N if found.hashed else hash_values(values_N))
     if found.hashed:
         hashes_N: npt.NDArray[np.uint64] = values_N
         if table.ids == "managed":
@@ -264,6 +268,15 @@ def _with_missing_rows(bags: BagIds, missing_n: npt.NDArray[np.bool_], value: in
     places = (np.cumsum(bags.lengths) - bags.lengths)[missing_n]
     weights_N = None if bags.weights is None else np.insert(bags.weights, places, np.float32(1))
     return BagIds(np.insert(bags.values, places, value), bags.lengths + missing_n, weights_N)
+
+
+def _multi_hot(bags: BagIds, count: int, rows: int) -> BagIds:
+    """Return bags of `count` rows per id: its row, and count - 1 rows that a hash of it draws from [0, rows)."""
+    draws_N1 = bags.values.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(1, count, dtype=np.uint64)
+    drawn_N1 = rows_of_hashes(mix(draws_N1.reshape(-1)), rows).reshape(-1, count - 1)
+    values = np.concatenate([bags.values[:, None], drawn_N1], axis=1).reshape(-1)
+    lengths_n = np.ones(len(bags.values), np.int64) if bags.lengths is None else bags.lengths
+    return BagIds(values, lengths_n * count)
 
 
 def _latest(bags: BagIds, most: int) -> BagIds:

@@ -86,6 +86,7 @@ class TableDataset(Dataset):
         if held_out_data is not None and hold_out != NO_HOLD_OUT:
             raise ConfigError("held_out_data: got it with hold_out, too; expected one of them. Leave one out.")
         self._columns, self._labels = columns, labels
+        columns.vocabularies  # noqa: B018 - a file that cannot be read raises here, not in the middle of a pass
         self._seed, self._shuffle_rows, self._lanes = seed, shuffle_rows, lanes
         self._session, self._read_ahead_bytes = group_by_session, read_ahead_bytes
         self._savings = SessionSavings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,14 +84,28 @@ class FilesData(DataConfig):
         )
 
     def _source(self, path: tuple[str, ...]) -> RowGroups:
-        name = path[0] if path else ""
-        text = self.format == "text" or (
-            self.format == "auto" and name.endswith(TEXT_ENDINGS) and not name.endswith(PARQUET_ENDINGS)
-        )
-        if not text:
-            return ParquetGroups(path, base=self.base)
         lists = tuple(ListColumn(column.column, column.separator) for column in self.columns.ids if column.separator)
-        return DelimitedGroups(path, base=self.base, lists=lists)
+        return file_source(path, format=self.format, base=self.base, lists=lists)
+
+
+def file_source(
+    path: tuple[str, ...],
+    *,
+    format: Literal["auto", "parquet", "text"] = "auto",
+    base: str = "",
+    lists: Sequence[ListColumn] = (),
+) -> RowGroups:
+    """Return the row groups of files.
+
+    Args:
+        path, format, base: see `FilesData`.
+        lists: of text files, the columns with several ids per field.
+    """
+    name = path[0] if path else ""
+    auto_text = name.endswith(TEXT_ENDINGS) and not name.endswith(PARQUET_ENDINGS)
+    if format == "text" or (format == "auto" and auto_text):
+        return DelimitedGroups(path, base=base, lists=lists)
+    return ParquetGroups(path, base=base)
 
 
 def _as_tuple(path: object) -> tuple[str, ...]:
