@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.torch_private import functorch_is_active, is_functorch_wrapped
 
 
-def check_format(kind: str, features: KeyedJaggedTensor, tables: Iterable[Table]) -> None:
+def check_format(kind: str, features: KeyedJaggedTensor, tables: Callable[[], Iterable[Table]]) -> None:
     """Raise unless `features` is a valid batch of ids.
 
     Args:
         kind: class of the collection, for errors.
-        tables: those that the batch reads.
+        tables: returns those that the batch reads.
 
     Raises:
         InputError: the batch is of another class, its ids are no integers, or its tensors are on several devices.
@@ -30,22 +30,18 @@ def check_format(kind: str, features: KeyedJaggedTensor, tables: Iterable[Table]
             "KeyedJaggedTensor.from_lengths_sync(keys, values, lengths), or from_jt_dict(dict of JaggedTensors)."
         )
     if not torch.compiler.is_compiling() and functorch_is_active():
-        weights = [table._parameters["weight"] for table in tables]
+        weights = [table._parameters["weight"] for table in tables()]
         _refuse_transforms(kind, [*weights, features.weights_or_none()])
     ids = features.values()
     if ids.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{kind}: got ids of dtype {ids.dtype}; expected int32 or int64. Cast the batch's values.")
     parts = features._parts
-    given = (
-        ("lengths", parts.segments.given_lengths),
-        ("offsets", parts.segments.given_offsets),
-        ("weights", parts.weights),
-    )
-    for name, tensor in given:
+    given = parts.segments.given_lengths, parts.segments.given_offsets, parts.weights
+    for k, tensor in enumerate(given):
         if tensor is not None and tensor.device != ids.device:
             raise InputError(
-                f"KeyedJaggedTensor: got {name} on {tensor.device}; expected {ids.device}, where the values are. "
-                "Move the batch with .to()."
+                f"KeyedJaggedTensor: got {('lengths', 'offsets', 'weights')[k]} on {tensor.device}; expected "
+                f"{ids.device}, where the values are. Move the batch with .to()."
             )
 
 

@@ -164,7 +164,7 @@ class TableCollection(nn.Module):
     def _operands(self) -> Operands:
         """Return a forward's inputs from its tables. Reads the module dicts directly, as it runs per table and step."""
         tables = list(self._tables.values())
-        leaves: list[Tensor] = [cast(nn.Parameter, table._parameters["weight"]) for table in tables]
+        leaves: list[Tensor] = [table._parameters["weight"] for table in tables]  # type: ignore[misc]
         rows = [table.rows for table in tables]
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             # A tensor substituted by torch.func.functional_call is not the table's leaf: autograd returns its gradient.
@@ -308,7 +308,7 @@ class TableCollection(nn.Module):
 
     def _check(self, features: KeyedJaggedTensor) -> None:
         """Raise an error unless `features` is a valid batch of ids."""
-        check_format(type(self).__name__, features, self._tables.values())
+        check_format(type(self).__name__, features, lambda: self._tables.values())
 
     def _replace_config(self, config: AnyTableConfig) -> None:
         """Replace a table's config after the table got another number of rows."""

@@ -379,7 +379,7 @@ class _PhasedUpdate:
         leaves = [held.weights[0] for held in self.held]
         steps, counts, lr = counting(self.tiles, self.spec, leaves[0].device)
         self.tables = RuleTables(
-            leaves, [slot for held in self.held for slot in held.slots], self.spec.rule, hyper, steps,
+            leaves, [slot for held in self.held for slot in held.slots(self.spec)], self.spec.rule, hyper, steps,
             [word for place in places for word in place.key], [place.row_offset for place in places],
             [place.column_offset for place in places], None, counts, lr,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """The rows of a batch, wherever they are: the one way by which lookups and updates reach the rows of tables.
 
-    with located(batch) as rows:       rows.weights[t][rows.ids] are the batch's rows of table t; rows.slots their slots
+    with located(batch) as rows:       rows.weights[t][rows.ids] are the rows of table t; rows.slots(spec) their slots
         ...                            read them, or (writes=True) update them in place
         rows.looked_up(...)            or rows.updated(): the batch's rows may leave their cache
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from tilerec.ops.lookup.row_location import LookupLayout
 from tilerec.ops.lookup.saved_rows import copy_rows, id_segments, positions_in_copies
 from tilerec.ops.runtime.upload import upload
+from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.storage.batches_in_flight import Bags, Segments
 from tilerec.storage.cache_request import WantedRows, lines_of_all, prefetch_all
 from tilerec.storage.row_cache import RowCache, lock_caches
@@ -39,14 +40,12 @@ class RowSource(Protocol):
     """The owner of a table's rows (or of a tile's)."""
 
     cache: RowCache | None
+    state: dict[str, Tensor]
+    """The optimizer's slots by name, and other state."""
 
     @property
     def trained(self) -> bool:
         """True if a backward pass updates the rows."""
-
-    @property
-    def slots(self) -> list[Tensor]:
-        """The optimizer's slots, by row."""
 
     def host(self) -> list[Tensor]:
         """Return the leaf and the slots."""
@@ -240,10 +239,10 @@ class LocatedRows:
     def __exit__(self, *error: object) -> None:
         return None
 
-    @property
-    def slots(self) -> list[Tensor]:
-        """The optimizer's slots of all tables, table after table, indexed like `weights`."""
-        return [slot for source in self.batch.sources for slot in source.slots]
+    def slots(self, spec: OptimizerSpec) -> list[Tensor]:
+        """Return the slots of the optimizer of all tables, table after table, indexed like `weights`."""
+        names = [slot.name for slot in spec.slots]
+        return [source.state[name] for source in self.batch.sources for name in names]
 
     @property
     def row_names(self) -> list[Tensor] | None:
@@ -334,12 +333,12 @@ class _RowsInLines(LocatedRows):
             at, bag = end, bag + count
         return (at, bag + 1) == (batch.ids.shape[0], offsets.shape[0])
 
-    @property
-    def slots(self) -> list[Tensor]:
+    def slots(self, spec: OptimizerSpec) -> list[Tensor]:
+        names = [slot.name for slot in spec.slots]
         return [
             slot
             for t, source in enumerate(self.batch.sources)
-            for slot in (self._held[t].tensors.lines[1:] if t in self._held else source.slots)
+            for slot in (self._held[t].tensors.lines[1:] if t in self._held else [source.state[name] for name in names])
         ]
 
     @property

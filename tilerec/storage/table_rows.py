@@ -209,7 +209,7 @@ class TableRows(GradientSink):
         with located(batch, writes=True) as rows:
             steps, counts, lr = counting(tables, spec, record.ids.device)
             result = torch.ops.tilerec.update_rows_.default(
-                rows.weights, rows.slots, record.grad, rows.ids, rows.offsets, rows.sample_weights, of_feature,
+                rows.weights, rows.slots(spec), record.grad, rows.ids, rows.offsets, rows.sample_weights, of_feature,
                 rows.starts, record.bags, record.grad_starts, record.grad_strides, record.means, spec.rule, hyper,
                 steps, [word for own in places for word in own.key], [own.row_offset for own in places],
                 [own.column_offset for own in places], rows.row_names, counts, lr,

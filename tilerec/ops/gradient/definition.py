@@ -43,8 +43,9 @@ class GradientSink(ABC):
 
     def __init__(self) -> None:
         self.handle = next(_HANDLES)
-        # Lookups whose backward reads the rows, each with its indices of this table (several if tables are tied).
-        self.readers: weakref.WeakKeyDictionary[SavedRows, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        # Lookups whose backward reads the rows, each with its indices of this table (several if tables are tied). None
+        # before the first one: most tables never have any.
+        self.readers: weakref.WeakKeyDictionary[SavedRows, tuple[int, ...]] | None = None
         self.earlier: list[_RejectingSink] = []  # sinks of former handles that lookups may still use
         _SINKS[self.handle] = self
 
@@ -99,7 +100,7 @@ class _RejectingSink(GradientSink):
 
     def __init__(self, handle: int, reason: str) -> None:
         self.handle, self.reason = handle, reason
-        self.readers, self.earlier = weakref.WeakKeyDictionary(), []
+        self.readers, self.earlier = None, []
         _SINKS[handle] = self
 
     def batch_key(self) -> Hashable:
@@ -146,6 +147,8 @@ def register_saved_rows(handles: Mapping[int, int], reader: SavedRows) -> None:
     for table, handle in handles.items():
         sink = _SINKS.get(handle)
         if sink is not None:
+            if sink.readers is None:
+                sink.readers = weakref.WeakKeyDictionary()
             sink.readers[reader] = (*sink.readers.get(reader, ()), table)
 
 
