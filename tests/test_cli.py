@@ -56,7 +56,7 @@ def test_recipes_lists_every_recipe_and_whether_it_reads_files() -> None:
     assert code == 0
     for name in RECIPES:
         assert name in text
-    assert text.count("--data PATH") == 2
+    assert text.count("--data PATH") == 4
 
 
 def test_train_prints_the_scores_and_writes_the_logs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.recipes.runs import criteo, movielens, synthetic
+from tilerec.recipes.runs import criteo, movielens, sasrec, synthetic, two_tower
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override
 from tilerec.train.run_file import read_run_file
@@ -18,6 +18,8 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "synthetic": synthetic,
     "movielens": movielens,
     "criteo": criteo,
+    "two_tower": two_tower,
+    "sasrec": sasrec,
 }
 """Recipes that the library includes, by name."""
 

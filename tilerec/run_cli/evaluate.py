@@ -5,6 +5,7 @@ tilerec eval run.toml test.parquet
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,8 @@ from tilerec.terminal import SafeConsole, print_rank_error
 
 if TYPE_CHECKING:
     from tilerec.comms.process import ProcessGroupComms
+    from tilerec.data.batch import Batch
+    from tilerec.data.dataset import Dataset
     from tilerec.train.trained_run import TrainedRun
 
 
@@ -43,8 +46,6 @@ def evaluate(
 def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, device: str) -> None:
     """Evaluate on one rank; rank 0 prints."""
     from tilerec.train.device import run_device
-    from tilerec.train.evaluate import Scores
-    from tilerec.train.predictions import evaluate_rows
     from tilerec.train.report import score_table
     from tilerec.train.world import World
 
@@ -52,18 +53,25 @@ def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | 
     try:
         config = trained.config
         size, place = config.train.eval_batch_size, run_device(device, world.size)
+        dataset: Dataset
         if data is None:
-            held_out = config.data.open()
-            model = trained.load(held_out, place, world)
-            found = world.predict(model, held_out.held_out(size), place, len(held_out.tasks))
-            tasks = Scores.by_task(found, held_out.tasks)
+            dataset = config.data.open()
+            batches = dataset.held_out(size)
         else:
-            dataset = config.data.open_rows((data,), labels=True)
-            model = trained.load(dataset, place, world)
-            with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
-                tasks = evaluate_rows(model, dataset, size, place, world, progress)
+            rows = config.data.open_rows((data,), labels=True)
+            dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+        model = trained.load(dataset, place, world)
+        task = config.task.build(dataset, config.train, place, world)
+        with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
+            tasks = task.evaluate(model, _counted(batches, progress)).tasks
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
         SafeConsole().print(score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks))
+
+
+def _counted(batches: Iterable[Batch], progress: Callable[[int], object]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        progress(batch.batch_size)

@@ -19,14 +19,14 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
-from tilerec.train.evaluate import Scores
-from tilerec.train.log_folder import open_logs, write_json
+from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
+from tilerec.train.scores import mean_scores
 from tilerec.train.world import World
 
 
@@ -73,6 +73,7 @@ def train(
         if config.log_dir and not world.rank:
             logs = open_logs(config, model)
             _write_run(config)
+            write_vocabularies(Path(config.log_dir), dataset)
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
@@ -80,7 +81,7 @@ def train(
             watcher.begin(config.name, settings(config))
         run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
-        tasks, labels = run.evaluate()
+        held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)
     except BaseException as error:
@@ -89,14 +90,14 @@ def train(
     finally:
         for watcher in all_watchers:
             watcher.close()
-    best, expected = best_scores(dataset, labels)
+    best, expected = best_scores(dataset, held_out.labels)
     result = RunResult(
         name=config.name,
         steps=run.steps,
         samples=run.samples,
         seconds=run.seconds,
-        held_out=Scores.mean(tasks.values()),
-        tasks=tasks,
+        held_out=mean_scores(held_out.tasks.values()),
+        tasks=held_out.tasks,
         best=best,
         best_expected_auc=expected,
         rows=dataset.row_count(),

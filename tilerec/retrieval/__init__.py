@@ -1,0 +1,1 @@
+"""Retrieval and next-item models: losses, exact search, scores, exported indexes."""
