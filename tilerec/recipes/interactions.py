@@ -71,10 +71,17 @@ class InteractionsData(DataConfig):
             raise ConfigError(f"data.samples: got {self.samples!r}; expected 'interactions' or 'users'. Correct it.")
 
     def open(self) -> Interactions:
-        return self._dataset(self.path, self.hold_out, self._vocabulary(), labelled=True)
+        return self._of_log(self._log(self.path), self.hold_out, self._vocabulary())
 
     def with_vocabulary(self, folder: Path) -> InteractionsData:
         return replace(self, vocabulary=str(folder)) if folder.is_dir() else self
+
+    def open_catalog(self) -> Interactions:
+        vocabulary = self._vocabulary()
+        if vocabulary is None:
+            return self.open()
+        users, items = vocabulary["user"].slice(0, 0), vocabulary["item"].slice(0, 0)
+        return self._of_log(InteractionLog(users, items, None, 0, "vocabulary"), LogSplit("none"), vocabulary)
 
     def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> Interactions:
         """Open another log: a sample per user.
@@ -85,13 +92,18 @@ class InteractionsData(DataConfig):
                 interactions are the history.
         """
         vocabulary = self._vocabulary() or self.open().vocabularies()
-        return self._dataset(path, LogSplit("none"), vocabulary, labelled=labels)
+        return self._of_log(self._log(path), LogSplit("none"), vocabulary, labelled=labels)
 
-    def _dataset(
-        self, path: tuple[str, ...], hold_out: LogSplit, vocabulary: Mapping[str, pa.Array] | None, *, labelled: bool
+    def _of_log(
+        self,
+        log: InteractionLog,
+        hold_out: LogSplit,
+        vocabulary: Mapping[str, pa.Array] | None,
+        *,
+        labelled: bool = True,
     ) -> Interactions:
         return Interactions(
-            self._log(path),
+            log,
             samples=self.samples,
             max_length=self.max_length,
             hold_out=hold_out,

@@ -134,6 +134,15 @@ class RankingTask(Task):
             features: all features of the data, empty but for those of the items.
         """
 
+    @property
+    def cutoffs(self) -> tuple[int, ...]:
+        """k of the scores."""
+        return self._settings.cutoffs
+
+    def relevant(self, batch: Batch) -> Pairs:
+        """Return the relevant items of samples."""
+        return self._pairs(batch, self._settings.item)
+
     # -- scores and predictions -----------------------------------------------------------------------------------
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> Evaluation:
@@ -143,9 +152,8 @@ class RankingTask(Task):
             search = self._search(model, distinct=True)
             for batch in batches:
                 batch = self._positives(batch)
-                relevant = self._pairs(batch, self._settings.item)
-                query_BD = self._queries(model, batch)
-                ranks.append(search.ranks(query_BD, relevant, self._excluded(batch)))
+                relevant = self.relevant(batch)
+                ranks.append(search.ranks(self._queries(model, batch), relevant, self.excluded(batch)))
                 queries.append(relevant.query + total)
                 total += batch.batch_size
             drain(self._device)
@@ -164,11 +172,9 @@ class RankingTask(Task):
         with eval_mode(model):
             search = self._search(model, distinct=False)
             for batch, table in dataset.rows(batch_size, keys):
-                excluded = self._excluded(batch, distinct=False)
+                excluded = self.excluded(batch, distinct=False)
                 score_Bk, place_Bk = search.nearest(self._queries(model, batch), self._settings.top_k, excluded)
-                if not table.num_columns:
-                    rows = range(first, first + batch.batch_size)
-                    table = pa.table({ROW_COLUMN: pa.array(rows, pa.int64())})
+                table = _with_row_numbers(table, first, batch.batch_size)
                 yield batch.batch_size, self._best_items(table, score_Bk, place_Bk)
                 first += batch.batch_size
 
@@ -183,6 +189,20 @@ class RankingTask(Task):
         vector_ND = torch.empty(len(self.catalog), vector_nD.shape[1])
         vector_ND[place_N] = flat.view(-1, vector_nD.shape[1])
         return IndexVectors(vector_ND, self.catalog)
+
+    def query_tables(
+        self, model: nn.Module, dataset: RowDataset, keys: Sequence[str], batch_size: int
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield for each batch the number of samples, and their keys with a column `vector`. Collective."""
+        first = 0
+        with eval_mode(model):
+            for batch, table in dataset.rows(batch_size, keys):
+                query_BD = self._queries(model, batch).cpu()
+                table = _with_row_numbers(table, first, batch.batch_size)
+                flat = pa.array(query_BD.reshape(-1).numpy())
+                vectors = pa.FixedSizeListArray.from_arrays(flat, query_BD.shape[1])
+                yield batch.batch_size, table.append_column("vector", vectors)
+                first += batch.batch_size
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -234,7 +254,8 @@ class RankingTask(Task):
         begin = torch.repeat_interleave(low - (counts.cumsum(0) - counts), counts)
         return Pairs(torch.repeat_interleave(query, counts), order[begin + torch.arange(int(counts.sum()))])
 
-    def _excluded(self, batch: Batch, *, distinct: bool = True) -> Pairs:
+    def excluded(self, batch: Batch, *, distinct: bool = True) -> Pairs:
+        """Return the seen items of samples, if the settings leave them out."""
         if not (self._settings.seen and self._settings.filter_seen):
             return Pairs(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         return self._pairs(batch, self._settings.seen, distinct=distinct)
@@ -246,6 +267,11 @@ class RankingTask(Task):
         table = table.append_column("rank", pa.array((column + 1).numpy(), pa.int32()))
         table = table.append_column("item", self.catalog.values.take(pa.array(place_Bk[has_Bk].numpy())))
         return table.append_column("score", pa.array(score_Bk[has_Bk].numpy()))
+
+
+def _with_row_numbers(keys: pa.Table, first: int, rows: int) -> pa.Table:
+    """Return the keys; without columns, the numbers of the rows."""
+    return keys if keys.num_columns else pa.table({ROW_COLUMN: pa.array(range(first, first + rows), pa.int64())})
 
 
 def first_labels(batch: Batch) -> Tensor:

@@ -28,6 +28,12 @@ def evaluate(
         str | None,
         typer.Argument(help="File, folder or URL with labelled samples. Default: the run's held-out part."),
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Also score popularity, EASE and item-to-item transitions.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
@@ -35,15 +41,17 @@ def evaluate(
     from tilerec.train.trained_run import find_trained
 
     try:
-        trained = find_trained(run)
+        trained = find_trained(run).with_settings(set_ or [])
         place = device or trained.config.train.device
-        run_on_ranks(_evaluate, trained, data, place, nproc=nproc, device=place)
+        run_on_ranks(_evaluate, trained, data, baselines, place, nproc=nproc, device=place)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
 
 
-def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, device: str) -> None:
+def _evaluate(
+    group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, baselines: bool, device: str
+) -> None:
     """Evaluate on one rank; rank 0 prints."""
     from tilerec.train.device import run_device
     from tilerec.train.report import score_table
@@ -63,12 +71,17 @@ def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | 
         model = trained.load(dataset, place, world)
         task = config.task.build(dataset, config.train, place, world)
         with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
-            tasks = task.evaluate(model, _counted(batches, progress)).tasks
+            tasks = dict(task.evaluate(model, _counted(batches, progress)).tasks)
+        if baselines:
+            from tilerec.retrieval.baselines import checked_baselines
+
+            tasks = {"model": next(iter(tasks.values())), **checked_baselines(task, dataset, data, size)}
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
-        SafeConsole().print(score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks))
+        what = f"samples of {data}" if data else "held-out samples"
+        SafeConsole().print(score_table(config.name, what, tasks, mean=not baselines))
 
 
 def _counted(batches: Iterable[Batch], progress: Callable[[int], object]) -> Iterator[Batch]:

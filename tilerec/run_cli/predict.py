@@ -29,6 +29,9 @@ def predict(
         typer.Option(help="Columns to copy, comma-separated. Default: id columns with one id, or the row number."),
     ] = "",
     batch_size: Annotated[int, typer.Option(help="Samples per batch; 0: train.eval_batch_size of the run.", min=0)] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
@@ -37,7 +40,7 @@ def predict(
 
     try:
         _check_out(out)
-        trained = find_trained(run)
+        trained = find_trained(run).with_settings(set_ or [])
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
         run_on_ranks(_predict, trained, data, str(out), names, batch_size, place, nproc=nproc, device=place)

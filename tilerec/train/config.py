@@ -36,6 +36,10 @@ class DataConfig(ABC):
         """Return the config with the vocabularies that a run has kept in a folder; unchanged if it has none."""
         return self
 
+    def open_catalog(self) -> Dataset:
+        """Open the source for its features and its catalog, to export an index; samples may be absent."""
+        return self.open()
+
     def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> RowDataset:
         """Open other files with the same columns, to evaluate or predict all of their rows.
 

@@ -40,27 +40,36 @@ def report(result: RunResult) -> RenderableType:
 
 
 def score_table(
-    name: str, what: str, tasks: Mapping[str, HeldOutScores], best: HeldOutScores | None = None
+    name: str,
+    what: str,
+    tasks: Mapping[str, HeldOutScores],
+    best: HeldOutScores | None = None,
+    *,
+    mean: bool = True,
 ) -> RenderableType:
     """Return a table of scores: a column per task, their mean, and the best reachable scores if they are known.
 
     Args:
         name: of the run.
         what: kind of the samples, for the title.
-        tasks: scores by task.
+        tasks: scores by task, or by model.
+        best: the best reachable scores.
+        mean: add the mean of several columns.
     """
-    mean = mean_scores(tasks.values())
-    columns = {**tasks, "mean": mean} if len(tasks) > 1 else {"model": mean}
+    average = mean_scores(tasks.values())
+    columns = {"model": average}
+    if len(tasks) > 1:
+        columns = {**tasks, **({"mean": average} if mean else {})}
     table = Table("")
     for header in (*columns, *(("best reachable", "difference") if best is not None else ())):
         table.add_column(Text(header), justify="right")
-    for measure, value in mean.numbers.items():
+    for measure, value in average.numbers.items():
         cells = [_number(scores.numbers[measure]) for scores in columns.values()]
         if best is not None:
             reachable = best.numbers[measure]
             cells += [_number(reachable), _number(value - reachable, sign=True)]
         table.add_row(Text(LABELS.get(measure, measure)), *cells)
-    title = Text(f"{name}: {mean.samples:,} {what}", style="bold")
+    title = Text(f"{name}: {average.samples:,} {what}", style="bold")
     return Group(title, table)
 
 

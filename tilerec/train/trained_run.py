@@ -9,6 +9,7 @@ runs/clicks/20260301-120000/vocabulary/      values of features with a vocabular
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
 from tilerec.train.log_folder import VOCABULARY_FOLDER
+from tilerec.train.override import override_all
 from tilerec.train.run_file import RUN_FILE, read_run_file
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.world import World
@@ -40,6 +42,10 @@ class TrainedRun:
     def model_file(self) -> Path:
         """The model's weights."""
         return self.folder / MODEL_FILE
+
+    def with_settings(self, assignments: Iterable[str]) -> TrainedRun:
+        """Return the run with some settings changed, as for `override`."""
+        return replace(self, config=override_all(self.config, assignments))
 
     def load(self, dataset: Dataset, device: torch.device, world: World) -> nn.Module:
         """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective."""
