@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
-from tests.retrieval.retrieval_data import log_data, next_item_run, write_log
 
+from tests.retrieval.retrieval_data import log_data, next_item_run, write_log
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.share import Share, cut

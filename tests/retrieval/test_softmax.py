@@ -51,9 +51,7 @@ def test_losses_and_gradients_are_those_of_a_loop(queries: int, candidates: int,
 
 def test_all_items_as_candidates_give_cross_entropy() -> None:
     query, table, target = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
-    loss = softmax_losses(
-        query, (query * table[target]).sum(1), table, target_P=target, candidate_C=torch.arange(9)
-    )
+    loss = softmax_losses(query, (query * table[target]).sum(1), table, target_P=target, candidate_C=torch.arange(9))
     expected = torch.nn.functional.cross_entropy(query @ table.t(), target, reduction="none")
     torch.testing.assert_close(loss, expected)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tests.retrieval.retrieval_data import retrieval_run, write_log
 
+from tests.retrieval.retrieval_data import retrieval_run, write_log
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.share import Share, cut

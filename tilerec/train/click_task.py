@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import RowDataset
 from tilerec.data.share import Share
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import InputError
 from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.train.config import TrainConfig
@@ -38,10 +38,6 @@ class ClickTask(Task):
     """
 
     def __init__(self, tasks: Sequence[str], options: TrainConfig, device: torch.device, world: World) -> None:
-        if not tasks:
-            raise ConfigError(
-                "data.columns.labels: got none; expected at least one. Name the column to predict, or set task.kind."
-            )
         self._tasks, self._device, self._world = tasks, device, world
         self._metrics = MetricModule(
             tasks, [AUC(exact=True, lifetime=False)], window=options.metric_window, group=world.group

@@ -78,6 +78,9 @@ class ModelConfig(ABC):
 class TaskConfig(ABC):
     """Config of a task: the loss, the scores and the predictions of a run. Subclasses are frozen dataclasses."""
 
+    def check(self, dataset: Dataset) -> None:  # noqa: B027 - most tasks find out when they are built
+        """Raise `ConfigError` for data that the task cannot use, before the model is built."""
+
     @abstractmethod
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         """Return the task of one run. Collective.
@@ -93,6 +96,12 @@ class TaskConfig(ABC):
 @dataclass(frozen=True)
 class ClickConfig(TaskConfig):
     """Probabilities of clicks, or of other labels from 0 to 1: binary cross entropy, one logit per label column."""
+
+    def check(self, dataset: Dataset) -> None:
+        if not dataset.tasks:
+            raise ConfigError(
+                "data.columns.labels: got none; expected at least one. Name the column to predict, or set task.kind."
+            )
 
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         from tilerec.train.click_task import ClickTask  # it imports this module

@@ -68,6 +68,7 @@ def train(
             torch.set_num_threads(options.threads)
         device = run_device(options.device, world.size)
         dataset = config.data.open()
+        config.task.check(dataset)
         torch.manual_seed(options.seed)
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
