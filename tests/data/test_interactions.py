@@ -12,7 +12,7 @@ import torch
 
 from tilerec.data.batch import Batch
 from tilerec.data.interaction_log import InteractionLog, LogColumns, ValueRows, read_log
-from tilerec.data.interactions import Interactions, LogSplit
+from tilerec.data.interactions import KEYS, Interactions, LogSplit
 from tilerec.data.row_groups import TableGroups
 from tilerec.errors import ConfigError, InputError
 
@@ -28,7 +28,7 @@ ROWS = [(7, "a"), (9, "x"), (7, "b"), (7, "c"), (9, "a"), (7, "d"), (5, "a"), (7
 
 def samples(batch: Batch) -> list[tuple[int, ...]]:
     """Return (user, items, history, seen) of each sample, as rows."""
-    bags = [[one.tolist() for one in batch.sparse_features[key].to_dense()] for key in batch.sparse_features.keys()]
+    bags = [[one.tolist() for one in batch.sparse_features[key].to_dense()] for key in KEYS]
     return [tuple(map(tuple, one)) for one in zip(*bags, strict=True)]  # type: ignore[misc]
 
 
@@ -100,7 +100,7 @@ def test_ranks_and_positions_give_the_batches_of_one_process(kind: Any) -> None:
     assert [samples(batch) for batch in data.train(16, epoch=2)] == whole
     other = [samples(batch) for batch in data.train(16, epoch=3)]
     assert other != whole
-    assert sorted(sum(other, [])) == sorted(sum(whole, []))
+    assert sorted(one for batch in other for one in batch) == sorted(one for batch in whole for one in batch)
 
 
 def test_histories_are_those_of_a_loop() -> None:

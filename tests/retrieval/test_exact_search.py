@@ -96,5 +96,5 @@ def test_vectors_that_are_not_finite_are_refused() -> None:
     """A model with NaN scores has no item above the relevant one: it would look perfect."""
     none = Pairs(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     search = ExactSearch(torch.full((2, 2), torch.nan), torch.arange(2), 2, World(None))
-    with pytest.raises(TilerecError, match="not finite.*lower learning rates"):
+    with pytest.raises(TilerecError, match=r"not finite.*lower learning rates"):
         search.ranks(torch.ones(1, 2), Pairs(torch.tensor([0]), torch.tensor([0])), none)

@@ -195,10 +195,9 @@ def test_data_that_do_not_fit_are_refused(path: Path) -> None:
     run = next_item_run(path)
     with pytest.raises(ConfigError, match=r"task.sequence: got 'user'; expected a feature with the table of 'item'"):
         train(replace(run, task=replace(run.task, sequence="user")))  # type: ignore[call-arg]
+    task, model = _built(run)
     with pytest.raises(InputError, match=r"a sequence of 9 items; expected at most max_length=5"):
-        task, model = _built(run)
         task.loss(model, Share(_batch([[1] * 9], [2]), 0, 1, 1))
-    task, _ = _built(run)
     dataset = log_data(path, samples="users", max_length=5).open()
     none = next(iter(dataset.rows(3)))[0]
     assert task.check(none) is None

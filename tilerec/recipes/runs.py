@@ -90,15 +90,15 @@ def two_tower(data: str) -> RunConfig:
             max_length=50,
             hold_out=LogSplit(per_user=10),
         ),
-        model=TwoTowerConfig(query_features=("user", "history"), embedding_dim=32, layers=(32,)),
+        model=TwoTowerConfig(query_features=("user", "history"), embedding_dim=32, layers=(64,), normalize=True),
         train=TrainConfig(
-            batch_size=512,
-            epochs=10,
-            embedding_optimizer=Adam(lr=3e-3),
+            batch_size=128,
+            epochs=15,
+            embedding_optimizer=Adam(lr=5e-3),
             dense_optimizer=Adam(lr=3e-3),
-            log_every=100,
+            log_every=500,
         ),
-        task=RetrievalConfig(seen="seen"),
+        task=RetrievalConfig(seen="seen", temperature=0.12),
     )
 
 

@@ -15,7 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
+from tilerec.atomic_file import open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
 from tilerec.retrieval.ranking_task import IndexVectors
+from tilerec.train.predictions import write_predictions
 
 FAISS_KINDS = ("none", "flat", "hnsw")
 _HNSW_LINKS = 32
@@ -47,9 +50,9 @@ def write_index(
     out: Path,
     index: IndexVectors,
     facts: dict[str, Any],
+    queries: Iterator[tuple[int, pa.Table]],
     *,
     kind: str = "none",
-    queries: Iterable[tuple[int, pa.Table]] = (),
     progress: Callable[[int], object] = lambda rows: None,
 ) -> None:
     """Write the folder of an index, as a whole or not at all.
@@ -58,8 +61,8 @@ def write_index(
         out: the folder; it must not exist, or be empty.
         index: vectors and items.
         facts: further entries of index.json.
+        queries: samples and tables with key columns and `vector`; may be empty.
         kind: of the faiss index, "none" for no such file.
-        queries: samples and tables with key columns and `vector`.
         progress: called with the samples of each table of `queries`.
 
     Raises:
@@ -73,16 +76,17 @@ def write_index(
         ) from error
     try:
         vectors = np.ascontiguousarray(index.vectors.numpy(), np.float32)
-        np.save(folder / "vectors.npy", vectors)
-        items = pa.table({"item": index.catalog.values, "row": index.catalog.ids.numpy()})
-        parquet.write_table(items, folder / "items.parquet")
+        with open_replacement(folder / "vectors.npy", "Index") as file:
+            np.save(file, vectors)
+        with open_replacement(folder / "items.parquet", "Index") as file:
+            parquet.write_table(pa.table({"item": index.catalog.values, "row": index.catalog.ids.numpy()}), file)
         if kind != "none":
-            _write_faiss(folder / "index.faiss", vectors, kind)
+            write_file(folder / "index.faiss", _faiss_bytes(vectors, kind), "Index")
         count = _write_queries(folder / "queries.parquet", queries, progress)
         entries = {"format": 1, "items": len(vectors), "dim": int(vectors.shape[1]), "metric": "inner_product"}
         text = json.dumps({**entries, "faiss": kind, "queries": count, **facts}, indent=2) + "\n"
-        (folder / "index.json").write_text(text)
-        os.chmod(folder, 0o777 & ~_umask())
+        write_file(folder / "index.json", text, "Index")
+        folder.chmod(0o777 & ~_umask())
         if out.exists():
             out.rmdir()
         folder.rename(out)
@@ -98,27 +102,23 @@ def _umask() -> int:
     return mask
 
 
-def _write_queries(path: Path, queries: Iterable[tuple[int, pa.Table]], progress: Callable[[int], object]) -> int:
-    writer: parquet.ParquetWriter | None = None
-    total = 0
-    for samples, table in queries:
-        writer = writer or parquet.ParquetWriter(path, table.schema)
-        writer.write_table(table.cast(writer.schema))
-        total += samples
-        progress(samples)
-    if writer is not None:
-        writer.close()
-    return total
+def _write_queries(path: Path, queries: Iterator[tuple[int, pa.Table]], progress: Callable[[int], object]) -> int:
+    """Write the samples' tables, if there are some; return the number of samples."""
+    first = next(iter(queries), None)
+    if first is None:
+        return 0
+    return write_predictions(path, chain([first], queries), progress=progress)
 
 
-def _write_faiss(path: Path, vectors_ND: np.ndarray[Any, Any], kind: str) -> None:
+def _faiss_bytes(vectors_ND: np.ndarray[Any, Any], kind: str) -> bytes:
     faiss = _faiss()
     dim = vectors_ND.shape[1]
     index = (
         faiss.IndexFlatIP(dim) if kind == "flat" else faiss.IndexHNSWFlat(dim, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
     )
     index.add(vectors_ND)
-    path.write_bytes(faiss.serialize_index(index).tobytes())
+    found: bytes = faiss.serialize_index(index).tobytes()
+    return found
 
 
 def _faiss() -> Any:

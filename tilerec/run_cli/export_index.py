@@ -93,7 +93,7 @@ def _export(
                     pass
             else:
                 facts = {"run": str(trained.folder), "name": config.name, "task": kind_of(config.task)}
-                write_index(Path(out), index, facts, kind=kind, queries=tables, progress=progress)
+                write_index(Path(out), index, facts, tables, kind=kind, progress=progress)
     except BaseException as error:
         world.abort(error)
         raise

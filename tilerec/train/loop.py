@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
@@ -73,8 +74,7 @@ def train(
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model)
-            _write_run(config)
-            write_vocabularies(Path(config.log_dir), dataset)
+            _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
@@ -113,9 +113,11 @@ def train(
     return result
 
 
-def _write_run(config: RunConfig) -> None:
-    """Write the run beside its logs, for `tilerec eval` and `tilerec predict`; without the folder, which may move."""
+def _write_run(config: RunConfig, dataset: Dataset) -> None:
+    """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
+    write_vocabularies(Path(config.log_dir), dataset)
     try:
+        # Without the folder, which may move.
         write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
     except FileError:
         raise
