@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tilerec.data.batch import Batch
 from tilerec.errors import ConfigError
-from tilerec.models.two_tower import TwoTower
+from tilerec.models.two_tower import TwoTower, TwoTowerTrainTask
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -69,6 +70,18 @@ def test_by_default_the_towers_read_the_first_two_features() -> None:
     """As in TorchRec's example, whose model has two tables of one feature each."""
     model = TwoTower(_tables(), (3,))
     assert (model.query_features, model.candidate_features) == (["user"], ["item"])
+
+
+def test_the_train_task_has_binary_cross_entropy_of_the_inner_products() -> None:
+    model = TwoTower(_tables(), (3,), query_features=["user"], candidate_features=["item"])
+    labels = torch.tensor([1, 0])
+    loss, (same, logits, given) = TwoTowerTrainTask(model)(Batch(torch.zeros(2, 0), FEATURES, labels))
+    query, item = model(torch.zeros(2, 0), FEATURES)
+    torch.testing.assert_close(logits, (query * item).sum(1).detach())
+    p = logits.sigmoid()
+    torch.testing.assert_close(loss.detach(), -(p[0].log() + (1 - p[1]).log()) / 2)
+    assert loss.requires_grad
+    assert (same.item(), given.tolist()) == (loss.item(), [1, 0])
 
 
 def test_features_and_widths_that_do_not_fit_are_refused() -> None:

@@ -146,6 +146,7 @@ class Interactions(RowDataset):
         # Training and held-out interactions apart, each ordered by user and time.
         item_n = self._items.rows(items, log.name).astype(np.int32)
         self._train = _ByUser(users_n[~held_n], item_n[~held_n], len(self._user_values))
+        self._times = None if log.times is None else log.times[order_n][~held_n]
         self._held = _ByUser(users_n[held_n], item_n[held_n], len(self._user_values))
         self._row_of_user = self._users.rows(self._user_values, log.name)
         self._ends = self._training_samples()
@@ -236,6 +237,10 @@ class Interactions(RowDataset):
     def histories(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all training interactions, ordered by user and time: number of the user and row of the item [n]."""
         return torch.from_numpy(self._train.users), torch.from_numpy(self._train.items.astype(np.int64))
+
+    def training_times(self) -> npt.NDArray[Any] | None:
+        """Return the times of `histories` [n]; None without a column of times."""
+        return self._times
 
     def _batch(self, users_B: Ints, targets: _Bags, ends_B: Ints, *, seen: bool) -> Batch:
         """Return samples with the items before `ends_B`, places in the training interactions, as histories."""

@@ -9,10 +9,11 @@ Source of the names: TorchRec's retrieval example. Legend: B samples, D outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
 from tilerec.errors import ConfigError
 from tilerec.models.tables import prefetched
@@ -88,6 +89,42 @@ class TwoTower(nn.Module):
         if self._normalize:
             return normalize(query_BD, dim=1), normalize(item_BD, dim=1)
         return query_BD, item_BD
+
+
+class _Batch(Protocol):
+    """Batch attributes that `TwoTowerTrainTask` reads, as in `tilerec.data.batch.Batch`."""
+
+    @property
+    def dense_features(self) -> Tensor: ...
+    @property
+    def sparse_features(self) -> KeyedJaggedTensor: ...
+    @property
+    def labels(self) -> Tensor: ...
+
+
+class TwoTowerTrainTask(nn.Module):
+    """A `TwoTower` with binary cross-entropy on the inner product of each sample's vectors, for data with negatives.
+
+    `tilerec train` uses in-batch softmax in its place (`task.kind = "retrieval"`).
+
+    Args:
+        two_tower: maps (dense features, sparse features) to (query [B, D], item [B, D]).
+
+    Shape: a batch with `sparse_features` and `labels` [B] to `(loss, (loss, logits, labels))`. The first loss is a
+        scalar with gradient; the inner loss, logits [B] and labels [B] are detached.
+
+    State: `two_tower.*`.
+    """
+
+    def __init__(self, two_tower: nn.Module) -> None:
+        super().__init__()
+        self.two_tower = two_tower
+
+    def forward(self, batch: _Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        query_BD, item_BD = self.two_tower(batch.dense_features, batch.sparse_features)
+        logits = (query_BD * item_BD).sum(dim=1)
+        loss = binary_cross_entropy_with_logits(logits, batch.labels.to(logits.dtype))
+        return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def _projection(width: int, layer_sizes: Sequence[int], device: torch.device | None) -> nn.Module:

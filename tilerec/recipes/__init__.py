@@ -2,9 +2,11 @@
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
 from tilerec.recipes.files import FilesData
+from tilerec.recipes.interactions import InteractionsData
 from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, DotModel, MLPConfig
 from tilerec.recipes.registry import RECIPES, find_recipe, make_run
-from tilerec.recipes.runs import criteo, movielens, synthetic
+from tilerec.recipes.retrieval_model import SASRecConfig, TwoTowerConfig
+from tilerec.recipes.runs import criteo, movielens, sasrec, synthetic, two_tower
 
 __all__ = [
     "RECIPES",
@@ -13,6 +15,8 @@ __all__ = [
     "synthetic",
     "movielens",
     "criteo",
+    "two_tower",
+    "sasrec",
     "SyntheticData",
     "MovieLensData",
     "CriteoData",
@@ -22,4 +26,7 @@ __all__ = [
     "DotModel",
     "MLPConfig",
     "ConcatModel",
+    "InteractionsData",
+    "TwoTowerConfig",
+    "SASRecConfig",
 ]

@@ -87,18 +87,21 @@ def two_tower(data: str) -> RunConfig:
             time="timestamp",
             rating="rating",
             at_least=4.0,
-            max_length=50,
+            max_length=20,
             hold_out=LogSplit(per_user=10),
         ),
-        model=TwoTowerConfig(query_features=("user", "history"), embedding_dim=32, layers=(64,), normalize=True),
+        # The history alone, so that users without training interactions have vectors, too.
+        model=TwoTowerConfig(
+            query_features=("history",), embedding_dim=64, layers=(64,), normalize=True, init_bound=0.02
+        ),
         train=TrainConfig(
             batch_size=128,
-            epochs=15,
+            epochs=8,
             embedding_optimizer=Adam(lr=5e-3),
-            dense_optimizer=Adam(lr=3e-3),
+            dense_optimizer=Adam(lr=1e-3),
             log_every=500,
         ),
-        task=RetrievalConfig(seen="seen", temperature=0.12),
+        task=RetrievalConfig(seen="seen", temperature=0.15),
     )
 
 
