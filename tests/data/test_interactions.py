@@ -83,6 +83,22 @@ def test_a_split_by_time_keeps_equal_times_together() -> None:
     assert not same.any()
 
 
+def test_a_random_split_holds_out_a_fraction_of_each_user() -> None:
+    users = np.repeat([0, 1, 2], [8, 4, 3])
+    held = LogSplit("random", fraction=0.25, seed=1).held(users, None)
+    assert np.bincount(users[held], minlength=3).tolist() == [2, 1, 0]
+    draws = {tuple(LogSplit("random", fraction=0.25, seed=seed).held(users, None)) for seed in range(20)}
+    assert len(draws) > 10
+    assert held.tolist() == LogSplit("random", fraction=0.25, seed=1).held(users, None).tolist()
+
+
+def test_items_that_a_kept_vocabulary_lacks_are_no_positives() -> None:
+    trained = Interactions(log(ROWS)).vocabularies()
+    data = Interactions(log([(7, "a"), (7, "new"), (7, "b")]), hold_out=LogSplit("none"), vocabulary=trained)
+    found = {samples(batch)[0][1]: batch.labels.item() for batch in data.train(1)}
+    assert found == {(1,): 1, (0,): 0, (2,): 1}
+
+
 def _random_log(rows: int = 200) -> InteractionLog:
     draw = random.Random(0)
     return log([(draw.randrange(30), draw.randrange(20)) for _ in range(rows)], [draw.random() for _ in range(rows)])

@@ -49,18 +49,22 @@ class LogSplit:
 
     Attributes:
         split: "last" holds out the last interactions of each user; "time" holds out the latest interactions of all;
-            "none" holds out nothing.
+            "random" holds out a random part of each user's; "none" holds out nothing.
         per_user: with "last", the number per user; a user with fewer than twice as many has half of them held out.
-        fraction: with "time", the fraction of the interactions.
+        fraction: with "time", the fraction of the interactions; with "random", that of each user's, rounded down.
+        seed: with "random", of the choice.
     """
 
-    split: Literal["last", "time", "none"] = "last"
+    split: Literal["last", "time", "random", "none"] = "last"
     per_user: int = 1
     fraction: float = 0.1
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.split not in ("last", "time", "none"):
-            raise ConfigError(f"hold_out.split: got {self.split!r}; expected 'last', 'time' or 'none'. Correct it.")
+        if self.split not in ("last", "time", "random", "none"):
+            raise ConfigError(
+                f"hold_out.split: got {self.split!r}; expected 'last', 'time', 'random' or 'none'. Correct it."
+            )
         if self.per_user < 1:
             raise ConfigError(f"hold_out.per_user: got {self.per_user}; expected at least 1. Set it higher.")
         if not 0 < self.fraction < 1:
@@ -85,8 +89,16 @@ class LogSplit:
             cut = np.sort(times_n)[min(int(len(times_n) * (1 - self.fraction)), len(times_n) - 1)]
             return times_n > cut if (times_n < cut).sum() == 0 else times_n >= cut
         counts_U = np.bincount(users_n)
-        held_U = np.minimum(counts_U // 2, self.per_user)
         ends_U = np.cumsum(counts_U)
+        if self.split == "random":
+            # In a random order within each user, the first ones are held out.
+            order_n = np.lexsort((np.random.default_rng(self.seed).random(len(users_n)), users_n))
+            place_n = np.arange(len(users_n)) - (ends_U - counts_U)[users_n]
+            chosen = place_n < np.floor(counts_U * self.fraction).astype(np.int64)[users_n]
+            held_n = np.zeros(len(users_n), np.bool_)
+            held_n[order_n[chosen]] = True
+            return held_n
+        held_U = np.minimum(counts_U // 2, self.per_user)
         from_end_n = ends_U[users_n] - np.arange(len(users_n))  # 1 for the last one of a user
         mask: npt.NDArray[np.bool_] = from_end_n <= held_U[users_n]
         return mask
@@ -195,6 +207,8 @@ class Interactions(RowDataset):
             ends_B = self._ends[order[first + low : first + high]]
             targets = _Bags(self._train.items[ends_B], np.ones(len(ends_B), np.int64))
             batch = self._batch(self._train.users[ends_B], targets, ends_B, seen=False)
+            # A target that the vocabulary lacks is no positive.
+            batch.labels = torch.from_numpy((targets.values > 0).astype(np.float32))
             yield Share(batch, first + low, end - first, end)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:

@@ -36,6 +36,7 @@ class InteractionsData(DataConfig):
         time: column of numbers, dates or times; "": the rows of each user are in order of time.
         rating: column of numbers; "": none.
         at_least: with `rating`, rows with a lower number are left out.
+        format: "auto" decides by the ending of the first path; a folder or URL without an ending is Parquet.
         names: names of the columns of text files without a header; []: the first line has them.
         delimiter: of text files; "auto" decides by the first line, between comma, tab and semicolon.
         samples: "interactions": a training sample for each interaction. "users": one for each user, with the last
@@ -53,6 +54,7 @@ class InteractionsData(DataConfig):
     time: str = ""
     rating: str = ""
     at_least: float = 0.0
+    format: Literal["auto", "parquet", "text"] = "auto"
     names: tuple[str, ...] = ()
     delimiter: Literal["auto", "comma", "tab", "space", "semicolon"] = "auto"
     samples: Literal["interactions", "users"] = "interactions"
@@ -67,6 +69,8 @@ class InteractionsData(DataConfig):
         object.__setattr__(self, "path", tuple(map(str, path)))
         if self.delimiter not in _DELIMITERS:
             raise ConfigError(f"data.delimiter: got {self.delimiter!r}; expected one of {', '.join(_DELIMITERS)}.")
+        if self.format not in ("auto", "parquet", "text"):
+            raise ConfigError(f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it.")
         if self.samples not in ("interactions", "users"):
             raise ConfigError(f"data.samples: got {self.samples!r}; expected 'interactions' or 'users'. Correct it.")
 
@@ -116,7 +120,8 @@ class InteractionsData(DataConfig):
     def _log(self, path: tuple[str, ...]) -> InteractionLog:
         columns = LogColumns(self.user, self.item, self.time, self.rating, self.at_least)
         first = path[0] if path else ""
-        if first.endswith(PARQUET_ENDINGS) or (not Path(first).suffix and not self.names):
+        bare = not Path(first).suffix and not self.names
+        if self.format == "parquet" or (self.format == "auto" and (first.endswith(PARQUET_ENDINGS) or bare)):
             return read_log(ParquetGroups(path), columns)
         delimiter = _DELIMITERS[self.delimiter]
         return read_log(DelimitedGroups(path, delimiter=delimiter, names=self.names), columns)

@@ -102,17 +102,15 @@ class RetrievalTask(RankingTask):
         item_BD = gather_rows(item_bD, sizes, self._group, "item vectors")
         item_B = gather_rows(own_b, sizes, self._group, "item ids")
         weight_B = gather_rows(weight_b.detach(), sizes, self._group, "sample weights")
-        bias_B = None if self._frequency is None else -self._frequency.log_q(item_B)
         first = sum(sizes[: self._world.rank])
         scaled_bD = query_bD.float() / self._config.temperature
         positive_b = (scaled_bD * item_bD.float()).sum(1)
-        if bias_B is not None:
+        bias_B = torch.zeros(item_B.shape[0], device=item_BD.device)
+        if self._frequency is not None:
+            bias_B = -self._frequency.log_q(item_B)
             positive_b = positive_b + bias_B[first : first + own_b.numel()]
         # Items of samples without weight are no positives, so they are no negatives either.
-        kept = (weight_B > 0).nonzero().squeeze(1) if batch.labels.device.type == "cpu" else None
-        if kept is not None and kept.numel() < item_B.numel():
-            item_BD, item_B = item_BD[kept], item_B[kept]
-            bias_B = None if bias_B is None else bias_B[kept]
+        bias_B = bias_B.masked_fill(weight_B <= 0, -torch.inf)
         loss_b = softmax_losses(scaled_bD, positive_b, item_BD, bias_B, target_P=own_b, candidate_C=item_B)
         # Zero times the vectors: a rank without samples has gradients for the same parameters as the others.
         return (loss_b * weight_b).sum() * (self._world.size / max(share.total, 1)) + 0.0 * (
