@@ -195,6 +195,10 @@ def test_data_that_do_not_fit_are_refused(path: Path) -> None:
     run = next_item_run(path)
     with pytest.raises(ConfigError, match=r"task.sequence: got 'user'; expected a feature with the table of 'item'"):
         train(replace(run, task=replace(run.task, sequence="user")))  # type: ignore[call-arg]
+    with pytest.raises(
+        ConfigError, match=r"model.max_length: got 3 for sequences of up to 5 items; expected at least 5"
+    ):
+        train(override_all(run, ["model.max_length=3"]))
     task, model = _built(run)
     with pytest.raises(InputError, match=r"a sequence of 9 items; expected at most max_length=5"):
         task.loss(model, Share(_batch([[1] * 9], [2]), 0, 1, 1))

@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,11 +16,15 @@ from torch import Tensor, nn
 from tests.retrieval.retrieval_data import retrieval_run, write_log
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
+from tilerec.data.columns import Columns, IdColumn, LabelColumn, TableRows
 from tilerec.data.share import Share, cut
 from tilerec.errors import ConfigError, InputError
-from tilerec.retrieval.two_tower_task import RetrievalTask
+from tilerec.recipes.files import FilesData
+from tilerec.recipes.retrieval_model import TwoTowerConfig
+from tilerec.retrieval.two_tower_task import RetrievalConfig, RetrievalTask
+from tilerec.spec.optimizer import SGD, Adam
 from tilerec.testing import run_ranks
-from tilerec.train.config import RunConfig
+from tilerec.train.config import RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.override import override_all
 from tilerec.train.saved_model import load_model
@@ -156,9 +163,36 @@ def test_a_run_on_two_ranks_has_the_scores_of_one(path: Path, tmp_path: Path, sh
         torch.testing.assert_close(ours, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_training_learns_the_pattern(path: Path) -> None:
-    from tilerec.spec.optimizer import Adam
+def _write_clicks(path: Path) -> RunConfig:
+    """Write clicks and impressions in row groups of 30 rows; return a run over two lanes of them."""
+    draw = np.random.default_rng(0)
+    columns = {"user": draw.integers(0, 9, 100), "item": draw.integers(0, 12, 100), "click": draw.integers(0, 2, 100)}
+    parquet.write_table(pa.table(columns), path, row_group_size=30)
+    roles = Columns(
+        labels=(LabelColumn("click"),),
+        ids=(IdColumn("user"), IdColumn("item")),
+        tables=(TableRows("user", 50), TableRows("item", 50)),
+    )
+    return RunConfig(
+        "clicks",
+        FilesData((str(path),), roles, lanes=2, shuffle_rows=30),
+        TwoTowerConfig(embedding_dim=4, layers=()),
+        TrainConfig(batch_size=13, epochs=2, embedding_optimizer=SGD(0.5)),
+        task=RetrievalConfig(),
+    )
 
+
+def test_ranks_that_read_lanes_have_shares_of_other_sizes_and_the_same_scores(tmp_path: Path) -> None:
+    run = _write_clicks(tmp_path / "clicks.parquet")
+    single = train(run).held_out
+    held = [batch.labels.squeeze() for batch in run.data.open().held_out(50)]
+    assert single.samples == int(torch.cat(held).sum())  # only clicks are queries
+    for numbers, samples in run_ranks(2, _train_on_ranks, override_all(run, ["parallel.sharding=row_wise"]), ""):
+        assert samples == single.samples
+        assert numbers == pytest.approx(single.numbers, abs=1e-6)
+
+
+def test_training_learns_the_pattern(path: Path) -> None:
     options = {"epochs": 30, "dense_optimizer": Adam(0.01), "embedding_optimizer": Adam(0.01)}
     before = train(retrieval_run(path, train={"max_steps": 1})).held_out.numbers
     after = train(retrieval_run(path, train=options)).held_out.numbers

@@ -91,6 +91,12 @@ class SASRecConfig(ModelConfig):
 
     def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
         tables = _tables(dataset, [self.sequence, self.item], "SASRec")
+        longest = next(one.max_length for one in dataset.sparse_features if one.name == self.sequence)
+        if longest > self.max_length:
+            raise ConfigError(
+                f"model.max_length: got {self.max_length} for sequences of up to {longest} items; expected at least "
+                f"{longest}. Set the max_length of the data to {self.max_length}, or that of the model to {longest}."
+            )
         configs = []
         for name, (rows, features) in tables.items():
             bound = self.init_bound or (6 / (rows + self.embedding_dim)) ** 0.5
