@@ -42,7 +42,7 @@ def main() -> None:
     given = options.parse_args()
     run = override_all(make_run(given.run, given.data), given.set)
     assert isinstance(run.data, InteractionsData)
-    log = run.data._log(run.data.path)
+    log = run.data.read_log(run.data.path)
     inner = _training_part(run, log)
     chosen = max(LAMBDAS, key=lambda weight: _baselines(run, inner, weight)["EASE"]["ndcg@10"])
     scored = inner if given.validate else log
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _of_log(data: InteractionsData, log: InteractionLog) -> Interactions:
-    return data._of_log(log, data.hold_out, None)
+    return data.of_log(log, data.hold_out, None)
 
 
 def _training_part(run: RunConfig, log: InteractionLog) -> InteractionLog:

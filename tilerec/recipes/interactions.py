@@ -75,7 +75,7 @@ class InteractionsData(DataConfig):
             raise ConfigError(f"data.samples: got {self.samples!r}; expected 'interactions' or 'users'. Correct it.")
 
     def open(self) -> Interactions:
-        return self._of_log(self._log(self.path), self.hold_out, self._vocabulary())
+        return self.of_log(self.read_log(self.path), self.hold_out, self._vocabulary())
 
     def with_vocabulary(self, folder: Path) -> InteractionsData:
         return replace(self, vocabulary=str(folder)) if folder.is_dir() else self
@@ -85,7 +85,7 @@ class InteractionsData(DataConfig):
         if vocabulary is None:
             return self.open()
         users, items = vocabulary["user"].slice(0, 0), vocabulary["item"].slice(0, 0)
-        return self._of_log(InteractionLog(users, items, None, 0, "vocabulary"), LogSplit("none"), vocabulary)
+        return self.of_log(InteractionLog(users, items, None, 0, "vocabulary"), LogSplit("none"), vocabulary)
 
     def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> Interactions:
         """Open another log: a sample per user.
@@ -96,9 +96,9 @@ class InteractionsData(DataConfig):
                 interactions are the history.
         """
         vocabulary = self._vocabulary() or self.open().vocabularies()
-        return self._of_log(self._log(path), LogSplit("none"), vocabulary, labelled=labels)
+        return self.of_log(self.read_log(path), LogSplit("none"), vocabulary, labelled=labels)
 
-    def _of_log(
+    def of_log(
         self,
         log: InteractionLog,
         hold_out: LogSplit,
@@ -106,6 +106,7 @@ class InteractionsData(DataConfig):
         *,
         labelled: bool = True,
     ) -> Interactions:
+        """Return the samples of a log, with these settings; see `Interactions`."""
         return Interactions(
             log,
             samples=self.samples,
@@ -117,7 +118,8 @@ class InteractionsData(DataConfig):
             labelled=labelled,
         )
 
-    def _log(self, path: tuple[str, ...]) -> InteractionLog:
+    def read_log(self, path: tuple[str, ...]) -> InteractionLog:
+        """Read the log of some files with these columns."""
         columns = LogColumns(self.user, self.item, self.time, self.rating, self.at_least)
         first = path[0] if path else ""
         bare = not Path(first).suffix and not self.names
