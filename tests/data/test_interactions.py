@@ -92,11 +92,10 @@ def test_a_random_split_holds_out_a_fraction_of_each_user() -> None:
     assert held.tolist() == LogSplit("random", fraction=0.25, seed=1).held(users, None).tolist()
 
 
-def test_items_that_a_kept_vocabulary_lacks_are_no_positives() -> None:
+def test_items_that_a_kept_vocabulary_lacks_are_no_samples() -> None:
     trained = Interactions(log(ROWS)).vocabularies()
     data = Interactions(log([(7, "a"), (7, "new"), (7, "b")]), hold_out=LogSplit("none"), vocabulary=trained)
-    found = {samples(batch)[0][1]: batch.labels.item() for batch in data.train(1)}
-    assert found == {(1,): 1, (0,): 0, (2,): 1}
+    assert sorted(all_samples(data.train(9))) == [((2,), (1,), (), ()), ((2,), (2,), (1,), ())]
 
 
 def _random_log(rows: int = 200) -> InteractionLog:
@@ -138,12 +137,18 @@ def test_another_log_has_the_rows_of_the_vocabulary() -> None:
     other = log([(9, "b"), (4, "a"), (4, "zzz"), (9, "x")])
     data = Interactions(other, hold_out=LogSplit("none"), vocabulary=trained.vocabularies(), labelled=False)
     ((batch, keys),) = data.rows(10, ["user"])
-    # User 4 and item zzz are unknown: row 0.
+    # User 4 and item zzz are unknown: no id.
     assert keys["user"].to_pylist() == [4, 9]
-    assert samples(batch) == [((0,), (), (1, 0), (1, 0)), ((3,), (), (2, 5), (2, 5))]
+    assert samples(batch) == [((), (), (1,), (1,)), ((3,), (), (2, 5), (2, 5))]
     labelled = Interactions(other, hold_out=LogSplit("none"), vocabulary=trained.vocabularies())
     (batch, keys), _ = labelled.rows(1)
-    assert (samples(batch), keys.num_columns) == ([((0,), (0,), (1,), (1,))], 0)
+    assert (samples(batch), keys.num_columns) == ([((), (1,), (), ())], 0)
+    unknown = log([(9, "zzz"), (7, "b")])
+    nothing = Interactions(unknown, hold_out=LogSplit("none"), vocabulary=trained.vocabularies(), labelled=False)
+    ((batch, keys),) = nothing.rows(9, ["user"])
+    assert (samples(batch), keys["user"].to_pylist()) == ([((2,), (), (2,), (2,)), ((3,), (), (), ())], [7, 9])
+    some = Interactions(unknown, hold_out=LogSplit("none"), vocabulary=trained.vocabularies())
+    assert [keys["user"].to_pylist() for _, keys in some.rows(9, ["user"])] == [[7]]
 
 
 def test_a_vocabulary_of_another_type_is_refused() -> None:

@@ -9,8 +9,9 @@
     samples = "users"          user=7 item=d history=[b c]   train: next items of all positions are known
     both                       user=7 item=[e] history=[c d] seen=[a b c d]   held out
 
-Items and users of the training part have a row each (`ValueRows`); row 0 is for others. `item`, `history` and `seen`
-share the table `items`. `seen` is empty in training.
+Items and users of the training part have a row each (`ValueRows`). Others are left out: an unknown user has no id, and
+histories have no unknown items. A held-out item that is unknown has row 0, and counts as a miss. `item`, `history` and
+`seen` share the table `items`. `seen` is empty in training.
 
 Order of a pass: a random permutation of the samples by (seed, epoch), so a pass continues at any position, on any
 number of ranks. Memory: 20 bytes per interaction, and 8 per sample of a pass.
@@ -157,8 +158,10 @@ class Interactions(RowDataset):
             self._users, self._items = ValueRows(vocabulary["user"], "user"), ValueRows(vocabulary["item"], "item")
         # Training and held-out interactions apart, each ordered by user and time.
         item_n = self._items.rows(items, log.name).astype(np.int32)
-        self._train = _ByUser(users_n[~held_n], item_n[~held_n], len(self._user_values))
-        self._times = None if log.times is None else log.times[order_n][~held_n]
+        # A row that no training sample has read has no meaning, so histories have no unknown items.
+        trained_n = ~held_n & (item_n > 0)
+        self._train = _ByUser(users_n[trained_n], item_n[trained_n], len(self._user_values))
+        self._times = None if log.times is None else log.times[order_n][trained_n]
         self._held = _ByUser(users_n[held_n], item_n[held_n], len(self._user_values))
         self._row_of_user = self._users.rows(self._user_values, log.name)
         self._ends = self._training_samples()
@@ -207,8 +210,6 @@ class Interactions(RowDataset):
             ends_B = self._ends[order[first + low : first + high]]
             targets = _Bags(self._train.items[ends_B], np.ones(len(ends_B), np.int64))
             batch = self._batch(self._train.users[ends_B], targets, ends_B, seen=False)
-            # A target that the vocabulary lacks is no positive.
-            batch.labels = torch.from_numpy((targets.values > 0).astype(np.float32))
             yield Share(batch, first + low, end - first, end)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
@@ -217,10 +218,14 @@ class Interactions(RowDataset):
             yield self._batch(users_B, self._held.bags(users_B), self._train.ends[users_B], seen=True)
 
     def rows(self, batch_size: int, keys: Sequence[str] = ()) -> Iterator[tuple[Batch, pa.Table]]:
-        """Yield one sample per user, in the order of the users; see the class for `labelled`."""
+        """Yield one sample per user, in the order of the users; see the class for `labelled`.
+
+        Labelled samples are those of users with a known item.
+        """
         readable_users = readable(self._user_values)
-        for first in range(0, len(self._user_values), batch_size):
-            users_B = np.arange(first, min(first + batch_size, len(self._user_values)))
+        users_U = np.flatnonzero(self._train.counts) if self._labelled else np.arange(len(self._user_values))
+        for first in range(0, len(users_U), batch_size):
+            users_B = users_U[first : first + batch_size]
             ends_B = self._train.ends[users_B]
             if self._labelled:
                 ends_B = ends_B - 1
@@ -228,7 +233,7 @@ class Interactions(RowDataset):
             else:
                 targets = _Bags(np.zeros(0, np.int32), np.zeros(len(users_B), np.int64))
             batch = self._batch(users_B, targets, ends_B, seen=True)
-            yield batch, pa.table({self._user_key: readable_users.slice(first, len(users_B))} if keys else {})
+            yield batch, pa.table({self._user_key: readable_users.take(pa.array(users_B))} if keys else {})
 
     def row_count(self) -> RowCount:
         return self._count
@@ -262,7 +267,7 @@ class Interactions(RowDataset):
         before_B = ends_B - self._train.starts[users_B]
         lengths_B = np.minimum(before_B, self._max_length)
         bags = [
-            _Bags(self._row_of_user[users_B], np.ones(size, np.int64)),
+            _known(self._row_of_user[users_B]),
             targets,
             _ranges(self._train.items, ends_B - lengths_B, lengths_B),
             _ranges(self._train.items, ends_B - before_B, before_B if seen else np.zeros(size, np.int64)),
@@ -285,6 +290,11 @@ class _Bags:
 
     values: npt.NDArray[Any]
     lengths: Ints
+
+
+def _known(row_B: Ints) -> _Bags:
+    """Return bags of one row, or of none for row 0."""
+    return _Bags(row_B[row_B > 0], (row_B > 0).astype(np.int64))
 
 
 class _ByUser:
