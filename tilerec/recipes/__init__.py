@@ -6,7 +6,8 @@ from tilerec.recipes.interactions import InteractionsData
 from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, DotModel, MLPConfig
 from tilerec.recipes.registry import RECIPES, find_recipe, make_run
 from tilerec.recipes.retrieval_model import SASRecConfig, TwoTowerConfig
-from tilerec.recipes.runs import criteo, movielens, sasrec, synthetic, two_tower
+from tilerec.recipes.retrieval_runs import sasrec, two_tower
+from tilerec.recipes.runs import criteo, movielens, synthetic
 
 __all__ = [
     "RECIPES",

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tilerec.errors import ConfigError
-from tilerec.recipes.runs import criteo, movielens, sasrec, synthetic, two_tower
+from tilerec.recipes.retrieval_runs import sasrec, two_tower
+from tilerec.recipes.runs import criteo, movielens, synthetic
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override
 from tilerec.train.run_file import read_run_file

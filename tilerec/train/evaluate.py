@@ -74,6 +74,13 @@ class Scores(HeldOutScores):
         columns = zip(tasks, found.probabilities.unbind(1), found.labels.unbind(1), strict=True)
         return {task: Scores.of(ours, theirs, found.weights) for task, ours, theirs in columns}
 
+    @staticmethod
+    def mean(several: Iterable[Scores]) -> Scores:
+        """Return the mean of the scores of tasks on the same samples."""
+        found = mean_scores(several)
+        assert isinstance(found, Scores)
+        return found
+
 
 def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Predictions:
     """Return the predictions of a model on batches, with the model in eval mode."""
