@@ -154,6 +154,27 @@ def test_predict_writes_the_best_items_without_the_training_data(logs: Path, mod
 
 
 @pytest.mark.parametrize("model", ["two_tower", "sasrec"])
+def test_a_training_file_that_grows_leaves_the_rows_of_a_model_unchanged(
+    logs: Path, model: str, tmp_path: Path
+) -> None:
+    """Users and items of new lines would shift the rows of all others, if the vocabulary were made anew."""
+    shutil.copytree(logs / model, tmp_path / "run")
+    (tmp_path / "log.txt").write_text("a0 0\na0 100\n" + (logs / "log.txt").read_text())
+    text = (tmp_path / "run" / "run.toml").read_text().replace(str(logs / "log.txt"), str(tmp_path / "log.txt"))
+    (tmp_path / "run" / "run.toml").write_text(text)
+    files = []
+    for run in (logs / model, tmp_path / "run"):
+        out = tmp_path / f"{run.parent.name}.parquet"
+        code, output = _invoke("predict", str(run), str(logs / "log.txt"), "--out", str(out))
+        assert code == 0, output
+        files.append(parquet.read_table(out))
+    assert files[0] == files[1]
+    code, output = _invoke("eval", str(tmp_path / "run"))
+    assert code == 0, output
+    assert "41 held-out samples" in output
+
+
+@pytest.mark.parametrize("model", ["two_tower", "sasrec"])
 def test_an_exported_index_gives_the_predictions(logs: Path, model: str, tmp_path: Path) -> None:
     log = str(logs / "log.txt")
     out = tmp_path / "index"
