@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.train.config import DataConfig, ModelConfig, RunConfig
-from tilerec.train.kinds import class_of_kind, has_kinds, kinds_of
+from tilerec.train.config import DataConfig, ModelConfig, RunConfig, TaskConfig
+from tilerec.train.kinds import class_of_kind, has_kinds, kind_of, kinds_of
 from tilerec.train.values import hints_of, is_required, record_fields, type_name
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
@@ -30,7 +30,11 @@ def reference() -> str:
 
 def _tables() -> Iterator[str]:
     yield from _table("The file itself", RunConfig, "")
-    for title, base, place in (("Data", DataConfig, "data"), ("Models", ModelConfig, "model")):
+    for title, base, place in (
+        ("Data", DataConfig, "data"),
+        ("Models", ModelConfig, "model"),
+        ("Tasks", TaskConfig, "task"),
+    ):
         for kind in kinds_of(base):
             cls = class_of_kind(base, kind, place)
             yield from _table(f'{title}: `[{place}]` with `kind = "{kind}"`', cls, place)
@@ -75,6 +79,8 @@ def _shown(item: dataclasses.Field[Any]) -> str:
     value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
     if isinstance(value, OptimizerSpec):
         return f"{type(value).__name__}(lr={value.lr})"
+    if isinstance(value, TaskConfig):
+        return f'kind = "{kind_of(value)}"'
     if dataclasses.is_dataclass(value):
         changed = {
             f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tilerec.recipes.registry import make_run
+from tilerec.recipes.registry import RECIPES, make_run, needs_data
 from tilerec.testing.ranks import run_ranks
 from tilerec.train.override import settings
 
@@ -87,7 +87,8 @@ def test_settings_that_pages_and_the_makefile_name_exist() -> None:
     pages = [*PAGES, ROOT / "Makefile"]
     named = {match for page in pages for match in re.findall(r"--set (\w+(?:\.\w+)+)=", page.read_text())}
     assert named
-    assert not named - set(settings(make_run("synthetic")))
+    runs = [make_run(name, "data" if needs_data(recipe) else None) for name, recipe in RECIPES.items()]
+    assert not named - {name for run in runs for name in settings(run)}
 
 
 def test_ci_runs_nothing_that_the_readme_does_not_name() -> None:

@@ -34,7 +34,6 @@ def test_columns_that_share_a_table_name_it_in_their_features() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Columns(()), "columns.labels: got none"),
         (
             lambda: Columns(Y, ids=(IdColumn("user"),), tables=(TableRows("usr", 9),)),
             "'usr', which no id column uses",

@@ -97,10 +97,16 @@ def test_a_reader_trains_a_recipe_and_gives_statistics(ranks: Ranks, clicks: str
         assert ids_per_sample == 2.0
 
 
+def test_a_task_trains_to_the_same_error_on_any_number_of_ranks(ranks: Ranks) -> None:
+    for error, of_the_mean in ranks.run(_main, "task"):
+        assert error < 0.97 * of_the_mean
+        assert error == pytest.approx(_main("task")[0], abs=1e-4)
+
+
 def test_every_example_is_run_here_and_named_in_the_page() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     page = (ROOT / "docs" / "extending.md").read_text()
-    assert names == {"strategy", "optimizer", "wire_format", "metric", "reader"}
+    assert names == {"strategy", "optimizer", "wire_format", "metric", "reader", "task"}
     assert {name for name in names if f"examples/extending/{name}.py" in page} == names
 
 

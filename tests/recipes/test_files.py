@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.data import table_dataset
+from tilerec.data import assembly
 from tilerec.data.batch import Batch
 from tilerec.data.batch_join import join_parts
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
@@ -131,7 +131,7 @@ def test_shared_bags_of_sessions_train_to_the_same_numbers(files: Path, monkeypa
     def join_unshared(parts: Any, features: Any, arena: Any, savings: Any = None) -> Batch:
         return join_parts(parts, features, arena)
 
-    monkeypatch.setattr(table_dataset, "join_parts", join_unshared)
+    monkeypatch.setattr(assembly, "join_parts", join_unshared)
     expected = _state(grouped)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():

@@ -17,10 +17,11 @@ from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.recipes.files import FilesData
 from tilerec.recipes.model import MLPConfig
 from tilerec.train import predictions as predictions_module
+from tilerec.train.click_task import ClickTask
 from tilerec.train.config import RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, predict
 from tilerec.train.loop import train
-from tilerec.train.predictions import evaluate_rows, key_columns, scored_rows, write_predictions
+from tilerec.train.predictions import key_columns, scored_rows, write_predictions
 from tilerec.train.trained_run import find_trained
 from tilerec.train.world import World
 
@@ -54,15 +55,20 @@ def _model(dataset: TableDataset) -> torch.nn.Module:
     return MLPConfig(embedding_dim=4, layers=(8,)).build(dataset, CPU)
 
 
+def _task(dataset: TableDataset) -> ClickTask:
+    return ClickTask(dataset.tasks, TrainConfig(), CPU, ONE)
+
+
 def test_scores_stand_beside_the_keys_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictions_module, "_ROWS_PER_GROUP", 16)
     dataset = TableDataset(table(), COLUMNS)
     model = _model(dataset)
-    keys = key_columns(dataset)
+    task = _task(dataset)
+    keys = key_columns(dataset, (), task.prediction_columns())
     assert keys == ["user"]
     seen: list[int] = []
-    rows = scored_rows(model, dataset, ["user", "price"], 9, CPU, ONE)
-    total = write_predictions(tmp_path / "out.parquet", rows, dataset.tasks, progress=seen.append)
+    tables = task.predict(model, dataset, ["user", "price"], 9)
+    total = write_predictions(tmp_path / "out.parquet", tables, progress=seen.append)
     assert (total, seen) == (40, [9, 9, 9, 9, 4])
     found = parquet.read_table(tmp_path / "out.parquet")
     assert found.column_names == ["user", "price", "score_click", "score_buy"]
@@ -80,9 +86,8 @@ def test_rows_have_numbers_where_no_column_names_them(tmp_path: Path) -> None:
     columns = Columns(labels=COLUMNS.labels[:1], dense=COLUMNS.dense)
     dataset = TableDataset(table(), columns)
     model = MLPConfig(layers=()).build(dataset, CPU)
-    assert key_columns(dataset) == []
-    rows = scored_rows(model, dataset, [], 16, CPU, ONE)
-    write_predictions(tmp_path / "out.parquet", rows, dataset.tasks)
+    assert key_columns(dataset, (), ["score"]) == []
+    write_predictions(tmp_path / "out.parquet", _task(dataset).predict(model, dataset, [], 16))
     found = parquet.read_table(tmp_path / "out.parquet")
     assert found.column_names == ["row", "score"]
     assert found["row"].to_pylist() == list(range(40))
@@ -97,14 +102,15 @@ def test_rows_have_numbers_where_no_column_names_them(tmp_path: Path) -> None:
 )
 def test_keys_that_cannot_be_written_are_refused(keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        key_columns(TableDataset(table(), COLUMNS), keys)
+        key_columns(TableDataset(table(), COLUMNS), keys, ["score_click", "score_buy"])
 
 
 def test_an_evaluation_weighs_samples_and_scores_each_task() -> None:
     dataset = TableDataset(table(), COLUMNS)
     model = _model(dataset)
-    found = evaluate_rows(model, dataset, 9, CPU, ONE)
+    found = _task(dataset).evaluate(model, (batch for batch, _ in dataset.rows(9))).tasks
     assert list(found) == ["click", "buy"]
+    assert isinstance(found["buy"], Scores)
     (whole, _, scores), *_ = scored_rows(model, dataset, [], 40, CPU, ONE)
     expected = Scores.of(scores[:, 1], whole.labels[:, 1], whole.weights)
     assert found["buy"].log_loss == pytest.approx(expected.log_loss, rel=1e-5)
@@ -117,15 +123,15 @@ def test_an_interrupted_file_leaves_the_earlier_one(tmp_path: Path) -> None:
 
     def broken() -> Any:
         dataset = TableDataset(table(), COLUMNS)
-        yield from list(scored_rows(_model(dataset), dataset, ["user"], 30, CPU, ONE))[:1]
+        yield from list(_task(dataset).predict(_model(dataset), dataset, ["user"], 30))[:1]
         raise InputError("bad row")
 
     with pytest.raises(InputError, match="bad row"):
-        write_predictions(path, broken(), ("click", "buy"))
+        write_predictions(path, broken())
     assert path.read_bytes() == b"earlier"
     assert [one.name for one in tmp_path.iterdir()] == ["out.parquet"]
     with pytest.raises(FileError, match=r"Predictions: .*cannot be written"):
-        write_predictions(tmp_path / "none" / "out.parquet", iter(()), ("click",))
+        write_predictions(tmp_path / "none" / "out.parquet", iter(()))
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,10 @@
 from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.criteo import Criteo, criteo_columns
-from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.dataset import Catalog, Dataset, RowDataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
 from tilerec.data.hold_out import HoldOut
+from tilerec.data.interactions import Interactions, LogSplit
 from tilerec.data.movielens import MovieLens
 from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.row_groups import MapGroups, RowGroups, TableGroups
@@ -18,7 +19,11 @@ from tilerec.data.transform import signed_log
 __all__ = [
     "Batch",
     "Dataset",
+    "RowDataset",
+    "Catalog",
     "SparseFeature",
+    "Interactions",
+    "LogSplit",
     "SyntheticClicks",
     "PowerLawFeature",
     "TableDataset",

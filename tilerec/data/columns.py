@@ -187,7 +187,8 @@ class Columns:
     """Roles of all columns that a model reads; all other columns of the data are ignored.
 
     Attributes:
-        labels: at least one; the order is that of `Batch.labels`.
+        labels: in the order of `Batch.labels`. Click tasks need at least one; for tasks that rank items, samples with
+            a first label of 0 are left out, and without labels all samples count.
         dense: in the order of `Batch.dense_features`.
         ids: in the order of the keys of `Batch.sparse_features`.
         tables: of the ids; those of columns with boundaries are optional.
@@ -197,15 +198,13 @@ class Columns:
         ConfigError: a name that occurs twice, an id column without a table, or a table that no column uses.
     """
 
-    labels: tuple[LabelColumn, ...]
+    labels: tuple[LabelColumn, ...] = ()
     dense: tuple[DenseColumn, ...] = ()
     ids: tuple[IdColumn, ...] = ()
     tables: tuple[TableRows, ...] = ()
     weight: str = ""
 
     def __post_init__(self) -> None:
-        if not self.labels:
-            raise ConfigError("columns.labels: got none; expected at least one. Name the column to predict.")
         _check_distinct("task", (label.name for label in self.labels))
         _check_distinct("dense column", (dense.column for dense in self.dense))
         _check_distinct("feature", (column.feature for column in self.ids))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import pyarrow as pa
 import torch
 
 from tilerec.data.batch import Batch
 from tilerec.data.delimited import RowCount
 from tilerec.data.share import Share, shares
+from tilerec.errors import ConfigError
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,30 @@ class SparseFeature:
     weighted: bool = False
     managed: bool = False
     max_length: int = 0
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Items of a data set, each with its features, for models that rank them. Legend: N items.
+
+    Attributes:
+        ids: row of each item in the table of the item feature, int64 [N]; items may share a row if ids are hashed.
+        values: the items as the data name them [N].
+        counts: occurrences as the item of a sample in the training part, int64 [N].
+        features: the item feature and others, N samples.
+    """
+
+    ids: torch.Tensor
+    values: pa.Array
+    counts: torch.Tensor
+    features: KeyedJaggedTensor
+
+    def __len__(self) -> int:
+        return int(self.ids.numel())
+
+    def batch(self) -> Batch:
+        """Return the items as samples without dense features; labels are 0."""
+        return Batch(torch.zeros(len(self), 0), self.features, torch.zeros(len(self)))
 
 
 class Dataset(ABC):
@@ -91,3 +118,45 @@ class Dataset(ABC):
     @abstractmethod
     def row_count(self) -> RowCount:
         """Return the rows read and the bad rows left out in the last complete pass over the source."""
+
+    def catalog(self, item: str, others: Sequence[str] = ()) -> Catalog:
+        """Return the items that a retrieval model ranks.
+
+        Args:
+            item: the feature with the id of the item.
+            others: further features of an item.
+
+        Raises:
+            ConfigError: the features do not exist, or data of this kind have no list of items.
+        """
+        raise ConfigError(
+            f"{type(self).__name__}: got a task that ranks items; expected data.kind = 'interactions' or 'files'. "
+            "Change the data, or the task."
+        )
+
+    def vocabularies(self) -> Mapping[str, pa.Array]:
+        """Return the values of features with a vocabulary, by name: value i has row i + 1. A run keeps them."""
+        return {}
+
+
+class RowDataset(Dataset):
+    """Samples of files in their order, to evaluate or predict all of them."""
+
+    @abstractmethod
+    def rows(self, batch_size: int, keys: Sequence[str] = ()) -> Iterator[tuple[Batch, pa.Table]]:
+        """Yield all samples in the order of the data, each batch with the table of its key columns.
+
+        Args:
+            batch_size: samples of each batch but the last.
+            keys: columns of the data, unchanged, such as those that name a sample.
+        """
+
+    @property
+    @abstractmethod
+    def column_names(self) -> Sequence[str]:
+        """Columns that `rows` can yield as keys."""
+
+    @property
+    @abstractmethod
+    def default_keys(self) -> Sequence[str]:
+        """Columns that name the samples by default; none if no column does."""

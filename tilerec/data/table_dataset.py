@@ -9,22 +9,22 @@ Memory: per pass, one window of gathered rows for each lane of the rank, one sla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from tilerec.data.arena import Arena
+from tilerec.data.assembly import assembled_rows, assembled_shares
 from tilerec.data.batch import Batch
-from tilerec.data.batch_join import SessionSavings, join_parts
+from tilerec.data.batch_join import SessionSavings
 from tilerec.data.column_checks import check_exists, check_source
 from tilerec.data.columns import Columns
-from tilerec.data.dataset import Dataset, SparseFeature
+from tilerec.data.dataset import Catalog, RowDataset, SparseFeature
 from tilerec.data.delimited import RowCount
 from tilerec.data.hold_out import HeldOutRows, HoldOut
+from tilerec.data.item_catalog import ItemReader
 from tilerec.data.order import PassOrder, check_lanes
 from tilerec.data.pass_reader import OrderedParts, PassReader, ordered_parts
-from tilerec.data.read_ahead import ReadAhead
 from tilerec.data.row_groups import RowGroups, TableGroups
 from tilerec.data.share import Share
 from tilerec.data.window_loader import WindowLoader
@@ -33,7 +33,7 @@ from tilerec.errors import ConfigError, InputError
 NO_HOLD_OUT = HoldOut()
 
 
-class TableDataset(Dataset):
+class TableDataset(RowDataset):
     """Samples from row groups: Parquet files, text files, Arrow tables, frames, or map-style data sets.
 
     Args:
@@ -51,6 +51,8 @@ class TableDataset(Dataset):
             wholes, and the samples of one share their equal bags (`batch_join.py`).
         read_ahead_bytes: bytes of batches that a background thread reads ahead of training.
         labels: False for data without labels, such as samples to predict: labels are NaN, and `train` is refused.
+        items: other data with one row per item, for the catalog; None: the items are those of `samples`.
+        samples: function that opens the data of the run, where `data` are other files; None: `data`.
 
     Raises:
         ConfigError: a column that does not exist (the message has the nearest name), or settings that contradict.
@@ -70,6 +72,8 @@ class TableDataset(Dataset):
         group_by_session: str = "",
         read_ahead_bytes: int = 64 << 20,
         labels: bool = True,
+        items: Any = None,
+        samples: Callable[[], RowGroups] | None = None,
     ) -> None:
         for name, value in (
             ("shuffle_rows", shuffle_rows),
@@ -93,6 +97,7 @@ class TableDataset(Dataset):
         self._source = self._source_of(data)
         self._held = HeldOutRows(hold_out, self._source)
         self._held_source = None if held_out_data is None else self._source_of(held_out_data)
+        self._items_data, self._samples_data = items, samples
         if labels and not self.train_rows:
             raise InputError(
                 f"{self._source.name}: got no rows to train on; expected some. Hold out less, or add data."
@@ -107,6 +112,15 @@ class TableDataset(Dataset):
     def schema(self) -> pa.Schema:
         """Names and types of all columns of the data."""
         return self._source.schema
+
+    @property
+    def column_names(self) -> Sequence[str]:
+        return list(self._source.schema.names)
+
+    @property
+    def default_keys(self) -> Sequence[str]:
+        single = [one.column for one in self._columns.ids if one.kind == "single" and not one.boundaries]
+        return list(dict.fromkeys(single))
 
     @property
     def sparse_features(self) -> tuple[SparseFeature, ...]:
@@ -157,14 +171,10 @@ class TableDataset(Dataset):
         counts = [rows - held for rows, held in zip(self._source.group_rows, self._held.counts, strict=True)]
         order = PassOrder(counts, seed=self._seed, epoch=epoch, shuffle_rows=self._shuffle_rows, lanes=self._lanes)
         loader = WindowLoader(self._source, self._columns, self._held, session=self._session)
-        features, arena = [column.feature for column in self._columns.ids], Arena()
         savings = SessionSavings() if self._session else None
         self._savings = savings or self._savings
         reader = PassReader(order, loader, batch_size, rank, world_size, start)
-        with ReadAhead(iter(reader), lambda item: item.bytes, self._read_ahead_bytes) as ahead:
-            for item in ahead:
-                batch = join_parts(item.parts or (loader.no_rows(),), features, arena, savings)
-                yield Share(batch, item.place.first, item.place.total, item.place.end)
+        yield from assembled_shares(reader, self._features, loader.no_rows(), savings, self._read_ahead_bytes)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         if self._held_source is not None:
@@ -190,21 +200,32 @@ class TableDataset(Dataset):
         items = ordered_parts(self._source, loader, self._source.group_rows, batch_size, keys=keys)
         yield from self._batches(items, batch_size)
 
+    def catalog(self, item: str, others: Sequence[str] = ()) -> Catalog:
+        reader = ItemReader(self._columns, item, others)
+        counted = self._source if self._samples_data is None else self._samples_data()
+        source = counted if self._items_data is None else _as_groups(self._items_data)
+        return reader.catalog(source, counted, self._held if counted is self._source else None)
+
     def row_count(self) -> RowCount:
         held = 0 if self._held_source is None else sum(self._held_source.group_rows)
         return RowCount(rows=sum(self._source.group_rows) + held)
 
     def _source_of(self, data: Any) -> RowGroups:
-        source = data if isinstance(data, RowGroups) else TableGroups(data)
+        source = _as_groups(data)
         check_source(source, self._columns, labels=self._labels, session=self._session)
         return source
 
     def _batches(self, items: Iterator[OrderedParts], batch_size: int) -> Iterator[tuple[Batch, pa.Table]]:
         _check_batch_size(batch_size)
-        features, arena = [column.feature for column in self._columns.ids], Arena()
-        with ReadAhead(items, lambda item: item.bytes, self._read_ahead_bytes) as ahead:
-            for item in ahead:
-                yield join_parts(item.parts, features, arena), item.keys
+        return assembled_rows(items, self._features, self._read_ahead_bytes)
+
+    @property
+    def _features(self) -> list[str]:
+        return [column.feature for column in self._columns.ids]
+
+
+def _as_groups(data: Any) -> RowGroups:
+    return data if isinstance(data, RowGroups) else TableGroups(data)
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -30,6 +30,7 @@ from tilerec.metrics.metrics_config import (
     ThroughputDef,
 )
 from tilerec.metrics.module import MetricModule
+from tilerec.metrics.ranking import ranking_scores
 from tilerec.metrics.rec_metric_module import RecMetricModule, StateMetric, generate_metric_module
 from tilerec.metrics.samples import Samples
 from tilerec.metrics.terms import Term
@@ -38,6 +39,7 @@ from tilerec.metrics.torch_metric import TorchMetric
 
 __all__ = [
     "MetricModule",
+    "ranking_scores",
     "Measure",
     "Samples",
     "Term",

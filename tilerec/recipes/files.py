@@ -38,6 +38,8 @@ class FilesData(DataConfig):
         group_by_session: column with equal values for consecutive samples of one session, which then share their ids.
         read_ahead_mb: megabytes of batches that are read ahead of training.
         keys: columns that name the samples in files of predictions; by default the id columns with one id per sample.
+        items: for tasks that rank items: files with one row per item and the columns of the item's features; []: the
+            items are those of `path`.
     """
 
     path: tuple[FilePath, ...]
@@ -51,9 +53,11 @@ class FilesData(DataConfig):
     group_by_session: str = ""
     read_ahead_mb: int = 64
     keys: tuple[str, ...] = ()
+    items: tuple[FilePath, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", _as_tuple(self.path))
+        object.__setattr__(self, "items", _as_tuple(self.items))
         if self.format not in ("auto", "parquet", "text"):
             raise ConfigError(f"data.format: got {self.format!r}; expected 'auto', 'parquet' or 'text'. Correct it.")
 
@@ -69,6 +73,7 @@ class FilesData(DataConfig):
             lanes=self.lanes,
             group_by_session=self.group_by_session,
             read_ahead_bytes=self.read_ahead_mb << 20,
+            items=self._source(self.items) if self.items else None,
         )
 
     def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> TableDataset:
@@ -80,7 +85,12 @@ class FilesData(DataConfig):
         """
         other = replace(self, path=path, base="")
         return TableDataset(
-            other._source(other.path), self.columns, read_ahead_bytes=self.read_ahead_mb << 20, labels=labels
+            other._source(other.path),
+            self.columns,
+            read_ahead_bytes=self.read_ahead_mb << 20,
+            labels=labels,
+            items=self._source(self.items) if self.items else None,
+            samples=lambda: self._source(self.path),
         )
 
     def _source(self, path: tuple[str, ...]) -> RowGroups:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.recipes.retrieval_runs import sasrec, two_tower
 from tilerec.recipes.runs import criteo, movielens, synthetic
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override
@@ -18,6 +19,8 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "synthetic": synthetic,
     "movielens": movielens,
     "criteo": criteo,
+    "two_tower": two_tower,
+    "sasrec": sasrec,
 }
 """Recipes that the library includes, by name."""
 

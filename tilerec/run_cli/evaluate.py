@@ -5,6 +5,7 @@ tilerec eval run.toml test.parquet
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,8 @@ from tilerec.terminal import SafeConsole, print_rank_error
 
 if TYPE_CHECKING:
     from tilerec.comms.process import ProcessGroupComms
+    from tilerec.data.batch import Batch
+    from tilerec.data.dataset import Dataset
     from tilerec.train.trained_run import TrainedRun
 
 
@@ -25,6 +28,12 @@ def evaluate(
         str | None,
         typer.Argument(help="File, folder or URL with labelled samples. Default: the run's held-out part."),
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Also score popularity, EASE and item-to-item transitions.")
+    ] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
@@ -32,19 +41,19 @@ def evaluate(
     from tilerec.train.trained_run import find_trained
 
     try:
-        trained = find_trained(run)
+        trained = find_trained(run).with_settings(set_ or [])
         place = device or trained.config.train.device
-        run_on_ranks(_evaluate, trained, data, place, nproc=nproc, device=place)
+        run_on_ranks(_evaluate, trained, data, baselines, place, nproc=nproc, device=place)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
 
 
-def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, device: str) -> None:
+def _evaluate(
+    group: ProcessGroupComms | None, trained: TrainedRun, data: str | None, baselines: bool, device: str
+) -> None:
     """Evaluate on one rank; rank 0 prints."""
     from tilerec.train.device import run_device
-    from tilerec.train.evaluate import Scores
-    from tilerec.train.predictions import evaluate_rows
     from tilerec.train.report import score_table
     from tilerec.train.world import World
 
@@ -52,18 +61,30 @@ def _evaluate(group: ProcessGroupComms | None, trained: TrainedRun, data: str | 
     try:
         config = trained.config
         size, place = config.train.eval_batch_size, run_device(device, world.size)
+        dataset: Dataset
         if data is None:
-            held_out = config.data.open()
-            model = trained.load(held_out, place, world)
-            found = world.predict(model, held_out.held_out(size), place, len(held_out.tasks))
-            tasks = Scores.by_task(found, held_out.tasks)
+            dataset = config.data.open()
+            batches = dataset.held_out(size)
         else:
-            dataset = config.data.open_rows((data,), labels=True)
-            model = trained.load(dataset, place, world)
-            with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
-                tasks = evaluate_rows(model, dataset, size, place, world, progress)
+            rows = config.data.open_rows((data,), labels=True)
+            dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+        model = trained.load(dataset, place, world)
+        task = config.task.build(dataset, config.train, place, world)
+        with row_progress("evaluate", dataset.row_count().rows, show=world.rank == 0) as progress:
+            tasks = dict(task.evaluate(model, _counted(batches, progress)).tasks)
+        if baselines:
+            from tilerec.retrieval.baselines import checked_baselines
+
+            tasks = {"model": next(iter(tasks.values())), **checked_baselines(task, dataset, data, size)}
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
-        SafeConsole().print(score_table(config.name, f"samples of {data}" if data else "held-out samples", tasks))
+        what = f"samples of {data}" if data else "held-out samples"
+        SafeConsole().print(score_table(config.name, what, tasks, mean=not baselines))
+
+
+def _counted(batches: Iterable[Batch], progress: Callable[[int], object]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        progress(batch.batch_size)

@@ -29,15 +29,18 @@ def predict(
         typer.Option(help="Columns to copy, comma-separated. Default: id columns with one id, or the row number."),
     ] = "",
     batch_size: Annotated[int, typer.Option(help="Samples per batch; 0: train.eval_batch_size of the run.", min=0)] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
 ) -> None:
-    """Write predictions with the newest model of a run: key columns, and a column `score` per task."""
+    """Write predictions with the newest model of a run: key columns and scores, or the best items of each query."""
     from tilerec.train.trained_run import find_trained
 
     try:
         _check_out(out)
-        trained = find_trained(run)
+        trained = find_trained(run).with_settings(set_ or [])
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
         run_on_ranks(_predict, trained, data, str(out), names, batch_size, place, nproc=nproc, device=place)
@@ -64,7 +67,7 @@ def _predict(
 ) -> None:
     """Predict on one rank; rank 0 writes the file."""
     from tilerec.train.device import run_device
-    from tilerec.train.predictions import key_columns, scored_rows, write_predictions
+    from tilerec.train.predictions import key_columns, write_predictions
     from tilerec.train.world import World
 
     world = World(group)
@@ -72,13 +75,14 @@ def _predict(
         config = trained.config
         place = run_device(device, world.size)
         dataset = config.data.open_rows((data,), labels=False)
-        names = key_columns(dataset, keys or config.data.keys)
+        task = config.task.build(dataset, config.train, place, world)
+        names = key_columns(dataset, keys or config.data.keys, task.prediction_columns())
         model = trained.load(dataset, place, world)
-        rows = scored_rows(model, dataset, names, batch_size or config.train.eval_batch_size, place, world)
+        tables = task.predict(model, dataset, names, batch_size or config.train.eval_batch_size)
         with row_progress("predict", dataset.row_count().rows, show=world.rank == 0) as progress:
-            total = write_predictions(out, rows, dataset.tasks, rank=world.rank, progress=progress)
+            total = write_predictions(out, tables, rank=world.rank, progress=progress)
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
-        print_plain(f"wrote {out}: {total:,} predictions of {trained.folder}")
+        print_plain(f"wrote {out}: predictions for {total:,} samples of {trained.folder}")

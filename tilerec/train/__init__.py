@@ -1,6 +1,6 @@
 """The training loop, its config, and the final scores."""
 
-from tilerec.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from tilerec.train.config import ClickConfig, DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
@@ -10,6 +10,8 @@ from tilerec.train.report import report
 from tilerec.train.result import RunResult
 from tilerec.train.run_file import read_run_file, write_run_file
 from tilerec.train.run_logger import Event, JsonLines, TensorBoard, Terminal, Watcher
+from tilerec.train.scores import HeldOutScores
+from tilerec.train.task import Evaluation, Task
 from tilerec.train.tracking import MlflowWatcher, WandbWatcher
 
 __all__ = [
@@ -20,6 +22,11 @@ __all__ = [
     "write_run_file",
     "DataConfig",
     "ModelConfig",
+    "TaskConfig",
+    "ClickConfig",
+    "Task",
+    "Evaluation",
+    "HeldOutScores",
     "TrainConfig",
     "RunResult",
     "Scores",

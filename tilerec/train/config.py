@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from tilerec.data.dataset import Dataset
+from tilerec.data.dataset import Dataset, RowDataset
 from tilerec.data.file_list import FilePath
-from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
+
+if TYPE_CHECKING:
+    from tilerec.train.task import Task
+    from tilerec.train.world import World
 
 
 class DataConfig(ABC):
@@ -28,7 +32,15 @@ class DataConfig(ABC):
         """Columns that name the samples in files of predictions; () for the default."""
         return ()
 
-    def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> TableDataset:
+    def with_vocabulary(self, folder: Path) -> DataConfig:
+        """Return the config with the vocabularies that a run has kept in a folder; unchanged if it has none."""
+        return self
+
+    def open_catalog(self) -> Dataset:
+        """Open the source for its features and its catalog, to export an index; samples may be absent."""
+        return self.open()
+
+    def open_rows(self, path: tuple[str, ...], *, labels: bool = True) -> RowDataset:
         """Open other files with the same columns, to evaluate or predict all of their rows.
 
         Args:
@@ -41,8 +53,8 @@ class DataConfig(ABC):
         """
         given = ", ".join(path)
         raise ConfigError(
-            f"{type(self).__name__}: got {given} to evaluate or predict; expected a run with data.kind = 'files', "
-            "whose columns have names. Describe the data with `tilerec init`."
+            f"{type(self).__name__}: got {given} to evaluate or predict; expected a run with data.kind = 'files' or "
+            "'interactions', whose columns have names. Describe the data with `tilerec init`."
         )
 
 
@@ -51,7 +63,9 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, dataset: Dataset, device: torch.device, table_device: torch.device | None = None) -> nn.Module:
-        """Build a module whose `forward(dense_features [B, I], sparse_features)` returns logits [B] or [B, 1].
+        """Build a module whose `forward(dense_features [B, I], sparse_features)` returns the input of the task's loss.
+
+        That is logits [B] or [B, 1] for clicks.
 
         Args:
             dataset: the data that the model will read.
@@ -59,6 +73,40 @@ class ModelConfig(ABC):
             table_device: of the tables, if different. A run on several ranks passes meta: sharding allocates the
                 tables and gives them the same values.
         """
+
+
+class TaskConfig(ABC):
+    """Config of a task: the loss, the scores and the predictions of a run. Subclasses are frozen dataclasses."""
+
+    def check(self, dataset: Dataset) -> None:  # noqa: B027 - most tasks find out when they are built
+        """Raise `ConfigError` for data that the task cannot use, before the model is built."""
+
+    @abstractmethod
+    def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
+        """Return the task of one run. Collective.
+
+        Args:
+            dataset: the run's data; or files with the same columns, to evaluate or predict.
+            options: of the training.
+            device: of the model.
+            world: the ranks.
+        """
+
+
+@dataclass(frozen=True)
+class ClickConfig(TaskConfig):
+    """Probabilities of clicks, or of other labels from 0 to 1: binary cross entropy, one logit per label column."""
+
+    def check(self, dataset: Dataset) -> None:
+        if not dataset.tasks:
+            raise ConfigError(
+                "data.columns.labels: got none; expected at least one. Name the column to predict, or set task.kind."
+            )
+
+    def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
+        from tilerec.train.click_task import ClickTask  # it imports this module
+
+        return ClickTask(dataset.tasks, options, device, world)
 
 
 @dataclass(frozen=True)
@@ -171,6 +219,7 @@ class RunConfig:
             runs/<name>/<date and time> in place of "".)
         parallel: sharding of tables, for runs on several ranks.
         trace: file for the times of all stages, for Perfetto; "" for none.
+        task: what the model learns.
     """
 
     name: str
@@ -180,3 +229,4 @@ class RunConfig:
     log_dir: FilePath = ""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trace: str = ""
+    task: TaskConfig = field(default_factory=ClickConfig)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilerec.data.batch import Batch
 from tilerec.metrics.functional import auc, calibration, log_loss, normalized_entropy
 from tilerec.ops.runtime.readback import drain
+from tilerec.train.scores import HeldOutScores, mean_scores
 
 
 class Predictions(NamedTuple):
@@ -32,7 +33,7 @@ class Predictions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(HeldOutScores):
     """Exact scores of N predictions; NaN if the labels do not define a score.
 
     Attributes:
@@ -45,6 +46,13 @@ class Scores:
     log_loss: float
     ne: float
     calibration: float
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "samples"}
+
+    def with_numbers(self, numbers: dict[str, float]) -> Scores:
+        return Scores(self.samples, **numbers)
 
     @staticmethod
     def of(predictions_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> Scores:
@@ -69,12 +77,9 @@ class Scores:
     @staticmethod
     def mean(several: Iterable[Scores]) -> Scores:
         """Return the mean of the scores of tasks on the same samples."""
-        found = list(several)
-        if len(found) == 1:
-            return found[0]
-        names = [item.name for item in fields(Scores) if item.name != "samples"]
-        means = {name: sum(getattr(one, name) for one in found) / len(found) for name in names}
-        return Scores(samples=found[0].samples, **means)
+        found = mean_scores(several)
+        assert isinstance(found, Scores)
+        return found
 
 
 def predict(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Predictions:
@@ -104,8 +109,8 @@ def predict_batch(model: nn.Module, batch: Batch, device: torch.device) -> Tenso
     return probabilities
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Scores:
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> HeldOutScores:
     """Return the scores of the model on these batches, the mean over tasks; takes 12 bytes per sample and task."""
     found = predict(model, batches, device)
     tasks = [str(t) for t in range(found.labels.shape[1])] if found.labels.dim() == 2 else ["0"]
-    return Scores.mean(Scores.by_task(found, tasks).values())
+    return mean_scores(Scores.by_task(found, tasks).values())

@@ -12,30 +12,40 @@ from typing import Any
 
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import SPECS, OptimizerSpec
-from tilerec.train.config import DataConfig, ModelConfig
+from tilerec.train.config import DataConfig, ModelConfig, TaskConfig
 
 DATA_KINDS = {
     "files": "tilerec.recipes.files:FilesData",
     "synthetic": "tilerec.recipes.data:SyntheticData",
     "movielens": "tilerec.recipes.data:MovieLensData",
     "criteo": "tilerec.recipes.data:CriteoData",
+    "interactions": "tilerec.recipes.interactions:InteractionsData",
+}
+TASK_KINDS = {
+    "click": "tilerec.train.config:ClickConfig",
+    "retrieval": "tilerec.retrieval.two_tower_task:RetrievalConfig",
+    "next_item": "tilerec.retrieval.next_item_task:NextItemConfig",
 }
 MODEL_KINDS = {
     "dlrm": "tilerec.recipes.model:DLRMConfig",
     "dot": "tilerec.recipes.model:DotConfig",
     "mlp": "tilerec.recipes.model:MLPConfig",
+    "two_tower": "tilerec.recipes.retrieval_model:TwoTowerConfig",
+    "sasrec": "tilerec.recipes.retrieval_model:SASRecConfig",
 }
 
 
 def has_kinds(cls: Any) -> bool:
     """Return True if a table of a run file selects a subclass of this class by its `kind`."""
-    return isinstance(cls, type) and issubclass(cls, (DataConfig, ModelConfig, OptimizerSpec))
+    return isinstance(cls, type) and issubclass(cls, (DataConfig, ModelConfig, TaskConfig, OptimizerSpec))
 
 
 def kinds_of(cls: type) -> dict[str, str]:
     """Return the short names of a base class's kinds, with the `module:Class` of each."""
     if issubclass(cls, OptimizerSpec):
         return {name: f"{spec.__module__}:{spec.__qualname__}" for name, spec in SPECS.items()}
+    if issubclass(cls, TaskConfig):
+        return TASK_KINDS
     return DATA_KINDS if issubclass(cls, DataConfig) else MODEL_KINDS
 
 
@@ -87,5 +97,5 @@ def class_of_kind(base: type, kind: Any, place: str) -> type:
 def kind_of(value: Any) -> str:
     """Return the kind of a part of a run: its short name, or `module:Class`."""
     path = f"{type(value).__module__}:{type(value).__qualname__}"
-    base = next(one for one in (DataConfig, ModelConfig, OptimizerSpec) if isinstance(value, one))
+    base = next(one for one in (DataConfig, ModelConfig, TaskConfig, OptimizerSpec) if isinstance(value, one))
     return next((name for name, known in kinds_of(base).items() if known == path), path)

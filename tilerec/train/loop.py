@@ -16,17 +16,18 @@ from rich.console import Console
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
-from tilerec.train.evaluate import Scores
-from tilerec.train.log_folder import open_logs, write_json
+from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
+from tilerec.train.scores import mean_scores
 from tilerec.train.world import World
 
 
@@ -68,11 +69,12 @@ def train(
             torch.set_num_threads(options.threads)
         device = run_device(options.device, world.size)
         dataset = config.data.open()
+        config.task.check(dataset)
         torch.manual_seed(options.seed)
         model = world.build(config, dataset, device)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model)
-            _write_run(config)
+            _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None))
@@ -80,7 +82,7 @@ def train(
             watcher.begin(config.name, settings(config))
         run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
-        tasks, labels = run.evaluate()
+        held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)
     except BaseException as error:
@@ -89,14 +91,14 @@ def train(
     finally:
         for watcher in all_watchers:
             watcher.close()
-    best, expected = best_scores(dataset, labels)
+    best, expected = best_scores(dataset, held_out.labels)
     result = RunResult(
         name=config.name,
         steps=run.steps,
         samples=run.samples,
         seconds=run.seconds,
-        held_out=Scores.mean(tasks.values()),
-        tasks=tasks,
+        held_out=mean_scores(held_out.tasks.values()),
+        tasks=held_out.tasks,
         best=best,
         best_expected_auc=expected,
         rows=dataset.row_count(),
@@ -111,9 +113,11 @@ def train(
     return result
 
 
-def _write_run(config: RunConfig) -> None:
-    """Write the run beside its logs, for `tilerec eval` and `tilerec predict`; without the folder, which may move."""
+def _write_run(config: RunConfig, dataset: Dataset) -> None:
+    """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
+    write_vocabularies(Path(config.log_dir), dataset)
     try:
+        # Without the folder, which may move.
         write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
     except FileError:
         raise

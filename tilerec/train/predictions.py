@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from tilerec.atomic_file import open_replacement
 from tilerec.data.batch import Batch
 from tilerec.data.columns import nearest
+from tilerec.data.dataset import RowDataset
 from tilerec.data.share import bounds, cut
-from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError
-from tilerec.train.evaluate import Predictions, Scores, predict_batch
+from tilerec.train.evaluate import predict_batch
 from tilerec.train.world import World
 
 ROW_COLUMN = "row"
@@ -38,20 +38,22 @@ def score_columns(tasks: Sequence[str]) -> list[str]:
     return ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
 
 
-def key_columns(dataset: TableDataset, given: Sequence[str] = ()) -> list[str]:
-    """Return the columns that name the samples: those given, or all id columns with one id per sample.
+def key_columns(dataset: RowDataset, given: Sequence[str], predicted: Sequence[str]) -> list[str]:
+    """Return the columns that name the samples: those given, or the data's default.
+
+    Args:
+        predicted: columns of the predictions.
 
     Raises:
         ConfigError: a column does not exist, occurs twice, or has the name of a prediction.
     """
-    single = [column.column for column in dataset.columns.ids if column.kind == "single" and not column.boundaries]
-    keys = list(given) or list(dict.fromkeys(single))
+    keys = list(given) or list(dataset.default_keys)
     for name in keys:
-        if name not in dataset.schema.names:
+        if name not in dataset.column_names:
             raise ConfigError(
-                f"--keys: got {name!r}, which the data do not have; {nearest(name, dataset.schema.names)}"
+                f"--keys: got {name!r}, which the data do not have; {nearest(name, dataset.column_names)}"
             )
-        if name in score_columns(dataset.tasks) or keys.count(name) > 1:
+        if name in predicted or keys.count(name) > 1:
             raise ConfigError(
                 f"--keys: got {name!r}, which is a column of the predictions already; expected other names, each "
                 "once. Choose other key columns."
@@ -61,7 +63,7 @@ def key_columns(dataset: TableDataset, given: Sequence[str] = ()) -> list[str]:
 
 def scored_rows(
     model: nn.Module,
-    dataset: TableDataset,
+    dataset: RowDataset,
     keys: Sequence[str],
     batch_size: int,
     device: torch.device,
@@ -76,59 +78,34 @@ def scored_rows(
         yield batch, table, scores.view(-1, tasks) if tasks > 1 else scores
 
 
-def evaluate_rows(
-    model: nn.Module,
-    dataset: TableDataset,
-    batch_size: int,
-    device: torch.device,
-    world: World,
-    progress: Callable[[int], object] = lambda rows: None,
-) -> dict[str, Scores]:
-    """Return the exact scores of each task on all rows; takes 12 bytes per sample and task. Collective.
-
-    Args:
-        progress: called with the number of rows of each batch.
-    """
-    probabilities, labels, weights = [], [], []
-    for batch, _, scores in scored_rows(model, dataset, (), batch_size, device, world):
-        probabilities.append(scores)
-        labels.append(batch.labels)
-        weights += [] if batch.weights is None else [batch.weights]
-        progress(batch.batch_size)
-    found = Predictions(torch.cat(probabilities), torch.cat(labels), torch.cat(weights) if weights else None)
-    return Scores.by_task(found, dataset.tasks)
-
-
 def write_predictions(
     path: str | Path,
-    rows: Iterable[tuple[Batch, pa.Table, Tensor]],
-    tasks: Sequence[str],
+    tables: Iterable[tuple[int, pa.Table]],
     *,
     rank: int = 0,
     progress: Callable[[int], object] = lambda rows: None,
 ) -> int:
-    """Write keys and scores to a Parquet file on rank 0; return the number of rows.
+    """Write tables of predictions to a Parquet file on rank 0; return the number of samples.
 
-    The file is replaced as a whole when all rows are there; until then, an earlier file is unchanged. Scores are
-    float32.
+    The file is replaced as a whole when all rows are there; until then, an earlier file is unchanged.
 
     Args:
-        rows: of `scored_rows`.
-        progress: called with the number of rows of each batch.
+        tables: of `Task.predict`: the number of samples and the predictions of each batch.
+        progress: called with the number of samples of each batch.
 
     Raises:
         FileError: the file cannot be written.
     """
     if rank:
-        return sum(table.num_rows for _, table, _ in rows)
+        return sum(samples for samples, _ in tables)
     total = 0
     writer: parquet.ParquetWriter | None = None
     held: list[pa.Table] = []
     with open_replacement(path, "Predictions") as file:
-        for _, table, scores in rows:
-            held.append(_with_scores(table, scores, tasks, total))
-            total += len(scores)
-            progress(len(scores))
+        for samples, table in tables:
+            held.append(table)
+            total += samples
+            progress(samples)
             if sum(one.num_rows for one in held) >= _ROWS_PER_GROUP:
                 writer = _written(held, file, writer)
         if held:
@@ -138,13 +115,19 @@ def write_predictions(
     return total
 
 
-def _with_scores(table: pa.Table, scores: Tensor, tasks: Sequence[str], first: int) -> pa.Table:
-    if not table.num_columns:
-        table = pa.table({ROW_COLUMN: pa.array(range(first, first + len(scores)), pa.int64())})
+def score_table(keys: pa.Table, scores: Tensor, tasks: Sequence[str], first: int) -> pa.Table:
+    """Return keys with the scores of their samples, float32; without keys, with the numbers of the rows.
+
+    Args:
+        scores: [n] or [n, T].
+        first: number of the first row.
+    """
+    if not keys.num_columns:
+        keys = pa.table({ROW_COLUMN: pa.array(range(first, first + len(scores)), pa.int64())})
     columns_T = scores.float().view(len(scores), len(tasks)).unbind(1)
     for name, column in zip(score_columns(tasks), columns_T, strict=True):
-        table = table.append_column(name, pa.array(column.numpy()))
-    return table
+        keys = keys.append_column(name, pa.array(column.numpy()))
+    return keys
 
 
 def _written(held: list[pa.Table], file: object, writer: parquet.ParquetWriter | None) -> parquet.ParquetWriter:

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tilerec.train.evaluate import Scores
 from tilerec.train.result import RunResult
+from tilerec.train.scores import HeldOutScores, mean_scores
 
-MEASURES = (("AUC", "auc"), ("log loss", "log_loss"), ("NE", "ne"), ("calibration", "calibration"))
-"""Rows of the report: label and field of `Scores`."""
+LABELS = {"auc": "AUC", "log_loss": "log loss", "ne": "NE"}
+"""Labels of scores in reports that differ from their names."""
 
 
 def report(result: RunResult) -> RenderableType:
@@ -39,26 +39,37 @@ def report(result: RunResult) -> RenderableType:
     return Group(score_table(result.name, "held-out samples", tasks, best), *(Text(line) for line in lines))
 
 
-def score_table(name: str, what: str, tasks: Mapping[str, Scores], best: Scores | None = None) -> RenderableType:
+def score_table(
+    name: str,
+    what: str,
+    tasks: Mapping[str, HeldOutScores],
+    best: HeldOutScores | None = None,
+    *,
+    mean: bool = True,
+) -> RenderableType:
     """Return a table of scores: a column per task, their mean, and the best reachable scores if they are known.
 
     Args:
         name: of the run.
         what: kind of the samples, for the title.
-        tasks: scores by task.
+        tasks: scores by task, or by model.
+        best: the best reachable scores.
+        mean: add the mean of several columns.
     """
-    mean = Scores.mean(tasks.values())
-    columns = {**tasks, "mean": mean} if len(tasks) > 1 else {"model": mean}
+    average = mean_scores(tasks.values())
+    columns = {"model": average}
+    if len(tasks) > 1:
+        columns = {**tasks, **({"mean": average} if mean else {})}
     table = Table("")
     for header in (*columns, *(("best reachable", "difference") if best is not None else ())):
         table.add_column(Text(header), justify="right")
-    for label, measure in MEASURES:
-        cells = [_number(getattr(scores, measure)) for scores in columns.values()]
+    for measure, value in average.numbers.items():
+        cells = [_number(scores.numbers[measure]) for scores in columns.values()]
         if best is not None:
-            reachable = getattr(best, measure)
-            cells += [_number(reachable), _number(getattr(mean, measure) - reachable, sign=True)]
-        table.add_row(label, *cells)
-    title = Text(f"{name}: {mean.samples:,} {what}", style="bold")
+            reachable = best.numbers[measure]
+            cells += [_number(reachable), _number(value - reachable, sign=True)]
+        table.add_row(Text(LABELS.get(measure, measure)), *cells)
+    title = Text(f"{name}: {average.samples:,} {what}", style="bold")
     return Group(title, table)
 
 

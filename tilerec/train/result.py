@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilerec.data.dataset import Dataset
 from tilerec.data.delimited import RowCount
 from tilerec.train.evaluate import Scores
+from tilerec.train.scores import HeldOutScores, score_record
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class RunResult:
         name: of the recipe.
         steps, samples: number of training steps and samples.
         seconds: of training, without the evaluations.
-        held_out: scores on the held-out part after the last step; the mean over the tasks.
+        held_out: scores on the held-out part after the last step, `Scores` of a click task; the mean over the tasks.
         tasks: scores of each task, by name.
         best: scores of the true probabilities on the held-out part, if the dataset has them.
         best_expected_auc: AUC of the true probabilities, expected over labels drawn from them.
@@ -37,7 +38,7 @@ class RunResult:
     steps: int
     samples: int
     seconds: float
-    held_out: Scores
+    held_out: HeldOutScores
     best: Scores | None
     best_expected_auc: float | None
     rows: RowCount
@@ -45,7 +46,7 @@ class RunResult:
     log_dir: str
     ranks: int = 1
     log_errors: tuple[str, ...] = ()
-    tasks: Mapping[str, Scores] = field(default_factory=dict)
+    tasks: Mapping[str, HeldOutScores] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:
@@ -61,9 +62,9 @@ def summary(result: RunResult) -> dict[str, object]:
         "samples": result.samples,
         "seconds": result.seconds,
         "samples_per_second": result.samples_per_second,
-        "held_out": asdict(result.held_out),
-        "tasks": {name: asdict(scores) for name, scores in result.tasks.items()},
-        "best": None if result.best is None else asdict(result.best),
+        "held_out": score_record(result.held_out),
+        "tasks": {name: score_record(scores) for name, scores in result.tasks.items()},
+        "best": None if result.best is None else score_record(result.best),
         "best_expected_auc": result.best_expected_auc,
         "rows": asdict(result.rows),
         "torch": torch.__version__,
@@ -72,9 +73,11 @@ def summary(result: RunResult) -> dict[str, object]:
     }
 
 
-def best_scores(dataset: Dataset, labels: Tensor) -> tuple[Scores | None, float | None]:
+def best_scores(dataset: Dataset, labels: Tensor | None) -> tuple[Scores | None, float | None]:
     """Return the scores of the true probabilities, and their expected AUC, if the dataset has them."""
+    if labels is None or labels.dim() != 1:
+        return None, None
     true = dataset.best_predictions()
-    if true is None or labels.dim() != 1:
+    if true is None:
         return None, None
     return Scores.of(true, labels), Scores.of(true, true).auc

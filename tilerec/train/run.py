@@ -1,7 +1,7 @@
 """`Run`: a run in progress, that is, the steps between two log events and the events themselves.
 
     for each batch:  clear gradients, set learning rates
-                     logits = model(dense, sparse); loss = mean cross entropy
+                     loss = the task's loss of the batch
                      backward (updates tables), step (updates all other parameters)
 
 Numbers stay on the device between two log events. Reading them is the run's only wait for the device.
@@ -13,8 +13,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -22,18 +21,16 @@ from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
-from tilerec.errors import ConfigError, FileError, InputError, TilerecError
-from tilerec.metrics.auc import AUC
-from tilerec.metrics.module import MetricModule
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
 from tilerec.train.config import RunConfig
-from tilerec.train.evaluate import Scores
-from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_logger import Event, Watcher
+from tilerec.train.scores import mean_scores
 from tilerec.train.table_stats import TableStats
+from tilerec.train.task import Evaluation
 from tilerec.train.world import World
 
 
@@ -63,12 +60,7 @@ class Run:
         )  # every rank has a share of every global batch, so all have equally many
         if config.trace:
             self._pipeline.start_trace()
-        self._metrics = MetricModule(
-            dataset.tasks,
-            [AUC(exact=True, lifetime=False)],
-            window=config.train.metric_window,
-            group=world.group,
-        ).to(device)
+        self._task = config.task.build(dataset, config.train, device, world)
         self._table_stats = TableStats(model, world.group)
         self._logged_seconds = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -114,15 +106,13 @@ class Run:
             except FileError as error:  # the trained model counts more
                 warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
 
-    def evaluate(self) -> tuple[dict[str, Scores], Tensor]:
-        """Return the scores of each task on the held-out part, and its labels; log the scores. Collective."""
-        tasks, batches = self._dataset.tasks, self._dataset.held_out(self._options.eval_batch_size)
+    def evaluate(self) -> Evaluation:
+        """Return the scores on the held-out part, and log their means over the task's parts. Collective."""
         self._table_stats.pause()
-        found = self._world.predict(self._model, batches, self._device, len(tasks))
+        found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
         self._table_stats.resume()
-        scores = Scores.by_task(found, tasks)
-        self._emit("eval", _numbers(Scores.mean(scores.values())))
-        return scores, found.labels
+        self._emit("eval", mean_scores(found.tasks.values()).numbers)
+        return found
 
     def _emit_train(self, values: dict[str, float]) -> None:
         """Send the progress since the last event, with the use of the tables, to every watcher. Collective."""
@@ -172,7 +162,7 @@ class Run:
                 world_size=self._world.size,
                 start=start,
             ):
-                _check_labels(share.batch.labels, self._dataset.tasks)
+                self._task.check(share.batch)
                 yield epoch, share
             start = 0
 
@@ -187,21 +177,11 @@ class Run:
     def _forward(self, numbered: tuple[int, Share]) -> tuple[Tensor, tuple[int, Share, Tensor]]:
         """Return the loss, and the epoch and the share with this rank's part of the loss, on the device."""
         epoch, share = numbered
-        batch = share.batch
-        logits = self._step_module(batch.dense_features, batch.sparse_features)
-        loss = click_loss(logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size)
-        probabilities = logits.detach().reshape(batch.labels.shape).sigmoid()
-        weights = batch.weights
-        if batch.labels.dim() == 2:
-            labels_TB = batch.labels.t().contiguous()
-            weights = None if weights is None else weights.expand_as(labels_TB).contiguous()
-            self._metrics.update(probabilities.t().contiguous(), labels_TB, weights)
-        else:
-            self._metrics.update(probabilities, batch.labels, weights)
+        loss = self._task.loss(self._step_module, share)
         return loss, (epoch, share, loss.detach())
 
     def _progress(self) -> dict[str, float]:
-        """Return the mean loss since the last event and the AUC of the latest samples; waits for the device."""
+        """Return the mean loss and the task's measures since the last event; waits for the device."""
         drain(self._device)
         loss = self._world.mean(self._loss_sum).item() / (self.steps - self._logged_steps)
         if not math.isfinite(loss):
@@ -212,28 +192,8 @@ class Run:
         self._loss_sum.zero_()
         self._logged_steps = self.steps
         factor = self._options.lr_factor(self.steps - 1)
-        values = self._metrics.compute()
-        by_task = [values[f"{task}/auc/window"].item() for task in self._dataset.tasks]
-        return {"loss": loss, "auc": sum(by_task) / len(by_task), "lr_factor": factor}
+        return {"loss": loss, **self._task.progress(), "lr_factor": factor}
 
     def _wait(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-
-
-def _numbers(scores: Scores) -> dict[str, float]:
-    return {name: value for name, value in asdict(scores).items() if name != "samples"}
-
-
-def _check_labels(labels: Tensor, tasks: Sequence[str]) -> None:
-    """Raise `InputError` for labels on the CPU that are not from 0 to 1; on a GPU the check would wait for it."""
-    if labels.device.type != "cpu" or not labels.numel():
-        return
-    low, high = labels.aminmax()
-    if not (low >= 0 and high <= 1):
-        bad = labels if labels.dim() == 2 else labels[:, None]
-        row, column = (~((bad >= 0) & (bad <= 1))).nonzero()[0].tolist()
-        raise InputError(
-            f"label {tasks[column]!r}: got {bad[row, column].item():g}; expected 0 to 1. Set at_least on the label "
-            "column (labels of at least that number become 1), or convert the column."
-        )

@@ -161,8 +161,11 @@ class Terminal(Watcher):
             self._progress.start()
 
     def record(self, event: Event) -> None:
-        names = ("loss", "auc", "samples_per_second") if event.kind == "train" else ("auc", "log_loss", "ne")
-        numbers = "  ".join(_SHOWN[name](event.values[name]) for name in names)
+        if event.kind == "train":
+            names = [name for name in _SHOWN if name in event.values]
+        else:
+            names = [name for name in event.values if name not in _HIDDEN]
+        numbers = "  ".join(_shown(name, event.values[name]) for name in names)
         if self._progress is None:
             self._console.print(f"{event.kind:5s} step {event.step:>6,}  {numbers}", highlight=False)
         elif event.kind == "train":
@@ -175,13 +178,15 @@ class Terminal(Watcher):
             self._progress.stop()
 
 
-_SHOWN = {
-    "loss": lambda value: f"loss {value:.4f}",
-    "auc": lambda value: f"AUC {value:.4f}",
-    "log_loss": lambda value: f"log loss {value:.4f}",
-    "ne": lambda value: f"NE {value:.4f}",
-    "samples_per_second": lambda value: f"{value:,.0f} samples/s",
-}
+_LABELS = {"auc": "AUC", "log_loss": "log loss", "ne": "NE"}
+_SHOWN = ("loss", "auc", "samples_per_second")
+"""Values of training that the terminal shows, if they are there."""
+_HIDDEN = ("calibration",)
+"""Scores that only the final report shows, to keep lines short."""
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{value:,.0f} samples/s" if name == "samples_per_second" else f"{_LABELS.get(name, name)} {value:.4f}"
 
 
 class _Steps(ProgressColumn):

@@ -125,7 +125,9 @@ class MlflowWatcher(TrackingWatcher):
             service.log_params(dict(items[first : first + 100]))
 
     def _log(self, values: Mapping[str, float], event: Event) -> None:
-        self._service.log_metrics({**values, "samples": float(event.samples)}, step=event.step)
+        # MLflow's names cannot have the @ of recall@10.
+        named = {name.replace("@", "_at_"): value for name, value in values.items()}
+        self._service.log_metrics({**named, "samples": float(event.samples)}, step=event.step)
 
     def _end(self, *, failed: bool) -> None:
         self._service.end_run(status="FAILED" if failed else "FINISHED")

@@ -3,12 +3,14 @@
 clicks.toml                                 a run file
 runs/clicks/20260301-120000/run.toml        the run as it was trained
 runs/clicks/20260301-120000/model.safetensors
+runs/clicks/20260301-120000/vocabulary/      values of features with a vocabulary
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ from torch import nn
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
+from tilerec.train.log_folder import VOCABULARY_FOLDER
+from tilerec.train.override import override_all
 from tilerec.train.run_file import RUN_FILE, read_run_file
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.world import World
@@ -38,6 +42,10 @@ class TrainedRun:
     def model_file(self) -> Path:
         """The model's weights."""
         return self.folder / MODEL_FILE
+
+    def with_settings(self, assignments: Iterable[str]) -> TrainedRun:
+        """Return the run with some settings changed, as for `override`."""
+        return replace(self, config=override_all(self.config, assignments))
 
     def load(self, dataset: Dataset, device: torch.device, world: World) -> nn.Module:
         """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective."""
@@ -89,4 +97,5 @@ def _trained(folder: Path) -> TrainedRun:
             f"{folder}: got a folder without {' and '.join(missing)}; expected the log folder of a finished run. Train "
             "the run to its end, or pass another folder."
         )
-    return TrainedRun(read_run_file(folder / RUN_FILE), folder)
+    config = read_run_file(folder / RUN_FILE)
+    return TrainedRun(replace(config, data=config.data.with_vocabulary(folder / VOCABULARY_FOLDER)), folder)

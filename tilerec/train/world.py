@@ -92,6 +92,13 @@ class World:
             return total
         return self._group.all_reduce_("mean", total.clone().reshape(1)).wait().reshape(()) / self.size
 
+    def sum(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, on every rank's CPU. Collective."""
+        if self.size == 1 or self._group is None:
+            return tensor.cpu()
+        total = tensor.to(self._group.device).clone().contiguous()
+        return self._group.all_reduce_(name, total).wait().cpu()
+
     def gathered(self, name: str, tensor_n: Tensor) -> Tensor:
         """Return the concatenated 1-D tensors of all ranks, on every rank's CPU. Collective."""
         group = self._group

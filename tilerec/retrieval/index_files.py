@@ -1,0 +1,132 @@
+"""Files of an exported index: the vectors of all items, for search outside of tilerec.
+
+    DIR/index.json       number of items, dim, metric, the run; the file is written last
+    DIR/items.parquet    `item` (as in the data) and `row` (of its table); row i of the file is vector i
+    DIR/vectors.npy      float32 [N, D], for numpy.load(mmap_mode="r")
+    DIR/index.faiss      with --faiss: a flat or an HNSW index by inner product; label i is row i of items.parquet
+    DIR/queries.parquet  with --queries: key columns and `vector` of each sample
+
+The best items of a query vector are those with the largest inner products.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from tilerec.atomic_file import open_replacement, write_file
+from tilerec.errors import ConfigError, FileError
+from tilerec.retrieval.ranking_task import IndexVectors
+from tilerec.train.predictions import write_predictions
+
+FAISS_KINDS = ("none", "flat", "hnsw")
+_HNSW_LINKS = 32
+"""Links of a node of the HNSW graph, faiss's usual number."""
+
+
+def check_out(out: Path, kind: str) -> None:
+    """Raise before the work begins if the folder exists, or faiss is needed and absent."""
+    if kind not in FAISS_KINDS:
+        raise ConfigError(f"--faiss: got {kind!r}; expected one of {', '.join(FAISS_KINDS)}. Correct it.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out: got {out}, which exists; expected a new folder. Choose another name.")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out: got {out}; expected a name in an existing folder. Create {out.parent} first.")
+    if kind != "none":
+        _faiss()
+
+
+def write_index(
+    out: Path,
+    index: IndexVectors,
+    facts: dict[str, Any],
+    queries: Iterator[tuple[int, pa.Table]],
+    *,
+    kind: str = "none",
+    progress: Callable[[int], object] = lambda rows: None,
+) -> None:
+    """Write the folder of an index, as a whole or not at all.
+
+    Args:
+        out: the folder; it must not exist, or be empty.
+        index: vectors and items.
+        facts: further entries of index.json.
+        queries: samples and tables with key columns and `vector`; may be empty.
+        kind: of the faiss index, "none" for no such file.
+        progress: called with the samples of each table of `queries`.
+
+    Raises:
+        FileError: a file cannot be written.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
+    except OSError as error:
+        raise FileError(
+            f"Index {out}: cannot be written ({error.strerror}). Use another folder.", error.errno
+        ) from error
+    try:
+        vectors = np.ascontiguousarray(index.vectors.numpy(), np.float32)
+        with open_replacement(folder / "vectors.npy", "Index") as file:
+            np.save(file, vectors)
+        with open_replacement(folder / "items.parquet", "Index") as file:
+            parquet.write_table(pa.table({"item": index.catalog.values, "row": index.catalog.ids.numpy()}), file)
+        if kind != "none":
+            write_file(folder / "index.faiss", _faiss_bytes(vectors, kind), "Index")
+        count = _write_queries(folder / "queries.parquet", queries, progress)
+        entries = {"format": 1, "items": len(vectors), "dim": int(vectors.shape[1]), "metric": "inner_product"}
+        text = json.dumps({**entries, "faiss": kind, "queries": count, **facts}, indent=2) + "\n"
+        write_file(folder / "index.json", text, "Index")
+        folder.chmod(0o777 & ~_umask())
+        if out.exists():
+            out.rmdir()
+        folder.rename(out)
+    except OSError as error:
+        raise FileError(f"Index {out}: cannot be written ({error.strerror}). Free space.", error.errno) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_queries(path: Path, queries: Iterator[tuple[int, pa.Table]], progress: Callable[[int], object]) -> int:
+    """Write the samples' tables, if there are some; return the number of samples."""
+    first = next(iter(queries), None)
+    if first is None:
+        return 0
+    return write_predictions(path, chain([first], queries), progress=progress)
+
+
+def _faiss_bytes(vectors_ND: np.ndarray[Any, Any], kind: str) -> bytes:
+    faiss = _faiss()
+    dim = vectors_ND.shape[1]
+    index = (
+        faiss.IndexFlatIP(dim) if kind == "flat" else faiss.IndexHNSWFlat(dim, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+    )
+    index.add(vectors_ND)
+    found: bytes = faiss.serialize_index(index).tobytes()
+    return found
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise ConfigError(
+            "--faiss: got a kind without the package faiss; expected it to be installed. Run pip install "
+            "'tilerec[faiss]', or leave --faiss out."
+        ) from error
+    return faiss

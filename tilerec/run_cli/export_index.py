@@ -1,0 +1,102 @@
+"""`tilerec export-index`: the item vectors of a retrieval or next-item run, for search outside of tilerec.
+
+tilerec export-index run.toml --out index --faiss flat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.run_cli.progress import row_progress
+from tilerec.run_cli.ranks import run_on_ranks
+from tilerec.terminal import print_plain, print_rank_error
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from tilerec.comms.process import ProcessGroupComms
+    from tilerec.train.trained_run import TrainedRun
+
+
+def export_index(
+    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    faiss: Annotated[str, typer.Option(help="Also write a faiss index: flat (exact) or hnsw.")] = "none",
+    queries: Annotated[
+        str | None, typer.Option(help="File, folder or URL with samples, whose query vectors are written as well.")
+    ] = None,
+    keys: Annotated[str, typer.Option(help="Columns to copy beside query vectors, comma-separated.")] = "",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of processes; tables are sharded over them.", min=1)] = None,
+) -> None:
+    """Write the vectors of all items of a retrieval or next-item run, and optionally a faiss index."""
+    from tilerec.retrieval.index_files import check_out
+    from tilerec.train.trained_run import find_trained
+
+    try:
+        check_out(out, faiss)
+        trained = find_trained(run).with_settings(set_ or [])
+        names = tuple(name.strip() for name in keys.split(",") if name.strip())
+        place = device or trained.config.train.device
+        run_on_ranks(_export, trained, str(out), faiss, queries, names, place, nproc=nproc, device=place)
+    except TilerecError as error:
+        print_rank_error(error)
+        raise typer.Exit(1) from None
+
+
+def _export(
+    group: ProcessGroupComms | None,
+    trained: TrainedRun,
+    out: str,
+    kind: str,
+    queries: str | None,
+    keys: tuple[str, ...],
+    device: str,
+) -> None:
+    """Export on one rank; rank 0 writes the files."""
+    from tilerec.retrieval.index_files import write_index
+    from tilerec.retrieval.ranking_task import RankingTask
+    from tilerec.train.device import run_device
+    from tilerec.train.kinds import kind_of
+    from tilerec.train.predictions import key_columns
+    from tilerec.train.world import World
+
+    world = World(group)
+    try:
+        config = trained.config
+        place = run_device(device, world.size)
+        rows = None if queries is None else config.data.open_rows((queries,), labels=False)
+        dataset = config.data.open_catalog() if rows is None else rows
+        task = config.task.build(dataset, config.train, place, world)
+        if not isinstance(task, RankingTask):
+            raise ConfigError(
+                f"{trained.folder}: got a run with task.kind = {kind_of(config.task)!r}; expected 'retrieval' or "
+                "'next_item'. Use `tilerec predict` for this run."
+            )
+        model = trained.load(dataset, place, world)
+        index = task.index_vectors(model)
+        tables: Iterator[tuple[int, pa.Table]] = iter(())
+        if rows is not None:
+            names = key_columns(rows, keys or config.data.keys, ["vector"])
+            tables = task.query_tables(model, rows, names, config.train.eval_batch_size)
+        with row_progress("queries", dataset.row_count().rows, show=world.rank == 0) as progress:
+            if world.rank:
+                for _ in tables:
+                    pass
+            else:
+                facts = {"run": str(trained.folder), "name": config.name, "task": kind_of(config.task)}
+                write_index(Path(out), index, facts, tables, kind=kind, progress=progress)
+    except BaseException as error:
+        world.abort(error)
+        raise
+    if world.rank == 0:
+        count, dim = index.vectors.shape
+        print_plain(f"wrote {out}: {count:,} items with {dim} numbers each, of {trained.folder}")
