@@ -1,20 +1,32 @@
-"""Complete models: DLRM and its variants, DeepFM."""
+"""Complete models: DLRM and its variants, DCN-V2, DeepFM, logistic regression, shared bottom, MMoE and PLE."""
 
+from tilerec.models.dcn import DCNv2
 from tilerec.models.deepfm import FMInteractionArch, SimpleDeepFMNN
 from tilerec.models.dlrm import DLRM, DLRM_DCN, DenseArch, DLRM_Projection, DLRMTrain, OverArch, SparseArch
+from tilerec.models.linear import LogisticRegression
+from tilerec.models.mmoe import MMoE
+from tilerec.models.ple import PLE
+from tilerec.models.shared_bottom import SharedBottom
+from tilerec.models.task_towers import TaskTowers
 from tilerec.modules.interaction import InteractionArch, InteractionDCNArch, InteractionProjectionArch
 
 __all__ = [
+    "DCNv2",
     "DLRM",
     "DLRM_DCN",
     "DLRM_Projection",
+    "PLE",
     "DLRMTrain",
     "DenseArch",
     "FMInteractionArch",
     "InteractionArch",
     "InteractionDCNArch",
     "InteractionProjectionArch",
+    "LogisticRegression",
+    "MMoE",
     "OverArch",
+    "SharedBottom",
     "SimpleDeepFMNN",
     "SparseArch",
+    "TaskTowers",
 ]

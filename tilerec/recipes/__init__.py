@@ -2,7 +2,13 @@
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
 from tilerec.recipes.files import FilesData
-from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, DotModel, MLPConfig
+from tilerec.recipes.model.dcn import DCNConfig
+from tilerec.recipes.model.dlrm import DLRMConfig, DLRMDCNConfig, DLRMProjectionConfig
+from tilerec.recipes.model.dot import DotConfig, DotModel
+from tilerec.recipes.model.linear import LinearConfig
+from tilerec.recipes.model.mlp import ConcatModel, MLPConfig
+from tilerec.recipes.model.multi_task import MMoEConfig, PLEConfig, SharedBottomConfig
+from tilerec.recipes.model.tables import ManagedIds
 from tilerec.recipes.registry import RECIPES, find_recipe, make_run
 from tilerec.recipes.runs import criteo, movielens, synthetic
 
@@ -18,8 +24,16 @@ __all__ = [
     "CriteoData",
     "FilesData",
     "DLRMConfig",
+    "DLRMDCNConfig",
+    "DLRMProjectionConfig",
+    "DCNConfig",
     "DotConfig",
     "DotModel",
+    "LinearConfig",
     "MLPConfig",
     "ConcatModel",
+    "PLEConfig",
+    "SharedBottomConfig",
+    "MMoEConfig",
+    "ManagedIds",
 ]
