@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
@@ -71,6 +72,8 @@ class TrainConfig:
         max_steps: number of steps after which training stops; 0 for no limit.
         embedding_optimizer: attached to every table; it updates rows inside the backward pass.
         dense_optimizer: of all other parameters: SGD, Adagrad, Adam or AdamW.
+        task_weights: factor of each task's loss, in the order of the labels; [] for 1 each. The divisor stays the
+            number of tasks: factors 1, 0.5 halve the second task's gradients and leave the first one's unchanged.
         warmup_steps: steps of a linear rise of both learning rates from 0 to their value.
         decay_steps: steps of the linear decay that follows, to `decay_to` times their value; 0 for no decay.
         decay_to: see `decay_steps`.
@@ -90,6 +93,7 @@ class TrainConfig:
     max_steps: int = 0
     embedding_optimizer: OptimizerSpec = field(default_factory=lambda: Adagrad(lr=0.05))
     dense_optimizer: OptimizerSpec = field(default_factory=lambda: Adam(lr=1e-3))
+    task_weights: tuple[float, ...] = ()
     warmup_steps: int = 0
     decay_steps: int = 0
     decay_to: float = 0.0
@@ -112,6 +116,11 @@ class TrainConfig:
                 raise ConfigError(f"train.{name}: got {getattr(self, name)}; expected at least 0.")
         if not 0 <= self.decay_to <= 1:
             raise ConfigError(f"train.decay_to: got {self.decay_to}; expected 0 to 1, a fraction of the learning rate.")
+        if not all(math.isfinite(one) and one >= 0 for one in self.task_weights) or set(self.task_weights) == {0.0}:
+            raise ConfigError(
+                f"train.task_weights: got {list(self.task_weights)}; expected numbers of at least 0, not all 0. Leave "
+                "it out for equal weights."
+            )
         try:
             torch.device(self.device)
         except RuntimeError as error:

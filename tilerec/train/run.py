@@ -189,7 +189,14 @@ class Run:
         epoch, share = numbered
         batch = share.batch
         logits = self._step_module(batch.dense_features, batch.sparse_features)
-        loss = click_loss(logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size)
+        loss = click_loss(
+            logits,
+            batch.labels,
+            batch.weights,
+            task_weights=self._options.task_weights,
+            global_batch=share.total,
+            world_size=self._world.size,
+        )
         probabilities = logits.detach().reshape(batch.labels.shape).sigmoid()
         weights = batch.weights
         if batch.labels.dim() == 2:

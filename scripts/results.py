@@ -1,0 +1,238 @@
+"""Scores of the click models beside their baselines on MovieLens, and the search that chose their settings.
+
+    python scripts/results.py --data ml-latest-small                       # tables of docs/results.md, as Markdown
+    python scripts/results.py --data ml-latest-small --split time
+    python scripts/results.py --data ml-latest-small --ranks 2             # tables sharded over two ranks
+    python scripts/results.py --data ml-latest-small --search 30           # 30 random settings per model, on validation
+    python scripts/results.py --wheel recbole-1.2.1-py3-none-any.whl       # MovieLens-100k, from a wheel of RecBole
+
+A model is trained with 5 seeds, of its initial values and the order of its data. Scores are means over the seeds, with
+the standard deviation behind ±. Baselines without training have no seed.
+
+    popularity   the share of likes of the movie in the training part, smoothed towards the share of all movies
+    user + item  the sum of the log-odds of both such shares, less those of all ratings
+
+Both choose the strength of their smoothing on the validation part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import math
+import sys
+import tempfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.recipes.movielens import MovieLensTableData
+from tilerec.recipes.registry import make_run
+from tilerec.testing import run_ranks
+from tilerec.train.config import RunConfig
+from tilerec.train.evaluate import Scores
+from tilerec.train.loop import train
+from tilerec.train.override import override_all
+
+Floats = npt.NDArray[np.float64]
+TaskScores = dict[str, Scores]
+
+ONE_TASK = ("movielens_linear", "movielens_mlp", "movielens_dcn")
+TWO_TASKS = ("movielens_linear", "movielens_mlp", "movielens_shared_bottom", "movielens_mmoe", "movielens_ple")
+SMOOTHING = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+
+TRAINING = {
+    "train.embedding_optimizer.lr": ("0.02", "0.05", "0.1", "0.2"),
+    "train.embedding_optimizer.weight_decay": ("0", "1e-5", "1e-4"),
+    "train.dense_optimizer.lr": ("0.001", "0.003"),
+    "train.epochs": ("1", "2", "3", "4"),
+    "model.embedding_dim": ("4", "8", "16"),
+}
+SPACES = {
+    "movielens_linear": {
+        "train.embedding_optimizer.lr": ("0.05", "0.1", "0.2", "0.5", "1.0"),
+        "train.embedding_optimizer.weight_decay": ("0", "1e-5", "1e-4", "1e-3"),
+        "train.dense_optimizer.lr": ("0.001", "0.01"),
+        "train.epochs": ("1", "2", "4", "8", "16"),
+        "model.mean_pooling": ("true", "false"),
+    },
+    "movielens_mlp": {**TRAINING, "model.layers": ("32", "64,32")},
+    "movielens_dcn": {
+        **TRAINING,
+        "model.layers": ("32", "64,32"),
+        "model.cross_layers": ("1", "2", "3"),
+        "model.structure": ("stacked", "parallel"),
+    },
+    "movielens_shared_bottom": {**TRAINING, "model.bottom": ("32", "64"), "model.tower": ("", "16")},
+    "movielens_mmoe": {
+        **TRAINING,
+        "model.experts": ("2", "4", "8"),
+        "model.expert": ("32", "64"),
+        "model.tower": ("", "16"),
+    },
+    "movielens_ple": {
+        **TRAINING,
+        "model.task_experts": ("1", "2"),
+        "model.shared_experts": ("1", "2", "4"),
+        "model.expert": ("32", "64"),
+        "model.tower": ("", "16"),
+    },
+}
+"""Settings to choose from, by recipe."""
+
+CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {}
+"""Settings by recipe, split and number of tasks, where they differ from the recipe's own."""
+
+
+def log_odds(share: Floats) -> Floats:
+    return np.log(share) - np.log1p(-share)
+
+
+def shares(ids: npt.NDArray[np.int64], likes: Floats, of: npt.NDArray[np.int64], strength: float) -> Floats:
+    """Return the smoothed share of likes of each id in `of`; that of all samples for unknown ids."""
+    size = int(max(ids.max(initial=0), of.max(initial=0))) + 1
+    count, liked = np.bincount(ids, minlength=size), np.bincount(ids, likes, minlength=size)
+    smoothed: Floats = ((liked + strength * likes.mean()) / (count + strength))[of]
+    return smoothed
+
+
+def baseline(data: MovieLensTableData, like: float, strength: tuple[float, float], *, users: bool) -> Scores:
+    """Return the scores of rates of movies, and of users if wanted, on the held-out part."""
+    rows = data.table().rows
+    held_out = rows["part"].to_numpy() >= (1 if data.validation else 2)
+    likes = (rows["rating"].to_numpy() >= like).astype(np.float64)
+    score = log_odds(
+        shares(rows["movie"].to_numpy()[~held_out], likes[~held_out], rows["movie"].to_numpy(), strength[0])
+    )
+    if users:
+        user = rows["user"].to_numpy()
+        score += log_odds(shares(user[~held_out], likes[~held_out], user, strength[1])) - log_odds(
+            likes[~held_out].mean()
+        )
+    probability = torch.from_numpy(1 / (1 + np.exp(-score[held_out])))
+    return Scores.of(probability, torch.from_numpy(likes[held_out]).float())
+
+
+def best_baseline(data: MovieLensTableData, like: float, *, users: bool) -> Scores:
+    """Return the scores of the smoothing that is best on the validation part."""
+    choices = [(item, user) for item in SMOOTHING for user in (SMOOTHING if users else (1.0,))]
+    validation = replace(data, validation=True)
+    best = min(choices, key=lambda one: baseline(validation, like, one, users=users).log_loss)
+    return baseline(data, like, best, users=users)
+
+
+def run_of(recipe: str, data: str, split: str, tasks: int, seed: int, extra: tuple[str, ...] = ()) -> RunConfig:
+    """Return the run of a recipe with the settings chosen for a split, and a seed."""
+    likes = "4,5" if tasks == 2 else "4"
+    own = CHOSEN.get((recipe, split, tasks), ())
+    sets = (f"data.split={split}", f"data.likes={likes}", "train.log_every=1000000", *own, *extra)
+    return override_all(make_run(recipe, data), [*sets, f"train.seed={seed}", f"data.seed={seed}"])
+
+
+def trained(runs: list[RunConfig], ranks: int) -> list[TaskScores]:
+    """Return the held-out scores of each task for each run."""
+    if ranks == 1:
+        torch.set_num_threads(1)
+        return [train(run).tasks for run in runs]
+    return list(run_ranks(ranks, _trained_on_rank, runs, timeout_s=3_600.0)[0])
+
+
+def _trained_on_rank(runs: list[RunConfig]) -> list[TaskScores]:
+    return [train(run, group=ProcessGroupComms()).tasks for run in runs]
+
+
+def spread(values: list[float]) -> str:
+    """Return the mean and the standard deviation."""
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+
+
+def search(recipe: str, data: str, split: str, tasks: int, trials: int) -> None:
+    """Print the best of random settings on the validation part, by log loss."""
+    draw, space, tried = Random(0), SPACES[recipe], set()
+    found: list[tuple[float, float, tuple[str, ...]]] = []
+    while len(tried) < min(trials, math.prod(map(len, space.values()))):
+        sets = tuple(f"{name}={draw.choice(values)}" for name, values in space.items())
+        if sets in tried:
+            continue
+        tried.add(sets)
+        (scores,) = trained([run_of(recipe, data, split, tasks, 0, ("data.validation=true", *sets))], 1)
+        mean = Scores.mean(scores.values())
+        found.append((mean.log_loss, mean.auc, sets))
+    found.sort()
+    print(f"# {recipe}, split={split}, {tasks} tasks: best of {len(found)} by log loss on validation")
+    for log_loss, auc, sets in found[:3]:
+        print(f"#   {log_loss:.4f}  AUC {auc:.4f}\n{sets}", flush=True)
+
+
+def table(data: str, split: str, tasks: int, seeds: int, ranks: int) -> None:
+    """Print the scores of all models and baselines as Markdown."""
+    config = MovieLensTableData(data, split=split)  # type: ignore[arg-type]
+    likes = {f"rating_{one:g}": one for one in ((4.0, 5.0) if tasks == 2 else (4.0,))}
+    heads = [f"{score} {task}" for task in likes for score in ("AUC", "log loss")]
+    print(f"\n| split by {split}, {ranks} ranks | " + " | ".join(heads) + " |\n|---" + "|---:" * len(heads) + "|")
+    for name, users in (("popularity", False), ("user + item", True)):
+        scores = [best_baseline(config, like, users=users) for like in likes.values()]
+        print(f"| {name} | " + " | ".join(f"{s.auc:.4f} | {s.log_loss:.4f}" for s in scores) + " |", flush=True)
+    for recipe in TWO_TASKS if tasks == 2 else ONE_TASK:
+        found = trained([run_of(recipe, data, split, tasks, seed) for seed in range(seeds)], ranks)
+        cells = []
+        for task in likes:
+            cells.append(spread([scores[task].auc for scores in found]))
+            cells.append(spread([scores[task].log_loss for scores in found]))
+        print(f"| `{recipe}` | " + " | ".join(cells) + " |", flush=True)
+
+
+def unpack(wheel: str, folder: Path) -> str:
+    """Write the MovieLens-100k of RecBole's wheel in the format of newer editions."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {Path(name).name: name for name in archive.namelist() if "ml-100k" in name}
+
+        def lines(name: str) -> list[list[str]]:
+            text = archive.read(names[name]).decode()
+            return list(csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+
+        with (folder / "ratings.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["userId", "movieId", "rating", "timestamp"], *lines("ml-100k.inter")])
+        movies = [
+            [m, f"{title} ({year})", "|".join(genres.split())] for m, title, year, genres in lines("ml-100k.item")
+        ]
+        with (folder / "movies.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([["movieId", "title", "genres"], *movies])
+    return str(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder of a MovieLens edition with ratings.csv and movies.csv")
+    parser.add_argument("--wheel", help="wheel of RecBole, which contains MovieLens-100k")
+    parser.add_argument("--split", choices=("user", "time"), default="user")
+    parser.add_argument("--tasks", type=int, choices=(1, 2), nargs="*", default=(1, 2))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--search", type=int, default=0, help="number of random settings per model")
+    parser.add_argument("--only", help="search this recipe only")
+    given = parser.parse_args()
+    if (given.data is None) == (given.wheel is None):
+        sys.exit("Pass --data FOLDER or --wheel FILE.")
+    with tempfile.TemporaryDirectory() as folder:
+        data = given.data or unpack(given.wheel, Path(folder))
+        for tasks in given.tasks:
+            if not given.search:
+                table(data, given.split, tasks, given.seeds, given.ranks)
+                continue
+            for recipe in TWO_TASKS if tasks == 2 else ONE_TASK:
+                if given.only in (None, recipe):
+                    search(recipe, data, given.split, tasks, given.search)
+
+
+if __name__ == "__main__":
+    main()
