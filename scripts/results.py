@@ -4,6 +4,7 @@
     python scripts/results.py --data ml-latest-small --split time
     python scripts/results.py --data ml-latest-small --ranks 2             # tables sharded over two ranks
     python scripts/results.py --data ml-latest-small --search 30           # 30 random settings per model, on validation
+    python scripts/results.py --criteo train.tiny.csv                      # the last tenth of the lines is the test
     python scripts/results.py --wheel recbole-1.2.1-py3-none-any.whl       # MovieLens-100k, from a wheel of RecBole
 
 A model is trained with 5 seeds, of its initial values and the order of its data. Scores are means over the seeds, with
@@ -24,7 +25,9 @@ import math
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -33,19 +36,25 @@ import numpy.typing as npt
 import torch
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
+from tilerec.data.hold_out import HoldOut
+from tilerec.recipes.files import FilesData
+from tilerec.recipes.model import DCNConfig, DLRMDCNConfig, LinearConfig
 from tilerec.recipes.movielens import MovieLensTableData
 from tilerec.recipes.registry import make_run
+from tilerec.spec.optimizer import Adagrad, Adam
 from tilerec.testing import run_ranks
-from tilerec.train.config import RunConfig
+from tilerec.train.config import ModelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores
 from tilerec.train.loop import train
 from tilerec.train.override import override_all
 
 Floats = npt.NDArray[np.float64]
-TaskScores = dict[str, Scores]
+TaskScores = Mapping[str, Scores]
 
 ONE_TASK = ("movielens_linear", "movielens_mlp", "movielens_dcn")
 TWO_TASKS = ("movielens_linear", "movielens_mlp", "movielens_shared_bottom", "movielens_mmoe", "movielens_ple")
+CRITEO = ("criteo_linear", "criteo_dcn", "criteo_dlrm_dcn")
 SMOOTHING = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 TRAINING = {
@@ -76,6 +85,27 @@ SPACES = {
         "model.experts": ("2", "4", "8"),
         "model.expert": ("32", "64"),
         "model.tower": ("", "16"),
+    },
+    "criteo_linear": {
+        "train.embedding_optimizer.lr": ("0.01", "0.02", "0.05", "0.1"),
+        "train.dense_optimizer.lr": ("0.003", "0.01", "0.03"),
+        "train.epochs": ("1", "2", "4", "8", "16"),
+    },
+    "criteo_dlrm_dcn": {
+        "train.embedding_optimizer.lr": ("0.01", "0.02", "0.05", "0.1"),
+        "train.dense_optimizer.lr": ("0.001", "0.003", "0.01"),
+        "train.epochs": ("1", "2", "4", "8"),
+        "model.embedding_dim": ("4", "8", "16"),
+        "model.low_rank": ("4", "16"),
+        "model.cross_layers": ("1", "2", "3"),
+    },
+    "criteo_dcn": {
+        "train.embedding_optimizer.lr": ("0.01", "0.02", "0.05", "0.1"),
+        "train.dense_optimizer.lr": ("0.001", "0.003", "0.01"),
+        "train.epochs": ("1", "2", "4", "8"),
+        "model.embedding_dim": ("2", "4", "8"),
+        "model.cross_layers": ("1", "2"),
+        "model.layers": ("", "16", "32"),
     },
     "movielens_ple": {
         **TRAINING,
@@ -136,6 +166,60 @@ def run_of(recipe: str, data: str, split: str, tasks: int, seed: int, extra: tup
     return override_all(make_run(recipe, data), [*sets, f"train.seed={seed}", f"data.seed={seed}"])
 
 
+def criteo_run(model: str, folder: str, seed: int, validation: bool = False, extra: tuple[str, ...] = ()) -> RunConfig:
+    """Return the run of a model on the parts that `split_lines` wrote."""
+    counts, categories = [f"I{i}" for i in range(1, 14)], [f"C{i}" for i in range(1, 27)]
+    columns = Columns(
+        labels=(LabelColumn("Label"),),
+        dense=tuple(DenseColumn(name, transform="log", missing="zero") for name in counts),
+        ids=tuple(IdColumn(name, missing="row") for name in categories),
+        tables=tuple(TableRows(name, 10_000) for name in categories),
+    )
+    parts = ["train.csv"] if validation else ["train.csv", "validation.csv"]
+    held_out = "validation.csv" if validation else "test.csv"
+    data = FilesData(
+        tuple(f"{folder}/{part}" for part in parts),
+        columns,
+        hold_out=HoldOut(path=(f"{folder}/{held_out}",)),
+        seed=seed,
+    )
+    config: ModelConfig = {
+        "criteo_linear": LinearConfig(),
+        "criteo_dcn": DCNConfig(),
+        "criteo_dlrm_dcn": DLRMDCNConfig(dense_arch=(32,), over_arch=(32,)),
+    }[model]
+    train = TrainConfig(
+        batch_size=64, embedding_optimizer=Adagrad(), dense_optimizer=Adam(), seed=seed, log_every=1_000_000
+    )
+    return override_all(RunConfig(model, data, config, train), [*CHOSEN.get((model, "lines", 1), ()), *extra])
+
+
+def split_lines(file: str, folder: Path) -> None:
+    """Write the last tenth of a file's lines as the test part, and the tenth before it as the validation part."""
+    head, *lines = Path(file).read_text().splitlines()
+    tenth = len(lines) // 10
+    parts = {"train": lines[: -2 * tenth], "validation": lines[-2 * tenth : -tenth], "test": lines[-tenth:]}
+    for name, part in parts.items():
+        (folder / f"{name}.csv").write_text("\n".join([head, *part]) + "\n")
+
+
+def criteo_table(folder: str, seeds: int, ranks: int) -> None:
+    """Print the scores on the lines of a Criteo file as Markdown."""
+    labels = [float(line.split(",")[1]) for line in (Path(folder) / "test.csv").read_text().splitlines()[1:]]
+    seen = [
+        float(line.split(",")[1])
+        for part in ("train", "validation")
+        for line in (Path(folder) / f"{part}.csv").read_text().splitlines()[1:]
+    ]
+    constant = Scores.of(torch.full((len(labels),), float(np.mean(seen)), dtype=torch.float64), torch.tensor(labels))
+    print(f"\n| {len(labels)} lines, {ranks} ranks | AUC | log loss |\n|---|---:|---:|")
+    print(f"| share of clicks | 0.5000 | {constant.log_loss:.4f} |")
+    for model in CRITEO:
+        found = trained([criteo_run(model, folder, seed) for seed in range(seeds)], ranks)
+        scores = [one["Label"] for one in found]
+        print(f"| `{model}` | {spread([s.auc for s in scores])} | {spread([s.log_loss for s in scores])} |", flush=True)
+
+
 def trained(runs: list[RunConfig], ranks: int) -> list[TaskScores]:
     """Return the held-out scores of each task for each run."""
     if ranks == 1:
@@ -155,20 +239,30 @@ def spread(values: list[float]) -> str:
     return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
 
 
-def search(recipe: str, data: str, split: str, tasks: int, trials: int) -> None:
-    """Print the best of random settings on the validation part, by log loss."""
-    draw, space, tried = Random(0), SPACES[recipe], set()
+def search_run(recipe: str, data: str, split: str, tasks: int, sets: tuple[str, ...]) -> RunConfig:
+    """Return the run of a recipe with other settings, which holds out the validation part."""
+    return run_of(recipe, data, split, tasks, 0, ("data.validation=true", *sets))
+
+
+def search(recipe: str, trials: int, build: Callable[[tuple[str, ...]], RunConfig]) -> None:
+    """Print the best of random settings on the validation part, by log loss.
+
+    Args:
+        build: returns the run with settings, which holds out the validation part.
+    """
+    draw, space = Random(0), SPACES[recipe]
+    tried: set[tuple[str, ...]] = set()
     found: list[tuple[float, float, tuple[str, ...]]] = []
     while len(tried) < min(trials, math.prod(map(len, space.values()))):
         sets = tuple(f"{name}={draw.choice(values)}" for name, values in space.items())
         if sets in tried:
             continue
         tried.add(sets)
-        (scores,) = trained([run_of(recipe, data, split, tasks, 0, ("data.validation=true", *sets))], 1)
+        (scores,) = trained([build(sets)], 1)
         mean = Scores.mean(scores.values())
         found.append((mean.log_loss, mean.auc, sets))
     found.sort()
-    print(f"# {recipe}, split={split}, {tasks} tasks: best of {len(found)} by log loss on validation")
+    print(f"# {recipe}: best of {len(found)} by log loss on validation")
     for log_loss, auc, sets in found[:3]:
         print(f"#   {log_loss:.4f}  AUC {auc:.4f}\n{sets}", flush=True)
 
@@ -213,6 +307,7 @@ def unpack(wheel: str, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of a MovieLens edition with ratings.csv and movies.csv")
+    parser.add_argument("--criteo", help="file in the format of the Criteo challenge, with a header")
     parser.add_argument("--wheel", help="wheel of RecBole, which contains MovieLens-100k")
     parser.add_argument("--split", choices=("user", "time"), default="user")
     parser.add_argument("--tasks", type=int, choices=(1, 2), nargs="*", default=(1, 2))
@@ -221,9 +316,17 @@ def main() -> None:
     parser.add_argument("--search", type=int, default=0, help="number of random settings per model")
     parser.add_argument("--only", help="search this recipe only")
     given = parser.parse_args()
-    if (given.data is None) == (given.wheel is None):
-        sys.exit("Pass --data FOLDER or --wheel FILE.")
+    if sum(one is not None for one in (given.data, given.wheel, given.criteo)) != 1:
+        sys.exit("Pass one of --data FOLDER, --wheel FILE and --criteo FILE.")
     with tempfile.TemporaryDirectory() as folder:
+        if given.criteo:
+            split_lines(given.criteo, Path(folder))
+            if not given.search:
+                criteo_table(folder, given.seeds, given.ranks)
+                return
+            for model in CRITEO:
+                search(model, given.search, partial(criteo_run, model, folder, 0, True))
+            return
         data = given.data or unpack(given.wheel, Path(folder))
         for tasks in given.tasks:
             if not given.search:
@@ -231,7 +334,8 @@ def main() -> None:
                 continue
             for recipe in TWO_TASKS if tasks == 2 else ONE_TASK:
                 if given.only in (None, recipe):
-                    search(recipe, data, given.split, tasks, given.search)
+                    print(f"# split={given.split}, {tasks} tasks")
+                    search(recipe, given.search, partial(search_run, recipe, data, given.split, tasks))
 
 
 if __name__ == "__main__":
