@@ -5,6 +5,7 @@
     python scripts/results.py --data ml-latest-small --ranks 2             # tables sharded over two ranks
     python scripts/results.py --data ml-latest-small --search 30           # 30 random settings per model, on validation
     python scripts/results.py --criteo train.tiny.csv                      # the last tenth of the lines is the test
+    python scripts/results.py --synthetic                                  # a stream whose clicks depend on products
     python scripts/results.py --wheel recbole-1.2.1-py3-none-any.whl       # MovieLens-100k, from a wheel of RecBole
 
 A model is trained with 5 seeds, of its initial values and the order of its data. Scores are means over the seeds, with
@@ -39,7 +40,7 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.hold_out import HoldOut
 from tilerec.recipes.files import FilesData
-from tilerec.recipes.model import DCNConfig, DLRMDCNConfig, LinearConfig
+from tilerec.recipes.model import DCNConfig, DLRMConfig, DLRMDCNConfig, LinearConfig, MLPConfig
 from tilerec.recipes.movielens import MovieLensTableData
 from tilerec.recipes.registry import make_run
 from tilerec.spec.optimizer import Adagrad, Adam
@@ -55,6 +56,7 @@ TaskScores = Mapping[str, Scores]
 ONE_TASK = ("movielens_linear", "movielens_mlp", "movielens_dcn")
 TWO_TASKS = ("movielens_linear", "movielens_mlp", "movielens_shared_bottom", "movielens_mmoe", "movielens_ple")
 CRITEO = ("criteo_linear", "criteo_dcn", "criteo_dlrm_dcn")
+QUIET = ("train.log_every=1000000",)
 SMOOTHING = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 TRAINING = {
@@ -117,7 +119,69 @@ SPACES = {
 }
 """Settings to choose from, by recipe."""
 
-CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {}
+CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {
+    ("movielens_linear", "user", 2): (
+        "train.embedding_optimizer.lr=0.2",
+        "train.embedding_optimizer.weight_decay=1e-5",
+        "train.dense_optimizer.lr=0.001",
+        "train.epochs=2",
+        "model.mean_pooling=true",
+    ),
+    ("movielens_mlp", "user", 2): (
+        "train.embedding_optimizer.lr=0.1",
+        "train.embedding_optimizer.weight_decay=0",
+        "train.dense_optimizer.lr=0.001",
+        "train.epochs=2",
+        "model.embedding_dim=4",
+        "model.layers=64,32",
+    ),
+    ("movielens_linear", "time", 1): (
+        "train.embedding_optimizer.lr=0.1",
+        "train.embedding_optimizer.weight_decay=0",
+        "train.dense_optimizer.lr=0.01",
+        "train.epochs=4",
+        "model.mean_pooling=false",
+    ),
+    ("movielens_mlp", "time", 1): (
+        "train.embedding_optimizer.lr=0.05",
+        "train.embedding_optimizer.weight_decay=1e-5",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=1",
+        "model.embedding_dim=16",
+        "model.layers=64,32",
+    ),
+    ("movielens_dcn", "time", 1): (
+        "train.embedding_optimizer.lr=0.05",
+        "train.embedding_optimizer.weight_decay=0",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=1",
+        "model.embedding_dim=4",
+        "model.layers=64,32",
+        "model.cross_layers=3",
+        "model.structure=parallel",
+    ),
+    ("criteo_linear", "lines", 1): (
+        "train.embedding_optimizer.lr=0.01",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=16",
+    ),
+    ("criteo_dcn", "lines", 1): (
+        "train.embedding_optimizer.lr=0.02",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=1",
+        "model.embedding_dim=8",
+        "model.cross_layers=1",
+        "model.layers=32",
+    ),
+    ("criteo_dlrm_dcn", "lines", 1): (
+        "train.embedding_optimizer.lr=0.02",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=1",
+        "model.embedding_dim=16",
+        "model.low_rank=4",
+        "model.cross_layers=3",
+    ),
+}
 """Settings by recipe, split and number of tasks, where they differ from the recipe's own."""
 
 
@@ -162,7 +226,7 @@ def run_of(recipe: str, data: str, split: str, tasks: int, seed: int, extra: tup
     """Return the run of a recipe with the settings chosen for a split, and a seed."""
     likes = "4,5" if tasks == 2 else "4"
     own = CHOSEN.get((recipe, split, tasks), ())
-    sets = (f"data.split={split}", f"data.likes={likes}", "train.log_every=1000000", *own, *extra)
+    sets = (f"data.split={split}", f"data.likes={likes}", *QUIET, *own, *extra)
     return override_all(make_run(recipe, data), [*sets, f"train.seed={seed}", f"data.seed={seed}"])
 
 
@@ -188,10 +252,8 @@ def criteo_run(model: str, folder: str, seed: int, validation: bool = False, ext
         "criteo_dcn": DCNConfig(),
         "criteo_dlrm_dcn": DLRMDCNConfig(dense_arch=(32,), over_arch=(32,)),
     }[model]
-    train = TrainConfig(
-        batch_size=64, embedding_optimizer=Adagrad(), dense_optimizer=Adam(), seed=seed, log_every=1_000_000
-    )
-    return override_all(RunConfig(model, data, config, train), [*CHOSEN.get((model, "lines", 1), ()), *extra])
+    train = TrainConfig(batch_size=64, embedding_optimizer=Adagrad(), dense_optimizer=Adam(), seed=seed)
+    return override_all(RunConfig(model, data, config, train), [*QUIET, *CHOSEN.get((model, "lines", 1), ()), *extra])
 
 
 def split_lines(file: str, folder: Path) -> None:
@@ -218,6 +280,31 @@ def criteo_table(folder: str, seeds: int, ranks: int) -> None:
         found = trained([criteo_run(model, folder, seed) for seed in range(seeds)], ranks)
         scores = [one["Label"] for one in found]
         print(f"| `{model}` | {spread([s.auc for s in scores])} | {spread([s.log_loss for s in scores])} |", flush=True)
+
+
+def synthetic_run(model: str, seed: int) -> RunConfig:
+    """Return the run of a model on a million samples of the planted stream, with large weights of pairs of features."""
+    config: ModelConfig = {
+        "linear": LinearConfig(mean_pooling=True),
+        "mlp": MLPConfig(init_bound=0.1),
+        "dlrm": DLRMConfig(dense_arch=(32,), mean_pooling=True, init_bound=0.1),
+        "dcn": DCNConfig(init_bound=0.1),
+    }[model]
+    sets = ("data.train_rows=1000000", "data.pair_scale=1.0", "data.main_scale=0.5", "train.decay_steps=460")
+    return override_all(replace(make_run("synthetic"), model=config), [*sets, f"train.seed={seed}", *QUIET])
+
+
+def synthetic_table(seeds: int, ranks: int) -> None:
+    """Print the scores on the planted stream as Markdown, and the best that any model can reach."""
+    print(f"\n| 65,536 samples, {ranks} ranks | AUC | log loss |\n|---|---:|---:|")
+    for model in ("linear", "mlp", "dlrm", "dcn"):
+        scores = [one["click"] for one in trained([synthetic_run(model, seed) for seed in range(seeds)], ranks)]
+        print(f"| `{model}` | {spread([s.auc for s in scores])} | {spread([s.log_loss for s in scores])} |", flush=True)
+    data = synthetic_run("linear", 0).data.open()
+    truth = data.best_predictions()
+    assert truth is not None
+    best = Scores.of(truth, torch.cat([batch.labels for batch in data.held_out(4096)]))
+    print(f"| best reachable | {best.auc:.4f} | {best.log_loss:.4f} |")
 
 
 def trained(runs: list[RunConfig], ranks: int) -> list[TaskScores]:
@@ -308,6 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of a MovieLens edition with ratings.csv and movies.csv")
     parser.add_argument("--criteo", help="file in the format of the Criteo challenge, with a header")
+    parser.add_argument("--synthetic", action="store_true", help="a stream with a known best score")
     parser.add_argument("--wheel", help="wheel of RecBole, which contains MovieLens-100k")
     parser.add_argument("--split", choices=("user", "time"), default="user")
     parser.add_argument("--tasks", type=int, choices=(1, 2), nargs="*", default=(1, 2))
@@ -316,8 +404,11 @@ def main() -> None:
     parser.add_argument("--search", type=int, default=0, help="number of random settings per model")
     parser.add_argument("--only", help="search this recipe only")
     given = parser.parse_args()
-    if sum(one is not None for one in (given.data, given.wheel, given.criteo)) != 1:
-        sys.exit("Pass one of --data FOLDER, --wheel FILE and --criteo FILE.")
+    if sum(bool(one) for one in (given.data, given.wheel, given.criteo, given.synthetic)) != 1:
+        sys.exit("Pass one of --data FOLDER, --wheel FILE, --criteo FILE and --synthetic.")
+    if given.synthetic:
+        synthetic_table(given.seeds, given.ranks)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if given.criteo:
             split_lines(given.criteo, Path(folder))

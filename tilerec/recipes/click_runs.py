@@ -38,20 +38,23 @@ def movielens_dcn(data: str) -> RunConfig:
 
 def movielens_shared_bottom(data: str) -> RunConfig:
     """Predict ratings of at least 4 and of 5 by a shared bottom."""
-    model = SharedBottomConfig(embedding_dim=8, bottom=(64,), tower=(16,))
-    return _movielens("movielens_shared_bottom", data, model, epochs=2, tables=Adagrad(lr=0.1), likes=_TWO_TASKS)
+    model = SharedBottomConfig(embedding_dim=16, bottom=(32,), tower=(16,))
+    return _movielens(
+        "movielens_shared_bottom", data, model, epochs=1, tables=Adagrad(lr=0.05), dense_lr=0.003, likes=_TWO_TASKS
+    )
 
 
 def movielens_mmoe(data: str) -> RunConfig:
-    """Predict ratings of at least 4 and of 5 by MMoE with four experts."""
-    model = MMoEConfig(embedding_dim=8, experts=4, expert=(32,), tower=(16,))
-    return _movielens("movielens_mmoe", data, model, epochs=2, tables=Adagrad(lr=0.1), likes=_TWO_TASKS)
+    """Predict ratings of at least 4 and of 5 by MMoE with eight experts."""
+    model = MMoEConfig(embedding_dim=8, experts=8, expert=(64,), tower=())
+    return _movielens("movielens_mmoe", data, model, epochs=2, tables=Adagrad(lr=0.2), dense_lr=0.003, likes=_TWO_TASKS)
 
 
 def movielens_ple(data: str) -> RunConfig:
     """Predict ratings of at least 4 and of 5 by PLE with one level."""
-    model = PLEConfig(embedding_dim=8, task_experts=1, shared_experts=2, expert=(32,), tower=(16,))
-    return _movielens("movielens_ple", data, model, epochs=2, tables=Adagrad(lr=0.1), likes=_TWO_TASKS)
+    model = PLEConfig(embedding_dim=8, task_experts=2, shared_experts=1, expert=(64,), tower=())
+    tables = Adagrad(lr=0.2, weight_decay=1e-5)
+    return _movielens("movielens_ple", data, model, epochs=1, tables=tables, likes=_TWO_TASKS)
 
 
 def criteo_dcn(data: str) -> RunConfig:

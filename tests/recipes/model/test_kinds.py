@@ -22,7 +22,7 @@ from tilerec.train.kinds import MODEL_KINDS, class_of_kind
 from tilerec.train.loop import train
 from tilerec.train.run_file import read_run_file, run_of_toml, toml_of_run
 
-ROWS = 480
+ROWS = 490  # 441 to train on: the last of 12 batches has one sample, so a rank has none
 OWN = "tilerec.recipes.model"
 KINDS = {
     "dlrm": "dense_arch = [5]\nover_arch = [8]",
@@ -56,7 +56,7 @@ kind = "{kind}"
 {dim}
 managed = {{buckets = 3}}
 [train]
-batch_size = 30
+batch_size = 40
 epochs = 5
 embedding_optimizer = {{kind = "Adagrad", lr = 0.2}}
 dense_optimizer = {{kind = "Adam", lr = 0.01}}
@@ -110,10 +110,10 @@ def test_a_run_file_is_read_back_as_it_was_written(kind: str, folder: Path) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_line_trains_evaluates_and_predicts(kind: str, folder: Path) -> None:
     text = _invoke("train", folder / f"{kind}.toml")
-    assert "48 held-out samples" in text
+    assert "49 held-out samples" in text
     assert "click" in text
     log, out = folder / f"log-{kind}", folder / f"{kind}.parquet"
-    assert "480 samples of" in _invoke("eval", log, folder / "clicks.parquet")
+    assert "490 samples of" in _invoke("eval", log, folder / "clicks.parquet")
     _invoke("predict", log, folder / "new.parquet", "--out", out, "--batch-size", "7")
     found = parquet.read_table(out)
     assert found.column_names == ["user", "item", "score_click", "score_buy"]
@@ -127,7 +127,8 @@ def _trained(folder: str, kind: str, group: ProcessGroupComms | None) -> Scores:
     run = read_run_file(Path(folder) / f"{kind}.toml")
     log_dir = str(Path(folder) / (f"two-{kind}" if group else f"one-{kind}"))
     parallel = ParallelConfig(sharding="row_wise") if group else ParallelConfig()
-    return train(replace(run, log_dir=log_dir, parallel=parallel), group=group).held_out
+    options = replace(run.train, epochs=1)
+    return train(replace(run, log_dir=log_dir, parallel=parallel, train=options), group=group).held_out
 
 
 def _all_of_rank(folder: str) -> list[Scores]:

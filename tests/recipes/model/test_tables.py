@@ -142,6 +142,23 @@ def test_a_full_table_evicts_or_shares_as_set() -> None:
         assert (place.row is not None) == kept
 
 
+def test_an_id_gets_its_row_at_its_kth_occurrence() -> None:
+    model = MLPConfig(managed=ManagedIds(admission_threshold=3)).build(_dataset([1]), CPU).train()
+    (id_,) = _ids([1])
+    live = []
+    for _ in range(4):
+        (batch,) = _dataset([1]).train(1)
+        model(batch.dense_features, batch.sparse_features)
+        live.append(model.embedding_bag_collection.inspect("user", id_).row is not None)  # type: ignore[operator, union-attr]
+    assert live == [False, True, True, True]  # two of its occurrences are in each sample: as user and as friend
+
+
+def test_logistic_regression_begins_at_zero() -> None:
+    dataset = _dataset([1, 2, 3])
+    (batch,) = dataset.train(3)
+    assert not LinearConfig().build(dataset, CPU)(batch.dense_features, batch.sparse_features).any()
+
+
 class Mixed(TableDataset):
     """A dataset whose features disagree about their table."""
 
