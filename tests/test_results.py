@@ -78,7 +78,7 @@ def test_the_settings_to_choose_from_are_settings_of_their_recipes(script: Any) 
                 if recipe in RECIPES and recipe.startswith("movielens"):
                     override_all(RECIPES[recipe]("data"), [f"{name}={value}"])
                 else:
-                    script.criteo_run(recipe, "folder", 0, extra=(f"{name}={value}",))
+                    script.criteo_run(recipe, "folder", False, 0, extra=(f"{name}={value}",))
     for (recipe, split, tasks), sets in script.CHOSEN.items():
         if split != "lines":
             assert script.run_of(recipe, "data", split, tasks, 3).train.seed == 3
