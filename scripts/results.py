@@ -54,7 +54,7 @@ Floats = npt.NDArray[np.float64]
 TaskScores = Mapping[str, Scores]
 
 ONE_TASK = ("movielens_linear", "movielens_mlp", "movielens_dcn")
-TWO_TASKS = ("movielens_linear", "movielens_mlp", "movielens_shared_bottom", "movielens_mmoe", "movielens_ple")
+TWO_TASKS = ("movielens_linear", "movielens_shared_bottom", "movielens_mmoe")
 CRITEO = ("criteo_linear", "criteo_dcn", "criteo_dlrm_dcn")
 QUIET = ("train.log_every=1000000",)
 FINALISTS = 8
@@ -127,14 +127,6 @@ CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {
         "train.dense_optimizer.lr=0.001",
         "train.epochs=2",
         "model.mean_pooling=true",
-    ),
-    ("movielens_mlp", "user", 2): (
-        "train.embedding_optimizer.lr=0.1",
-        "train.embedding_optimizer.weight_decay=0",
-        "train.dense_optimizer.lr=0.001",
-        "train.epochs=2",
-        "model.embedding_dim=4",
-        "model.layers=64,32",
     ),
     ("movielens_linear", "time", 1): (
         "train.embedding_optimizer.lr=0.1",
@@ -407,7 +399,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--search", type=int, default=0, help="number of random settings per model")
-    parser.add_argument("--only", help="search this recipe only")
+    parser.add_argument(
+        "--only", choices=[one for one in SPACES if one.startswith("movielens")], help="search this recipe of MovieLens"
+    )
     given = parser.parse_args()
     if sum(bool(one) for one in (given.data, given.wheel, given.criteo, given.synthetic)) != 1:
         sys.exit("Pass one of --data FOLDER, --wheel FILE, --criteo FILE and --synthetic.")
@@ -428,10 +422,9 @@ def main() -> None:
             if not given.search:
                 table(data, given.split, tasks, given.seeds, given.ranks)
                 continue
-            for recipe in TWO_TASKS if tasks == 2 else ONE_TASK:
-                if given.only in (None, recipe):
-                    print(f"# split={given.split}, {tasks} tasks")
-                    search(recipe, given.search, partial(search_run, recipe, data, given.split, tasks))
+            print(f"# split={given.split}, {tasks} tasks")
+            for recipe in (given.only,) if given.only else TWO_TASKS if tasks == 2 else ONE_TASK:
+                search(recipe, given.search, partial(search_run, recipe, data, given.split, tasks))
 
 
 if __name__ == "__main__":

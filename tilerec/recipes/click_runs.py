@@ -32,22 +32,23 @@ def movielens_mlp(data: str) -> RunConfig:
 
 def movielens_dcn(data: str) -> RunConfig:
     """Predict whether a user likes a movie by DCN-V2 on user, movie, genres, year and age."""
-    model = DCNConfig(embedding_dim=4, cross_layers=3, layers=(64, 32), structure="parallel")
-    return _movielens("movielens_dcn", data, model, epochs=2, tables=Adagrad(lr=0.1), dense_lr=0.003)
+    model = DCNConfig(embedding_dim=8, cross_layers=3, layers=(64, 32))
+    tables = Adagrad(lr=0.2, weight_decay=1e-4)
+    return _movielens("movielens_dcn", data, model, epochs=1, tables=tables, dense_lr=0.003)
 
 
 def movielens_shared_bottom(data: str) -> RunConfig:
     """Predict ratings of at least 4 and of 5 by a shared bottom."""
-    model = SharedBottomConfig(embedding_dim=16, bottom=(32,), tower=(16,))
-    return _movielens(
-        "movielens_shared_bottom", data, model, epochs=1, tables=Adagrad(lr=0.05), dense_lr=0.003, likes=_TWO_TASKS
-    )
+    model = SharedBottomConfig(embedding_dim=16, bottom=(32,), tower=())
+    tables = Adagrad(lr=0.2, weight_decay=1e-5)
+    return _movielens("movielens_shared_bottom", data, model, epochs=1, tables=tables, dense_lr=0.003, likes=_TWO_TASKS)
 
 
 def movielens_mmoe(data: str) -> RunConfig:
     """Predict ratings of at least 4 and of 5 by MMoE with eight experts."""
-    model = MMoEConfig(embedding_dim=8, experts=8, expert=(64,), tower=())
-    return _movielens("movielens_mmoe", data, model, epochs=2, tables=Adagrad(lr=0.2), dense_lr=0.003, likes=_TWO_TASKS)
+    model = MMoEConfig(embedding_dim=16, experts=8, expert=(32,), tower=())
+    tables = Adagrad(lr=0.1, weight_decay=1e-5)
+    return _movielens("movielens_mmoe", data, model, epochs=2, tables=tables, dense_lr=0.003, likes=_TWO_TASKS)
 
 
 def movielens_ple(data: str) -> RunConfig:
