@@ -145,13 +145,13 @@ CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {
     ),
     ("movielens_dcn", "time", 1): (
         "train.embedding_optimizer.lr=0.05",
-        "train.embedding_optimizer.weight_decay=0",
-        "train.dense_optimizer.lr=0.003",
+        "train.embedding_optimizer.weight_decay=1e-5",
+        "train.dense_optimizer.lr=0.001",
         "train.epochs=1",
-        "model.embedding_dim=4",
+        "model.embedding_dim=16",
         "model.layers=64,32",
-        "model.cross_layers=3",
-        "model.structure=parallel",
+        "model.cross_layers=2",
+        "model.structure=stacked",
     ),
     ("criteo_linear", "lines", 1): (
         "train.embedding_optimizer.lr=0.01",
