@@ -18,7 +18,6 @@ from tilerec.data.batch import Batch
 from tilerec.data.batch_join import join_parts
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.hold_out import HoldOut
-from tilerec.errors import ConfigError
 from tilerec.recipes.files import FilesData
 from tilerec.recipes.model import DLRMConfig
 from tilerec.spec.optimizer import SGD
@@ -160,7 +159,8 @@ def test_two_ranks_train_as_one(files: Path) -> None:
         assert losses == pytest.approx(one, rel=1e-5)
 
 
-def test_features_of_one_table_must_agree_in_rows_and_managed_tables_are_refused(files: Path) -> None:
+def test_a_managed_table_gives_its_rows_to_the_ids_of_the_files(files: Path) -> None:
     columns = Columns(COLUMNS.labels, COLUMNS.dense, (IdColumn("user"),), (TableRows("user", 20, "managed"),))
-    with pytest.raises(ConfigError, match=r"feature 'user': got a managed table; expected ids='hash' or 'rows'"):
-        train(_run(FilesData(("a.parquet",), columns, base=str(files))))
+    result = train(_run(FilesData(("a.parquet",), columns, base=str(files))))
+    stats = result.model.sparse_arch.embedding_bag_collection.stats()["user"]  # type: ignore[union-attr, operator]
+    assert stats.live == 30

@@ -56,7 +56,7 @@ def _model(dataset: TableDataset) -> torch.nn.Module:
 
 
 def _task(dataset: TableDataset) -> ClickTask:
-    return ClickTask(dataset.tasks, TrainConfig(), CPU, ONE)
+    return ClickTask(dataset.tasks, (), TrainConfig(), CPU, ONE)
 
 
 def test_scores_stand_beside_the_keys_of_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ class _Events(Watcher):
 def test_a_task_of_ones_own_trains_and_reports_its_scores_by_name(tmp_path: Path) -> None:
     text = toml_of_run(override_all(make_run("synthetic"), SMALL))
     own = f'kind = "{SquareConfig.__module__}:SquareConfig"\nscale = 2.0'
-    run = run_of_toml(text.replace('[task]\nkind = "click"', f"[task]\n{own}"))
+    run = run_of_toml(text.replace('[task]\nkind = "click"\nweights = []', f"[task]\n{own}"))
     watcher = _Events()
     result = train(run, watchers=[watcher])
     assert isinstance(result.held_out, Errors)

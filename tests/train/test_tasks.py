@@ -13,8 +13,9 @@ from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, Ta
 from tilerec.data.dataset import Dataset
 from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError, InputError
-from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, MLPConfig
-from tilerec.train.config import DataConfig, RunConfig, TrainConfig
+from tilerec.recipes.model import ConcatModel, DLRMConfig, DotConfig, MLPConfig, SharedBottomConfig
+from tilerec.spec.optimizer import SGD
+from tilerec.train.config import ClickConfig, DataConfig, RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.run import Run
@@ -67,6 +68,38 @@ def test_the_loss_is_the_weighted_mean_over_samples_and_tasks() -> None:
     assert click_loss(logits[:, :1], labels[:, 0], weights).item() == pytest.approx(one.item(), rel=1e-6)
     with pytest.raises(ConfigError, match=r"logits of shape \(6, 1\) for labels of shape \(6, 2\)"):
         click_loss(logits[:, :1], labels)
+
+
+def test_weights_of_tasks_scale_their_losses() -> None:
+    logits, labels, weights = torch.randn(6, 2), torch.rand(6, 2), torch.rand(6)
+    each = [binary_cross_entropy_with_logits(logits[:, t], labels[:, t], weights).item() for t in (0, 1)]
+    found = click_loss(logits, labels, weights, task_weights=(3.0, 0.5)).item()
+    assert found == pytest.approx((3 * each[0] + 0.5 * each[1]) / 2, rel=1e-6)
+    bare = click_loss(logits, labels, task_weights=(0.0, 2.0)).item()
+    assert bare == pytest.approx(binary_cross_entropy_with_logits(logits[:, 1], labels[:, 1]).item(), rel=1e-6)
+    one = click_loss(logits[:, 0], labels[:, 0], weights, task_weights=(3.0,)).item()
+    assert one == pytest.approx(3 * each[0], rel=1e-6)
+    with pytest.raises(ConfigError, match=r"task\.weights: got 1 weights; expected one for each of the 2 tasks"):
+        click_loss(logits, labels, task_weights=(1.0,))
+
+
+def test_a_task_without_weight_does_not_train_its_tower() -> None:
+    options = TrainConfig(batch_size=16, dense_optimizer=SGD(lr=0.5))
+    model = SharedBottomConfig(embedding_dim=4, bottom=(4,), tower=())
+    torch.manual_seed(options.seed)
+    before = model.build(TableData().open(), CPU).state_dict()
+    after = train(
+        RunConfig("one", TableData(), model, options, task=ClickConfig(weights=(1.0, 0.0)))
+    ).model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {"task_towers.towers.0.1.weight", "bottom._mlp.0._linear.weight"} <= changed
+    assert not any("towers.1" in name for name in changed)
+
+
+@pytest.mark.parametrize("weights", [(-1.0, 1.0), (0.0, 0.0), (float("nan"), 1.0)])
+def test_weights_of_tasks_that_do_not_fit_are_named(weights: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.weights: got .*expected numbers of at least 0, not all 0"):
+        ClickConfig(weights=weights)
 
 
 @pytest.mark.parametrize("model", [DLRMConfig(embedding_dim=4, dense_arch=(), over_arch=(4,)), MLPConfig(layers=(4,))])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tilerec.errors import InputError
-from tilerec.models.tables import Bags, common_dim, output_names, prefetched
+from tilerec.models.tables import Bags, common_dim, output_names, pooled, prefetched, table_configs
 from tilerec.modules.deepfm import DeepFM, FactorizationMachine
 from tilerec.modules.utils import check_last_dim, check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -38,8 +38,7 @@ class SparseArch(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        pooled: KeyedTensor = self.embedding_bag_collection(features)
-        return pooled
+        return pooled(self.embedding_bag_collection, features)
 
 
 class DenseArch(nn.Module):
@@ -180,7 +179,7 @@ class SimpleDeepFMNN(nn.Module):
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        tables = embedding_bag_collection.embedding_bag_configs()
+        tables = table_configs(embedding_bag_collection)
         dim = common_dim("SimpleDeepFMNN", tables)
         names = output_names(tables)
         self.sparse_arch = SparseArch(embedding_bag_collection)
@@ -205,7 +204,7 @@ class SimpleDeepFMNN(nn.Module):
             dense_features: [B, I].
             sparse_features: B samples of every feature that the tables read.
         """
-        pooled = self.sparse_arch(sparse_features)
+        vectors = self.sparse_arch(sparse_features)
         dense_BD = self.dense_arch(dense_features)
-        probabilities: torch.Tensor = self.over_arch(self.inter_arch(dense_BD, pooled))
+        probabilities: torch.Tensor = self.over_arch(self.inter_arch(dense_BD, vectors))
         return probabilities

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.models.tables import Bags, common_dim, output_names, prefetched
+from tilerec.models.tables import Bags, common_dim, output_names, pooled, prefetched, table_configs
 from tilerec.modules.crossnet import LowRankCrossNet
 from tilerec.modules.interaction import (
     InteractionArch,
@@ -30,7 +30,6 @@ from tilerec.modules.interaction import (
 from tilerec.modules.mlp import MLP
 from tilerec.modules.utils import check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.sparse.keyed_tensor import KeyedTensor
 
 __all__ = [
     "DLRM",
@@ -62,7 +61,7 @@ class SparseArch(nn.Module):
 
     def __init__(self, embedding_bag_collection: Bags) -> None:
         super().__init__()
-        tables = embedding_bag_collection.embedding_bag_configs()
+        tables = table_configs(embedding_bag_collection)
         self.D = common_dim("SparseArch", tables)
         self._sparse_feature_names = output_names(tables)
         self.F = len(self._sparse_feature_names)
@@ -74,10 +73,10 @@ class SparseArch(nn.Module):
         return list(self._sparse_feature_names)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        pooled: KeyedTensor = self.embedding_bag_collection(features)
-        if pooled.keys() == self._sparse_feature_names:
-            return pooled.values().reshape(-1, self.F, self.D)
-        return torch.stack([pooled[name] for name in self._sparse_feature_names], dim=1)
+        vectors = pooled(self.embedding_bag_collection, features)
+        if vectors.keys() == self._sparse_feature_names:
+            return vectors.values().reshape(-1, self.F, self.D)
+        return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
 
 
 class DenseArch(nn.Module):
@@ -143,7 +142,7 @@ class _DLRM(nn.Module):
     ) -> None:
         super().__init__()
         model = type(self).__name__
-        tables = embedding_bag_collection.embedding_bag_configs()
+        tables = table_configs(embedding_bag_collection)
         dim = common_dim(model, tables)
         if not dense_arch_layer_sizes or dense_arch_layer_sizes[-1] != dim:
             raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilerec.errors import ConfigError
+from tilerec.recipes import click_runs
 from tilerec.recipes.retrieval_runs import sasrec, two_tower
 from tilerec.recipes.runs import criteo, movielens, synthetic
 from tilerec.train.config import RunConfig
@@ -21,6 +22,13 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "criteo": criteo,
     "two_tower": two_tower,
     "sasrec": sasrec,
+    "movielens_linear": click_runs.movielens_linear,
+    "movielens_mlp": click_runs.movielens_mlp,
+    "movielens_dcn": click_runs.movielens_dcn,
+    "movielens_shared_bottom": click_runs.movielens_shared_bottom,
+    "movielens_mmoe": click_runs.movielens_mmoe,
+    "movielens_ple": click_runs.movielens_ple,
+    "criteo_dcn": click_runs.criteo_dcn,
 }
 """Recipes that the library includes, by name."""
 

@@ -6,7 +6,8 @@ To add your own recipe, write such a function in your own module. `tilerec train
 from __future__ import annotations
 
 from tilerec.recipes.data import CriteoData, MovieLensData, SyntheticData
-from tilerec.recipes.model import DLRMConfig, DotConfig
+from tilerec.recipes.model.dlrm import DLRMConfig
+from tilerec.recipes.model.dot import DotConfig
 from tilerec.spec.optimizer import Adagrad, Adam, RowWiseAdagrad
 from tilerec.train.config import RunConfig, TrainConfig
 

@@ -32,13 +32,21 @@ class ClickTask(Task):
 
     Args:
         tasks: names of the label columns [T].
+        weights: of the tasks in the loss [T]; () for 1 each.
         options: of the training; `metric_window` is the number of samples in the training AUC.
         device: of the model.
         world: the ranks.
     """
 
-    def __init__(self, tasks: Sequence[str], options: TrainConfig, device: torch.device, world: World) -> None:
-        self._tasks, self._device, self._world = tasks, device, world
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        weights: Sequence[float],
+        options: TrainConfig,
+        device: torch.device,
+        world: World,
+    ) -> None:
+        self._tasks, self._weights, self._device, self._world = tasks, weights, device, world
         self._metrics = MetricModule(
             tasks, [AUC(exact=True, lifetime=False)], window=options.metric_window, group=world.group
         ).to(device)
@@ -60,7 +68,14 @@ class ClickTask(Task):
     def loss(self, model: nn.Module, share: Share) -> Tensor:
         batch = share.batch
         logits = model(batch.dense_features, batch.sparse_features)
-        loss = click_loss(logits, batch.labels, batch.weights, global_batch=share.total, world_size=self._world.size)
+        loss = click_loss(
+            logits,
+            batch.labels,
+            batch.weights,
+            task_weights=self._weights,
+            global_batch=share.total,
+            world_size=self._world.size,
+        )
         probabilities = logits.detach().reshape(batch.labels.shape).sigmoid()
         weights = batch.weights
         if batch.labels.dim() == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,21 @@ class TaskConfig(ABC):
 
 @dataclass(frozen=True)
 class ClickConfig(TaskConfig):
-    """Probabilities of clicks, or of other labels from 0 to 1: binary cross entropy, one logit per label column."""
+    """Probabilities of clicks, or of other labels from 0 to 1: binary cross entropy, one logit per label column.
+
+    Attributes:
+        weights: factor of each task's loss, in the order of the labels; [] for 1 each. The divisor stays the
+            number of tasks: factors 1, 0.5 halve the second task's gradients and leave the first one's unchanged.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(one) and one >= 0 for one in self.weights) or set(self.weights) == {0.0}:
+            raise ConfigError(
+                f"task.weights: got {list(self.weights)}; expected numbers of at least 0, not all 0. Leave "
+                "it out for equal weights."
+            )
 
     def check(self, dataset: Dataset) -> None:
         if not dataset.tasks:
@@ -106,7 +121,7 @@ class ClickConfig(TaskConfig):
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         from tilerec.train.click_task import ClickTask  # it imports this module
 
-        return ClickTask(dataset.tasks, options, device, world)
+        return ClickTask(dataset.tasks, self.weights, options, device, world)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ DATA_KINDS = {
     "files": "tilerec.recipes.files:FilesData",
     "synthetic": "tilerec.recipes.data:SyntheticData",
     "movielens": "tilerec.recipes.data:MovieLensData",
+    "movielens_table": "tilerec.recipes.movielens:MovieLensTableData",
     "criteo": "tilerec.recipes.data:CriteoData",
     "interactions": "tilerec.recipes.interactions:InteractionsData",
 }
@@ -27,9 +28,16 @@ TASK_KINDS = {
     "next_item": "tilerec.retrieval.next_item_task:NextItemConfig",
 }
 MODEL_KINDS = {
-    "dlrm": "tilerec.recipes.model:DLRMConfig",
-    "dot": "tilerec.recipes.model:DotConfig",
-    "mlp": "tilerec.recipes.model:MLPConfig",
+    "dlrm": "tilerec.recipes.model.dlrm:DLRMConfig",
+    "dlrm_dcn": "tilerec.recipes.model.dlrm:DLRMDCNConfig",
+    "dlrm_projection": "tilerec.recipes.model.dlrm:DLRMProjectionConfig",
+    "dcn": "tilerec.recipes.model.dcn:DCNConfig",
+    "mlp": "tilerec.recipes.model.mlp:MLPConfig",
+    "dot": "tilerec.recipes.model.dot:DotConfig",
+    "linear": "tilerec.recipes.model.linear:LinearConfig",
+    "shared_bottom": "tilerec.recipes.model.multi_task:SharedBottomConfig",
+    "mmoe": "tilerec.recipes.model.multi_task:MMoEConfig",
+    "ple": "tilerec.recipes.model.multi_task:PLEConfig",
     "two_tower": "tilerec.recipes.retrieval_model:TwoTowerConfig",
     "sasrec": "tilerec.recipes.retrieval_model:SASRecConfig",
 }

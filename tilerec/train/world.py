@@ -83,7 +83,9 @@ class World:
         tables = table_parameters(model)
         if not any(p.requires_grad for name, p in model.named_parameters() if name not in tables):
             return model
-        ignore_in_ddp(model, sorted(tables))
+        # Buffers stay each rank's own: those of managed collision hold the ids of its own tiles.
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        ignore_in_ddp(model, sorted(tables | buffers))
         return DistributedDataParallel(model, process_group=self._group.process_group, gradient_as_bucket_view=True)
 
     def mean(self, total: Tensor) -> Tensor:
