@@ -316,9 +316,32 @@ def test_a_click_run_has_no_index(tmp_path: Path) -> None:
     assert "got a run with task.kind = 'click'" in text
 
 
+@pytest.mark.parametrize(
+    ("model", "task", "message"),
+    [
+        ("two_tower", "", "data.columns.labels: got none; expected at least one with task.kind = 'click', the default"),
+        ("two_tower", "next_item", "model: got TwoTower; expected a model with `candidates`"),
+        ("sasrec", "retrieval", "model: got an output of type SASRecOutput; expected (query vectors, item vectors)"),
+    ],
+)
+def test_a_task_and_a_model_that_do_not_fit_are_refused(tmp_path: Path, model: str, task: str, message: str) -> None:
+    write_log(tmp_path / "log.txt")
+    settings = "max_length = 5" if model == "sasrec" else ""
+    text = LOG_RUN.format(samples="users", model=model, settings=settings, task=task)
+    (tmp_path / "run.toml").write_text(text if task else text.split("[task]")[0])
+    code, text = _invoke("train", str(tmp_path / "run.toml"), "--log-dir", "")
+    assert code == 1
+    assert message in " ".join(text.split())
+
+
 def test_a_click_task_with_an_interaction_log_or_without_labels_is_refused(logs: Path, tmp_path: Path) -> None:
     _write_clicks(tmp_path)
     (tmp_path / "run.toml").write_text(FILES_RUN.format(rest='[model]\nkind = "mlp"'))
     code, text = _invoke("train", str(tmp_path / "run.toml"), "--log-dir", "")
     assert code == 1
     assert "data.columns.labels: got none" in text
+    label = '[[data.columns.labels]]\ncolumn = "user"\nat_least = 3\n'
+    (tmp_path / "run.toml").write_text(FILES_RUN.format(rest=label + '[model]\nkind = "two_tower"'))
+    code, text = _invoke("train", str(tmp_path / "run.toml"), "--log-dir", "")
+    assert code == 1
+    assert "model: got an output of type tuple; expected logits with task.kind = 'click'" in " ".join(text.split())

@@ -219,3 +219,18 @@ def test_values_that_are_no_text_stay_bytes() -> None:
     data = Interactions(InteractionLog(pa.array([1, 1]), pa.array([b"\xff", b"a"], pa.large_binary()), None, 2, "log"))
     assert data.catalog("item").values.to_pylist() == [b"\xff"]
     assert torch.equal(data.histories()[1], torch.tensor([1]))
+
+
+def test_an_item_that_is_held_out_twice_is_relevant_once() -> None:
+    rows = [(1, "a"), (1, "b"), (1, "c"), (1, "d"), (1, "x"), (1, "a"), (1, "x"), (1, "a")]
+    data = Interactions(log(rows), hold_out=LogSplit(per_user=4))
+    # The held-out items are x, a, x, a; x is unknown.
+    assert [one[1] for one in all_samples(data.held_out(4))] == [(0, 1)]
+
+
+def test_one_column_may_have_several_roles() -> None:
+    table = TableGroups(pa.table({"user": [1, 1, 2], "time": [3, 1, 2]}), rows_per_group=2)
+    found = read_log(table, LogColumns(item="time", time="time", rating="time", at_least=2))
+    assert found.items.to_pylist() == [3, 2]
+    with pytest.raises(InputError, match=r"got no row with time of at least 9; expected some\. Lower data\.at_least"):
+        read_log(table, LogColumns(item="time", rating="time", at_least=9))

@@ -62,7 +62,7 @@ def _check(ranks: Tensor, nearest: Nearest, k: int) -> None:
         assert not nearest.score[q, count:].isfinite().any()
         found = nearest.place[q, :count].tolist()
         assert len(set(found)) == count
-        assert all(scores[i] == score for i, score in zip(found, nearest.score[q], strict=False))
+        assert found == order[q][:count]
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
@@ -98,3 +98,18 @@ def test_vectors_that_are_not_finite_are_refused() -> None:
     search = ExactSearch(torch.full((2, 2), torch.nan), torch.arange(2), 2, World(None))
     with pytest.raises(TilerecError, match=r"not finite.*lower learning rates"):
         search.ranks(torch.ones(1, 2), Pairs(torch.tensor([0]), torch.tensor([0])), none)
+
+
+def _equal_scores(on_ranks: bool) -> list[int]:
+    none = Pairs(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    vector = torch.zeros(100, 2)
+    vector[7] = 1.0
+    search = _search(World(ProcessGroupComms() if on_ranks else None), vector, 1 << 20)
+    places: list[int] = search.nearest(torch.ones(1, 2), 10, none).place[0].tolist()
+    return places
+
+
+def test_equal_scores_at_the_cut_keep_the_order_of_the_places() -> None:
+    expected = [7, 0, 1, 2, 3, 4, 5, 6, 8, 9]
+    assert _equal_scores(False) == expected
+    assert run_ranks(2, _equal_scores, True) == [expected, expected]

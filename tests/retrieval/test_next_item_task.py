@@ -144,6 +144,33 @@ def test_negatives_and_the_mean_do_not_depend_on_the_number_of_ranks(path: Path,
     assert len(set(single)) == (1 if loss == "full" else 3)  # negatives differ from step to step
 
 
+def test_negatives_depend_on_the_seed_and_on_the_step(path: Path) -> None:
+    drawn = []
+    for seed in (0, 1, 10**12):
+        run = next_item_run(path, train={"seed": seed, "dense_optimizer": SGD(0.0), "embedding_optimizer": SGD(0.0)},
+                            loss="sampled", negatives=4)  # fmt: skip
+        task, model = _built(run)
+        seen: list[list[int]] = []
+        model.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[2].tolist()))
+        share = next(iter(run.data.open().train_shares(7)))
+        for _ in range(2):
+            task.loss(model, share)
+        drawn += seen
+    assert len(set(map(tuple, drawn))) == 6
+
+
+def test_negatives_without_a_maximum_length_do_not_depend_on_the_number_of_ranks(path: Path) -> None:
+    run = next_item_run(path, loss="bce")
+    task, _ = _built(run)
+    batch = _batch([[1, 2, 3], [4]], [5, 6])
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    drawn = []
+    for generator, length in zip(generators, (0, 3), strict=True):
+        task._lengths["history"] = length
+        drawn.append(task._candidates(Share(batch, 0, 2, 2), batch.sparse_features["history"], generator).tolist())
+    assert drawn[0] == drawn[1]
+
+
 def _train_on_ranks(run: RunConfig) -> tuple[dict[str, float], int]:
     result = train(run, group=ProcessGroupComms())
     return dict(result.held_out.numbers), result.held_out.samples

@@ -9,6 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
+from tests.retrieval.retrieval_data import retrieval_run
 from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, IdColumn, TableRows
 from tilerec.errors import ConfigError
@@ -90,3 +91,16 @@ def test_managed_items_are_refused(tmp_path: Path) -> None:
     dataset = FilesData(run.data.path, columns).open()  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"feature 'item': got a managed table; expected ids='hash' or 'rows'"):
         RetrievalConfig().build(dataset, run.train, CPU, World(None))
+
+
+def test_an_item_that_is_relevant_twice_counts_once(tmp_path: Path) -> None:
+    """Counted twice, the best possible ranking would have an NDCG above 1."""
+    log = tmp_path / "log.txt"
+    log.write_text("".join(f"u{user} {item}\n" for user in range(3) for item in "abcdef"))
+    run = retrieval_run(log)
+    task = run.task.build(run.data.open(), run.train, CPU, World(None))
+    assert isinstance(task, RetrievalTask)
+    ids = torch.tensor([3, 1, 3, 0, 0, 2])
+    features = KeyedJaggedTensor(["item"], ids, lengths=torch.tensor([3, 3]), stride=2)
+    found = task.relevant(Batch(torch.zeros(2, 0), features, torch.ones(2)))
+    assert [one.tolist() for one in found] == [[0, 0, 1, 1, 1], [0, 2, -1, -1, 1]]

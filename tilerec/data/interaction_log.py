@@ -42,8 +42,8 @@ class LogColumns:
 
     @property
     def names(self) -> list[str]:
-        """The columns to read."""
-        return [name for name in (self.user, self.item, self.time, self.rating) if name]
+        """The columns to read, each once: a column may have several roles."""
+        return list(dict.fromkeys(name for name in (self.user, self.item, self.time, self.rating) if name))
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ def read_log(source: RowGroups, columns: LogColumns) -> InteractionLog:
         items.append(_ids(table.column(columns.item), columns.item, where))
         if columns.time:
             times.append(_numbers(table.column(columns.time), columns.time, where))
+    if columns.rating and not any(map(len, users)):
+        raise InputError(
+            f"{source.name}: got no row with {columns.rating} of at least {columns.at_least:g}; expected some. Lower "
+            "data.at_least, or add data."
+        )
     return InteractionLog(
         _joined(users, columns.user, source.name),
         _joined(items, columns.item, source.name),

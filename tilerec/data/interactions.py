@@ -28,6 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as arrow
 import torch
 
 from tilerec.data.batch import Batch
@@ -162,7 +163,12 @@ class Interactions(RowDataset):
         trained_n = ~held_n & (item_n > 0)
         self._train = _ByUser(users_n[trained_n], item_n[trained_n], len(self._user_values))
         self._times = None if log.times is None else log.times[order_n][trained_n]
-        self._held = _ByUser(users_n[held_n], item_n[held_n], len(self._user_values))
+        # A set per user: an item that a user has twice, known or not, is relevant once.
+        held_places = np.flatnonzero(held_n)
+        codes = arrow.dictionary_encode(items.take(pa.array(held_places))).indices.to_numpy().astype(np.int64)
+        pairs = users_n[held_places] * (int(codes.max(initial=0)) + 1) + codes
+        held_places = held_places[np.sort(np.unique(pairs, return_index=True)[1])]
+        self._held = _ByUser(users_n[held_places], item_n[held_places], len(self._user_values))
         self._row_of_user = self._users.rows(self._user_values, log.name)
         self._ends = self._training_samples()
         self._queries = np.flatnonzero((self._train.counts > 0) & (self._held.counts > 0))
@@ -186,6 +192,11 @@ class Interactions(RowDataset):
 
     @property
     def dense_features(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """No label columns: every interaction is a positive."""
         return ()
 
     @property

@@ -110,7 +110,7 @@ class ExactSearch:
         for low in range(0, query_QD.shape[0], self._chunk):
             high = min(low + self._chunk, query_QD.shape[0])
             score_qn = self._scores(query_QD[low:high], excluded.between(low, high))
-            best, column = score_qn.topk(min(k, score_qn.shape[1]), dim=1)
+            best, column = _topk(score_qn, min(k, score_qn.shape[1]))
             place = self._place_n[column]
             # Of equal size on every rank, so that parts of the ranks can be joined column by column.
             pad = (0, k - best.shape[1])
@@ -149,3 +149,16 @@ class ExactSearch:
             first_rn = (row_rn == own_r) & (self._place_n < place_R[part, None])
             count_R[part] = ((row_rn > own_r) | first_rn).sum(1).double().cpu()
         return count_R
+
+
+def _topk(score_qn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best scores of each row and their columns [q, k]; of equal scores, those with the lowest columns."""
+    best, column = score_qn.topk(k, dim=1)
+    if not k:
+        return best, column
+    # `topk` keeps any of the scores that equal the last one. A sort is slow, so only such rows are sorted.
+    tied = ((score_qn >= best[:, -1:]).sum(1) > k).nonzero().squeeze(1)
+    for rows in tied.split(max(1, CHUNK_SCORES // (4 * score_qn.shape[1]))):
+        every, order = score_qn[rows].sort(dim=1, descending=True, stable=True)
+        best[rows], column[rows] = every[:, :k], order[:, :k]
+    return best, column

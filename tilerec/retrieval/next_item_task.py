@@ -18,19 +18,23 @@ Legend: B samples, P positions of this rank, N items, K negatives, D dim, L maxi
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Literal, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import Share
 from tilerec.errors import ConfigError, InputError
 from tilerec.models.sasrec import SASRecOutput
+from tilerec.retrieval.all_gather import gather_sizes
 from tilerec.retrieval.ranking_task import RankingConfig, RankingTask, sample_weights
 from tilerec.retrieval.softmax import softmax_losses
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -103,9 +107,12 @@ class NextItemTask(RankingTask):
         batch, config = share.batch, self._config
         sequence = batch.sparse_features[config.sequence]
         item = batch.sparse_features[config.item]
-        generator = torch.Generator().manual_seed((self._seed << 32) + self._steps)
+        # `manual_seed` uses 32 bits of its argument, so both numbers are hashed into one.
+        hashed = int(np.random.SeedSequence([self._seed, self._steps]).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(hashed)
         self._steps += 1
         candidates = self._candidates(share, sequence, generator)
+        _check_model(model)
         out: SASRecOutput = model(batch.dense_features, batch.sparse_features, candidates)
         last, full = _last_positions(sequence)
         target_P = torch.roll(sequence.values().long(), -1).index_copy(0, last, item.values().long()[full])
@@ -137,7 +144,10 @@ class NextItemTask(RankingTask):
             drawn = torch.randint(items.numel(), (config.negatives,), generator=generator)
             return items[drawn].to(device)
         # Drawn for the global batch, so that they do not depend on the number of ranks.
-        length = self._lengths[config.sequence] or int(sequence.lengths().max()) if share.batch.batch_size else 1
+        length = self._lengths[config.sequence]
+        if not length:
+            own = int(sequence.lengths().max()) if share.batch.batch_size else 0
+            length = max(gather_sizes(own, self._group))
         drawn_BL = torch.randint(items.numel(), (share.total, max(length, 1)), generator=generator)
         first = share.first - (share.end - share.total)
         own_BL = drawn_BL[first : first + share.batch.batch_size].to(device)
@@ -171,6 +181,16 @@ class NextItemTask(RankingTask):
     def item_vectors(self, model: nn.Module, features: KeyedJaggedTensor) -> Tensor:
         out: SASRecOutput = model(torch.zeros(features.stride(), 0, device=self._device), features)
         return out.target_rows
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise `ConfigError` for a model that takes no candidates."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if "candidates" not in inspect.signature(inner.forward).parameters:
+        raise ConfigError(
+            f"model: got {type(inner).__name__}; expected a model with `candidates`, as SASRec, with task.kind = "
+            "'next_item'. Use model.kind = 'sasrec', or another task."
+        )
 
 
 def _last_positions(sequence: JaggedTensor) -> tuple[Tensor, Tensor]:

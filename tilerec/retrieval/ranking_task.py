@@ -140,8 +140,14 @@ class RankingTask(Task):
         return self._settings.cutoffs
 
     def relevant(self, batch: Batch) -> Pairs:
-        """Return the relevant items of samples."""
-        return self._pairs(batch, self._settings.item)
+        """Return the relevant items of samples, each once; unknown items are misses, and all stay."""
+        query_R, place_R = self._pairs(batch, self._settings.item)
+        # An item that occurs twice has one rank; counted twice, it would raise ndcg@k above 1.
+        order_R = torch.argsort(query_R * (len(self.catalog) + 1) + place_R, stable=True)
+        query_R, place_R = query_R[order_R], place_R[order_R]
+        again_R = torch.zeros(query_R.numel(), dtype=torch.bool)
+        again_R[1:] = (query_R[1:] == query_R[:-1]) & (place_R[1:] == place_R[:-1]) & (place_R[1:] >= 0)
+        return Pairs(query_R[~again_R], place_R[~again_R])
 
     # -- scores and predictions -----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ Legend: B samples of the global batch, b of this rank, D dim, W ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -51,8 +52,8 @@ class RetrievalConfig(RankingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.temperature <= 0:
-            raise ConfigError(f"task.temperature: got {self.temperature}; expected a number above 0. Set it higher.")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"task.temperature: got {self.temperature}; expected a number above 0. Correct it.")
         if not 0 < self.log_q_rate <= 1:
             raise ConfigError(f"task.log_q_rate: got {self.log_q_rate}; expected above 0 and at most 1. Correct it.")
         if self.log_q not in ("counted", "streaming", "none"):
@@ -94,7 +95,7 @@ class RetrievalTask(RankingTask):
 
     def loss(self, model: nn.Module, share: Share) -> Tensor:
         batch = share.batch
-        query_bD, item_bD = model(batch.dense_features, batch.sparse_features)
+        query_bD, item_bD = _towers(model, batch.dense_features, batch.sparse_features)
         own_b = batch.sparse_features[self._config.item].values().long()
         weight_b = sample_weights(batch)
         # Lanes of the data may give the ranks shares of other sizes than `bounds`.
@@ -118,10 +119,23 @@ class RetrievalTask(RankingTask):
         )
 
     def query_vectors(self, model: nn.Module, batch: Batch) -> Tensor:
-        query_BD: Tensor = model(batch.dense_features, batch.sparse_features)[0]
-        return query_BD / self._config.temperature
+        return _towers(model, batch.dense_features, batch.sparse_features)[0] / self._config.temperature
 
     def item_vectors(self, model: nn.Module, features: KeyedJaggedTensor) -> Tensor:
         dense = torch.zeros(features.stride(), 0, device=self._device)
-        item_BD: Tensor = model(dense, features)[1]
-        return item_BD
+        return _towers(model, dense, features)[1]
+
+
+def _towers(model: nn.Module, dense: Tensor, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+    """Return a model's query vectors and item vectors [B, D].
+
+    Raises:
+        ConfigError: the model returns something else.
+    """
+    found = model(dense, features)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ConfigError(
+            f"model: got an output of type {type(found).__name__}; expected (query vectors, item vectors) with "
+            "task.kind = 'retrieval'. Use model.kind = 'two_tower', or another task."
+        )
+    return found

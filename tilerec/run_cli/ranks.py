@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilerec.errors import ConfigError, TilerecError
@@ -34,13 +37,36 @@ def run_on_ranks(
                 "--nproc. Leave it out."
             )
         _run_as_rank(function, args, device)
-    elif nproc is not None and nproc > 1:
-        launch(nproc, function, *args, device=device)
-    elif grouped:
-        with joined(device) as group:
-            function(group, *args)
-    else:
-        function(None, *args)
+        return
+    with _exit_on_sigterm():
+        if nproc is not None and nproc > 1:
+            launch(nproc, function, *args, device=device)
+        elif grouped:
+            with joined(device) as group:
+                function(group, *args)
+        else:
+            function(None, *args)
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, as schedulers send it, so that temporary files are removed.
+
+    A handler of the caller, and one that ignores the signal, stay. Under torchrun the signal ends a rank immediately.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run_as_rank(function: Callable[..., object], args: tuple[Any, ...], device: str) -> None:

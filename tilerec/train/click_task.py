@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import RowDataset
 from tilerec.data.share import Share
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.metrics.auc import AUC
 from tilerec.metrics.module import MetricModule
 from tilerec.train.config import TrainConfig
@@ -68,6 +68,11 @@ class ClickTask(Task):
     def loss(self, model: nn.Module, share: Share) -> Tensor:
         batch = share.batch
         logits = model(batch.dense_features, batch.sparse_features)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"model: got an output of type {type(logits).__name__}; expected logits with task.kind = 'click', the "
+                "default. Set task.kind = 'retrieval' for two towers, 'next_item' for SASRec."
+            )
         loss = click_loss(
             logits,
             batch.labels,

@@ -115,7 +115,8 @@ class ClickConfig(TaskConfig):
     def check(self, dataset: Dataset) -> None:
         if not dataset.tasks:
             raise ConfigError(
-                "data.columns.labels: got none; expected at least one. Name the column to predict, or set task.kind."
+                "data.columns.labels: got none; expected at least one with task.kind = 'click', the default. Name the "
+                "column to predict, or set task.kind."
             )
 
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
