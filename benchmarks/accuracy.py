@@ -26,6 +26,7 @@ import torch
 
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
+from tilerec.data.share import cut
 from tilerec.metrics.functional import auc, log_loss
 from tilerec.models.deepfm import SimpleDeepFMNN
 from tilerec.models.dlrm import DLRM
@@ -48,7 +49,8 @@ SHARDINGS = ("table_wise", "row_wise", "column_wise")
 
 
 def parts(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """Return a batch as plain tensors."""
+    """Return a batch as plain tensors, cut to an even size: TorchRec's row-wise tables need equal shares over gloo."""
+    batch = cut(batch, 0, batch.batch_size - batch.batch_size % 2)
     features = batch.sparse_features
     return batch.dense_features, features.values(), features.lengths().long(), batch.labels.float()
 

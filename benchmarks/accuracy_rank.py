@@ -8,6 +8,7 @@ tables. Dense gradients are averaged by one all-reduce here, so that nothing els
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -170,6 +171,7 @@ def main() -> None:
     if not rank:
         torch.save(found, out)
     dist.barrier()
+    os._exit(0)  # TorchRec's threads may abort the process at its end
 
 
 if __name__ == "__main__":
