@@ -133,7 +133,7 @@ def _reset(module: Any) -> None:
 
 
 def _reset_alone(module: Any) -> None:
-    reset_rows(module.embedding_bags["user"], torch.arange(-1, 20))  # nothing else has been told to copy before
+    reset_rows(module.embedding_bags["user"], torch.arange(-1, 20))  # no other lookup has copied rows
 
 
 def _flush_and_write(module: Any) -> None:

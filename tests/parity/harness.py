@@ -612,7 +612,7 @@ def tabled(tiling: str, form: str, optimizer: str, world: str) -> Case:
     )
     make, spec = TILINGS[tiling], OPTIMIZERS[optimizer]
     tilings = {t.name: make(t.rows, t.dim, hosts, i) for i, t in enumerate(tables)}
-    if adds_over_rows(spec):  # refused where column blocks are cut at different rows; a test of its own says so
+    if adds_over_rows(spec):  # refused where column blocks are cut at different rows; another test covers it
         tilings = {
             t.name: tilings[t.name] if aligned(tilings[t.name]) else two_tiles(t.rows, t.dim, hosts, i)
             for i, t in enumerate(tables)
