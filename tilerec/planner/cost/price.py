@@ -258,17 +258,39 @@ class _Pricing:
         if not which:
             return
         replicas = self.model.replicas(np.array(which))
-        for i, t in enumerate(which):
-            for tile in tilings[t].tiles():
-                if len(tile.owners) > 1:
-                    self._copies(t, tilings[t], tile, replicas, i)
         forms = replicas.form
+        copied = [(i, tile) for i, t in enumerate(which) for tile in tilings[t].tiles() if len(tile.owners) > 1]
+        updates = self._updates_of_copies(tilings, np.array(which), copied, replicas)
+        for (i, tile), update in zip(copied, updates.tolist(), strict=True):
+            self._copies(tilings[which[i]], tile, replicas, i, update)
         self.calls += int(np.any(forms < 3)) + 2 * int(np.any(forms < 2))
         self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
 
-    def _copies(self, t: int, tiling: Tiling, tile: Tile, form: Replicas, i: int) -> None:
-        """Add the exchange and the updates of the copies of one tile of table t, the i-th table of `form`."""
-        work, model, travel = self.work, self.model, self.travel
+    def _updates_of_copies(
+        self, tilings: Sequence[Tiling], which: Ints, copied: list[tuple[int, Tile]], form: Replicas
+    ) -> Floats:
+        """Return the seconds of the update of each copied tile (i, tile), of the i-th table of `which` and `form`."""
+        work, model = self.work, self.model
+        index = np.array([i for i, _ in copied], np.int64)
+        t = which[index]
+        others = np.array([len(tile.owners) - 1.0 for _, tile in copied])
+        width = np.array([float(tile.c1 - tile.c0) for _, tile in copied])
+        row_share = np.array([(tile.r1 - tile.r0) / tilings[i].rows for (_, tile), i in zip(copied, t, strict=True)])
+        # `form` assumes a replica on every rank; fewer replicas serve a larger part of the batches each.
+        part = np.where(form.form[index] != 2, row_share, row_share * others / (self.ranks - 1.0))
+        distinct = model.all_distinct[t] * row_share
+        return self.rates.update(
+            form.ids[index] * part, form.bags[index] * part, distinct, model.update_far(distinct), width,
+            work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
+        )  # fmt: skip
+
+    def _copies(self, tiling: Tiling, tile: Tile, form: Replicas, i: int, update: float) -> None:
+        """Add the exchange and the updates of the copies of one tile of the i-th table of `form`.
+
+        Args:
+            update: seconds of the update of one copy.
+        """
+        travel = self.travel
         row_share = (tile.r1 - tile.r0) / tiling.rows
         width = float(tile.c1 - tile.c0)
         share = row_share * width / tiling.dim
@@ -285,14 +307,7 @@ class _Pricing:
         away = np.zeros(self.ranks)
         away[owners] = sent * (1.0 - close)
         self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
-        # `form` assumes a replica on every rank; fewer replicas serve a larger part of the batches each.
-        part = row_share if form.form[i] != 2 else row_share * others / (self.ranks - 1.0)
-        distinct = float(model.all_distinct[t]) * row_share
-        update = self.rates.update(
-            float(form.ids[i]) * part, float(form.bags[i]) * part, distinct, model.update_far(distinct), width,
-            work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
-        )  # fmt: skip
-        self.parts["update"][owners] += float(update)
+        self.parts["update"][owners] += update
         self.memory[owners] += 2.0 * (sent - ring + reduced)
         bytes_of = {
             "replica counts": 24.0,

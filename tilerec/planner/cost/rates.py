@@ -18,6 +18,8 @@ class Rates:
 
     def __init__(self, speeds: Speeds) -> None:
         self.speeds = speeds
+        self.widths = np.array(speeds.widths, np.float64)
+        self._curves: dict[str, tuple[Floats, Floats]] = {}  # seconds per row at `widths`, and the slopes in between
 
     def at(self, name: str, width: Any) -> Floats:
         """Return seconds per row at a width in columns.
@@ -25,11 +27,13 @@ class Rates:
         The rate is linear between measured widths, constant below the first, and proportional to the width above the
         last.
         """
-        widths, rates = np.array(self.speeds.widths, np.float64), np.array(getattr(self.speeds, name))
+        if name not in self._curves:
+            rates = np.array(getattr(self.speeds, name))
+            self._curves[name] = rates, np.diff(rates, append=0.0) / np.diff(self.widths, append=1.0)
+        widths, (rates, slopes) = self.widths, self._curves[name]
         width = np.asarray(width, np.float64)
-        slopes = np.diff(rates, append=0.0) / np.diff(widths, append=1.0)
         last = len(widths) - 1
-        at = np.minimum(np.maximum(np.searchsorted(widths, width) - 1, 0), last)
+        at = np.minimum(np.maximum(widths.searchsorted(width) - 1, 0), last)
         inside = rates[at] + (width - widths[at]) * slopes[at]
         above = np.where(width > widths[last], rates[last] / widths[last] * width, inside)
         found: Floats = np.where(width <= widths[0], rates[0], above)

@@ -33,6 +33,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,14 @@ class Choice:
     expected: int
 
 
+class _Numbers(NamedTuple):
+    """The numbers of one option per table: [S] averages and common loads in rank-ps, [S] largest pieces in ps."""
+
+    average: Ints
+    alike: Ints
+    largest: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class _Box:
     """A box with the best weights and prices found.
@@ -69,7 +78,8 @@ class _Box:
     Args:
         allowed: [T, O] options in the box. charge: ps of its fixed charges. low: [S] ps, least largest piece.
         weights: [S] in 1 / ONE. prices: of memory, in 1 / 2 ** PRICE_BITS.
-        value: (2) in rank-ps * ONE. option: [T] options of (2). expected: (1) of these options, in ps.
+        value: (2) in rank-ps * ONE. option: [T] options of (2). numbers: those of `option`. expected: (1) of `option`,
+            in ps.
     """
 
     allowed: Bools
@@ -79,6 +89,7 @@ class _Box:
     prices: tuple[int, ...]
     value: int
     option: Ints
+    numbers: _Numbers | None
     expected: int
 
 
@@ -167,7 +178,7 @@ class Boxes:
         zero = np.zeros(len(self.own), np.int64)
         value = box.dual.value + self.base_total + box.charge * self.ranks << WEIGHT_BITS
         low = self._tight(box.usable, zero)
-        return [_Box(box.usable, box.charge, low, zero, box.dual.prices, value, self.rows, 0)]
+        return [_Box(box.usable, box.charge, low, zero, box.dual.prices, value, self.rows, None, 0)]
 
     def _tight(self, allowed: Bools, low: Ints) -> Ints:
         """Return [S] ps, raised to the smallest piece of the table whose smallest piece is largest."""
@@ -213,9 +224,10 @@ class Boxes:
             step //= 2
             if step == 0:
                 break
-        expected = self._keep(option)
+        numbers = self._numbers(option)
+        expected = self._keep(option, numbers)
         value += box.charge * self.ranks << WEIGHT_BITS
-        return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option, expected)
+        return _Box(allowed, box.charge, low, weights, prices, max(value, box.value), option, numbers, expected)
 
     def _at(self, total: Ints, allowed: Bools, weights: Ints, low: Ints, prices: tuple[int, ...]) -> tuple[int, Ints]:
         """Return (2) in rank-ps * ONE, and its options [T]."""
@@ -229,22 +241,27 @@ class Boxes:
         option = total.argmin(1)
         return int(total[self.rows, option].sum()) + constant, option
 
-    def _numbers(self, option: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return [S] averages and common loads in rank-ps, and [S] largest pieces in ps."""
-        at = self.rows * self.all_mass.shape[1] + option
-        mass = np.array([int(m.ravel()[at].sum()) for m in self.mass], np.int64)
-        off = np.array([int(m.ravel()[at].sum()) for m in self.off], np.int64)
-        largest = np.array([int(own.ravel()[at].max(initial=0)) for own in self.own], np.int64)
-        return mass + self.mass_base, mass + off + self.alike_base, largest
+    def _numbers(self, option: Ints) -> _Numbers:
+        """Return the numbers of one option per table."""
+        at = self._at_options(option)
+        mass = np.array([int(m.take(at).sum()) for m in self.mass], np.int64)
+        off = np.array([int(m.take(at).sum()) for m in self.off], np.int64)
+        largest = np.array([int(own.take(at).max(initial=0)) for own in self.own], np.int64)
+        return _Numbers(mass + self.mass_base, mass + off + self.alike_base, largest)
 
     def _rising(self, option: Ints, low: Ints) -> Ints:
         """Return [S] rank-ps: the derivative of (2) by the weights, at these options."""
-        average, alike, _ = self._numbers(option)
-        return alike + low * self.ranks - average
+        at = self._at_options(option)
+        off = np.array([int(m.take(at).sum()) for m in self.off], np.int64)
+        return off + self.alike_base + low * self.ranks - self.mass_base
 
-    def _keep(self, option: Ints) -> int:
+    def _at_options(self, option: Ints) -> Ints:
+        """Return [T] positions of options in a flat [T, O] array."""
+        return self.rows * self.all_mass.shape[1] + option
+
+    def _keep(self, option: Ints, numbers: _Numbers) -> int:
         """Return (1) of these options in ps, and keep them in `found` if they are among the best."""
-        average, alike, largest = self._numbers(option)
+        average, alike, largest = numbers
         charge = self.instance.charge_of(option)
         level = np.maximum(average, alike + largest * self.ranks)
         expected = int(self.instance.longest(level).sum()) // self.ranks + charge
@@ -257,7 +274,7 @@ class Boxes:
 
     def _cut(self, box: _Box) -> list[_Box] | None:
         """Return the halves of a box: one with smaller pieces in one stage, one in which a larger piece exists."""
-        average, alike, largest = self._numbers(box.option)
+        average, alike, largest = self._numbers(box.option) if box.numbers is None else box.numbers
         level = np.maximum(average, alike + largest * self.ranks)
         counted = (alike + box.low * self.ranks - average) * box.weights >> WEIGHT_BITS
         for twins in self.instance.twins:

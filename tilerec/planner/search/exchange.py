@@ -19,7 +19,7 @@ Nouns
 All numbers are exact in float64, or are summed in a fixed order. So every machine makes the same swaps.
 
 Legend: T tables, S stages, M memory tiers, R ranks, H hosts, P single pieces, Q pairs of a chunk, n pieces per rank
-that a round considers, X swaps (or splits) of a pair.
+that a round considers, G and K what a rank of a pair may give and take: pieces, or a split and nothing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ from tilerec.planner.search.pack import Packing, host_bins
 from tilerec.planner.search.relaxed import Relaxed
 from tilerec.planner.search.work import CALLS, Work
 
+Amounts = Floats | Ints
+
 SWAP_PIECES = 24  # pieces per rank that a round of swaps considers
 SWAP_PIECES_OF_MANY_RANKS = 8  # the same from MANY_RANKS on: more rounds of fewer swaps gain more per unit of work
-MANY_RANKS = 1024
+MANY_RANKS = 512
 SPLIT_PIECES = 5  # pieces per rank that a round of splits considers: up to 2 ** 10 splits of a pair
 SWAPS_PER_CHUNK = 400_000  # swaps judged in one array
 SPLITS_UP_TO_RANKS = 16  # splits are tried on at most so many ranks, where a rank holds few pieces
@@ -266,7 +268,7 @@ class _Exchange:
             n = 2 ** min(2 * (n - 1), 2 * SPLIT_PIECES)
         chunk = max(SWAPS_PER_CHUNK // (n if split else n * n), 1)
         self.work.spend(
-            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 6
+            30 * CALLS + len(self.table) * 400 + len(heavy) * (n if split else n * n) * int(instance.first.sum()) * 4
         )
         moved, to = [], []
         for start in range(0, len(heavy), chunk):
@@ -335,19 +337,18 @@ class _Exchange:
         """Return the pieces of the best swap of each pair that gains by one, and their new ranks."""
         give, take = slots[a], slots[b]
         q, n = give.shape
-        off = self.cost[give][:, :, None] - self.cost[take][:, None, :]
-        bytes_off = self.memory[give][:, :, None] - self.memory[take][:, None, :]
-        total = judge.pair(a, b, off.reshape(q, n * n, -1), bytes_off.reshape(q, n * n, -1)).reshape(q, n, n)
+        cost, memory = self.cost.T, self.memory.T
+        total = judge.pair(a, b, cost[:, give], cost[:, take], memory[:, give], memory[:, take])
         total[np.broadcast_to(self._stuck(give, b)[:, :, None], total.shape)] = np.inf
         total[np.broadcast_to(self._stuck(take, a)[:, None, :], total.shape)] = np.inf
         flat = total.reshape(q, -1)
         best = flat.argmin(1)
         gains = flat[np.arange(q), best] < flat[:, -1] * (1.0 - 1e-9)
+        give, take = give[np.arange(q), best // n], take[np.arange(q), best % n]
         if self.between:
-            best_off = off.reshape(q, n * n, -1)[np.arange(q), best]
-            gains = self._agreed(a, b, gains, flat[:, -1] - flat[np.arange(q), best], best_off, judge)
-        give = give[np.arange(q), best // n][gains]
-        take = take[np.arange(q), best % n][gains]
+            off = self.cost[give] - self.cost[take]
+            gains = self._agreed(a, b, gains, flat[:, -1] - flat[np.arange(q), best], off, judge)
+        give, take = give[gains], take[gains]
         real_give, real_take = give < len(self.table), take < len(self.table)
         pieces = np.concatenate([give[real_give], take[real_take]])
         return pieces, np.concatenate([b[gains][real_give], a[gains][real_take]])
@@ -384,16 +385,17 @@ class _Exchange:
         sets = (np.arange(1 << n)[:, None] >> np.arange(n)[None, :] & 1).astype(np.float64)
         # Sums of whole numbers below 2 ** 53 are exact in any order.
         was = np.arange(n) < on_a.shape[1]
-        cost, memory = self.cost[both], self.memory[both].astype(np.float64)
-        off = cost[:, was].sum(1)[:, None] - sets @ cost
-        bytes_off = memory[:, was].sum(1)[:, None] - sets @ memory
-        total = judge.pair(a, b, off, bytes_off)
+        cost, memory = self.cost.T[:, both], self.memory.T[:, both].astype(np.float64)
+        off = cost[:, :, was].sum(2)[:, :, None] - cost @ sets.T
+        bytes_off = memory[:, :, was].sum(2)[:, :, None] - memory @ sets.T
+        zero = np.zeros((1, q, 1))
+        total = judge.pair(a, b, off, zero.repeat(len(off), 0), bytes_off, zero.repeat(len(bytes_off), 0))[:, :, 0]
         best = total.argmin(1)
         still = (1 << on_a.shape[1]) - 1
         gains = total[np.arange(q), best] < total[:, still] * (1.0 - 1e-9)
         if self.between:
             gain = total[:, still] - total[np.arange(q), best]
-            gains = self._agreed(a, b, gains, gain, off[np.arange(q), best], judge)
+            gains = self._agreed(a, b, gains, gain, off[:, np.arange(q), best].T, judge)
         to = np.where(sets[best] > 0, a[:, None], b[:, None])
         change = (both < nothing) & gains[:, None] & (to != np.where(was, a[:, None], b[:, None]))
         return both[change], to[change]
@@ -450,58 +452,74 @@ class _Judge:
         state = self.state
         return state.slow[rank][:, self.shared] / state.sizes[state.instance.host_of[rank]][:, None]
 
-    def pair(self, a: Ints, b: Ints, off: Floats, bytes_off: Floats) -> Floats:
-        """Return [Q, X] potentials after [Q, X, S] ps and [Q, X, M] bytes have gone from a to b; infinite beyond a cap.
+    def pair(self, a: Ints, b: Ints, give: Floats, take: Floats, bytes_give: Amounts, bytes_take: Amounts) -> Floats:
+        """Return [Q, G, K] potentials after a has given one of G and taken one of K; infinite beyond a cap.
 
         In a repair, the potential is one of memory: bytes beyond caps dominate.
+
+        Args:
+            give, take: [S, Q, G] and [S, Q, K] ps. bytes_give, bytes_take: [M, Q, G] and [M, Q, K].
         """
         state = self.state
         instance = state.instance
-        total = np.zeros(off.shape[:2])
+        total = np.zeros((len(a), give.shape[2], take.shape[2]))
         if state.repairing:
             for m in state.tiers:
-                for rank, sign in ((a, 1.0), (b, -1.0)):
-                    cap = np.maximum(state.bytes[rank, m] + state.room[rank, m], 1)[:, None]
-                    y = (state.bytes[rank, m][:, None] - sign * bytes_off[:, :, m]) / cap
+                for rank, sign in ((a, -1.0), (b, 1.0)):
+                    cap = np.maximum(state.bytes[rank, m] + state.room[rank, m], 1)
+                    y = _after(state.bytes[rank, m] / cap, sign / cap, bytes_give[m], bytes_take[m])
                     total += np.maximum(y - 1.0, 0.0) * 1000.0 + _power(y, 3)
             return total
         if instance.ranks == 2:
-            total += self._objective(a, b, off)
+            one = np.ones(instance.stages)
+            tops = [np.maximum(*self._loads(a, b, give, take, s, one, one - 1.0)) for s in range(instance.stages)]
+            total += instance.longest(np.stack(tops, 3)).sum(3)
         else:
             for s in range(instance.stages):
-                if off[:, :, s].any():
-                    for then in self._loads(a, b, off, s):
-                        total += _power((then - self.floor[s]) / self.level[s], self.power) * self.level[s]
+                if give[s].any() or take[s].any():
+                    for load in self._loads(a, b, give, take, s, self.level, self.floor):
+                        load = _power(load, self.power)
+                        load *= self.level[s]
+                        total += load
         for m in state.tiers:
-            gone = bytes_off[:, :, m]
-            total[(gone > state.room[b, m][:, None]) | (-gone > state.room[a, m][:, None])] = np.inf
+            on, off = bytes_give[m], bytes_take[m]
+            # Only these pairs have a swap beyond a cap.
+            full = (on.max(1) - off.min(1) > state.room[b, m]) | (off.max(1) - on.min(1) > state.room[a, m])
+            some = np.flatnonzero(full)
+            gone = on[some][:, :, None] - off[some][:, None, :]
+            beyond = (gone > state.room[b[some], m][:, None, None]) | (-gone > state.room[a[some], m][:, None, None])
+            total[some] = np.where(beyond, np.inf, total[some])
         return total
 
-    def _loads(self, a: Ints, b: Ints, off: Floats, s: int) -> Iterator[Floats]:
-        """Yield [Q, X] loads of a, then of b, in one stage after the swap."""
+    def _loads(
+        self, a: Ints, b: Ints, give: Floats, take: Floats, s: int, level: Floats, floor: Floats
+    ) -> Iterator[Floats]:
+        """Yield [Q, G, K] loads of a, then of b, in one stage after the swap: above `floor`, relative to `level`."""
         state, instance = self.state, self.state.instance
         same_host = instance.host_of[a] == instance.host_of[b]
-        for rank, sign in ((a, 1.0), (b, -1.0)):
-            less = off[:, :, s] * sign
+        for rank, sign in ((a, -1.0), (b, 1.0)):
+            scale = np.full(len(rank), sign / level[s])
             if not instance.even:
-                less = less * state.slow[rank, s][:, None]
+                scale *= state.slow[rank, s]
             if instance.shared[s]:
                 # A swap inside a host does not change its link; else each of its ranks bears a part.
-                part = np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
-                less = less * part[:, None]
-            yield state.load[rank, s][:, None] - less
+                scale *= np.where(same_host, 0.0, 1.0 / state.sizes[instance.host_of[rank]])
+            yield _after((state.load[rank, s] - floor[s]) / level[s], scale, give[s], take[s])
 
-    def _objective(self, a: Ints, b: Ints, off: Floats) -> Floats:
-        """Return [Q, X] ps of the slower of both ranks, over all stages: the objective if there are two ranks."""
-        instance = self.state.instance
-        top = np.stack([np.maximum(*self._loads(a, b, off, s)) for s in range(instance.stages)], 2)
-        total: Floats = instance.longest(top).sum(2)
-        return total
+
+def _after(now: Floats, scale: Floats, give: Amounts, take: Amounts) -> Floats:
+    """Return [Q, G, K] now + scale * (give - take).
+
+    Args:
+        now, scale: [Q]. give, take: [Q, G] and [Q, K].
+    """
+    most: Floats = (now[:, None] + scale[:, None] * give)[:, :, None] - (scale[:, None] * take)[:, None, :]
+    return most
 
 
 def _power(y: Floats, doublings: int) -> Floats:
     """Return max(y, 0) ** (2 ** doublings), by squaring."""
     y = np.maximum(y, 0.0)
     for _ in range(doublings):
-        y = y * y
+        y *= y
     return y

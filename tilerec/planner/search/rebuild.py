@@ -257,18 +257,17 @@ def _few(choices: Choices, hopeful: Ints, load: Floats, factor: Floats, bar: Flo
     size = choices.time[hopeful].sum(1)
     count = max(BINS_JUDGED, 2 * int(choices.pieces[hopeful].max()))
     kept = np.zeros(len(load), np.bool_)
+    level = np.maximum(bar, 1.0)[:, None]
     for j in {int(size.argmax()), int(size.argmin())}:
-        y = load + choices.time[hopeful[j]] * factor
-        over = np.maximum(y - bar, 0.0)
-        level = np.maximum(bar, 1.0)
-        y /= level
+        # [S, B], added up over stages one after the other.
+        y = np.ascontiguousarray((load + choices.time[hopeful[j]] * factor).T)
+        over = np.maximum(y - bar[:, None], 0.0)
+        y = y / level
         y *= y
         y *= y
         y *= level * STEEP_WEIGHT
-        key = np.zeros(len(load))
-        for s in range(load.shape[1]):
-            key += over[:, s]
-            key += y[:, s]
+        y += over
+        key = y.sum(0)
         key[closed] = np.inf
         kept[np.argsort(key, kind="stable")[:count]] = True
     return np.flatnonzero(kept)

@@ -43,7 +43,7 @@ from tilerec.planner.search.uneven_rows import flow
 from tilerec.planner.search.work import Work
 
 UNITS = 1_600_000_000  # units of work for an effort of 1
-FEW_UNITS = 2_600_000_000  # the same if tables x ranks are at most LARGE, where a unit takes less time
+FEW_UNITS = 1_900_000_000  # the same if tables x ranks are at most LARGE, where a unit takes less time
 MIDDLING = 1 << 16  # tables x ranks above which less is tried
 LARGE = 1 << 20  # tables x ranks above which even less is tried, and pieces that do not fit are not repaired
 
@@ -64,11 +64,11 @@ NEAR_PART = 200  # exchanges end, and the bound is not raised, within 1 / NEAR_P
 IDLE_ATTEMPTS = 8  # a pass ends after so many consecutive attempts that each gain less than 1 / GAIN_PART
 GAIN_PART = 2000
 
-EXCHANGE_ROUNDS = 40  # rounds of exchanges between ranks
+EXCHANGE_ROUNDS = 32  # rounds of exchanges between ranks
 HOST_EXCHANGE_ROUNDS = 20  # rounds of exchanges between hosts
 EXCHANGE_TURNS = 2  # turns of exchanges between ranks, then between hosts
 REPAIR_ROUNDS = 200  # rounds of exchanges that bring a packing within its caps
-REBUILDS = 6  # calls of `rebuild`
+REBUILDS = 3  # calls of `rebuild`
 FLOW_STEPS_PER_PACKING = 60  # steps of `flow` on a packing that may become the best plan
 FLOW_STEPS_OF_BEST = 600  # steps of `flow` on the best plan
 DIVISIBLE_WORK_PART = 8  # `fractional_view` is used if divisible rows are more than 1 / DIVISIBLE_WORK_PART of work
