@@ -139,7 +139,8 @@ def test_result_files_are_written_by_the_one_helper() -> None:
         "train/run_logger.py": 1,
         "testing/worker.py": 1,
         "atomic_file.py": 2,
-    }  # logs that grow; the helper
+        "checkpoint/folder.py": 2,
+    }  # logs that grow; the helper; files that count once a manifest names them
     found: dict[str, int] = {}
     for path in ROOMS:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -14,6 +14,7 @@ tilerec export-index run.toml --out index           write the item vectors of a 
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner (calibrate_cli.py)
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner (stats_cli.py)
 tilerec data convert clicks.tsv --out clicks.parquet text files to Parquet (data_cli.py)
+tilerec checkpoint verify runs/today                look at checkpoints, verify, compare and export them
 tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli/)
 
 Each command imports its modules when it runs, so `tilerec --help` starts fast.
@@ -27,6 +28,7 @@ import warnings
 import typer
 
 from tilerec.calibrate_cli import calibrate
+from tilerec.checkpoint_cli import checkpoint_app
 from tilerec.data_cli import data_app
 from tilerec.plan_cli.app import plan_app
 from tilerec.run_cli.evaluate import evaluate
@@ -47,6 +49,7 @@ app = typer.Typer(
 
 app.add_typer(plan_app, name="plan")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback()

@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
     def full(chunk: object) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saved_model, "_bytes_of", full)
+    monkeypatch.setattr(saved_model, "bytes_of", full)
     with pytest.raises(FileError, match=r"model\.safetensors cannot be written: got 'No space left"):
         save_model(tmp_path / MODEL_FILE, model, {})
     assert (tmp_path / MODEL_FILE).read_bytes() == before

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.atomic_file import open_replacement
+from tilerec.checkpoint.data_file import bytes_of
+from tilerec.checkpoint.dtypes import DTYPE_NAMES
 from tilerec.errors import ConfigError, FileError
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
@@ -35,21 +37,6 @@ from tilerec.torch_private import state_dict_pre_hooks
 MODEL_FILE = "model.safetensors"
 _CHUNK_BYTES = 1 << 26
 _ALIGNMENT = 8
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -86,7 +73,7 @@ def save_model(path: str | Path, model: nn.Module, metadata: dict[str, str], *, 
                 _write_header(file, entries, metadata)
             for chunk in chunks:
                 if file is not None and chunk is not None:
-                    file.write(_bytes_of(chunk))
+                    file.write(bytes_of(chunk))
     except OSError as error:
         failure = error
         for _ in chunks:
@@ -101,7 +88,7 @@ def _write_header(file: BinaryIO, entries: dict[str, _Entry], metadata: dict[str
     for name, entry in entries.items():
         size = torch.Size(entry.shape).numel() * entry.dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[entry.dtype],
+            "dtype": DTYPE_NAMES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (start, start + size),
         }
@@ -109,10 +96,6 @@ def _write_header(file: BinaryIO, entries: dict[str, _Entry], metadata: dict[str
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
-
-
-def _bytes_of(chunk: Tensor) -> memoryview:
-    return chunk.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _entries(model: nn.Module) -> dict[str, _Entry]:
@@ -134,7 +117,7 @@ def _entries(model: nn.Module) -> dict[str, _Entry]:
         else:
             part._save_to_state_dict(found, prefix, keep_vars=False)
         for name, tensor in found.items():
-            if not isinstance(tensor, Tensor) or tensor.dtype not in _NAMES:
+            if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPE_NAMES:
                 got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ConfigError(
                     f"Model: got {got} for {name!r}; expected tensors of numbers. Leave it out of the state dict."

@@ -1,0 +1,3 @@
+"""The pools of processes of tests/parallel."""
+
+from tests.parallel.conftest import pool as pool

@@ -1,0 +1,87 @@
+"""When checkpoints are saved, and which ones stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilerec.checkpoint import CheckpointManager, latest
+from tilerec.checkpoint.manager import checkpoints
+from tilerec.errors import ConfigError
+
+
+def steps(folder: Path | str) -> list[int]:
+    return [found.step for found in checkpoints(folder)]
+
+
+def test_the_last_ones_and_every_tenth_stay(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, every=2, keep_last=2, keep_every=10)
+    for step in range(27):
+        manager.save_if_due(step, {"x": step})
+    assert steps(tmp_path) == [0, 10, 20, 24, 26]
+
+
+def test_zero_keeps_all_and_saves_none_by_itself(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=0)
+    assert not manager.due(4)
+    for step in range(4):
+        manager.save(step, {"x": step})
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_time_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    manager = CheckpointManager(tmp_path, seconds=60)
+    assert not manager.due(1)
+    now += 59
+    assert not manager.due(2)
+    now += 1
+    assert manager.due(3)
+    manager.save(3, {"x": 1})
+    assert not manager.due(4)
+
+
+def test_resume_loads_the_newest_and_does_not_save_it_again(tmp_path: Path) -> None:
+    for step in (3, 11):
+        CheckpointManager(tmp_path).save(step, {"x": torch.tensor(step)})
+    manager = CheckpointManager(tmp_path, every=11)
+    assert manager.resume({"x": None}) == (11, {"x": torch.tensor(11)})
+    assert not manager.due(11)
+    assert CheckpointManager(tmp_path / "other").resume({"x": None}) is None
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, {"x": 1})
+    manager.save(1, {"x": 2})
+    assert CheckpointManager(tmp_path).resume({"x": None}) == (1, {"x": 1})
+    (tmp_path / "step-1" / "manifest.json").write_bytes(b"{")
+    manager.save(1, {"x": 3})
+    assert CheckpointManager(tmp_path).resume({"x": None}) == (1, {"x": 3})
+
+
+def test_object_stores_by_url() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    url = "memory://jobs/run"
+    try:
+        manager = CheckpointManager(url, keep_last=2)
+        for step in range(3):
+            manager.save(step, {"x": torch.full((3, 2), step), "run": {"step": step}})
+        assert steps(url) == [1, 2]
+        found = latest(url)
+        assert found is not None
+        assert CheckpointManager(url).resume({"run": None}) == (2, {"run": {"step": 2}})
+        memory.rm(f"{found.path}/manifest.json".removeprefix("memory:/"))
+        with pytest.warns(UserWarning, match="no manifest"):
+            assert CheckpointManager(url).resume({"run": None}) == (1, {"run": {"step": 1}})
+    finally:
+        memory.rm("/jobs", recursive=True)
+
+
+def test_negative_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep_last=-1"):
+        CheckpointManager(tmp_path, keep_last=-1)

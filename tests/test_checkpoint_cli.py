@@ -1,0 +1,80 @@
+"""`tilerec checkpoint`: list, inspect, verify, diff and export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from tilerec.checkpoint import CheckpointManager
+from tilerec.cli import app
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A log folder with two checkpoints."""
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    for step in (10, 20):
+        manager.save(step, {"model": {"rows": torch.full((4, 2), step * 1.0)}, "run": {"steps": step}})
+    return tmp_path
+
+
+def command(*words: object) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+    return found.exit_code, found.output
+
+
+def damage(run: Path, step: int) -> None:
+    file = next((run / "checkpoints" / f"step-{step}").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_list_names_damaged_checkpoints(run: Path) -> None:
+    assert command("list", run)[0] == 0
+    (run / "checkpoints" / "step-20" / "manifest.json").unlink()
+    code, text = command("list", run)
+    assert code == 0
+    assert "10" in text
+    assert "damaged" in text
+    assert command("list", run / "nothing")[0] == 1
+
+
+def test_inspect_shows_the_newest_checkpoint_of_a_run(run: Path) -> None:
+    code, text = command("inspect", run)
+    assert code == 0
+    assert "model.rows" in text
+    assert "run.steps: 20" in text
+    digests = {command("inspect", path)[1].split("digest ")[-1] for path in (run, run / "checkpoints" / "step-20")}
+    assert len(digests) == 1
+
+
+def test_verify_finds_a_flipped_bit(run: Path) -> None:
+    code, text = command("verify", run)
+    assert (code, text.count("whole")) == (0, 2)
+    damage(run, 10)
+    code, text = command("verify", run)
+    assert code == 1
+    assert "checksum" in text
+    assert text.count("whole,") == 1
+
+
+def test_diff_ends_with_1_for_different_checkpoints(run: Path) -> None:
+    first, second = (run / "checkpoints" / f"step-{step}" for step in (10, 20))
+    assert command("diff", first, first) == (0, "equal\n")
+    code, text = command("diff", first, second)
+    assert code == 1
+    assert "8 cells, at most 10" in text
+    assert "run.steps: 10 and 20" in text
+    assert command("diff", first, run / "nothing")[0] == 2
+
+
+def test_export_writes_the_chosen_tensors(run: Path) -> None:
+    assert command("export", run, "--out", run / "a.safetensors", "--only", "model.*")[0] == 0
+    assert torch.equal(load_file(run / "a.safetensors")["model.rows"], torch.full((4, 2), 20.0))
+    assert command("export", run, "--out", run / "b.safetensors", "--only", "other.*")[0] == 1
+    assert not (run / "b.safetensors").exists()

@@ -1,0 +1,187 @@
+"""`CheckpointManager`: when to save, what to keep, and which checkpoint is the newest whole one.
+
+    run/checkpoints/step-100  step-200  step-300
+
+    manager = CheckpointManager("run/checkpoints", every=100, keep_last=2)
+    step = manager.resume(parts)                # 0 if there is no checkpoint
+    for ...:
+        manager.save_if_due(step, parts)
+
+Only folders with a valid manifest count, and the number in the name is their order. The newest ones are never removed
+before a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from tilerec.checkpoint.changes import Changes
+from tilerec.checkpoint.folder import parent_at
+from tilerec.checkpoint.loading import load, open_manifest
+from tilerec.checkpoint.parts import ranks_of_job
+from tilerec.checkpoint.saving import save
+from tilerec.checkpoint.tree import Json
+from tilerec.comms.agreement import on_all_ranks
+from tilerec.comms.group import Group
+from tilerec.errors import ConfigError, FileError, InputError, TilerecError
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+
+
+class Found(NamedTuple):
+    """A checkpoint of a folder: the step of its name, and its path."""
+
+    step: int
+    path: str
+
+
+def checkpoints(folder: str | Path) -> list[Found]:
+    """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
+    steps = sorted(int(match[1]) for name in parent_at(folder).names() if (match := _NAME.fullmatch(name)))
+    return [Found(step, f"{str(folder).rstrip('/')}/step-{step}") for step in steps]
+
+
+def latest(folder: str | Path, *, group: Group | dist.ProcessGroup | None = None) -> Found | None:
+    """Return the newest checkpoint of a folder whose files are all there; None if there is none. Collective.
+
+    A damaged one is passed over with a warning. On ranks that see different folders, the newest one that all of them
+    see.
+    """
+    found = whole_checkpoints(folder, group=group)
+    return found[0] if found else None
+
+
+def whole_checkpoints(folder: str | Path, *, group: Group | dist.ProcessGroup | None = None) -> list[Found]:
+    """Return the checkpoints of a folder whose manifests and file sizes are right, newest first. Collective."""
+    ranks = ranks_of_job(group)
+    whole: dict[int, Found] = {}
+    for found in reversed(checkpoints(folder)):
+        try:
+            open_manifest(parent_at(folder).folder(f"step-{found.step}"))
+        except TilerecError as error:
+            warnings.warn(f"{error} It is passed over.", stacklevel=3)
+        else:
+            whole[found.step] = found
+    seen: Sequence[Any] = ranks.all_gather_object(sorted(whole))
+    return [whole[step] for step in sorted(set.intersection(*map(set, seen)), reverse=True)]
+
+
+class CheckpointManager:
+    """Checkpoints of one run. Every rank has one with the same settings, and calls it at the same steps.
+
+    Args:
+        folder: of the checkpoints: a folder that all ranks see, or a URL of fsspec.
+        every: steps between two checkpoints; 0 for none.
+        seconds: as an alternative, seconds between two checkpoints, by rank 0's clock; 0 for none.
+        keep_last: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: further checkpoints to keep: those whose step is a multiple of this; 0 for none.
+        group: the ranks, as for `save`.
+
+    Raises:
+        ConfigError: a number is negative.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int = 0,
+        seconds: float = 0.0,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        group: Group | dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (
+            ("every", every),
+            ("seconds", seconds),
+            ("keep_last", keep_last),
+            ("keep_every", keep_every),
+        ):
+            if value < 0:
+                raise ConfigError(f"CheckpointManager: got {name}={value}; expected a number from 0. Correct it.")
+        self.folder = folder
+        self._every, self._seconds = every, seconds
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._ranks = ranks_of_job(group)
+        self._since = time.monotonic()
+        self._last = -1  # step of the last save
+
+    def due(self, step: int) -> bool:
+        """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set."""
+        if step == self._last:
+            return False
+        due = bool(self._every) and step % self._every == 0
+        if self._seconds:
+            late = time.monotonic() - self._since >= self._seconds
+            due = bool(self._ranks.all_gather_object(late)[0]) or due
+        return due
+
+    def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Json] | None = None) -> str:
+        """Write the checkpoint of a step, then remove old ones; return its path. Collective. Raises as `save`.
+
+        A checkpoint of this step that is damaged is replaced; a whole one stays as it is.
+        """
+        path = f"{str(self.folder).rstrip('/')}/step-{step}"
+        if not self._stands(step):
+            save(path, parts, group=self._ranks, metadata={"step": step, **(metadata or {})})
+        self._last, self._since = step, time.monotonic()
+        with on_all_ranks(self._ranks, "the checkpoints", "removing old ones"):
+            if self._ranks.rank == 0:
+                self._remove_old(step)
+        return path
+
+    def save_if_due(
+        self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Json] | None = None
+    ) -> str | None:
+        """Save if a checkpoint is due; return its path or None. Collective."""
+        return self.save(step, parts, metadata) if self.due(step) else None
+
+    def resume(self, parts: Mapping[str, Any], *, changes: Changes | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
+
+        If reading it fails because a file is damaged, the one before it is loaded, with a warning.
+        """
+        for found in whole_checkpoints(self.folder, group=self._ranks):
+            try:
+                values = load(found.path, parts, group=self._ranks, changes=changes)
+            except (InputError, FileError) as error:  # on all ranks, if on one
+                warnings.warn(f"{error} The checkpoint before it is loaded.", stacklevel=2)
+                continue
+            self._last = found.step
+            return found.step, values
+        return None
+
+    def _stands(self, step: int) -> bool:
+        """Return True if a whole checkpoint of the step is there; remove a damaged one. Collective."""
+        stands = False
+        with on_all_ranks(self._ranks, "the checkpoints", "an earlier one of this step"):
+            if self._ranks.rank == 0:
+                folder = parent_at(self.folder).folder(f"step-{step}")
+                if folder.exists():
+                    try:
+                        open_manifest(folder)
+                        stands = True
+                    except TilerecError:
+                        folder.remove()
+        return bool(self._ranks.all_gather_object(stands)[0])
+
+    def _remove_old(self, newest: int) -> None:
+        if not self._keep_last:
+            return
+        parent = parent_at(self.folder)
+        older = [found.step for found in checkpoints(self.folder) if found.step <= newest]
+        for step in older[: -self._keep_last]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                try:
+                    parent.folder(f"step-{step}").remove()
+                except OSError as error:
+                    warnings.warn(
+                        f"Checkpoint step-{step}: it cannot be removed ({error}). The run continues.", stacklevel=2
+                    )

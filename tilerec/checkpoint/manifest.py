@@ -1,0 +1,191 @@
+"""The manifest of a checkpoint: its state tree, its tensors with the boxes in each file, and the files' checksums.
+
+    {"crc32": "89abcdef", "manifest": {
+        "format": "tilerec checkpoint", "version": 1,
+        "metadata": {...},
+        "state": <tree.py>,
+        "files": {"rank0-0.safetensors": {"bytes": 4194816, "crc32": "<8 digits for each block>"}},
+        "tensors": {"model.table.weight": {"dtype": "F32", "shape": [1000, 64],
+                    "chunks": [["rank0-0.safetensors", 512, [0, 0], [1000, 64]]]}}}}
+
+A chunk is a box of a tensor, row by row, at a byte of a file. The manifest is written last: files without one are no
+checkpoint. Its own checksum covers the text of "manifest". A reader checks everything that it states before any
+memory is taken: names of files, boxes that hold each cell once, and bytes inside of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilerec.checkpoint.blocks import BLOCK
+from tilerec.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from tilerec.checkpoint.pieces import Box
+from tilerec.checkpoint.tree import Json
+from tilerec.errors import InputError
+from tilerec.json_document import JsonValue, check_version
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "tilerec checkpoint", 1
+MOST_BYTES = 1 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
+_HEAD = '{"crc32": "%08x", "manifest": '
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor in a file, from byte `start` on."""
+
+    file: str
+    start: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint; its chunks hold each cell once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Bytes of a file, and the CRC-32 of each of its blocks."""
+
+    size: int
+    crcs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a checkpoint.
+
+    Args:
+        state: tree of the job's state, for `tree.unflatten`.
+        metadata: JSON values by name, of the caller.
+    """
+
+    state: JsonValue
+    tensors: Mapping[str, SavedTensor]
+    files: Mapping[str, SavedFile]
+    metadata: Mapping[str, Json]
+
+
+def manifest_text(
+    state: Json, tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile], metadata: Mapping[str, Json]
+) -> bytes:
+    """Return the bytes of a manifest."""
+    inner = {
+        "format": FORMAT,
+        "version": VERSION,
+        "metadata": dict(metadata),
+        "state": state,
+        "files": {
+            name: {"bytes": file.size, "crc32": "".join(f"{crc:08x}" for crc in file.crcs)}
+            for name, file in files.items()
+        },
+        "tensors": {
+            name: {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": tensor.shape,
+                "chunks": [[c.file, c.start, c.box.offsets, c.box.sizes] for c in tensor.chunks],
+            }
+            for name, tensor in tensors.items()
+        },
+    }
+    text = json.dumps(inner).encode()
+    return (_HEAD % zlib.crc32(text)).encode() + text + b"}"
+
+
+def parse_manifest(data: bytes, what: str) -> Manifest:
+    """Return the manifest of some bytes.
+
+    Args:
+        what: the checkpoint, for errors.
+
+    Raises:
+        InputError: the bytes are damaged, or state something impossible.
+    """
+    head = (_HEAD % 0).encode()
+    inner = data[len(head) : -1]
+    if data[: len(head)] != (_HEAD % zlib.crc32(inner)).encode() or data[-1:] != b"}":
+        raise InputError(
+            f"{what}: got a {MANIFEST} of {len(data):,} bytes with a wrong checksum; expected an undamaged one. Load "
+            "an earlier checkpoint."
+        )
+    try:
+        record = JsonValue.of(json.loads(inner), f"{what}/{MANIFEST}")
+        found = record.record(("format", "version", "metadata", "state", "files", "tensors"), ("format", "version"))
+        if found["format"].text() != FORMAT:
+            raise found["format"].error(FORMAT)
+        check_version(found, VERSION, "Load it with a newer tilerec.")
+        files = {name: _file(name, value) for name, value in found["files"].members().items()}
+        tensors = {name: _tensor(value, files) for name, value in found["tensors"].members().items()}
+        return Manifest(found["state"], tensors, files, dict(found["metadata"].value))
+    except (ValueError, KeyError, RecursionError) as error:
+        raise InputError(f"{what}: {error} This is no usable checkpoint: load another one.") from error
+
+
+def _file(name: str, value: JsonValue) -> SavedFile:
+    if not _FILE_NAME.fullmatch(name):
+        raise value.error("a file name of letters, digits, _ and -, ending in .safetensors")
+    parts = value.record(("bytes", "crc32"), ("bytes", "crc32"))
+    size, crcs = parts["bytes"].whole(), parts["crc32"].text()
+    if len(crcs) != 8 * -(-size // BLOCK) or re.fullmatch("[0-9a-f]*", crcs) is None:
+        raise parts["crc32"].error("8 hexadecimal digits for each block of the file")
+    return SavedFile(size, tuple(int(crcs[i : i + 8], 16) for i in range(0, len(crcs), 8)))
+
+
+def _tensor(value: JsonValue, files: Mapping[str, SavedFile]) -> SavedTensor:
+    parts = value.record(("dtype", "shape", "chunks"), ("dtype", "shape", "chunks"))
+    name = parts["dtype"].text()
+    if name not in DTYPES:
+        raise parts["dtype"].error(f"one of {', '.join(DTYPES)}")
+    dtype = DTYPES[name]
+    shape = _numbers(parts["shape"])
+    chunks = tuple(_chunk(chunk, shape, dtype, files) for chunk in parts["chunks"].items())
+    if sum(chunk.box.cells for chunk in chunks) != Box((0,) * len(shape), shape).cells or _overlapping(chunks):
+        raise parts["chunks"].error("boxes that hold each cell of the tensor once")
+    return SavedTensor(dtype, shape, chunks)
+
+
+def _chunk(value: JsonValue, shape: tuple[int, ...], dtype: torch.dtype, files: Mapping[str, SavedFile]) -> Chunk:
+    parts = value.items()
+    if len(parts) != 4:
+        raise value.error("a file, a byte, offsets and sizes")
+    file, start = parts[0].text(), parts[1].whole()
+    box = Box(_numbers(parts[2]), _numbers(parts[3]))
+    inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+        first + size <= whole for first, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+    if not inside:
+        raise value.error(f"a box inside of the shape {list(shape)}")
+    if file not in files or start + box.cells * dtype.itemsize > files[file].size:
+        raise value.error("bytes inside of a file of the checkpoint")
+    return Chunk(file, start, box)
+
+
+def _numbers(value: JsonValue) -> tuple[int, ...]:
+    return tuple(item.whole() for item in value.items("a list of whole numbers"))
+
+
+def _overlapping(chunks: Sequence[Chunk]) -> bool:
+    """Return True if two boxes share a cell."""
+    active: list[Box] = []  # boxes that may reach the next first row
+    for chunk in sorted(chunks, key=lambda chunk: chunk.box.offsets):
+        box = chunk.box
+        if not box.cells:
+            continue
+        first = box.offsets[0] if box.offsets else 0
+        active = [one for one in active if not one.offsets or one.offsets[0] + one.sizes[0] > first]
+        if any(one.overlap(box) is not None for one in active):
+            return True
+        active.append(box)
+    return False

@@ -1,0 +1,196 @@
+"""`tilerec checkpoint`: commands on checkpoints.
+
+tilerec checkpoint list runs/today                  the checkpoints of a run
+tilerec checkpoint inspect runs/today               tensors, numbers and digest of the newest one
+tilerec checkpoint verify runs/today/checkpoints/step-100
+tilerec checkpoint diff STEP-100 STEP-200           tensors and numbers that differ
+tilerec checkpoint export STEP-100 --out model.safetensors --only 'model.*'
+
+PATH is a checkpoint, a folder of checkpoints, or the log folder of a run. Of a folder, the newest whole checkpoint
+counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import FileError, TilerecError
+from tilerec.terminal import SafeConsole, print_error, print_plain
+
+if TYPE_CHECKING:
+    from tilerec.checkpoint.contents import SavedContents
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Commands on checkpoints.")
+
+CHECKPOINTS = "checkpoints"
+"""Folder of checkpoints inside of a run's log folder."""
+
+_Path = Annotated[str, typer.Argument(help="A checkpoint, a folder of checkpoints, or a run's log folder.")]
+
+
+@checkpoint_app.callback()
+def _root() -> None:
+    """Look at checkpoints, verify and compare them."""
+
+
+@checkpoint_app.command("list")
+def list_checkpoints(path: _Path) -> None:
+    """List the checkpoints of a run, oldest first."""
+    from rich.table import Table
+
+    from tilerec.checkpoint.contents import SavedContents
+
+    table = Table("step", "GB", "tensors", "files", "state")
+    for found in _found(path):
+        try:
+            contents = SavedContents(found)
+        except TilerecError as error:
+            table.add_row(_step(found), "", "", "", f"damaged: {error}")
+            continue
+        manifest = contents.manifest
+        row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
+        table.add_row(_step(found), *row, "whole")
+    if not table.row_count:
+        print_error(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
+        raise typer.Exit(1)
+    SafeConsole().print(table)
+
+
+@checkpoint_app.command()
+def inspect(
+    path: _Path,
+    digest: Annotated[bool, typer.Option(help="Read all bytes, and print a digest of the contents.")] = True,
+) -> None:
+    """Print the tensors and numbers of a checkpoint, and a digest that does not depend on plan or number of ranks."""
+    from rich.table import Table
+
+    from tilerec.checkpoint.contents import leaves
+
+    try:
+        contents = _contents(path)
+        table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
+        for name, saved in contents.manifest.tensors.items():
+            size = saved.dtype.itemsize * sum(chunk.box.cells for chunk in saved.chunks) / 1e6
+            row = [name, str(saved.dtype).removeprefix("torch."), " x ".join(map(str, saved.shape)) or "1"]
+            row += [str(len(saved.chunks)), f"{size:,.3f}", *([contents.tensor_digest(name)] if digest else [])]
+            table.add_row(*row)
+        SafeConsole().print(table)
+        for place, value in leaves("", contents.manifest.state.value):
+            print_plain(f"{place}: {value}")
+        for name, value in contents.manifest.metadata.items():
+            print_plain(f"[{name}] {value}")
+        if digest:
+            print_plain(f"digest {contents.digest()}")
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+
+
+@checkpoint_app.command()
+def verify(path: _Path) -> None:
+    """Read every byte and compare the checksums; of a folder, those of all its checkpoints. Exit code 1 for damage."""
+    from tilerec.checkpoint.contents import SavedContents
+
+    damaged = 0
+    found = _found(path)
+    if not found:
+        print_error(f"{path}: got no checkpoints; expected one. Check the path.")
+        raise typer.Exit(1)
+    for one in found:
+        try:
+            size = SavedContents(one).verify()
+            print_plain(f"{one}: whole, {size:,} bytes")
+        except TilerecError as error:
+            damaged += 1
+            print_error(str(error))
+    if damaged:
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command()
+def diff(first: _Path, second: _Path) -> None:
+    """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any."""
+    from rich.table import Table
+
+    from tilerec.checkpoint.contents import differences, value_differences
+
+    try:
+        one, two = _contents(first), _contents(second)
+        table = Table("tensor", "difference")
+        for found in differences(one, two):
+            text = found.text or (f"{found.cells:,} cells, at most {found.largest:g}" if found.cells else "")
+            table.add_row(found.name, f"{found.what} {text}".strip())
+        lines = value_differences(one, two)
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(2) from None
+    if table.row_count:
+        SafeConsole().print(table)
+    for line in lines:
+        print_plain(line)
+    if table.row_count or lines:
+        raise typer.Exit(1)
+    print_plain("equal")
+
+
+@checkpoint_app.command()
+def export(
+    path: _Path,
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    only: Annotated[list[str] | None, typer.Option(help="Pattern of names, such as 'model.*'. Repeatable.")] = None,
+) -> None:
+    """Write whole tensors to one safetensors file, in bounded memory."""
+    from tilerec.checkpoint.changes import matches
+
+    try:
+        contents = _contents(path)
+        names = [name for name in contents.manifest.tensors if not only or matches(name, only)]
+        if not names:
+            print_error(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
+            raise typer.Exit(1)
+        contents.export(out, names)
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    print_plain(f"wrote {out}: {len(names):,} tensors")
+
+
+def _found(path: str) -> list[str]:
+    """Return the checkpoints at a path: itself, or those of the folder, oldest first."""
+    from tilerec.checkpoint.folder import folder_at
+    from tilerec.checkpoint.manager import checkpoints
+    from tilerec.checkpoint.manifest import MANIFEST
+
+    if MANIFEST in _names(path):
+        return [path]
+    base = f"{path.rstrip('/')}/{CHECKPOINTS}" if CHECKPOINTS in _names(path) else path
+    return [folder_at(found.path).path for found in checkpoints(base)]
+
+
+def _names(path: str) -> list[str]:
+    from tilerec.checkpoint.folder import parent_at
+
+    try:
+        return parent_at(path).names()
+    except NotADirectoryError:
+        return []
+
+
+def _contents(path: str) -> SavedContents:
+    """Return the checkpoint at a path, or the newest whole one of the folder."""
+    from tilerec.checkpoint.contents import SavedContents, is_whole
+
+    found = _found(path)
+    if len(found) == 1 and found[0] == path:
+        return SavedContents(path)
+    for one in reversed(found):
+        if not is_whole(one):
+            return SavedContents(one)
+    raise FileError(f"{path}: got no whole checkpoint; expected one. Check the path.")
+
+
+def _step(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1].removeprefix("step-")
