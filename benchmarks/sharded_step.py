@@ -394,9 +394,11 @@ class World:
 
     def __init__(
         self, who: str, python: str, file: str, ranks: int, folder: Path, more: list[str], threads: int = 1,
+        settings: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """`settings` are environment variables of this side alone."""
         self.who = who
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (settings or {})
         self.processes = []
         for rank in range(ranks):
             names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}

@@ -10,8 +10,11 @@ each of two. Both run in `DistributedModelParallel`, once in a plain loop and on
 
 Reading: both read the same files, each rank its own row groups. `train_step_rank.py` has the peer's reader.
 
-Before any timing, both sides train on the same batches in the order of the files, in both loops. The script stops if
-a loss of a rank differs by more than `--tolerance`. Then the two worlds of processes take turns of `--seconds` each, at
+Threads of tilerec's processes wait as those of `tilerec train` do (`command_policy.py`); TorchRec's wait by libgomp's
+default, which was not slower for it.
+
+Before any timing, both sides train on the same batches in the order of the files, in both loops and with MKL. The
+script stops if a loss of a rank differs by more than `--tolerance`. Then the two worlds of processes take turns of `--seconds` each, at
 most 20 steps. A wall time is that of the slowest rank, processor time the mean over ranks, with all threads; ratios are
 medians of the turns' own ratios, with the quartiles behind them.
 
@@ -51,6 +54,7 @@ from lookup import machine, numbers, words  # noqa: E402
 from sharded_step import World  # noqa: E402
 from train_step_rank import Job  # noqa: E402
 
+from tilerec.command_policy import wait_briefly  # noqa: E402
 from tilerec.data.power_law import power_law_ranks, scattered_ids  # noqa: E402
 from tilerec.ops.runtime.cpu.library import status  # noqa: E402
 
@@ -194,7 +198,9 @@ def main() -> None:
             room.mkdir()
             threads = 2 if ranks == 1 else 1
             script = "train_step_rank.py"
-            ours = World("tilerec", sys.executable, script, ranks, room, ["tilerec"], threads)
+            waiting: dict[str, str] = {}
+            wait_briefly(waiting)
+            ours = World("tilerec", sys.executable, script, ranks, room, ["tilerec"], threads, waiting)
             peer = World("TorchRec", options.peer, script, ranks, room, ["torchrec"], threads)
             try:
                 if not count:

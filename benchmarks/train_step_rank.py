@@ -240,7 +240,6 @@ class Trainer:
 
     def __init__(self, side: Side, job: Job, rank: int) -> None:
         self.side, self.job, self.rank = side, job, rank
-        torch.backends.mkldnn.set_flags(job.onednn)
         self.model, tiles = side.model(job)
         for tile in tiles:
             fill([tile], job.dim)
@@ -268,10 +267,16 @@ class Trainer:
         return detached
 
     def losses(self, loop: str, first: int, count: int) -> list[float]:
-        """Train on batches of the files in their order, the same on both sides; return this rank's losses."""
+        """Train on batches of the files in their order, the same on both sides; return this rank's losses.
+
+        Both sides multiply with MKL here, because other roundings grow over the steps.
+        """
+        torch.backends.mkldnn.set_flags(False)
         given = itertools.islice(read(self.job, self.rank, self.side.keyed, self.side.batch), first, first + count)
         self.begin(loop)
-        return [float(self.step(loop, given)) for _ in range(count)]
+        found = [float(self.step(loop, given)) for _ in range(count)]
+        torch.backends.mkldnn.set_flags(self.job.onednn)
+        return found
 
     def close(self) -> None:
         """Release the tables before the next model."""

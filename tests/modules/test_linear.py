@@ -71,6 +71,17 @@ def test_transposed_inputs_are_read_in_place(faster: list[tuple[int, ...]]) -> N
 
 
 @with_onednn
+@pytest.mark.parametrize("strides", [(1, 0), (0, 1), (3, 1), (2, 24), (8, 1)])
+def test_operands_may_be_any_views(faster: list[tuple[int, ...]], strides: tuple[int, int]) -> None:
+    x = torch.as_strided(made(200).detach(), (12, 6), strides).requires_grad_()
+    w = torch.as_strided(made(201).detach(), (9, 6), strides).requires_grad_()
+    ours, torchs = (torch.autograd.grad(function(x, w).square().sum(), (x, w)) for function in (linear, F.linear))
+    assert faster
+    for own, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@with_onednn
 def test_second_derivatives_equal_those_of_torch(faster: list[tuple[int, ...]]) -> None:
     x, w, b = made(6, 4), made(5, 4), made(5)
     found = []

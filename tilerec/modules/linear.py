@@ -85,8 +85,11 @@ def _onednn_is_faster() -> bool:
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `left @ rightᵀ + bias` by oneDNN; the operands may be transposed views."""
+    """Return `left @ rightᵀ + bias` by oneDNN; the operands may be any views."""
     assert onednn_linear is not None
+    (rows, columns), (row_stride, column_stride) = right.shape, right.stride()
+    if not ((column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)):
+        right = right.contiguous()  # oneDNN refuses elements that share memory
     return onednn_linear(left, right, bias, "none", [], "")
 
 
