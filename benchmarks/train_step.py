@@ -14,9 +14,9 @@ Threads of tilerec's processes wait as those of `tilerec train` do (`command_pol
 default, which was not slower for it.
 
 Before any timing, both sides train on the same batches in the order of the files, in both loops and with MKL. The
-script stops if a loss of a rank differs by more than `--tolerance`. Then the two worlds of processes take turns of `--seconds` each, at
-most 20 steps. A wall time is that of the slowest rank, processor time the mean over ranks, with all threads; ratios are
-medians of the turns' own ratios, with the quartiles behind them.
+script stops if a loss of a rank differs by more than `--tolerance`. Then the two worlds of processes take turns of
+`--seconds` each, at most 20 steps. A wall time is that of the slowest rank, processor time the mean over ranks, with
+all threads; ratios are medians of the turns' own ratios, with the quartiles behind them.
 
 On processors with AVX-512 that are not Intel's, tilerec's dense layers multiply with oneDNN (`modules/linear.py`), and
 torch's `nn.Linear` with MKL. `--mkl` turns oneDNN off, so that both sides spend the same time in matrix products.
