@@ -233,7 +233,7 @@ class TorchRec(Runner):
         sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR})
         plan = construct_module_sharding_plan(
             module,
-            {f"t{t}": _placed(case, t) for t in range(case.tables)},
+            {f"t{t}": torchrec_placement(case, t) for t in range(case.tables)},
             sharder=sharder,
             local_size=case.ranks,
             world_size=case.ranks,
@@ -270,17 +270,22 @@ class TorchRec(Runner):
         return output[:, self.columns]
 
     def tiles(self) -> Iterator[Tile]:
-        for name, value in self.module.state_dict().items():
-            table = int(name.split(".")[-2][1:])
-            if not hasattr(value, "local_shards"):  # replicas are plain tensors
-                yield Tile(table, 0, 0, value.detach())
-                continue
-            for shard in value.local_shards():
-                row, column = shard.metadata.shard_offsets
-                yield Tile(table, row, column, shard.tensor.detach())
+        yield from torchrec_tiles(self.module)
 
 
-def _placed(case: Case, table: int) -> Any:
+def torchrec_tiles(module: torch.nn.Module) -> Iterator[Tile]:
+    """Yield the tiles of a sharded collection with tables t0, t1, …"""
+    for name, value in module.state_dict().items():
+        table = int(name.split(".")[-2][1:])
+        if not hasattr(value, "local_shards"):  # replicas are plain tensors
+            yield Tile(table, 0, 0, value.detach())
+            continue
+        for shard in value.local_shards():
+            row, column = shard.metadata.shard_offsets
+            yield Tile(table, row, column, shard.tensor.detach())
+
+
+def torchrec_placement(case: Case, table: int) -> Any:
     """Return the entry of a table in TorchRec's plan."""
     from torchrec.distributed import sharding_plan
 

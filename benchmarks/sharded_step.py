@@ -112,7 +112,7 @@ class Ours(Runner):
         )
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
         topology = Topology(case.ranks, "cpu", hosts=case.host_ranks)
-        plan = {f"t{t}": _placed(case, t) for t in range(case.tables)}
+        plan = {f"t{t}": placement(case, t) for t in range(case.tables)}
         self.module: Any = shard(module, plan={"": plan}, topology=topology, device="cpu")
 
     def step(self, k: int) -> Tensor:
@@ -123,9 +123,7 @@ class Ours(Runner):
         return values
 
     def tiles(self) -> Iterator[Tile]:
-        for t, table in enumerate(self.module._leaves.tables):
-            for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
-                yield Tile(t, tile.r0, tile.c0, leaf.detach())
+        yield from tiles_of(self.module)
 
     def sent(self) -> int | None:
         return int(self.module.exchange.group.traffic.total())  # counts for both channels
@@ -146,7 +144,14 @@ class Ours(Runner):
         return total
 
 
-def _placed(case: Case, table: int) -> ParameterSharding:
+def tiles_of(module: Any) -> Iterator[Tile]:
+    """Yield the tiles of a sharded collection with tables t0, t1, …"""
+    for t, table in enumerate(module._leaves.tables):
+        for tile, leaf in zip(table.tiles, table.leaves(), strict=False):
+            yield Tile(t, tile.r0, tile.c0, leaf.detach())
+
+
+def placement(case: Case, table: int) -> ParameterSharding:
     """Return the plan entry of a table."""
     ranks: list[int] | None = None
     if case.tiling == "table-wise":
@@ -387,17 +392,21 @@ def profile(request: dict[str, Any], runners: dict[str, Runner]) -> dict[str, An
 class World:
     """The ranks of one side, driven over pipes."""
 
-    def __init__(self, who: str, python: str, file: str, ranks: int, folder: Path, more: list[str]) -> None:
+    def __init__(
+        self, who: str, python: str, file: str, ranks: int, folder: Path, more: list[str], threads: int = 1,
+        settings: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`settings` are environment variables of this side alone."""
         self.who = who
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (settings or {})
         self.processes = []
         for rank in range(ranks):
             names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-            own = environment | {k: str(v) for k, v in names.items()} | {"OMP_NUM_THREADS": "1"}
+            own = environment | {k: str(v) for k, v in names.items()} | {"OMP_NUM_THREADS": str(threads)}
             script = str(Path(__file__).with_name(file))
             command = [
                 *(python, "-W", "ignore", script, *more),
-                *(str(rank), str(ranks), str(folder / f"rendezvous.{who}"), "1"),
+                *(str(rank), str(ranks), str(folder / f"rendezvous.{who}"), str(threads)),
             ]
             self.processes.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)

@@ -319,6 +319,25 @@ def test_tensors_of_a_compiled_backward_are_fake_or_functional() -> None:
     assert issubclass(private.FunctionalTensor, Tensor)
 
 
+@pytest.mark.skipif(private.onednn_linear is None, reason="this torch has no oneDNN")
+def test_onednn_multiplies_strided_operands() -> None:
+    left, right, bias = torch.randn(6, 4), torch.randn(5, 4), torch.randn(5)
+    assert private.onednn_linear is not None
+    found = private.onednn_linear(left, right, bias, "none", [], "")
+    torch.testing.assert_close(found, left @ right.t() + bias)
+    found = private.onednn_linear(left.t(), torch.randn(6, 5).fill_(2.0).t(), None, "none", [], "")
+    torch.testing.assert_close(found, 2 * left.sum(0)[:, None].expand(4, 5))
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_the_flag_of_onednn_can_be_read() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    assert private.onednn_is_enabled()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not private.onednn_is_enabled()
+
+
 def test_every_name_of_the_file_has_a_test() -> None:
     tree = ast.parse(Path(private.__file__).read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

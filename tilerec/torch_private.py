@@ -110,6 +110,19 @@ TO_COPY = torch.ops.aten._to_copy.default
 """The op behind `Tensor.to()`, as `__torch_dispatch__` sees it."""
 
 
+onednn_linear: Callable[..., Tensor] | None = getattr(
+    getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None
+)
+"""Return `input @ weightᵀ + bias` by oneDNN, for strided tensors; None in builds without oneDNN. torch.compile uses it.
+
+Arguments: input, weight, bias or None, "none", [], "". Substitute: `linear` of tensors made by `Tensor.to_mkldnn()`,
+which copies all operands and the result.
+"""
+
+onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+"""Return whether `torch.backends.mkldnn.flags` leaves oneDNN on. No public substitute reads the flag."""
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd takes a tensor for a view. Substitute: none that excludes detached views."""
     return tensor._is_view()

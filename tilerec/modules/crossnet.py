@@ -21,10 +21,40 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from tilerec.modules.linear import linear
 from tilerec.modules.utils import TensorFunction, check_last_dim, check_size
+from tilerec.ops.runtime.dispatch import can_bypass_dispatcher
+
+
+class _Crossed(torch.autograd.Function):
+    """`addcmul` with a backward of two products; torch's own multiplies both by 1 before, which writes two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BI: torch.Tensor, x0_BI: torch.Tensor, factor_BI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x0_BI, factor_BI)
+        return torch.addcmul(x_BI, x0_BI, factor_BI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x0_BI, factor_BI = ctx.saved_tensors
+        of_x, of_x0, of_factor = ctx.needs_input_grad
+        grad_BI = grads[0]
+        return (
+            grad_BI if of_x else None,
+            grad_BI * factor_BI if of_x0 else None,
+            grad_BI * x0_BI if of_factor else None,
+        )
+
+
+def _crossed(x_BI: torch.Tensor, x0_BI: torch.Tensor, factor_BI: torch.Tensor) -> torch.Tensor:
+    """Return `x + x0 ⊙ factor`."""
+    tensors = (x_BI, x0_BI, factor_BI)
+    if not can_bypass_dispatcher(tensors) or len({t.dtype for t in tensors}) > 1:
+        return torch.addcmul(x_BI, x0_BI, factor_BI)
+    crossed: torch.Tensor = _Crossed.apply(x_BI, x0_BI, factor_BI)
+    return crossed
 
 
 class _CrossLayers(nn.Module):
@@ -84,7 +114,7 @@ class CrossNet(_CrossLayers):
         self._check(input)
         x_BI = input
         for kernel_II, bias_I1 in zip(self.kernels, self.bias, strict=True):
-            x_BI = torch.addcmul(x_BI, input, F.linear(x_BI, kernel_II, bias_I1.squeeze(1)))
+            x_BI = _crossed(x_BI, input, linear(x_BI, kernel_II, bias_I1.squeeze(1)))
         return x_BI
 
 
@@ -117,7 +147,7 @@ class LowRankCrossNet(_CrossLayers):
         self._check(input)
         x_BI = input
         for w_IR, v_RI, bias_I in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
-            x_BI = torch.addcmul(x_BI, input, F.linear(F.linear(x_BI, v_RI), w_IR, bias_I))
+            x_BI = _crossed(x_BI, input, linear(linear(x_BI, v_RI), w_IR, bias_I))
         return x_BI
 
 
@@ -195,12 +225,12 @@ class LowRankMixtureCrossNet(_CrossLayers):
         gates_EI = torch.cat([gate.weight for gate in self.gates]) if experts > 1 else None  # type: ignore[misc]
         x_BI = input
         for u_EIR, v_ERI, c_ERR, bias_I1 in zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True):
-            hidden_BER = self._activation(F.linear(x_BI, v_ERI.reshape(experts * rank, width)))
+            hidden_BER = self._activation(linear(x_BI, v_ERI.reshape(experts * rank, width)))
             hidden_BER = hidden_BER.view(-1, experts, rank)
             hidden_BER = self._activation(torch.einsum("ber,esr->bes", hidden_BER, c_ERR))
             if gates_EI is not None:
-                hidden_BER = hidden_BER * F.linear(x_BI, gates_EI).softmax(dim=1).unsqueeze(2)
+                hidden_BER = hidden_BER * linear(x_BI, gates_EI).softmax(dim=1).unsqueeze(2)
             u_IER = u_EIR.transpose(0, 1).reshape(width, experts * rank)
-            cross_BI = F.linear(hidden_BER.reshape(-1, experts * rank), u_IER, bias_I1.squeeze(1))
-            x_BI = torch.addcmul(x_BI, input, cross_BI)
+            cross_BI = linear(hidden_BER.reshape(-1, experts * rank), u_IER, bias_I1.squeeze(1))
+            x_BI = _crossed(x_BI, input, cross_BI)
         return x_BI

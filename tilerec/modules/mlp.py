@@ -12,6 +12,7 @@ from torch import nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.activation import SwishLayerNorm
+from tilerec.modules.linear import Linear
 from tilerec.modules.utils import (
     ModuleFactory,
     TensorFunction,
@@ -60,7 +61,7 @@ class Perceptron(nn.Module):
         super().__init__()
         self._in_size = check_size("Perceptron: in_size", in_size)
         self._out_size = check_size("Perceptron: out_size", out_size)
-        self._linear = nn.Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
+        self._linear = Linear(in_size, out_size, bias=bias, device=device, dtype=dtype)
         self._activation_fn = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
