@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, final
@@ -210,6 +210,7 @@ def _context() -> Any:
     before = os.environ.get(SPIN_COUNT)
     wait_briefly(os.environ)
     try:
+        resource_tracker.ensure_running()  # its first start would lift the mask
         # The server inherits the mask: signals to the whole process group reach the launcher, which ends the ranks.
         with blocked_signals():
             forkserver.ensure_running()
