@@ -195,9 +195,9 @@ def overhead(ranks: int, count: int) -> dict[str, tuple[float, float]]:
         model = built(group, 20_000, 0)
         steps[make.__name__] = make(model, dense_optimizer(model), CPU).progress
     if group is not None:
-        model = built(group, 20_000, 0)
-        pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU, even=False)
-        steps["TrainPipelineSparseDist, even=False"] = pipeline.progress
+        for make in PIPELINES[:2]:
+            model = built(group, 20_000, 0)
+            steps[f"{make.__name__}, even=False"] = make(model, dense_optimizer(model), CPU, even=False).progress
     return timed(steps, made, count)
 
 

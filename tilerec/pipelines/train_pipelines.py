@@ -75,12 +75,16 @@ class TrainPipeline:
         who = type(self).__name__
         self._model, self._attached = model, True
         self._copy = DeviceCopy(torch.device(device))
-        self._routes = RoutesAhead(model, who, prefetches=self._prefetch)
         self._step = TrainStep(model, optimizer if self._train else None, forward, accumulate, sync_interval, who)
         self._group = group_of(model) if group is None else group
         several = even and self._group is not None and self._group.size > 1
         self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None
+        self._routes = self._routes_of(model)
         self._pipeline = Pipeline(self._stages(), self._depth, self._even, who)
+
+    def _routes_of(self, model: nn.Module) -> RoutesAhead:
+        group = None if self._even is None else self._group
+        return RoutesAhead(model, type(self).__name__, prefetches=self._prefetch, group=group)
 
     def _stages(self) -> list[Stage]:
         """Return the stages, in the order of one step."""
@@ -113,11 +117,15 @@ class TrainPipeline:
         if self._has_turn(batch):
             with self._copy.ahead(batch):
                 self._routes.begin(batch)
+        if self._even is not None:
+            self._even.send(batch)
 
     def _finish_route(self, batch: BatchInFlight, _: Pass) -> None:
         if self._has_turn(batch):
             with self._copy.ahead(batch):
                 self._routes.finish(batch)
+        if self._even is not None:
+            self._even.send(batch)
 
     def _prefetch_batch(self, batch: BatchInFlight, current: Pass) -> None:
         self._finish_route(batch, current)  # of routes that were learned in the forward before this stage
@@ -127,7 +135,11 @@ class TrainPipeline:
     def _forward(self, batch: BatchInFlight, current: Pass) -> None:
         self._copy.arrive(batch)
         if not self._route_ahead:
-            self._step.forward(batch, current)
+            following = current.batches[0] if current.batches else None
+            with self._routes.carry(following):
+                self._step.forward(batch, current)
+            if following is not None and self._even is not None:
+                self._even.send(following)
             return
         learned = self._routes.learned
         with self._routes.serve(batch):
@@ -201,7 +213,7 @@ class TrainPipeline:
         self._attached = True
         if model is not None and model is not self._model:
             self._model = self._step.model = model
-            self._routes = RoutesAhead(model, type(self).__name__, prefetches=self._prefetch)
+            self._routes = self._routes_of(model)
             self._pipeline.reset()
 
     def detach(self) -> nn.Module:
