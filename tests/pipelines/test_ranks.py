@@ -27,12 +27,15 @@ from tilerec.pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 from tilerec.planner import row_wise
 from tilerec.testing import concat_batches, run_ranks, run_virtual_ranks
 
 CPU = torch.device("cpu")
-TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+TRAINING = [
+    TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist
+]  # fmt: skip
 
 
 def _joined(batches: list[ClickBatch]) -> ClickBatch:
