@@ -19,6 +19,9 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import Any, final
 
+_AGAIN_S = 0.05
+"""Seconds between two signals to a main thread that has not run its handler."""
+
 
 @final
 class StopSignals:
@@ -35,16 +38,17 @@ class StopSignals:
         self._launcher, self._grace_s = launcher, grace_s
         self._begun = threading.Event()
         self._ending = threading.Event()
-        self._handles = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._handles = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and hasattr(signal, "pthread_kill")
         self._wakes, self._writes = socket.socketpair()
         self._fd_before = -1
+        self._raised = False  # the main thread has been interrupted
 
     def __enter__(self) -> StopSignals:
         if self._handles:
             # C code writes the number of each signal to the socket, also while the main thread runs no Python code.
             self._writes.setblocking(False)
             self._fd_before = signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
-            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGTERM, self._raise)
             _mask("SIG_UNBLOCK", {signal.SIGTERM})
             # A worker that this process forks would write its own signals to the same socket.
             os.register_at_fork(after_in_child=self._restore)
@@ -91,19 +95,28 @@ class StopSignals:
                 break
         if not self._begun.is_set():
             os._exit(128 + signal.SIGTERM)
-        if not signalled and not self._ending.is_set():
-            self._interrupt_main()
-        time.sleep(self._grace_s)
+        if not signalled and not self._handles and not self._ending.is_set():
+            _thread.interrupt_main()
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline:
+            self._wake_main()
+            time.sleep(min(_AGAIN_S, self._grace_s))
         os._exit(128 + signal.SIGTERM)
 
-    def _interrupt_main(self) -> None:
-        """Raise KeyboardInterrupt in the main thread."""
+    def _wake_main(self) -> None:
+        """Send SIGTERM to the main thread until its handler has run.
+
+        A real signal ends waits for locks, which `interrupt_main` does not. A process in the background ignores SIGINT.
+        A signal that comes just before such a wait does not end it, so one signal is not enough.
+        """
         main = threading.main_thread().ident
-        # By SIGTERM, as a process in the background ignores SIGINT. A real signal also ends waits for locks and sleeps.
-        if self._handles and main is not None and hasattr(signal, "pthread_kill"):
+        if self._handles and not self._raised and not self._ending.is_set() and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)
-        else:
-            _thread.interrupt_main()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self._raised:  # a second signal must not interrupt the cleaning up
+            self._raised = True
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 @contextlib.contextmanager
@@ -121,7 +134,3 @@ def _mask(how: str, numbers: set[Any]) -> set[Any]:
     if not hasattr(signal, "pthread_sigmask"):
         return set()
     return signal.pthread_sigmask(getattr(signal, how), numbers)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -41,6 +41,8 @@ from tilerec.stop_signals import StopSignals, blocked_signals
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
 GRACE_S = 10.0
+# A signal that comes just before a wait does not end it; its handler runs after this time.
+_POLL_S = 0.5
 # Parts of torch's messages for a lost peer, raised by calls outside of this library.
 _PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
@@ -104,8 +106,7 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
 
     Raises:
         RankFailed: a rank failed or died.
-        KeyboardInterrupt, SystemExit: Ctrl-C, or a signal's handler; raised after all ranks have ended. A rank that is
-            being forked at that moment ends by itself.
+        KeyboardInterrupt, SystemExit: Ctrl-C, or a signal's handler; raised after all ranks have ended.
     """
     if count < 1:
         raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
@@ -126,7 +127,12 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
             theirs.close()
         failures = _collect_failures(pipes, processes)
     finally:
-        _end_ranks(pipes, [process for process in processes if process.pid is not None])
+        started = [process for process in processes if process.pid is not None]
+        try:
+            _end_ranks(pipes, started)
+        finally:
+            if len(started) < len(processes):
+                _end_fork_server()
     if failures:
         raise _rank_failed(failures, count)
 
@@ -151,6 +157,14 @@ class _Failure:
     severity: int
     text: str
     trace: str = ""
+
+
+def _end_fork_server() -> None:
+    """End the fork server after an interrupted start: it may import torch for seconds, and would fork the rank then."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # the next launch starts a new one
 
 
 def _end_ranks(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> None:
@@ -278,8 +292,9 @@ def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProce
     failures: list[_Failure] = []
     deadline: float | None = None
     while waiting:
-        ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ready:
+        left = _POLL_S if deadline is None else deadline - time.monotonic()
+        ready = wait(list(waiting), max(0.0, min(_POLL_S, left)))
+        if not ready and left <= 0:
             # These ranks did not end in time; `launch` kills them.
             break
         for pipe in ready:
