@@ -28,7 +28,12 @@ from tilerec.models.dlrm import DLRM, DLRMTrain
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
-from tilerec.pipelines import PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from tilerec.pipelines import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
 from tilerec.planner import row_wise
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
@@ -36,7 +41,9 @@ from tilerec.testing import random_batch, run_ranks
 
 CPU = torch.device("cpu")
 KEYS = [f"f{k}" for k in range(8)]
-PIPELINES = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+PIPELINES = [
+    TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist
+]  # fmt: skip
 
 
 class SlowGroup:
@@ -195,9 +202,9 @@ def overhead(ranks: int, count: int) -> dict[str, tuple[float, float]]:
         model = built(group, 20_000, 0)
         steps[make.__name__] = make(model, dense_optimizer(model), CPU).progress
     if group is not None:
-        model = built(group, 20_000, 0)
-        pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU, even=False)
-        steps["TrainPipelineSparseDist, even=False"] = pipeline.progress
+        for make in (TrainPipelineBase, TrainPipelineSparseDist):
+            model = built(group, 20_000, 0)
+            steps[f"{make.__name__}, even=False"] = make(model, dense_optimizer(model), CPU, even=False).progress
     return timed(steps, made, count)
 
 

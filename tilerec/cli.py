@@ -29,6 +29,7 @@ import typer
 
 from tilerec.calibrate_cli import calibrate
 from tilerec.checkpoint_cli import checkpoint_app
+from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.plan_cli.app import plan_app
 from tilerec.run_cli.evaluate import evaluate
@@ -85,6 +86,7 @@ def main() -> None:
     # Warnings also contain names of tables and files: escape control characters in them.
     usual = warnings.formatwarning
     warnings.formatwarning = lambda *args, **kwargs: printable(usual(*args, **kwargs))
+    interrupt_by_exception()
     app()
 
 

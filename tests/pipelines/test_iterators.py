@@ -20,10 +20,14 @@ from tilerec.pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 
 CPU = torch.device("cpu")
-ALL = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist, EvalPipelineSparseDist]
+ALL = [
+    TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist,
+    EvalPipelineSparseDist,
+]  # fmt: skip
 
 
 class Echo(torch.nn.Module):
@@ -161,7 +165,9 @@ def test_iterators_that_are_dropped_free_their_batches() -> None:
     assert not pipeline._pipeline._passes.in_flight()
 
 
-@pytest.mark.parametrize(("make", "most"), [(TrainPipelineBase, 2), (TrainPipelineSparseDist, 3)])
+@pytest.mark.parametrize(
+    ("make", "most"), [(TrainPipelineBase, 2), (TrainPipelineSparseDistLite, 2), (TrainPipelineSparseDist, 3)]
+)
 def test_batches_alive_are_counted(make: Any, most: int) -> None:
     """Storages of batches: never more than those in flight, from the reading to the update."""
     alive: set[int] = set()

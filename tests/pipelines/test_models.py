@@ -20,7 +20,7 @@ from tests.pipelines.pipeline_models import (
 )
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
-from tilerec.pipelines import TrainPipelineSparseDist
+from tilerec.pipelines import TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.testing import run_virtual_ranks
 
@@ -64,13 +64,13 @@ class Writing(Clicks):
         return super().forward(batch)
 
 
-def _compare(group: Group, make: Any) -> tuple[int, int, int]:
+def _compare(group: Group, make: Any, pipelines: Any) -> tuple[int, int, int]:
     batches = [batch_of(100 * group.rank + k, 1 + k % 3) for k in range(9)]
     model = model_of(group, make=make)
     expected = plain_loop(model, dense_optimizer(model), iter(batches))
     wanted = weights_of(model)
     model = model_of(group, make=make)
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    pipeline = pipelines(model, dense_optimizer(model), CPU)
     found = pipelined(pipeline, iter(batches))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert_same(weights_of(model), wanted)
@@ -78,9 +78,12 @@ def _compare(group: Group, make: Any) -> tuple[int, int, int]:
     return report.ahead, report.in_forward, report.built
 
 
+@pytest.mark.parametrize("pipelines", [TrainPipelineSparseDistLite, TrainPipelineSparseDist])
 @pytest.mark.parametrize(("make", "counts"), [(Branching, (5, 1, 0)), (Twice, (16, 2, 0)), (Built, (0, 9, 9))])
-def test_forwards_of_any_shape_have_the_bits_of_the_plain_loop(make: Any, counts: tuple[int, ...]) -> None:
-    assert set(run_virtual_ranks(2, _compare, make)) == {counts}
+def test_forwards_of_any_shape_have_the_bits_of_the_plain_loop(
+    make: Any, counts: tuple[int, ...], pipelines: Any
+) -> None:
+    assert set(run_virtual_ranks(2, _compare, make, pipelines)) == {counts}
 
 
 def _write(group: Group) -> None:
@@ -134,9 +137,9 @@ def test_features_are_found_at_their_places_in_nested_batches() -> None:
     assert run_virtual_ranks(2, _nested) == [expected, expected]
 
 
-def _bad_ids(group: Group) -> str:
+def _bad_ids(group: Group, make: Any) -> str:
     model = model_of(group)
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    pipeline = make(model, dense_optimizer(model), CPU)
     batches = [batch_of(k) for k in range(6)]
     if group.rank:
         bad = batches[3].features
@@ -153,7 +156,8 @@ def _bad_ids(group: Group) -> str:
     return str(raised.value)
 
 
-def test_bad_ids_of_one_rank_raise_on_all_ranks_at_their_batch_and_training_goes_on() -> None:
-    own, other = run_virtual_ranks(2, _bad_ids)
+@pytest.mark.parametrize("make", [TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist])
+def test_bad_ids_of_one_rank_raise_on_all_ranks_at_their_batch_and_training_goes_on(make: Any) -> None:
+    own, other = run_virtual_ranks(2, _bad_ids, make)
     assert "99" in other
     assert "Rank 1 refused its batch" in own

@@ -9,6 +9,7 @@ import torch
 
 from tests.pipelines.pipeline_models import (
     ClickBatch,
+    Clicks,
     assert_same,
     batch_of,
     dense_optimizer,
@@ -26,12 +27,15 @@ from tilerec.pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 from tilerec.planner import row_wise
 from tilerec.testing import concat_batches, run_ranks, run_virtual_ranks
 
 CPU = torch.device("cpu")
-TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+TRAINING = [
+    TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist
+]  # fmt: skip
 
 
 def _joined(batches: list[ClickBatch]) -> ClickBatch:
@@ -89,9 +93,9 @@ def test_empty_batches_weigh_as_in_even_batches() -> None:
         assert_same(one, other)
 
 
-def _failing(group: Group) -> None:
+def _failing(group: Group, make: Any) -> None:
     model = model_of(group)
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), CPU)
+    pipeline = make(model, dense_optimizer(model), CPU)
 
     def batches() -> Any:
         for k in range(5):
@@ -107,8 +111,62 @@ def _failing(group: Group) -> None:
         pipeline.progress(iterator)
 
 
-def test_a_rank_that_cannot_read_ends_the_pass_on_all_ranks_at_the_same_batch() -> None:
-    run_virtual_ranks(2, _failing)
+@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
+def test_a_rank_that_cannot_read_ends_the_pass_on_all_ranks_at_the_same_batch(make: Any) -> None:
+    run_virtual_ranks(2, _failing, make)
+
+
+def _counted(group: Group, make: Any, count: int) -> int:
+    model = model_of(group)
+    pipeline = make(model, dense_optimizer(model), CPU)
+    for _ in range(2):
+        batches = (batch_of(10 * group.rank + k) for k in range(count + group.rank))
+        assert len(pipelined(pipeline, batches)) == count + 1
+    return group.traffic["samples"].calls
+
+
+@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
+def test_routes_carry_the_numbers_of_samples_of_all_but_the_first_batches(make: Any) -> None:
+    few, many = (run_virtual_ranks(2, _counted, make, count) for count in (4, 9))
+    assert few == many
+    assert max(few) <= 3
+
+
+class _SometimesTables(Clicks):
+    """Forwards whose batch has an even number of samples do not read the tables."""
+
+    def forward(self, batch: ClickBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(batch.labels) % 2 or not len(batch.labels):
+            return super().forward(batch)
+        logits = self.over(torch.cat((batch.dense, batch.dense.new_zeros(len(batch.dense), 32)), dim=1)).squeeze(-1)
+        return ((logits - batch.labels) ** 2).mean(), logits.detach()
+
+
+def _without_routes(group: Group, make: Any, sharded: bool) -> int:
+    model = model_of(group if sharded else None, make=_SometimesTables if sharded else Clicks)
+    pipeline = make(model, dense_optimizer(model), CPU, group=group)
+    sizes = [2, 3, 4, 3, 2, 2, 3]
+    return len(
+        pipelined(pipeline, (batch_of(k, size) for k, size in enumerate(sizes[: 7 - group.rank * (not sharded)])))
+    )
+
+
+@pytest.mark.parametrize("make", [*TRAINING, EvalPipelineSparseDist])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_ranks_finish_together_without_a_route_in_every_step(make: Any, sharded: bool) -> None:
+    assert run_virtual_ranks(2, _without_routes, make, sharded) == [7, 7]
+
+
+def _empty_first_pass(group: Group, make: Any) -> list[int]:
+    model = model_of(group)
+    pipeline = make(model, dense_optimizer(model), CPU)
+    counts = [0, 0, 3 * group.rank, 2]
+    return [len(pipelined(pipeline, iter([batch_of(k) for k in range(count)]))) for count in counts]
+
+
+@pytest.mark.parametrize("make", TRAINING)
+def test_after_passes_without_batches_uneven_ranks_finish_together(make: Any) -> None:
+    assert run_virtual_ranks(2, _empty_first_pass, make) == [[0, 0, 3, 2]] * 2
 
 
 # Accumulation -------------------------------------------------------------------------------------------------

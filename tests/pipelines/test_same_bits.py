@@ -23,10 +23,13 @@ from tilerec.pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 from tilerec.testing import run_ranks, run_virtual_ranks
 
-TRAINING = [TrainPipelineBase, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist]
+TRAINING = [
+    TrainPipelineBase, TrainPipelineSparseDistLite, TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist
+]  # fmt: skip
 KINDS = ["table_wise", "column_wise", "row_wise", "table_column_wise", "data_parallel", "grid_shard"]
 
 

@@ -14,7 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
-from tilerec.pipelines import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+from tilerec.pipelines import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist, TrainPipelineSparseDistLite
 from tilerec.planner import row_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.cache import CacheParams
@@ -89,7 +89,7 @@ def _compare_managed(group: Group, policy: str, make: Any) -> None:
     assert reports["tables"].ahead == 7
 
 
-@pytest.mark.parametrize("make", BOTH)
+@pytest.mark.parametrize("make", [*BOTH, TrainPipelineSparseDistLite])
 @pytest.mark.parametrize("policy", ["lru and lfu, shared rows", "rejected and admitted late"])
 def test_managed_ids(policy: str, make: Any) -> None:
     run_virtual_ranks(2, _compare_managed, policy, make)

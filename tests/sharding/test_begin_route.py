@@ -10,6 +10,7 @@ import torch
 from tests.sharding.routed_batches import batch_of, rows, sharded
 from tilerec.comms.group import Group
 from tilerec.errors import InputError
+from tilerec.sharding.header import header_sizes_of
 from tilerec.testing import random_batch, run_virtual_ranks
 
 
@@ -48,3 +49,21 @@ def test_a_wrong_batch_raises_on_all_ranks_in_finish_and_the_next_one_is_fine(re
     own, other = run_virtual_ranks(2, _error, refused)
     assert own[0] == ("ValueError" if refused else "InputError")
     assert "Rank 0 refused its batch" in other[1]
+
+
+def _notes(group: Group) -> tuple[list[int], ...]:
+    module = sharded(group, rows(12, group.size))
+    before = module.begin_route(batch_of([[1], [2, 11]]))
+    header_sizes_of(module.exchange.route_group).carry_notes()
+    first = module.begin_route(batch_of([[1], [2, 11]]), 10 + group.rank)
+    second = module.begin_route(batch_of([[99 * (group.rank == 1)]]), -group.rank)
+    early = second.headers.notes()
+    assert module(before.finish()).values().shape == (2, 4)
+    assert module(first.finish()).values().shape == (2, 4)
+    with pytest.raises(InputError):
+        second.finish()
+    return first.headers.notes(), second.headers.notes(), early
+
+
+def test_a_route_carries_a_note_to_all_ranks_also_if_a_rank_refuses_its_batch() -> None:
+    assert run_virtual_ranks(3, _notes) == [([10, 11, 12], [0, -1, -2], [0, -1, -2])] * 3

@@ -624,7 +624,7 @@ def _busy_while_rank_1_fails(group: ProcessGroupComms) -> None:
 
 
 def test_a_rank_that_does_not_notice_a_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilerec.train.launch._GRACE_S", 0.2)
+    monkeypatch.setattr("tilerec.train.launch.GRACE_S", 0.2)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2: line 3 is malformed$"):
         launch(2, _busy_while_rank_1_fails)
 

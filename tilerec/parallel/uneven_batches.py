@@ -82,7 +82,10 @@ class SampleExchange:
         Raises:
             CommsError: another rank could not read its next batch.
         """
-        samples = [int(number) for number in handle.wait().tolist()]
+        return self.check([int(number) for number in handle.wait().tolist()])
+
+    def check(self, samples: list[int]) -> list[int] | None:
+        """Return the numbers as `read` does, for numbers that another message carried."""
         failed = [rank for rank, number in enumerate(samples) if number == FAILED]
         if failed:
             raise CommsError(

@@ -12,12 +12,14 @@ from tilerec.pipelines.train_pipelines import (
     TrainPipelineBase,
     TrainPipelineContext,
     TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
 )
 
 __all__ = [
     "TrainPipeline",
     "TrainPipelineBase",
     "TrainPipelineSparseDist",
+    "TrainPipelineSparseDistLite",
     "PrefetchTrainPipelineSparseDist",
     "EvalPipelineSparseDist",
     "StagedTrainPipeline",

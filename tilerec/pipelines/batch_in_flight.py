@@ -9,6 +9,7 @@ from typing import Any
 from tilerec.comms.group import Handle
 from tilerec.errors import InputError
 from tilerec.pipelines.batch_structure import Marks
+from tilerec.sharding.posted_headers import PostedHeaders
 from tilerec.storage.prefetched_results import StreamEvent
 
 
@@ -34,8 +35,9 @@ class BatchInFlight:
     Attributes:
         error: raised at the batch's turn.
         unread: True if this rank could not read the batch.
-        samples: number of samples, if ranks exchange it.
-        handle: the exchange with the other ranks.
+        number: number of samples for the other ranks, `END` or `FAILED`; None if ranks do not exchange it.
+        handle: the exchange of it with the other ranks, if it has a message of its own.
+        carrier: the headers of a route that carry it instead.
         all_samples: number of samples of each rank at the batch's turn, 0 for ranks without a batch; None if ranks do
             not exchange it.
         some_ended: True if a rank has no batch at this turn.
@@ -53,8 +55,9 @@ class BatchInFlight:
     batch: Any = None
     error: Exception | None = None
     unread: bool = False
-    samples: int = 0
+    number: int | None = None
     handle: Handle | None = None
+    carrier: PostedHeaders | None = None
     all_samples: list[int] | None = None
     some_ended: bool = False
     done: set[str] = field(default_factory=set)
@@ -67,6 +70,11 @@ class BatchInFlight:
     loss: Any = None
     output: Any = None
     trained: bool = False
+
+    @property
+    def unsent(self) -> bool:
+        """True if the batch has a number for the other ranks that has not been sent."""
+        return self.number is not None and self.handle is None and self.carrier is None
 
     def check_unwritten(self, who: str) -> None:
         """Raise an `InputError` if the batch was written to after it was copied to the device."""

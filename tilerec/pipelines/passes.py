@@ -59,7 +59,7 @@ class Pass:
                 return
         else:
             found.origin = Origin(self._number, self._count, filler=self.ended)
-            self._even.post(found, ended=self.ended)
+            self._even.number(found, ended=self.ended)
         self._count += 1
         self.batches.append(found)
 

@@ -18,15 +18,17 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 from torch import nn
 
+from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.pipelines.batch_in_flight import BatchInFlight
 from tilerec.pipelines.batch_structure import Marks, Path, part_at, path_of, path_text, tensors_of
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.managed_collision import ShardedManagedCollisionEmbeddings
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -81,10 +83,12 @@ class RoutesAhead:
     All ranks learn the same routes in the same order, because their forwards make the same calls.
     """
 
-    def __init__(self, model: nn.Module, who: str, *, prefetches: bool = False) -> None:
+    def __init__(self, model: nn.Module, who: str, *, prefetches: bool = False, group: Group | None = None) -> None:
         """Args:
         prefetches: `prefetch` is called for every batch.
+        group: the ranks that exchange the numbers of batches; a batch's first route over these ranks carries its own.
         """
+        self._group = group
         self._model, self._who, self._prefetches = model, who, prefetches
         self._unsharded: list[TableCollection] = []
         self._prefetched: list[tuple[TableCollection, Path]] = []
@@ -97,6 +101,9 @@ class RoutesAhead:
         """Find the model's sharded collections; called at the start of every pass, as a model may be sharded later."""
         kinds = (ShardedCollection, ShardedManagedCollisionEmbeddings)
         self._collections = [(name, m) for name, m in self._model.named_modules() if isinstance(m, kinds)]
+        for _, collection in self._collections:
+            if self._shares_ranks(collection):
+                header_sizes_of(collection.exchange.route_group).carry_notes()
         known = {id(collection) for _, collection in self._collections}
         if any(id(learned.collection) not in known for learned in self._learned):
             self._learned = []
@@ -111,14 +118,47 @@ class RoutesAhead:
         """Post the headers of the batch's routes. Collective."""
         for learned in self._learned[len(batch.begun) :]:
             if batch.error is not None:
-                batch.begun.append(_Begun(learned, flight=learned.collection.begin_refused(batch.error)))
+                batch.begun.append(_Begun(learned, flight=self._refused(learned.collection, batch, batch.error)))
                 continue
             features = part_at(batch.batch, learned.path)
             begun = _Begun(learned, features)
             batch.begun.append(begun)
             if isinstance(features, KeyedJaggedTensor):  # otherwise the forward decides
                 begun.marks = Marks.of(tensors_of(features))
-                begun.flight = learned.collection.begin_route(features, *learned.options)
+                begun.flight = self._begun(learned.collection, batch, features, learned.options)
+
+    def _carries(self, collection: Collection, batch: BatchInFlight) -> bool:
+        """Return True if a route of this collection carries the batch's number to the other ranks."""
+        # Ids of managed collision are mapped when a route begins, which takes the number already.
+        return batch.unsent and not self.maps_ids and self._shares_ranks(collection)
+
+    def _shares_ranks(self, collection: Collection) -> TypeGuard[ShardedCollection]:
+        """Return True if the routes of a collection are over the ranks that exchange the numbers of batches."""
+        if self._group is None or not isinstance(collection, ShardedCollection):
+            return False
+        exchange = collection.exchange
+        ranks = exchange.route_group
+        return exchange.teams is None and (ranks.size, ranks.rank) == (self._group.size, self._group.rank)
+
+    def _begun(self, collection: Collection, batch: BatchInFlight, features: Any, options: tuple[Any, ...]) -> Any:
+        """Begin a route; it carries the number of `batch`, if that is possible and necessary."""
+        if not self._carries(collection, batch):
+            return collection.begin_route(features, *options)
+        assert isinstance(collection, ShardedCollection)
+        assert batch.number is not None
+        flight = collection.begin_route(features, batch.number)
+        batch.carrier = flight.headers
+        return flight
+
+    def _refused(self, collection: Collection, batch: BatchInFlight, failure: Exception) -> Any:
+        """Refuse to route a batch; as `_begun`."""
+        if not self._carries(collection, batch):
+            return collection.begin_refused(failure)
+        assert isinstance(collection, ShardedCollection)
+        assert batch.number is not None
+        flight = collection.begin_refused(failure, batch.number)
+        batch.carrier = flight.headers
+        return flight
 
     def finish(self, batch: BatchInFlight) -> None:
         """Send the ids of the batch's routes, after `begin` for those that have none yet. Collective."""
@@ -153,6 +193,24 @@ class RoutesAhead:
                 collection.prefetch(features)
 
     # -- the forward -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def carry(self, following: BatchInFlight | None) -> Iterator[None]:
+        """Let the first route of a forward carry the number of the next batch, for pipelines without routes ahead."""
+
+        def route(collection: Collection, features: Any, *options: Any) -> Any:
+            if following is None or not self._carries(collection, following):
+                return None
+            return self._begun(collection, following, features, options).finish()
+
+        try:
+            if following is not None and following.unsent:
+                for _, collection in self._collections:
+                    collection.__dict__["routed_ahead"] = route
+            yield
+        finally:
+            for _, collection in self._collections:
+                collection.__dict__.pop("routed_ahead", None)
 
     @contextlib.contextmanager
     def serve(self, batch: BatchInFlight) -> Iterator[None]:

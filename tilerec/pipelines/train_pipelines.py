@@ -1,6 +1,7 @@
 """Pipelines under TorchRec's names. Each is a list of stages.
 
 TrainPipelineBase                 the copy of batch i + 1 overlaps with step i
+TrainPipelineSparseDistLite       the route of batch i + 1 as well
 TrainPipelineSparseDist           the routes of batches i + 1 and i + 2 as well
 PrefetchTrainPipelineSparseDist   batch i + 1 is prefetched as well: rows of cached tables, order of the update
 EvalPipelineSparseDist            as TrainPipelineSparseDist, without gradients
@@ -75,20 +76,27 @@ class TrainPipeline:
         who = type(self).__name__
         self._model, self._attached = model, True
         self._copy = DeviceCopy(torch.device(device))
-        self._routes = RoutesAhead(model, who, prefetches=self._prefetch)
         self._step = TrainStep(model, optimizer if self._train else None, forward, accumulate, sync_interval, who)
         self._group = group_of(model) if group is None else group
         several = even and self._group is not None and self._group.size > 1
         self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None
+        self._routes = self._routes_of(model)
         self._pipeline = Pipeline(self._stages(), self._depth, self._even, who)
+
+    def _routes_of(self, model: nn.Module) -> RoutesAhead:
+        group = None if self._even is None else self._group
+        return RoutesAhead(model, type(self).__name__, prefetches=self._prefetch, group=group)
 
     def _stages(self) -> list[Stage]:
         """Return the stages, in the order of one step."""
         stages = [Stage("copy", self._copy_batch, self._depth - 1)]
+        finish = Stage("finish_route", self._finish_route, max(self._depth - 2, 1))
         if self._route_ahead:
-            stages.append(Stage("finish_route", self._finish_route, self._depth - 2))
+            stages += [finish] if self._depth > 2 else []
             stages.append(Stage("route", self._begin_route, self._depth - 1))
         stages.append(Stage("forward", self._forward))
+        if self._route_ahead and self._depth == 2:  # the sizes of batch i + 1 have travelled during the forward
+            stages.append(finish)
         if self._prefetch:
             stages.append(Stage("prefetch", self._prefetch_batch, 1))
         if self._train:
@@ -113,11 +121,15 @@ class TrainPipeline:
         if self._has_turn(batch):
             with self._copy.ahead(batch):
                 self._routes.begin(batch)
+        if self._even is not None:
+            self._even.send(batch)
 
     def _finish_route(self, batch: BatchInFlight, _: Pass) -> None:
         if self._has_turn(batch):
             with self._copy.ahead(batch):
                 self._routes.finish(batch)
+        if self._even is not None:
+            self._even.send(batch)
 
     def _prefetch_batch(self, batch: BatchInFlight, current: Pass) -> None:
         self._finish_route(batch, current)  # of routes that were learned in the forward before this stage
@@ -127,8 +139,16 @@ class TrainPipeline:
     def _forward(self, batch: BatchInFlight, current: Pass) -> None:
         self._copy.arrive(batch)
         if not self._route_ahead:
-            self._step.forward(batch, current)
+            following = current.batches[0] if current.batches else None
+            with self._routes.carry(following):
+                self._step.forward(batch, current)
+            if following is not None and self._even is not None:
+                self._even.send(following)
             return
+        if self._depth == 2:  # the first batch of a pass follows no other whose step would finish its route
+            self._finish_route(batch, current)
+            if batch.error is not None:
+                raise batch.error
         learned = self._routes.learned
         with self._routes.serve(batch):
             self._step.forward(batch, current)
@@ -201,7 +221,7 @@ class TrainPipeline:
         self._attached = True
         if model is not None and model is not self._model:
             self._model = self._step.model = model
-            self._routes = RoutesAhead(model, type(self).__name__, prefetches=self._prefetch)
+            self._routes = self._routes_of(model)
             self._pipeline.reset()
 
     def detach(self) -> nn.Module:
@@ -229,6 +249,35 @@ class TrainPipelineBase(TrainPipeline):
         custom_model_fwd: ModelForward | None = None, enable_inplace_copy_batch: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         _warn("TrainPipelineBase", enable_inplace_copy_batch=enable_inplace_copy_batch)
+        super().__init__(model, optimizer, device, custom_model_fwd, **options)
+
+
+@final
+class TrainPipelineSparseDistLite(TrainPipeline):
+    """Pipeline that routes batch i + 1 while step i computes. Two batches are in flight.
+
+    The sizes of batch i + 1 travel during the forward of batch i, its ids during the backward.
+
+    Args: see `TrainPipelineSparseDist`.
+    """
+
+    _depth = 2
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, device: torch.device | str, apply_jit: bool = False,
+        context_type: type[Any] | None = TrainPipelineContext, pipeline_postproc: bool = False,
+        custom_model_fwd: ModelForward | None = None, enable_inplace_copy_batch: bool = False,
+        free_features_storage_early: bool = False, clear_data_dist_inputs: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        _warn(
+            "TrainPipelineSparseDistLite",
+            apply_jit=apply_jit,
+            context_type=context_type not in (TrainPipelineContext, None),
+            pipeline_postproc=pipeline_postproc,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            free_features_storage_early=free_features_storage_early,
+            clear_data_dist_inputs=clear_data_dist_inputs,
+        )
         super().__init__(model, optimizer, device, custom_model_fwd, **options)
 
 

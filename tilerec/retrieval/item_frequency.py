@@ -14,9 +14,12 @@ Legend: N rows of the item table, B items of a global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from tilerec.errors import ConfigError
 
 
 class ItemFrequency(ABC):
@@ -25,6 +28,13 @@ class ItemFrequency(ABC):
     @abstractmethod
     def log_q(self, item_B: Tensor) -> Tensor:
         """Return log q of the items of a training batch, float32 [B]. Each batch is passed once, on every rank."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the tensors that later estimates depend on; none if the estimate is constant."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - a constant estimate has no state
+        """Continue from a state of `state_dict`."""
 
 
 class CountedFrequency(ItemFrequency):
@@ -70,3 +80,18 @@ class StreamingFrequency(ItemFrequency):
         self._last_N[distinct] = float(self._step)
         # The probability that a batch has the item is at most 1.
         return -self._gap_N[item_B].clamp(min=1.0).log()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        step = torch.tensor(self._step)
+        return {"last": self._last_N.clone(), "gap": self._gap_N.clone(), "step": step}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, own in (("last", self._last_N), ("gap", self._gap_N)):
+            if state[name].shape != own.shape:
+                raise ConfigError(
+                    f"task.log_q: got a state of {state[name].numel():,} items; expected {own.numel():,}, the rows of "
+                    "the item table. Load the state of a run with the same data."
+                )
+        self._last_N.copy_(state["last"])
+        self._gap_N.copy_(state["gap"])
+        self._step = int(state["step"])

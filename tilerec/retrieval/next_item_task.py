@@ -11,7 +11,8 @@
 The loss is the mean over the positions of the global batch. Sources: Kang and McAuley, ICDM 2018 (bce); Klenitskiy and
 Vasilev, Turning Dross Into Gold Loss, RecSys 2023, 2309.07602 (full and sampled).
 
-Negatives are a function of (seed, step), whatever the number of ranks.
+Negatives are a function of (seed, step), whatever the number of ranks. The step is in the task's state, so a run that
+continues draws the negatives of a run without an interruption.
 
 Legend: B samples, P positions of this rank, N items, K negatives, D dim, L maximum length, W ranks.
 """
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ from tilerec.retrieval.softmax import softmax_losses
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.train.config import TrainConfig
+from tilerec.train.task import check_state
 from tilerec.train.world import World
 
 
@@ -169,6 +172,13 @@ class NextItemTask(RankingTask):
             return own
         total = torch.tensor([own], dtype=torch.int64, device=self._group.device)
         return int(self._group.all_reduce_("positions", total).wait())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(self, state, ["steps"])
+        self._steps = int(state["steps"])
 
     def query_vectors(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the state after the last item of each sequence; zeros for an empty one."""

@@ -14,8 +14,9 @@ Legend: B samples of the global batch, b of this rank, D dim, W ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from tilerec.retrieval.ranking_task import RankingConfig, RankingTask, sample_we
 from tilerec.retrieval.softmax import softmax_losses
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.train.config import TrainConfig
+from tilerec.train.task import check_state
 from tilerec.train.world import World
 
 
@@ -117,6 +119,14 @@ class RetrievalTask(RankingTask):
         return (loss_b * weight_b).sum() * (self._world.size / max(share.total, 1)) + 0.0 * (
             query_bD.sum() + item_bD.sum()
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._frequency is None else dict(self._frequency.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(self, state, list(self.state_dict()))
+        if self._frequency is not None:
+            self._frequency.load_state_dict(state)
 
     def query_vectors(self, model: nn.Module, batch: Batch) -> Tensor:
         return _towers(model, batch.dense_features, batch.sparse_features)[0] / self._config.temperature

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.stop_signals import StopSignals, blocked_signals
 from tilerec.terminal import SafeConsole, print_rank_error
 
 
@@ -28,7 +29,9 @@ def run_on_ranks(
         ConfigError: nproc is given under torchrun.
         RankFailed: a rank failed.
     """
-    from tilerec.train.launch import joined, launch, under_torchrun
+    # An exception that a signal raises during imports could be lost.
+    with blocked_signals():
+        from tilerec.train.launch import joined, launch, under_torchrun
 
     if under_torchrun():
         if nproc is not None:
@@ -52,7 +55,7 @@ def run_on_ranks(
 def _exit_on_sigterm() -> Iterator[None]:
     """Raise SystemExit on SIGTERM, as schedulers send it, so that temporary files are removed.
 
-    A handler of the caller, and one that ignores the signal, stay. Under torchrun the signal ends a rank immediately.
+    A handler of the caller, and one that ignores the signal, stay. Ranks have `StopSignals`.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -70,19 +73,22 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _run_as_rank(function: Callable[..., object], args: tuple[Any, ...], device: str) -> None:
-    """Run in a process that torchrun started. End the process if it fails, so torchrun stops the others."""
+    """Run in a process that torchrun started. End the process if it fails or is stopped: torchrun stops the others."""
     from rich.text import Text
 
-    from tilerec.train.launch import end, joined
+    from tilerec.train.launch import GRACE_S, end, joined
 
     where = ""
     try:
-        with joined(device) as group:
+        with StopSignals(None, GRACE_S / 2) as stop, joined(device) as group:
             where = f"rank {group.rank} of {group.size}: "
+            stop.begin()
             function(group, *args)
     except TilerecError as error:
         print_rank_error(error, where)
         end(1)
+    except KeyboardInterrupt:
+        end(128 + signal.SIGTERM)
     except BaseException:
         SafeConsole(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
         end(1)

@@ -67,25 +67,29 @@ class ShardedCollection(TableCollection):
         return self.begin_route(features).finish()
 
     @_eager
-    def begin_route(self, features: KeyedJaggedTensor) -> RouteInFlight:
+    def begin_route(self, features: KeyedJaggedTensor, note: int = 0) -> RouteInFlight:
         """Post the sizes of the messages of a `route`, without waiting; `.finish()` sends the ids. Collective.
 
         All ranks begin and finish in the same order. Batches may be begun before earlier ones are finished. A batch
         that is wrong raises in `finish`, on every rank.
+
+        Args:
+            note: a number (int32) that travels with the sizes: `flight.headers.notes()` returns those of all ranks. The
+                channel must carry notes; see `HeaderSizes`.
         """
         leaves = self._leaves
         stages = self.exchange.stages(leaves.accum_dtype())
         try:
             batch, keys = self._batch(features, leaves)
         except Exception as error:
-            return self.begin_refused(error)
-        begun = stages.router.begin(batch, keys)
+            return self.begin_refused(error, note)
+        begun = stages.router.begin(batch, keys, note)
         return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
 
-    def begin_refused(self, failure: Exception) -> RouteInFlight:
+    def begin_refused(self, failure: Exception, note: int = 0) -> RouteInFlight:
         """Begin to route a batch that this rank refuses; its `finish` raises `failure`, and every rank raises."""
         stages = self.exchange.stages(self._leaves.accum_dtype())
-        return RouteInFlight(None, stages.router.begin_refused(failure, self.device), stages, None, ())
+        return RouteInFlight(None, stages.router.begin_refused(failure, self.device, note), stages, None, ())
 
     def _routed(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Return a batch as routed: by the caller, by a pipeline ahead of its step, or now."""

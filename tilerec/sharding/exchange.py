@@ -14,7 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
-from tilerec.sharding.posted_headers import header_sizes
+from tilerec.sharding.posted_headers import PostedHeaders, header_sizes
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.route import BegunRoute, Routed, Router
 from tilerec.sharding.row_exchange import PooledRows, RowExchange
@@ -169,6 +169,11 @@ class RouteInFlight:
     stages: Stages
     sample_weights: Tensor | None
     divisors: Sequence[Tensor | None]
+
+    @property
+    def headers(self) -> PostedHeaders | None:
+        """The headers in flight; None for a single rank that routes nothing."""
+        return self.begun.headers
 
     def finish(self) -> RoutedFeatures:
         """Send the ids to the owners of their rows. Collective; see `ShardedCollection.route` for errors."""

@@ -122,6 +122,7 @@ class HeaderSizes:
         self._sizes: dict[int, tuple[list[int], list[int]]] = {}
         self._count = 0
         self._unit = 1
+        self.carries_notes = False
 
     def number(self) -> int:
         """Return the next collection's number."""
@@ -139,12 +140,18 @@ class HeaderSizes:
         self._unit = max(self._unit, unit)
         self.version += 1
 
+    def carry_notes(self) -> None:
+        """Reserve the last word of each header for the note of a route; later calls do nothing."""
+        if not self.carries_notes:
+            self.carries_notes = True
+            self.version += 1
+
     def sizes(self, out: Sequence[int], into: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the size of the channel's headers, given this one: words to and from each rank, [W]."""
         every = [(out, into), *self._sizes.values()]
-        unit = self._unit
+        unit, note = self._unit, int(self.carries_notes)
         widest = ([max(words) for words in zip(*side, strict=True)] for side in zip(*every, strict=True))
-        rounded = [[-(-words // unit) * unit for words in side] for side in widest]
+        rounded = [[-(-(words + note) // unit) * unit for words in side] for side in widest]
         return rounded[0], rounded[1]
 
 

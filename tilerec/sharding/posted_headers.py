@@ -1,4 +1,7 @@
-"""Headers of a route in flight: sizes of the payloads, and flags, between every pair of ranks.
+"""Headers of a route in flight: sizes of the payloads, flags and a note, between every pair of ranks.
+
+The note is a number that the caller of a route sends along with it. It is the last word of a header, on channels that
+carry notes (`HeaderSizes.carry_notes`).
 
 Legend: P present bags, N ids, U bags of a merge.
 """
@@ -6,7 +9,7 @@ Legend: P present bags, N ids, U bags of a merge.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ class Headers:
     fault: int  # of this rank's batch, for `raise_fault`; 0: none
     counts: list[tuple[int, int]]  # P and N of each part sent, in wire order
     sizes: list[int]  # U of each merge of this home
-    # Per home: flags; P and N of each part received; U and P of each merge made on this rank.
+    # Per home: flags; P and N of each part received; U and P of each merge made on this rank; padding; the note.
     received: list[list[int]]
     refusals: int  # number of ranks of all teams that refused this step (0 without `everyone`)
     refusers: int  # sum of the numbers of these ranks
@@ -43,16 +46,17 @@ class Headers:
 
 @dataclass(frozen=True)
 class PostedHeaders:
-    """Headers in flight. `read` is the only place of a step where the host waits."""
+    """Headers in flight. `read` is the only place of a step where the host waits; it also sets `received_notes`."""
 
     handle: Handle
     refusals: Handle | None
     fault: Tensor | None
-    values: Tensor  # flags, P and N of each part sent, U of each merge
+    values: Tensor  # flags, P and N of each part sent, the note, U of each merge
     parts: int
     merges: int
     sizes: list[int]  # words from each rank
     sent: StreamEvent | None  # on a GPU; another stream may be current when the headers are read
+    received_notes: list[int] = field(default_factory=list)
 
     def read(self) -> Headers:
         """Wait for the headers of all ranks, and return their contents."""
@@ -68,12 +72,19 @@ class PostedHeaders:
 
         refusals, refusers = take(2) if self.refusals is not None else (0, 0)
         low, high = (0, 0) if self.fault is None else take(2)
-        _, *counts = take(1 + 2 * self.parts)
-        return Headers(
-            (high << 32) + low % (1 << 32),
-            list(zip(counts[::2], counts[1::2], strict=True)),
-            take(self.merges),
-            [take(size) for size in self.sizes],
-            refusals,
-            refusers,
-        )
+        _, *counts, _ = take(2 + 2 * self.parts)
+        sizes_M, received = take(self.merges), [take(size) for size in self.sizes]
+        self.received_notes[:] = [header[-1] for header in received]
+        counts_K = list(zip(counts[::2], counts[1::2], strict=True))
+        return Headers((high << 32) + low % (1 << 32), counts_K, sizes_M, received, refusals, refusers)
+
+    def notes(self) -> list[int]:
+        """Return the note of each rank [W], on a channel that carried notes when the headers were posted.
+
+        Waits for the headers if `read` has not been called.
+        """
+        if not self.received_notes:
+            words = self.handle.wait()
+            ends = torch.tensor(self.sizes).cumsum(0) - 1
+            self.received_notes[:] = words[ends.to(words.device)].tolist()
+        return self.received_notes

@@ -154,35 +154,39 @@ class Router:
         self._indices.clear()
 
     def _index_header(self) -> list[int]:
-        """Return each header word's index in [flags, (P, N) of each part in wire order, U of each merge]."""
+        """Return each header word's index in [flags, (P, N) of each part in wire order, note, U of each merge]."""
         layout, index, wire, end = self.layout, list[int](), 0, 0
+        note = 1 + 2 * len(layout.parts)
         for size, merges, room in zip(self._sent_sizes, self._merges_to, self._header_out, strict=True):
             index.append(0)
             index.extend(range(1 + 2 * wire, 1 + 2 * (wire + size)))
             wire += size
             for m in merges:
-                index.append(1 + 2 * len(layout.parts) + m)
+                index.append(note + 1 + m)
                 index.extend(1 + 2 * layout.wire[p] for p in layout.own_merges[m].parts)
             end += room
             index.extend([0] * (end - len(index)))  # not read
+            if self._room.carries_notes:
+                index[-1] = note
         return index
 
-    def begin_refused(self, failure: Exception, device: torch.device) -> BegunRoute:
+    def begin_refused(self, failure: Exception, device: torch.device, note: int = 0) -> BegunRoute:
         """Post headers that refuse this rank's batch; `finish` raises `failure`."""
         nothing = torch.zeros(1 + 2 * len(self.layout.parts), dtype=torch.int64, device=device)
         sizes_M = torch.zeros(len(self.layout.own_merges), dtype=torch.int64, device=device)
-        return BegunRoute(headers=self._post_headers(REFUSED, nothing, sizes_M), failure=failure)
+        return BegunRoute(headers=self._post_headers(REFUSED, nothing, sizes_M, note), failure=failure)
 
     def __call__(self, batch: RouteInput, keys: Sequence[int]) -> Routed:
         """Send a batch's ids to their owners: `begin` and `finish`. Collective."""
         return self.finish(self.begin(batch, keys))
 
-    def begin(self, batch: RouteInput, keys: Sequence[int]) -> BegunRoute:
+    def begin(self, batch: RouteInput, keys: Sequence[int], note: int = 0) -> BegunRoute:
         """Sort a batch's ids by owner, and post the headers. Collective; never waits, and raises nothing.
 
         Args:
             batch: see `RouteInput`.
             keys: per route, the position of its key in the batch.
+            note: a number (int32) for the other ranks, if the channel carries notes; see `PostedHeaders.notes`.
         """
         weights = batch.weights if self.weighted else None
         if self._single_range and self._can_read_in_place(batch, keys):
@@ -196,13 +200,13 @@ class Router:
                 self.id_dtype, self._names,
             )  # fmt: skip
         except Exception as error:
-            return self.begin_refused(error, self.group.device)
+            return self.begin_refused(error, self.group.device, note)
         summary, _, _, slots, _ = sorted_ids
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
         marks = self._merged_bags.mark(slots, summary[1:].view(-1, 2), batch.bags)
-        headers = self._post_headers(flags, summary, marks.sizes_M)
+        headers = self._post_headers(flags, summary, marks.sizes_M, note)
         return BegunRoute(headers=headers, home=_HomeBatch(batch, weights, keys, flags, sorted_ids, marks))
 
     def finish(self, begun: BegunRoute) -> Routed:
@@ -285,7 +289,7 @@ class Router:
 
     # ------------------------------------------------------------------------------------------------ home
 
-    def _post_headers(self, flags: int, summary: Tensor, sizes_M: Tensor) -> PostedHeaders:
+    def _post_headers(self, flags: int, summary: Tensor, sizes_M: Tensor, note: int) -> PostedHeaders:
         """Send headers to every rank.
 
         Args:
@@ -296,12 +300,12 @@ class Router:
             self._lay_out_headers()
         fault = None
         if device.type == "cpu":  # the CPU op has raised its faults already
-            words_out = summary.clone()
+            words_out = torch.constant_pad_nd(summary, (0, 1), note)
             words_out[0] = flags
         else:
             fault = summary[:1].view(torch.int32)
             # A fault sets REFUSED, which is 1; flags that contain REFUSED already come without a fault.
-            words_out = torch.cat(((summary[:1] != 0) + flags, summary[1:]))
+            words_out = torch.cat(((summary[:1] != 0) + flags, torch.constant_pad_nd(summary[1:], (0, 1), note)))
         values = (torch.cat((words_out, sizes_M)) if sizes_M.numel() else words_out).to(torch.int32)
         out = values.index_select(0, self._index_on(device))
         into = torch.empty(sum(self._header_in), dtype=torch.int32, device=device)

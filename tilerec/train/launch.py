@@ -14,7 +14,6 @@ store can end the run.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import multiprocessing
 import os
@@ -22,12 +21,11 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, final
@@ -38,10 +36,13 @@ import torch.distributed as dist
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
+from tilerec.stop_signals import StopSignals, blocked_signals
 
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
-_GRACE_S = 10.0
+GRACE_S = 10.0
+# A signal that comes just before a wait does not end it; its handler runs after this time.
+_POLL_S = 0.5
 # Parts of torch's messages for a lost peer, raised by calls outside of this library.
 _PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
@@ -105,7 +106,7 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
 
     Raises:
         RankFailed: a rank failed or died.
-        KeyboardInterrupt: Ctrl-C; raised after all ranks have ended.
+        KeyboardInterrupt, SystemExit: Ctrl-C, or a signal's handler; raised after all ranks have ended.
     """
     if count < 1:
         raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
@@ -119,21 +120,19 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
             spec = _RankSpec(rank, count, store.port, device, _environment(rank, count))
             ours, theirs = context.Pipe()
             process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
-            process.start()
-            theirs.close()
+            # Listed before the start, which takes seconds and may be interrupted: the fork server imports torch.
             processes.append(process)
             pipes[ours] = rank
+            process.start()
+            theirs.close()
         failures = _collect_failures(pipes, processes)
     finally:
-        # Ranks that still run detect the closed pipe, and end.
-        for pipe in pipes:
-            pipe.close()
-        deadline = time.monotonic() + _GRACE_S
-        for process in processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        started = [process for process in processes if process.pid is not None]
+        try:
+            _end_ranks(pipes, started)
+        finally:
+            if len(started) < len(processes):
+                _end_fork_server()
     if failures:
         raise _rank_failed(failures, count)
 
@@ -158,6 +157,29 @@ class _Failure:
     severity: int
     text: str
     trace: str = ""
+
+
+def _end_fork_server() -> None:
+    """End the fork server after an interrupted start: it may import torch for seconds, and would fork the rank then."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # the next launch starts a new one
+
+
+def _end_ranks(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> None:
+    """End the ranks that still run; kill those that do not end in time, or at once if a second signal arrives."""
+    try:
+        for pipe in pipes:
+            pipe.close()  # ranks detect it
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _environment(rank: int, count: int) -> dict[str, str]:
@@ -202,7 +224,10 @@ def _context() -> Any:
     before = os.environ.get(SPIN_COUNT)
     wait_briefly(os.environ)
     try:
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # its first start would lift the mask
+        # The server inherits the mask: signals to the whole process group reach the launcher, which ends the ranks.
+        with blocked_signals():
+            forkserver.ensure_running()
     finally:
         if before is None:
             os.environ.pop(SPIN_COUNT, None)
@@ -218,20 +243,21 @@ def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
     os.environ.update(spec.environment)
     # Set explicitly: torch read the variable in the fork server, before this process set it.
     torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
-    exiting = threading.Event()
-    threading.Thread(target=_end_with_launcher, args=(pipe, exiting), daemon=True).start()
     failure: _Failure | None = None
-    try:
-        function, args = pickle.loads(work)
-        store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
-        with joined(spec.device, store) as group:
-            function(group, *args)
-    except BaseException as error:
-        failure = _failure(spec.rank, error)
-    exiting.set()
-    with contextlib.suppress(OSError):
-        pipe.send(failure)
-    end(0 if failure is None else 1)
+    # The main thread closes logs in half of the time that the launcher waits.
+    with StopSignals(pipe, GRACE_S / 2) as stop:
+        try:
+            function, args = pickle.loads(work)
+            store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
+            with joined(spec.device, store) as group:
+                stop.begin()
+                function(group, *args)
+        except BaseException as error:
+            failure = _failure(spec.rank, error)
+        stop.end()
+        with contextlib.suppress(OSError):
+            pipe.send(failure)
+        end(0 if failure is None else 1)
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:
@@ -243,17 +269,6 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         return _Failure(rank, 0, str(error))
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return _Failure(rank, 0, f"{type(error).__name__}: {error}", trace)
-
-
-def _end_with_launcher(pipe: Connection, exiting: threading.Event) -> None:
-    """End this rank when the launching process ends, which closes the pipe."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv()
-    if not exiting.is_set():
-        _thread.interrupt_main()
-    # The main thread closes logs in this time. A main thread blocked in C never handles the interrupt.
-    time.sleep(_GRACE_S / 2)
-    os._exit(1)
 
 
 def end(code: int) -> None:
@@ -277,8 +292,9 @@ def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProce
     failures: list[_Failure] = []
     deadline: float | None = None
     while waiting:
-        ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ready:
+        left = _POLL_S if deadline is None else deadline - time.monotonic()
+        ready = wait(list(waiting), max(0.0, min(_POLL_S, left)))
+        if not ready and left <= 0:
             # These ranks did not end in time; `launch` kills them.
             break
         for pipe in ready:
@@ -290,12 +306,12 @@ def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProce
                 failure = _Failure(rank, 1, _exit_text(processes[rank]))
             if failure is not None:
                 failures.append(failure)
-                deadline = deadline or time.monotonic() + _GRACE_S
+                deadline = deadline or time.monotonic() + GRACE_S
     return failures
 
 
 def _exit_text(process: BaseProcess) -> str:
-    process.join(_GRACE_S)
+    process.join(GRACE_S)
     code = process.exitcode
     if code is not None and code < 0:
         hint = ". Is there enough memory?" if -code == signal.SIGKILL else ""

@@ -128,7 +128,7 @@ def _write_run(config: RunConfig, dataset: Dataset) -> None:
 
 def _save(config: RunConfig, model: nn.Module, run: Run, world: World, logs: LogFiles | None) -> None:
     """Write the model to the log folder. Collective. A full disk must not prevent the return of the result."""
-    metadata = {name: str(value) for name, value in run.state_dict().items()}
+    metadata = {name: str(value) for name, value in run.state_dict().items() if isinstance(value, int | float)}
     path = Path(config.log_dir) / MODEL_FILE
 
     def write() -> None:

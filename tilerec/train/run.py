@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -126,11 +126,17 @@ class Run:
         for watcher in self._watchers:
             watcher.record(event)
 
-    def state_dict(self) -> dict[str, float]:
-        """Return the position of the run in its data, and its counters; alike on every rank.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the run in its data, its counters, the state of its task, and this rank's generators.
 
-        The order of the data is a function of the data's seed, the epoch and the position, so these numbers continue a
-        run on any number of ranks.
+        With the states of the model and of its optimizers, a run continues with the bits of a run without an
+        interruption. The order of the data is a function of the data's seed, the epoch and the position. So all entries
+        but `random` are alike on every rank, and continue a run on any number of ranks.
+
+        Entries:
+            epoch, position, steps, samples, seconds: numbers.
+            task: see `Task.state_dict`.
+            random: states of torch's default generators, by device: those of dropout, for example.
         """
         return {
             "epoch": self._epoch,
@@ -138,14 +144,36 @@ class Run:
             "steps": self.steps,
             "samples": self.samples,
             "seconds": self.seconds,
+            "task": self._task.state_dict(),
+            "random": self._random_states(),
         }
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue after the step at which `state_dict` was called; call it before `learn`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step at which `state_dict` was called; call it before `learn`.
+
+        Args:
+            state: of this rank. Leave `random` out if the number of ranks has changed.
+
+        Raises:
+            ConfigError: the state is of a run with another task.
+        """
+        self._task.load_state_dict(state["task"])
+        random = state.get("random", {})
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self._device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self._device)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.steps, self.samples = int(state["steps"]), int(state["samples"])
         self.seconds = self._logged_seconds = float(state["seconds"])
         self._logged_steps = self.steps
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """Return the states of torch's default generators on the CPU and on the run's GPU."""
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
 
     def _shares(self) -> Iterator[tuple[int, Share]]:
         """Yield the remaining shares with their epochs; the pipeline reads them ahead of their steps."""

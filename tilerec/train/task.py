@@ -10,6 +10,7 @@ The train loop and the commands use these methods only:
 
     loss        of a rank's share of a global batch, scaled as `loss.py` explains
     progress    measures of training since the last log entry
+    state_dict  counters and estimates that the next loss depends on
     evaluate    scores of a model on labelled samples
     predict     tables of predictions for the rows of files
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import RowDataset
 from tilerec.data.share import Share
+from tilerec.errors import ConfigError
 from tilerec.train.scores import HeldOutScores
 
 
@@ -41,6 +43,15 @@ class Evaluation(NamedTuple):
 
     tasks: Mapping[str, HeldOutScores]
     labels: Tensor | None = None
+
+
+def check_state(task: Task, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise a `ConfigError` unless a state has these entries and no others."""
+    if set(state) != set(names):
+        raise ConfigError(
+            f"{type(task).__name__}: got a state with the entries {sorted(state)}; expected {sorted(names)}. Load the "
+            "state of a run with the same task settings."
+        )
 
 
 class Task(ABC):
@@ -61,6 +72,21 @@ class Task(ABC):
     def progress(self) -> dict[str, float]:
         """Return measures of the training batches since the last call, by name. Collective."""
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that later losses depend on, besides the model's; alike on every rank. Most tasks have none.
+
+        Values are numbers, or tensors that stay as they are when training continues.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict`.
+
+        Raises:
+            ConfigError: the state is of another task, or of another size.
+        """
+        check_state(self, state, ())
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> Evaluation:
