@@ -38,7 +38,7 @@ def _ids(column: IdColumn, values: Any, table: TableRows | None = None, **others
 
 
 def _bags(found: BagIds) -> list[list[int]]:
-    lengths = [1] * len(found.values) if found.lengths is None else found.lengths.tolist()
+    lengths = [1] * len(found.values) if found.offsets is None else np.diff(found.offsets).tolist()
     return [part.tolist() for part in np.split(found.values, np.cumsum(lengths)[:-1])] if lengths else []
 
 
