@@ -109,7 +109,7 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
     missing_N = found.missing
     if (missing_N is not None or found.missing_lists is not None) and column.missing == "error":
         mask = found.missing_lists if missing_N is None else missing_N
-        inside = " inside of lists" if found.offsets is not None and missing_N is not None else ""
+        inside = found.offsets is not None and missing_N is not None
         assert mask is not None
         raise _missing(
             where,
@@ -117,7 +117,7 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
             column.column,
             mask,
             "Set missing='empty' (no id) or missing='row' (a row of their own) on the column.",
-            inside,
+            found.offsets if inside else None,
         )
     rows_N = _rows(columns, column, found, where)
     weights_N = _weights(column, found, read, where) if column.weights else None
@@ -167,12 +167,15 @@ def _check_finite(values_n: npt.NDArray[Any], where: str, role: str, column: str
 
 
 def _missing(
-    where: str, role: str, column: str, missing_n: npt.NDArray[np.bool_], move: str, inside: str = ""
+    where: str, role: str, column: str, missing_N: npt.NDArray[np.bool_], move: str, offsets_n1: Offsets | None = None
 ) -> InputError:
-    place = int(missing_n.argmax())
+    """Return the error for missing rows, or, with the offsets of lists, for missing values inside of them."""
+    place, inside = int(missing_N.argmax()), ""
+    if offsets_n1 is not None:
+        place, inside = int(np.searchsorted(offsets_n1[1:], place, side="right")), " inside of lists"
     return InputError(
-        f"{where}: {role} {column!r}: got {int(missing_n.sum()):,} missing values{inside}, the first at position "
-        f"{place}; expected none. {move}"
+        f"{where}: {role} {column!r}: got {int(missing_N.sum()):,} missing values{inside}, the first in row {place}; "
+        f"expected none. {move}"
     )
 
 
@@ -242,7 +245,7 @@ def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> F
             f"{column.column!r} in row {row}; expected one weight per id. Correct the row."
         )
     if given.missing is not None:
-        raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", " inside of lists")
+        raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", given.offsets)
     _check_finite(given.values, where, "weight column", column.weights)
     weights_N: Floats = given.values.astype(np.float32)
     return weights_N
