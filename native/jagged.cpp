@@ -279,8 +279,11 @@ void take_segments(const Sources& sources, const int64_t* __restrict__ order, in
       soon(p) = find<Offset>(sources, order[p + 2 * kPrefetchAhead]);
       __builtin_prefetch(soon(p).offsets);
       const Segment<Offset>& next = soon(p + kPrefetchAhead);
-      if (next.offsets && *next.offsets >= 0 && *next.offsets < sources.items[next.source])
-        __builtin_prefetch(static_cast<const char*>(sources.values[next.source]) + *next.offsets * item_bytes);
+      if (next.offsets && *next.offsets >= 0 && *next.offsets < sources.items[next.source]) {
+        const char* items = static_cast<const char*>(sources.values[next.source]) + *next.offsets * item_bytes;
+        __builtin_prefetch(items);
+        __builtin_prefetch(items + kBlockBytes - 1);
+      }
     }
     if (!segment.offsets) return fill(report, TR_BAD_ID, p, order[p]);
     const int64_t first = segment.offsets[0], last = segment.offsets[1], items = sources.items[segment.source];
