@@ -50,15 +50,23 @@ def test_blocks_come_back_when_no_tensor_refers_to_them() -> None:
     assert place in {array.ctypes.data for array in again}
 
 
-def test_free_blocks_are_bounded() -> None:
-    blocks = pooled_memory.Blocks(kept_bytes=3 << 20)
+def test_blocks_that_stay_free_are_returned() -> None:
+    blocks = pooled_memory.Blocks()
     before = pa.total_allocated_bytes()
     held = [blocks.empty(1 << 20, np.int8) for _ in range(10)]
     assert pa.total_allocated_bytes() == before + (10 << 20)
     del held
     gc.collect()
-    blocks.empty(1 << 20, np.int8)
-    assert pa.total_allocated_bytes() == before + (3 << 20)
+    blocks.begin_round()
+    used = blocks.empty(1 << 20, np.int8)
+    assert pa.total_allocated_bytes() == before + (10 << 20)
+    blocks.begin_round()
+    assert pa.total_allocated_bytes() == before + (1 << 20)
+    del used
+    gc.collect()
+    blocks.begin_round()
+    blocks.begin_round()
+    assert pa.total_allocated_bytes() == before
 
 
 def test_take_and_joined_copy() -> None:

@@ -47,13 +47,18 @@ def take(
 class Blocks:
     """Large arrays whose memory is used again, once neither NumPy nor torch refers to it. One thread allocates.
 
-    Args:
-        kept_bytes: bytes of free memory that are kept.
+    Free memory that two calls of `begin_round` find unused is returned.
     """
 
-    def __init__(self, kept_bytes: int = 1 << 27) -> None:
-        self._free: list[pa.Buffer] = []
-        self._kept_bytes = kept_bytes
+    def __init__(self) -> None:
+        self._free: list[tuple[int, pa.Buffer]] = []  # with the number of the round in which each became free
+        self._round = 0
+
+    def begin_round(self) -> None:
+        """Return memory that has been free for a round to the system."""
+        self._round += 1
+        # A block that another thread appends meanwhile is returned too, which does no harm.
+        self._free[:] = [(since, block) for since, block in self._free if since >= self._round - 1]
 
     def empty(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return an array of `count` items with arbitrary values."""
@@ -64,14 +69,15 @@ class Blocks:
         block = self._block(-(-count * kind.itemsize // _STEP_BYTES) * _STEP_BYTES)
         # The lease is the base of every slice: a buffer is beneath it, not an array.
         lease = np.frombuffer(block, np.uint8)
-        # Other threads append only, so places in the list stay valid here.
-        weakref.finalize(lease, self._free.append, block).atexit = False
+        weakref.finalize(lease, self._give_back, block).atexit = False
         return lease[: count * kind.itemsize].view(kind)
 
     def _block(self, size: int) -> pa.Buffer:
-        while sum(free.size for free in self._free) > self._kept_bytes:
-            self._free.pop(0)
-        for place, free in enumerate(self._free):
+        # Other threads append only, so places in the list stay valid here.
+        for place, (_, free) in enumerate(self._free):
             if free.size == size:
-                return self._free.pop(place)
+                return self._free.pop(place)[1]
         return pa.allocate_buffer(size)
+
+    def _give_back(self, block: pa.Buffer) -> None:
+        self._free.append((self._round, block))

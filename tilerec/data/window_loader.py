@@ -8,6 +8,7 @@ Legend: n rows of the window that take part, b rows of one batch part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -151,7 +152,7 @@ class WindowLoader:
         self._slab_bytes = slab_bytes
         self._blocks = Blocks()
         self._weighted = any(column.weights for column in columns.ids)
-        self._rows_so_far, self._ids_so_far = 1, sum(column.multi_hot for column in columns.ids)
+        self._rows_so_far = self._ids_so_far = 0
         self._fields = [one for one in _fields(columns) if labels or not isinstance(one, _LabelField)]
 
     def load(
@@ -188,7 +189,9 @@ class WindowLoader:
                 rows_n = order_n if all(mask is None for mask in masks) else rows_n[order_n]
                 session_of_n = None if session_of_n is None else session_of_n[order_n]
             chosen = [rows_n[start:end] for start, end in ranges]
-            parts = [self._empty_part(len(rows_b)) for rows_b in chosen]
+            self._blocks.begin_round()
+            ids_per_row = self._ids_per_row(kept, sum(counts))
+            parts = [self._empty_part(len(rows_b), ids_per_row) for rows_b in chosen]
             if session_of_n is not None:
                 for part, (start, end) in zip(parts, ranges, strict=True):
                     part.sessions = session_of_n[start:end]
@@ -198,6 +201,18 @@ class WindowLoader:
         self._ids_so_far += sum(part.ids.count for part in parts)
         return parts
 
+    def _ids_per_row(self, readers: list[GroupReader], rows: int) -> float:
+        """Return an estimate: that of the parts so far, and in the first window that of the file."""
+        if self._rows_so_far:
+            # Parts differ little, because rows are in random order: a little more than the average is enough.
+            return 1.03 * self._ids_so_far / self._rows_so_far
+        return sum(
+            float(column.multi_hot)
+            if column.kind == "single" or not readers
+            else sum(reader.column_bytes(column.column) for reader in readers) / (8 * max(rows, 1))
+            for column in self._columns.ids
+        )
+
     def no_rows(self) -> BatchPart:
         """Return a part of a batch without rows."""
         part = self._empty_part(0)
@@ -206,13 +221,12 @@ class WindowLoader:
         part.ids.ends = [0] * len(self._columns.ids)
         return part
 
-    def _empty_part(self, rows: int) -> BatchPart:
+    def _empty_part(self, rows: int, ids_per_row: float = 0.0) -> BatchPart:
         columns = self._columns
         dense, tasks = len(columns.dense), len(columns.labels)
         labels = empty(rows * tasks, np.float32).reshape(rows, tasks)
         labels.fill(np.nan)
-        # Parts differ little, because rows are in random order: 1/32 more than the average is nearly always enough.
-        room = rows * self._ids_so_far * 33 // (32 * self._rows_so_far)
+        room = math.ceil(rows * ids_per_row)
         ids = PartIds(len(columns.ids), rows, room, weighted=self._weighted, blocks=self._blocks)
         return BatchPart(self._blocks.empty(rows * dense, np.float32).reshape(rows, dense), labels, ids)
 
