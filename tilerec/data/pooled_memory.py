@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-_LEAST_BYTES = 1 << 18
-_STEP_BYTES = 1 << 18
+_LEAST_BYTES = 1 << 17
+_STEP_BYTES = 1 << 16
 
 
 def empty(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
