@@ -242,7 +242,7 @@ def test_several_tasks_and_sample_weights_reach_the_batch() -> None:
         (
             {"dense": (DenseColumn("unused"),)},
             InputError,
-            r"dense column 'unused': got text; expected number",
+            r"dense column 'unused': got string; expected number",
         ),
         (
             {"dense": (DenseColumn("items"),)},
@@ -262,7 +262,7 @@ def test_several_tasks_and_sample_weights_reach_the_batch() -> None:
         (
             {"ids": (IdColumn("unused"),), "tables": (TableRows("unused", 9, "rows"),)},
             InputError,
-            r"'unused': got text; expected integer or boolean. Set ids='hash'",
+            r"'unused': got string; expected integer or boolean. Set ids='hash'",
         ),
         (
             {"ids": (IdColumn("x"),), "tables": (TableRows("x", 9),)},

@@ -29,7 +29,7 @@ def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, se
         kind = source.schema.field(name).type
         if kind_of(kind) not in kinds:
             raise InputError(
-                f"{source.name}: {role} {name!r}: got {'text' if kind_of(kind) == 'text' else kind}; expected "
+                f"{source.name}: {role} {name!r}: got {'text' if str(kind) == 'binary' else kind}; expected "
                 f"{' or '.join(kinds)}. {_next_move(kind_of(kind), kinds)}"
             )
     if session:
