@@ -98,9 +98,8 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
     """Print thousands of rows per CPU second, and ratios."""
     print(f"{'file':8s} {'reader':34s} {'k rows/CPU-s':>12s} {'beside the scan':>16s}")
     for kind in KINDS:
-        rows = options.rows // 4 if kind == "list" else options.rows
         path = folder / f"{kind}.parquet"
-        write(kind, path, rows)
+        write(kind, path, options.rows)
         small = 1 << 14
         readers: dict[str, Callable[[], int]] = {"iter_batches": lambda path=path: scan(path, options.batch)}
         for name, ids, window in (
@@ -182,7 +181,7 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         if options.only_memory:
             for kind in ("flat", "list"):
-                write(kind, folder / f"{kind}.parquet", options.rows // (4 if kind == "list" else 1))
+                write(kind, folder / f"{kind}.parquet", options.rows)
         else:
             compare(folder, options)
         compare_memory(folder, options.batch)

@@ -236,6 +236,71 @@ void select_segments_backward(const Number* grad, int64_t width, const int64_t* 
   report_offsets(fault, out_offsets, selected, report);
 }
 
+// Most bags are shorter than a block: one copy of fixed size costs less than a branch on the length. The bytes behind the bag
+// are written again by the next one.
+constexpr int64_t kBlockBytes = 64;
+constexpr int64_t kPrefetchAhead = 16;
+
+// Segments of consecutive sources; `ends` are the numbers of segments up to the end of each.
+struct Sources {
+  const void* const* __restrict__ values;
+  const void* const* __restrict__ offsets;
+  const int64_t* __restrict__ items;
+  const int64_t* __restrict__ ends;
+  int64_t count, item_bytes;
+};
+
+template <class Offset>
+struct Segment {
+  const Offset* offsets;  // of its first item, and of the next segment's; null: there is no such segment
+  int64_t source;
+};
+
+template <class Offset>
+Segment<Offset> find(const Sources& sources, int64_t segment) {
+  if (segment < 0 || segment >= sources.ends[sources.count - 1]) return {nullptr, 0};
+  int64_t source = 0;
+  for (int64_t s = 0; s + 1 < sources.count; ++s) source += segment >= sources.ends[s];
+  return {static_cast<const Offset*>(sources.offsets[source]) + segment - (source ? sources.ends[source - 1] : 0), source};
+}
+
+template <class Offset>
+void take_segments(const Sources& sources, const int64_t* __restrict__ order, int64_t selected, char* __restrict__ out, int64_t room,
+                   int32_t* __restrict__ lengths, tr_report* report) {
+  const int64_t item_bytes = sources.item_bytes, end = room * item_bytes;
+  // Segments in random order miss the cache twice: their offsets are prefetched first, then the items that they lead to.
+  Segment<Offset> found[2 * kPrefetchAhead];
+  const auto soon = [&](int64_t p) -> Segment<Offset>& { return found[static_cast<size_t>(p) % (2 * kPrefetchAhead)]; };
+  for (int64_t p = 0; p < std::min(selected, 2 * kPrefetchAhead); ++p) soon(p) = find<Offset>(sources, order[p]);
+  int64_t at = 0;
+  for (int64_t p = 0; p < selected; ++p) {
+    const Segment<Offset> segment = soon(p);
+    if (p + 2 * kPrefetchAhead < selected) {
+      soon(p) = find<Offset>(sources, order[p + 2 * kPrefetchAhead]);
+      __builtin_prefetch(soon(p).offsets);
+      const Segment<Offset>& next = soon(p + kPrefetchAhead);
+      if (next.offsets && *next.offsets >= 0 && *next.offsets < sources.items[next.source]) {
+        const char* items = static_cast<const char*>(sources.values[next.source]) + *next.offsets * item_bytes;
+        __builtin_prefetch(items);
+        __builtin_prefetch(items + kBlockBytes - 1);
+      }
+    }
+    if (!segment.offsets) return fill(report, TR_BAD_ID, p, order[p]);
+    const int64_t first = segment.offsets[0], last = segment.offsets[1], items = sources.items[segment.source];
+    if (first < 0 || last < first || last > items || last - first > INT32_MAX) return fill(report, TR_BAD_OFFSETS, order[p], last);
+    lengths[p] = static_cast<int32_t>(last - first);
+    const int64_t bytes = (last - first) * item_bytes;
+    const char* from = static_cast<const char*>(sources.values[segment.source]) + first * item_bytes;
+    if (last * item_bytes + kBlockBytes <= items * item_bytes && at + bytes + kBlockBytes <= end) {
+      for (int64_t done = 0; done < bytes; done += kBlockBytes) std::memcpy(out + at + done, from + done, kBlockBytes);
+    } else if (at < end) {
+      std::memcpy(out + at, from, static_cast<size_t>(std::min(bytes, end - at)));
+    }
+    at += bytes;
+  }
+  fill(report, TR_OK);
+}
+
 }  // namespace
 
 // lengths [2, 0, 1] -> offsets [0, 2, 2, 3]
@@ -295,6 +360,18 @@ TR_API void tr_select_segments(const void* values, int64_t item_bytes, int64_t i
   });
   if (bad_order.raised()) return fill(report, TR_BAD_ID, bad_order.position(), order[bad_order.position()]);
   report_offsets(fault, out_offsets, selected, report);
+}
+
+// values [a, b, c], offsets [0, 2, 2, 3], order [2, 0], room for 4 items -> out [c, a, b, ?], lengths [1, 2]. One thread.
+// `ends` are the numbers of segments in the first, in the first two, ... sources.
+TR_API void tr_take_segments(const void* const* values, const void* const* offsets, const int64_t* items, const int64_t* ends,
+                             int64_t sources, int64_t item_bytes, int32_t offset_type, const int64_t* order, int64_t selected,
+                             void* out, int64_t room, int32_t* lengths, tr_report* report) {
+  const Sources all{values, offsets, items, ends, sources, item_bytes};
+  if (offset_type == TR_I32)
+    take_segments<int32_t>(all, order, selected, static_cast<char*>(out), room, lengths, report);
+  else
+    take_segments<int64_t>(all, order, selected, static_cast<char*>(out), room, lengths, report);
 }
 
 // The transpose: sums over copies, in output order. `type`: 0 fp32, 1 fp64.

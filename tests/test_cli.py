@@ -154,8 +154,8 @@ def test_bad_rows_stop_the_run_or_are_counted(ratings: Path) -> None:
         (["nothing_here:run"], "No module named 'nothing_here'"),
         (["json:nothing"], "module 'json' has no function 'nothing'"),
         (["movielens"], "Pass their path with --data PATH"),
-        (["movielens", "--data", "/nowhere"], "/nowhere: cannot be opened (No such file or directory)"),
-        (["criteo", "--data", "/nowhere"], "/nowhere: cannot be opened"),
+        (["movielens", "--data", "/nowhere"], "/nowhere: got 'No such file or directory' on opening it"),
+        (["criteo", "--data", "/nowhere"], "/nowhere: got 'No such file or directory'"),
         (["synthetic", "--data", "x"], "generates its own data"),
         (["synthetic", "--set", "train.batchsize=3"], "Did you mean 'train.batch_size'?"),
         (["synthetic", "--device", "tpu9"], "train.device: got 'tpu9'"),
@@ -306,8 +306,8 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_words(
 def test_what_is_wrong_for_all_ranks_is_said_once(tmp_path: Path) -> None:
     code, text = _invoke("train", "movielens", "--data", "/nowhere", "--nproc", "2", "--log-dir", "")
     assert code == 1
-    assert text == "error: /nowhere: cannot be opened (No such file or directory)\n" or (
-        text.startswith("error: /nowhere: cannot be opened") and text.count("error:") == 1
+    assert text == "error: /nowhere: got 'No such file or directory' on opening it\n" or (
+        text.startswith("error: /nowhere: got 'No such file or directory'") and text.count("error:") == 1
     )
 
 

@@ -45,7 +45,7 @@ def test_lines_left_out_are_told(ratings: Path) -> None:
         file.write("1,2\n")
     code, text = _stats(ratings, "--out", ratings / "s.json")
     assert code == 1
-    assert "ratings.csv:2002: column 'rating' is missing" in text.replace("\n", "")
+    assert "where column 'rating' is missing" in text.replace("\n", "")
     code, text = _stats(ratings, "--out", ratings / "s.json", "--on-bad-row", "skip", "--features", "movieId")
     assert code == 0, text
     assert "1 malformed lines skipped" in text
@@ -56,13 +56,13 @@ def test_lines_left_out_are_told(ratings: Path) -> None:
     ("arguments", "message"),
     [
         ((), "DATA: got nothing; expected a file or folder"),
-        (("nowhere.csv",), "cannot be opened"),
+        (("nowhere.csv",), "on opening it"),
         (("x", "--out", "no/such/folder/s.json"), "expected a file in an existing folder"),
         (
             ("x", "--recipe", "movielens", "--features", "a"),
             "--recipe: got --features, --separator or --format, too",
         ),
-        (("x", "--format", "xml"), "format is 'xml'"),
+        (("x", "--format", "xml"), "format: got 'xml'"),
     ],
 )
 def test_mistakes_are_told_in_a_line(arguments: tuple[str, ...], message: str) -> None:

@@ -44,7 +44,7 @@ def test_columns_that_share_a_table_name_it_in_their_features() -> None:
         (lambda: IdColumn("c", kind="sequence"), "max_length=0 for kind='sequence'; expected at least 1"),
         (lambda: IdColumn("c", max_length=4), "kind='single'; expected a list"),
         (lambda: IdColumn("c", boundaries=(2.0, 1.0)), "expected ascending finite numbers"),
-        (lambda: IdColumn("c", kind="lists"), r"kind: got 'lists'; did you mean 'list'\?"),  # type: ignore[arg-type]
+        (lambda: IdColumn("c", kind="lists"), r"kind: got 'lists'; expected a known name; did you mean 'list'\?"),  # type: ignore[arg-type]
         (lambda: DenseColumn("x", std=0.0), "a std above 0"),
         (lambda: DenseColumn("x", mean=1.0), "expected transform='normalize'"),
         (lambda: TableRows("t", 0), "expected at least 1"),

@@ -54,7 +54,7 @@ def test_bad_lines_stop_the_conversion_or_are_counted(tmp_path: Path) -> None:
     path, out = tmp_path / "a.csv", tmp_path / "out.parquet"
     path.write_text(_text(5) + "1,2\n" + "6,1.5,u1,\n")
     out.write_text("earlier")
-    with pytest.raises(InputError, match=r"a.csv:7: column 'user' is missing"):
+    with pytest.raises(InputError, match=r"a.csv:7: got .* where column 'user' is missing"):
         convert(path, out)
     assert out.read_text() == "earlier"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.csv", "out.parquet"]

@@ -38,7 +38,7 @@ def _ids(column: IdColumn, values: Any, table: TableRows | None = None, **others
 
 
 def _bags(found: BagIds) -> list[list[int]]:
-    lengths = [1] * len(found.values) if found.lengths is None else found.lengths.tolist()
+    lengths = [1] * len(found.values) if found.offsets is None else np.diff(found.offsets).tolist()
     return [part.tolist() for part in np.split(found.values, np.cumsum(lengths)[:-1])] if lengths else []
 
 
@@ -50,7 +50,7 @@ def test_labels_are_numbers_or_thresholds() -> None:
 
 @pytest.mark.parametrize("bad", [None, math.nan])
 def test_missing_labels_are_named(bad: float | None) -> None:
-    message = r"day.parquet, row group 3: label column 'y': got 1 missing values, the first at position 1"
+    message = r"day.parquet, row group 3: label column 'y': got 1 missing values, the first in row 1"
     with pytest.raises(InputError, match=message):
         read_label(LabelColumn("y"), _read(y=pa.array([1.0, bad, 0.0])), WHERE)
 
@@ -165,7 +165,7 @@ def test_missing_ids_have_no_bag_or_a_row_of_their_own(
 def test_missing_ids_are_an_error_by_default() -> None:
     for values, text in (
         ([[1], None], "got 1 missing values,"),
-        ([[1, None], []], "1 missing values inside of lists"),
+        ([[1], [], [2, None]], "1 missing values inside of lists, the first in row 2;"),
     ):
         with pytest.raises(InputError, match=rf"id column 'c': .*{text}.*Set missing='empty'"):
             _ids(IdColumn("c", kind="list"), pa.array(values), TableRows("c", 10))

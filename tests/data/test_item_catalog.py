@@ -106,7 +106,7 @@ def test_without_a_label_column_every_sample_counts() -> None:
 @pytest.mark.parametrize(
     ("item", "others", "message"),
     [
-        ("itm", [], r"item feature 'itm', which the data lack; did you mean 'item'"),
+        ("itm", [], r"item feature 'itm', which the data lack; expected a known name; did you mean 'item'"),
         ("genres", [], r"task.item: got 'genres' with kind='list'"),
         ("item", ["user"], "item feature 'user'"),
     ],

@@ -42,7 +42,7 @@ def test_places_without_data_are_named(tmp_path: Path) -> None:
         (tmp_path, r"got a folder with notes.txt; expected files that end with .parquet"),
         (tmp_path / "x.parquet", "a path that does not exist"),
         (tmp_path / "*.pq", "a pattern without matches"),
-        ("nosuch://bucket/x.parquet", "its file system is not available"),
+        ("nosuch://bucket/x.parquet", "got a file system that is not available"),
     ):
         with pytest.raises(InputError, match=message):
             ParquetGroups(path)
@@ -54,7 +54,9 @@ def test_an_empty_file_and_other_formats_are_named(tmp_path: Path) -> None:
     bad = tmp_path / "bad.parquet"
     for content in (b"", b"a,b\n1,2\n", b"PAR1" * 10):
         bad.write_bytes(content)
-        with pytest.raises(InputError, match=r"bad.parquet: cannot be read as Parquet .* write it again"):
+        with pytest.raises(
+            InputError, match=r"bad.parquet: got a file that cannot be read as Parquet .* write it again"
+        ):
             ParquetGroups(bad)
 
 
@@ -71,7 +73,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: float) -> None:
     path = _write(tmp_path / "day.parquet")
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(InputError, match=r"day\.parquet: cannot be read as Parquet"):
+    with pytest.raises(InputError, match=r"day\.parquet: got a file that cannot be read as Parquet"):
         ParquetGroups(path)
 
 
@@ -82,7 +84,7 @@ def test_damage_within_a_row_group_arrives_in_the_consumer(tmp_path: Path) -> No
     content[place : place + 40] = b"\xff" * 40
     path.write_bytes(content)
     data = TableDataset(ParquetGroups(path), COLUMNS)
-    with pytest.raises(InputError, match=r"day.parquet, row group 1: columns .*'c'.* cannot be decoded"):
+    with pytest.raises(InputError, match=r"day.parquet, row group 1: columns .*'c'.*got data that cannot be decoded"):
         list(data.train(10))
 
 
@@ -99,7 +101,7 @@ def test_files_with_other_schemas_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "2.parquet", c=pa.int32())  # another width of the same class is read alike
     assert TableDataset(ParquetGroups(tmp_path), COLUMNS).train_rows == 100
     _write(tmp_path / "3.parquet", c=pa.string())
-    with pytest.raises(InputError, match=r"3.parquet: column 'c' is string, and in .*1.parquet it is int64"):
+    with pytest.raises(InputError, match=r"3.parquet: column 'c': got string; expected int64, as in .*1.parquet"):
         TableDataset(ParquetGroups(tmp_path), COLUMNS)
     parquet.write_table(pa.table({"y": [1.0], "C": [1]}), tmp_path / "3.parquet")
     with pytest.raises(ConfigError, match=r"3.parquet: got no column 'c'"):
@@ -110,7 +112,9 @@ def test_bad_values_are_named_with_file_and_row_group(tmp_path: Path) -> None:
     table = pa.table({"y": pa.array([1.0] * 25 + [None] + [0.0] * 4), "c": list(range(30))})
     parquet.write_table(table, tmp_path / "day.parquet", row_group_size=10)
     data = TableDataset(ParquetGroups(tmp_path), COLUMNS)
-    with pytest.raises(InputError, match=r"day.parquet, row group 2: label column 'y': got 1 missing .* position 5"):
+    with pytest.raises(
+        InputError, match=r"day.parquet, row group 2: label column 'y': got 1 missing .* the first in row 5"
+    ):
         list(data.train(10))
 
 

@@ -115,5 +115,5 @@ def test_a_truncated_object_is_named(bucket: tuple[str, Faults]) -> None:
     url, _ = bucket
     files = fsspec.filesystem("s3")
     files.pipe("clicks/day/2.parquet", files.cat("clicks/day/1.parquet")[:300])
-    with pytest.raises(InputError, match=r"s3://clicks/day/2.parquet: cannot be read as Parquet"):
+    with pytest.raises(InputError, match=r"s3://clicks/day/2.parquet: got a file that cannot be read as Parquet"):
         ParquetGroups(url)

@@ -53,7 +53,7 @@ def test_rows_lie_in_the_table_and_leave_the_first_ones_free(first_row: int) -> 
 
 
 def test_a_table_without_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use a larger table"):
+    with pytest.raises(ConfigError, match="Use a larger table"):
         hash_rows(np.arange(3), 1, first_row=1)
 
 

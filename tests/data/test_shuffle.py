@@ -48,5 +48,5 @@ def test_a_window_over_everything_shuffles_everything_and_the_seed_decides_how()
 
 
 def test_a_batch_size_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size is 0"):
+    with pytest.raises(ConfigError, match="batch_size: got 0"):
         list(batched(_chunks([3]), 0))

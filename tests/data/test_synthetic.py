@@ -147,11 +147,11 @@ def test_no_dense_features_and_one_table_will_do() -> None:
         (lambda: SyntheticClicks([]), "expected at least one, each name once"),
         (lambda: SyntheticClicks([FEATURES[0], FEATURES[0]]), "each name once"),
         (lambda: SyntheticClicks(FEATURES, train_rows=0), "train_rows=0"),
-        (lambda: SyntheticClicks(FEATURES, seed=-1), "seed is -1"),
+        (lambda: SyntheticClicks(FEATURES, seed=-1), "got seed=-1"),
         (lambda: SyntheticClicks(FEATURES).batch(-1, 3), r"rows \[-1, -1 \+ 3\)"),
-        (lambda: list(SyntheticClicks(FEATURES).train(0)), "batch_size is 0"),
-        (lambda: PowerLawFeature("a", 0), "num_rows is 0"),
-        (lambda: PowerLawFeature("a", 5, 1.0, 3, 2), "lengths from 3 to 2"),
+        (lambda: list(SyntheticClicks(FEATURES).train(0)), "batch_size: got 0"),
+        (lambda: PowerLawFeature("a", 0), "num_rows: got 0"),
+        (lambda: PowerLawFeature("a", 5, 1.0, 3, 2), "got min_length=3 and max_length=2"),
     ],
 )
 def test_wrong_settings_are_refused(make: object, message: str) -> None:

@@ -237,7 +237,7 @@ def test_several_tasks_and_sample_weights_reach_the_batch() -> None:
         (
             {"labels": (LabelColumn("yy"),)},
             ConfigError,
-            r"label column 'yy', which is not there; did you mean 'y'\?",
+            r"label column 'yy', which is not there; expected a known name; did you mean 'y'\?",
         ),
         (
             {"dense": (DenseColumn("unused"),)},

@@ -108,6 +108,11 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "select_segments_backward": lambda: (
             rand(4, 2, grad=True), whole(0, 2, 2, 3), whole(2, 0, 2), whole(0, 1, 3, 4), 3
         ),
+        "take_segments_": lambda: (
+            [rand(2, 2), rand(1, 2)], [whole(0, 2, 2), whole(0, 1)], [whole(2, 0), whole(0)],
+            [torch.zeros(4, 2, device=device), rand(1, 2)],
+            [whole(0, 0, dtype=torch.int32), whole(0, dtype=torch.int32)],
+        ),
         "bucketize_by_cuts": lambda: (whole(7, 1, 4), whole(2, 0, 1), whole(0, 4, 10)),
         "jagged_to_padded": lambda: (*segments(), 1, 0.5),
         "padded_to_jagged": lambda: (rand(3, 1, 2, grad=True), whole(0, 1, 1, 2), 2),

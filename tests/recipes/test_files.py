@@ -127,8 +127,8 @@ def test_shared_bags_of_sessions_train_to_the_same_numbers(files: Path, monkeypa
 
     found = _state(grouped)
 
-    def join_unshared(parts: Any, features: Any, arena: Any, savings: Any = None) -> Batch:
-        return join_parts(parts, features, arena)
+    def join_unshared(parts: Any, features: Any, savings: Any = None) -> Batch:
+        return join_parts(parts, features)
 
     monkeypatch.setattr(assembly, "join_parts", join_unshared)
     expected = _state(grouped)

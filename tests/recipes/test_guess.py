@@ -87,7 +87,7 @@ def test_a_label_is_given_or_named_or_the_only_one(
 @pytest.mark.parametrize(
     ("changes", "label", "message"),
     [
-        ({}, "click", r"--label: got 'click', which is not there; did you mean 'clicked'"),
+        ({}, "click", r"--label: got 'click', which is not there; expected a known name; did you mean 'clicked'"),
         ({}, "city", r"'city' of type string; expected a column of numbers"),
         ({"clicked": None, "flag": None}, None, r"no column is clearly a label.*Pass --label"),
         ({"clicked": [0] * ROWS}, None, r"'clicked', which is 0 in all rows"),

@@ -1,7 +1,7 @@
 """Arrow columns as NumPy arrays: values, lengths of lists, and which values are missing.
 
 Chunked arrays, slices, dictionaries, views, fixed-size and large lists all give the same plain arrays. Chunks are
-converted one by one and joined with 64-bit lengths, so the 32-bit offsets of Arrow's lists and texts cannot overflow.
+converted one by one and joined with 64-bit offsets, so the 32-bit offsets of Arrow's lists and texts cannot overflow.
 Of texts only the 64-bit hashes are kept (`hash_values`), since texts are ids. A dictionary's texts are hashed once.
 
 Legend: n rows, N values (n of a column without lists).
@@ -9,6 +9,7 @@ Legend: n rows, N values (n of a column without lists).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from tilerec.data.rows import hash_values
 
 Kind = str
 """Class of a column's values: "integer", "number", "boolean", "text", "list of integer", ... or Arrow's own name."""
+Offsets = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,15 @@ class Values:
 
     Attributes:
         values: numbers [N], which may be read-only; of texts, their hashes as uint64.
-        lengths: number of values of each row, int64 [n]; None if each row has exactly one.
+        offsets: start of each row's values, and the end of the last, int32 or int64 [n + 1], from 0 to N; they may be
+            read-only. None if each row has exactly one value.
         missing: bool [N], True for nulls, whose value is arbitrary; None if there are none.
-        missing_lists: bool [n], True for rows whose list is null (its length is 0); None if there are none.
+        missing_lists: bool [n], True for rows whose list is null (it has no values); None if there are none.
         hashed: values are hashes of texts.
     """
 
     values: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int64] | None = None
+    offsets: Offsets | None = None
     missing: npt.NDArray[np.bool_] | None = None
     missing_lists: npt.NDArray[np.bool_] | None = None
     hashed: bool = False
@@ -84,14 +87,24 @@ def join_values(parts: list[Values]) -> Values:
     if len(parts) == 1:
         return parts[0]
     counts = [len(part.values) for part in parts]
-    lists = [part.lengths for part in parts if part.lengths is not None]
+    lists = [part.offsets for part in parts if part.offsets is not None]
     return Values(
         np.concatenate([part.values for part in parts]),
-        np.concatenate(lists) if lists else None,
+        join_offsets(lists) if lists else None,
         _joined_masks([part.missing for part in parts], counts),
-        _joined_masks([part.missing_lists for part in parts], [len(lengths) for lengths in lists]) if lists else None,
+        _joined_masks([part.missing_lists for part in parts], [len(one) - 1 for one in lists]) if lists else None,
         parts[0].hashed,
     )
+
+
+def join_offsets(parts: Sequence[Offsets]) -> npt.NDArray[np.int64]:
+    """Return the offsets of consecutive rows, whose values are concatenated. [0, 2], [0, 1, 1] -> [0, 2, 3, 3]."""
+    joined = np.concatenate([np.zeros(1, np.int64), *(part[1:] for part in parts)], dtype=np.int64)
+    at, before = 1, 0
+    for part in parts:
+        joined[at : at + len(part) - 1] += before
+        at, before = at + len(part) - 1, before + int(part[-1])
+    return joined
 
 
 def _joined_masks(masks: list[npt.NDArray[np.bool_] | None], counts: list[int]) -> npt.NDArray[np.bool_] | None:
@@ -105,6 +118,13 @@ def _joined_masks(masks: list[npt.NDArray[np.bool_] | None], counts: list[int]) 
 def _of_chunk(chunk: pa.Array) -> Values:
     if not is_list(chunk.type):
         return _of_dictionary(chunk) if pa.types.is_dictionary(chunk.type) else _of_flat(chunk)
+    types = pa.types
+    if len(chunk) and not chunk.null_count and (types.is_list(chunk.type) or types.is_large_list(chunk.type)):
+        # `values` ignores slices, the offsets do not.
+        offsets_n1: Offsets = chunk.offsets.to_numpy()
+        first, last = int(offsets_n1[0]), int(offsets_n1[-1])
+        inner = _of_chunk(chunk.values.slice(first, last - first))
+        return Values(inner.values, offsets_n1 - first if first else offsets_n1, inner.missing, None, inner.hashed)
     # `flatten` honours slices and leaves out the contents of null lists; `values` does neither.
     inner = _of_chunk(chunk.flatten())
     lengths = arrow.list_value_length(chunk)
@@ -112,8 +132,9 @@ def _of_chunk(chunk: pa.Array) -> Values:
     if lengths.null_count:
         absent = np.asarray(lengths.is_null())
         lengths = lengths.fill_null(0)
-    lengths_n = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-    return Values(inner.values, lengths_n, inner.missing, absent, inner.hashed)
+    offsets_n1 = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets_n1[1:])
+    return Values(inner.values, offsets_n1, inner.missing, absent, inner.hashed)
 
 
 def _of_dictionary(chunk: pa.DictionaryArray) -> Values:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 
-from tilerec.data.arena import Arena
 from tilerec.data.batch import Batch
 from tilerec.data.batch_join import SessionSavings, join_parts
-from tilerec.data.gather import BatchPart
+from tilerec.data.batch_part import BatchPart
 from tilerec.data.pass_reader import OrderedParts, RankParts
 from tilerec.data.read_ahead import ReadAhead
 from tilerec.data.share import Share
@@ -31,10 +30,9 @@ def assembled_shares(
         savings: counts of ids that sessions share; None without sessions.
         read_ahead_bytes: bytes of batches in memory.
     """
-    arena = Arena()
     with ReadAhead(iter(items), lambda item: item.bytes, read_ahead_bytes) as ahead:
         for item in ahead:
-            batch = join_parts(item.parts or (no_rows,), features, arena, savings)
+            batch = join_parts(item.parts or (no_rows,), features, savings)
             yield Share(batch, item.place.first, item.place.total, item.place.end)
 
 
@@ -42,7 +40,6 @@ def assembled_rows(
     items: Iterator[OrderedParts], features: Sequence[str], read_ahead_bytes: int
 ) -> Iterator[tuple[Batch, pa.Table]]:
     """Yield batches of `ordered_parts`, each with its key columns."""
-    arena = Arena()
     with ReadAhead(items, lambda item: item.bytes, read_ahead_bytes) as ahead:
         for item in ahead:
-            yield join_parts(item.parts, features, arena), item.keys
+            yield join_parts(item.parts, features), item.keys

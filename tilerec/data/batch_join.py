@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tilerec.data.arena import Arena
 from tilerec.data.batch import Batch
+from tilerec.data.batch_part import BatchPart
 from tilerec.data.fields import BagIds, Floats, Ints
-from tilerec.data.gather import BatchPart, join_bags
+from tilerec.data.part_ids import PartIds, join_ids
+from tilerec.data.pooled_memory import joined
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 
@@ -53,114 +54,83 @@ class SessionSavings:
         return 8 * (self.ids - self.stored_ids) + 4 * (self.bags - self.stored_bags) - 4 * self.bags
 
 
-def join_parts(
-    parts: Sequence[BatchPart], features: Sequence[str], arena: Arena, savings: SessionSavings | None = None
-) -> Batch:
-    """Return the batch of the parts' rows, as a copy.
+def join_parts(parts: Sequence[BatchPart], features: Sequence[str], savings: SessionSavings | None = None) -> Batch:
+    """Return the batch of the parts' rows. A single part shares its memory with the batch.
 
     Args:
         parts: at least one.
         features: names, in the order of the keys.
-        arena: memory of the batch.
         savings: with it, bags of sessions are shared, and the numbers are added to it.
     """
-    labels = _stacked([part.labels for part in parts], arena)
-    weights = None
-    if parts[0].weights is not None:
-        weights = torch.from_numpy(arena.joined([part.weights for part in parts if part.weights is not None]))
-    if savings is not None:
-        bags = {name: join_bags([part.ids[name] for part in parts], arena) for name in features}
-        sessions = np.concatenate([part.sessions for part in parts if part.sessions is not None])
-        sparse = _shared(bags, sessions, savings)
+    labels = _stacked([part.labels for part in parts])
+    weights = [part.weights for part in parts if part.weights is not None]
+    ids = join_ids([part.ids for part in parts])
+    if savings is None:
+        sparse = _plain(ids, features, len(labels))
     else:
-        sparse = _plain(parts, features, len(labels), arena)
+        sessions = np.concatenate([part.sessions for part in parts if part.sessions is not None])
+        sparse = _shared(ids, features, sessions, savings)
     return Batch(
-        dense_features=torch.from_numpy(_stacked([part.dense for part in parts], arena)),
+        dense_features=torch.from_numpy(_stacked([part.dense for part in parts])),
         sparse_features=sparse,
         labels=torch.from_numpy(labels[:, 0] if labels.shape[1] == 1 else labels),
-        weights=weights,
+        weights=torch.from_numpy(joined(weights)) if weights else None,
     )
 
 
-def _stacked(arrays: list[Floats], arena: Arena) -> Floats:
+def _stacked(arrays: list[Floats]) -> Floats:
     """Return matrices of one width, one below the other."""
+    if len(arrays) == 1:
+        return arrays[0]
     rows = sum(map(len, arrays))
-    return arena.joined([array.reshape(-1) for array in arrays]).reshape(rows, arrays[0].shape[1])
+    return joined([array.reshape(-1) for array in arrays]).reshape(rows, arrays[0].shape[1])
 
 
-def _plain(parts: Sequence[BatchPart], features: Sequence[str], samples: int, arena: Arena) -> KeyedJaggedTensor:
-    lengths_FB = arena.empty(len(features) * samples, np.int32).reshape(len(features), samples)
-    lengths_FB.fill(1)
-    values: list[Ints] = []
-    weights: list[Floats] = []
-    counts: list[int] = []
-    weighted = any(bags.weights is not None for bags in parts[0].ids.values())
-    for place, name in enumerate(features):
-        first = 0
-        pieces = [part.ids[name] for part in parts]
-        for part, bags in zip(parts, pieces, strict=True):
-            if bags.lengths is not None:
-                lengths_FB[place, first : first + part.rows] = bags.lengths
-            first += part.rows
-            if weighted:
-                ones = np.ones(len(bags.values), np.float32)
-                weights.append(ones if bags.weights is None else bags.weights)
-        values += [bags.values for bags in pieces]
-        counts.append(sum(len(bags.values) for bags in pieces))
+def _plain(ids: PartIds, features: Sequence[str], samples: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         list(features),
-        torch.from_numpy(arena.joined(values)) if values else torch.zeros(0, dtype=torch.int64),
-        torch.from_numpy(arena.joined(weights)) if weighted else None,
-        lengths=torch.from_numpy(lengths_FB.reshape(-1)),
+        torch.from_numpy(ids.values),
+        None if ids.weights is None else torch.from_numpy(ids.weights),
+        lengths=torch.from_numpy(ids.lengths_Fb.reshape(-1)),
         stride=samples,
-        length_per_key=counts,
+        length_per_key=ids.counts,
     )
 
 
-def _values(bags: dict[str, BagIds]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the ids of all features, and their weights if a feature has some (1 for those without)."""
-    if not bags:
-        return torch.zeros(0, dtype=torch.int64), None
-    values = np.concatenate([one.values for one in bags.values()])
-    if all(one.weights is None for one in bags.values()):
-        return torch.from_numpy(values), None
-    weights = [np.ones(len(one.values), np.float32) if one.weights is None else one.weights for one in bags.values()]
-    return torch.from_numpy(values), torch.from_numpy(np.concatenate(weights))
-
-
-def _shared(bags: dict[str, BagIds], session_of_B: Ints, savings: SessionSavings) -> KeyedJaggedTensor:
+def _shared(ids: PartIds, features: Sequence[str], session_of_B: Ints, savings: SessionSavings) -> KeyedJaggedTensor:
     samples = len(session_of_B)
     same_B = np.zeros(samples, np.bool_)
     same_B[1:] = session_of_B[1:] == session_of_B[:-1]
-    stored: dict[str, BagIds] = {}
-    index_FB = np.empty((len(bags), samples), np.int32)
-    lengths = []
-    for place, (name, one) in enumerate(bags.items()):
-        lengths_B = np.ones(samples, np.int64) if one.lengths is None else one.lengths
+    index_FB = np.empty((len(features), samples), np.int32)
+    values, weights, lengths = [], [], []
+    for place in range(len(features)):
+        one, lengths_B = ids.feature(place), ids.lengths_Fb[place]
         kept_B = ~_equal_to_previous(one, lengths_B, same_B)
         index_FB[place] = np.cumsum(kept_B) - 1
         kept_N = np.repeat(kept_B, lengths_B)
-        weights_N = None if one.weights is None else one.weights[kept_N]
-        stored[name] = BagIds(one.values[kept_N], lengths_B[kept_B], weights_N)
-        lengths.append(lengths_B[kept_B].astype(np.int32))
+        values.append(one.values[kept_N])
+        if one.weights is not None:
+            weights.append(one.weights[kept_N])
+        lengths.append(lengths_B[kept_B])
         savings.ids += len(one.values)
-        savings.stored_ids += len(stored[name].values)
+        savings.stored_ids += len(values[-1])
         savings.stored_bags += len(lengths[-1])
     savings.samples += samples
-    savings.bags += samples * len(bags)
-    values, weights = _values(stored)
+    savings.bags += samples * len(features)
     return KeyedJaggedTensor(
-        list(bags),
-        values,
-        weights,
+        list(features),
+        torch.from_numpy(np.concatenate(values) if values else np.zeros(0, np.int64)),
+        torch.from_numpy(np.concatenate(weights)) if weights else None,
         lengths=torch.from_numpy(np.concatenate(lengths) if lengths else np.zeros(0, np.int32)),
         stride_per_key_per_rank=[[len(one)] for one in lengths],
-        length_per_key=[len(one.values) for one in stored.values()],
-        inverse_indices=(list(bags), torch.from_numpy(index_FB)),
+        length_per_key=[len(one) for one in values],
+        inverse_indices=(list(features), torch.from_numpy(index_FB)),
     )
 
 
-def _equal_to_previous(bags: BagIds, lengths_B: Ints, same_B: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _equal_to_previous(
+    bags: BagIds, lengths_B: npt.NDArray[np.int32], same_B: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
     """Return True for each sample whose bag equals that of the sample before it, among samples of one session."""
     equal_B = same_B.copy()
     equal_B[1:] &= lengths_B[1:] == lengths_B[:-1]

@@ -29,8 +29,8 @@ def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, se
         kind = source.schema.field(name).type
         if kind_of(kind) not in kinds:
             raise InputError(
-                f"{source.name}: {role} {name!r}: got {kind}; expected {' or '.join(kinds)}. "
-                f"{_next_move(kind_of(kind), kinds)}"
+                f"{source.name}: {role} {name!r}: got {'text' if str(kind) == 'binary' else kind}; expected "
+                f"{' or '.join(kinds)}. {_next_move(kind_of(kind), kinds)}"
             )
     if session:
         check_exists(source, session, "group_by_session column")
@@ -55,6 +55,6 @@ def _next_move(kind: str, kinds: Sequence[str]) -> str:
         return "Set kind='list' on the column, if it holds ids."
     if kind == "number" and "integer" in kinds:
         return "Store ids as integers or text, or set boundaries on the column."
-    if kind == "text" and "integer" in kinds:
+    if kind == "text" and "integer" in kinds and "number" not in kinds:
         return "Set ids='hash' on its table, or store row numbers."
     return "Choose another column, or convert it."

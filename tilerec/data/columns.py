@@ -311,13 +311,13 @@ class Columns:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known name that is most similar, or with all of them."""
+    """Return what was expected and the next move: the known name that is most similar, or all of them."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     if near:
-        return f"did you mean {near[0]!r}?"
+        return f"expected a known name; did you mean {near[0]!r}?"
     shown = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
-    return f"expected one of {shown}." if names else "there are none."
+    return f"expected one of {shown}." if names else "expected a known name, and there are none."
 
 
 def _check_choice(what: str, value: str, choices: Sequence[str]) -> None:

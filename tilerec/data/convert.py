@@ -121,7 +121,7 @@ def convert(
                 result.skipped += count.skipped
                 result.examples += count.examples
         if not result.rows:
-            raise InputError(f"{files[0].name}: there are no rows in it; expected lines of data. Check the path.")
+            raise InputError(f"{files[0].name}: got no rows; expected lines of data. Check the path.")
     result.columns = [summary.result() for summary in summaries]
     return result
 

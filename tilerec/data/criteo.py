@@ -81,16 +81,20 @@ class Criteo(Dataset):
         sizes = (num_rows,) * len(SPARSE) if isinstance(num_rows, int) else tuple(num_rows)
         if len(sizes) != len(SPARSE):
             raise ConfigError(
-                f"num_rows has {len(sizes)} numbers; expected one, or one for each of {len(SPARSE)} columns."
+                f"num_rows: got {len(sizes)} numbers; expected one, or one for each of {len(SPARSE)} columns. Pass one."
             )
         if missing not in ("row", "empty"):
-            raise ConfigError(f"missing is {missing!r}; use 'row' or 'empty'.")
+            raise ConfigError(f"missing: got {missing!r}; expected 'row' or 'empty'. Leave it out for 'row'.")
         self._first_row = 1 if missing == "row" else 0
         for name, size in zip(SPARSE, sizes, strict=True):
             if size <= self._first_row:
-                raise ConfigError(f"num_rows of {name!r} is {size}; it must be above {self._first_row}.")
+                raise ConfigError(
+                    f"num_rows of {name!r}: got {size}; expected above {self._first_row}. Use a larger table."
+                )
         if held_out_every < 2:
-            raise ConfigError(f"held_out_every is {held_out_every}; expected 2 or more, so training has rows.")
+            raise ConfigError(
+                f"held_out_every: got {held_out_every}; expected 2 or more, so training has rows. Change it."
+            )
         self._features = tuple(SparseFeature(name, size) for name, size in zip(SPARSE, sizes, strict=True))
         self._held_out_every = held_out_every
         self._seed = seed
@@ -136,7 +140,7 @@ class Criteo(Dataset):
             if len(chosen_n):
                 yield tuple(part[chosen_n] for part in self._columns(block))
         if not count.rows:
-            raise InputError(f"{self._file.path}: there are no rows in it; pass a file in the Criteo format.")
+            raise InputError(f"{self._file.path}: got no rows; expected lines in the Criteo format. Check the path.")
         self._count = count
 
     def _columns(self, block: Block) -> Rows:
@@ -193,10 +197,13 @@ def _has_header(path: Path) -> bool:
             start = stream.read(1 << 10)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(
-            f"{path}: the compressed data is damaged from its start ({error}); download the file again."
+            f"{path}: got compressed data that is damaged from its start ({error}); expected gzip. Download the file "
+            "again."
         ) from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened ({error.strerror}); check the path.") from error
+        raise InputError(
+            f"{path}: got {error.strerror!r} on opening it; expected a readable file. Check the path."
+        ) from error
     first_line = start.split(b"\n", 1)[0]
     return b"\t" not in first_line and any(byte >= 65 for byte in first_line[:16])
 

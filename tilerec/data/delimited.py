@@ -144,10 +144,11 @@ class DelimitedFile:
         max_line_bytes: int = 1 << 20,
     ) -> None:
         if on_bad_row not in ("error", "skip"):
-            raise ConfigError(f"on_bad_row is {on_bad_row!r}; use 'error' or 'skip'.")
+            raise ConfigError(f"on_bad_row: got {on_bad_row!r}; expected 'error' or 'skip'. Choose one.")
         if block_bytes < 1 or max_line_bytes < 1:
             raise ConfigError(
-                f"block_bytes and max_line_bytes must be at least 1; got {block_bytes} and {max_line_bytes}."
+                f"block_bytes and max_line_bytes: got {block_bytes} and {max_line_bytes}; expected at least 1. Leave "
+                "them out for the defaults."
             )
         self.path = Path(path)
         self.columns = columns
@@ -176,7 +177,9 @@ class DelimitedFile:
             if len(block):
                 yield block
         if layout is None:
-            raise InputError(f"{self.path}: the file is empty; expected a header line naming {self._names()}.")
+            raise InputError(
+                f"{self.path}: got an empty file; expected a header line naming {self._names()}. Check the path."
+            )
 
     # Lines -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +231,8 @@ class DelimitedFile:
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 line += sum(part.count(b"\n") for part in parts)
                 raise InputError(
-                    f"{self.path}:{line}: the compressed data breaks off or is damaged in this line or after it"
-                    f" ({error}); download the file again."
+                    f"{self.path}:{line}: got compressed data that breaks off or is damaged in this line or after it "
+                    f"({error}); expected a complete file. Download it again."
                 ) from error
             if not part:
                 break
@@ -241,7 +244,9 @@ class DelimitedFile:
         try:
             stream = self.path.open("rb")
         except OSError as error:
-            raise InputError(f"{self.path}: cannot be opened ({error.strerror}); check the path.") from error
+            raise InputError(
+                f"{self.path}: got {error.strerror!r} on opening it; expected a readable file. Check the path."
+            ) from error
         magic = stream.read(2)
         stream.seek(0)
         if magic == b"\x1f\x8b":
@@ -262,10 +267,13 @@ class DelimitedFile:
             if layout.count(column.name) == 1:
                 continue
             if column.name in layout:
-                raise InputError(f"{self.path}:1: the header names column {column.name!r} more than once.")
+                raise InputError(
+                    f"{self.path}:1: got column {column.name!r} more than once in the header; expected it once. "
+                    "Rename one."
+                )
             near = difflib.get_close_matches(column.name, layout, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise InputError(f"{self.path}:1: the header has no column {column.name!r}; got {_shown(line)}{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else "Name the columns of the file."
+            raise InputError(f"{self.path}:1: got header {_shown(line)}; expected a column {column.name!r}. {hint}")
         return layout
 
     # Blocks to rows --------------------------------------------------------------------------------------------
@@ -387,8 +395,8 @@ class DelimitedFile:
         if len(fields) < len(layout):
             name = layout[len(fields)]
             raise InputError(
-                f"{self.path}:{number}: column {name!r} is missing: the line has {len(fields)} of {len(layout)} columns"
-                f"; got {_shown(raw)}. {_NEXT_MOVE}"
+                f"{self.path}:{number}: got {_shown(raw)}, where column {name!r} is missing; expected "
+                f"{len(layout)} columns instead of {len(fields)}. {_NEXT_MOVE}"
             )
         if len(fields) > len(layout):
             raise InputError(
@@ -399,7 +407,7 @@ class DelimitedFile:
 
     def _too_long(self, number: int, start: bytes) -> InputError:
         return InputError(
-            f"{self.path}:{number}: the line is longer than {self._max_line_bytes:,} bytes and begins"
+            f"{self.path}:{number}: got a line that is longer than {self._max_line_bytes:,} bytes and begins"
             f" {_shown(start[:_SHOWN_BYTES])}; expected a line of a text file with columns {self._names()}."
             f" {_NEXT_MOVE}"
         )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tilerec.data.arrow_values import Values, read_values
+from tilerec.data.arrow_values import Offsets, Values, read_values
 from tilerec.data.columns import MISSING_ROW, Columns, DenseColumn, IdColumn, LabelColumn
 from tilerec.data.rows import hash_rows, hash_values, mix, rows_of_hashes
 from tilerec.data.transform import signed_log
@@ -37,12 +37,13 @@ class BagIds:
 
     Attributes:
         values: int64 [N].
-        lengths: ids of each row, int64 [n]; None if each row has one, so N = n.
+        offsets: start of each row's ids, and the end of the last, int32 or int64 [n + 1], from 0 to N; None if each
+            row has one, so N = n.
         weights: float32 [N], or None.
     """
 
     values: Ints
-    lengths: Ints | None = None
+    offsets: Offsets | None = None
     weights: Floats | None = None
 
 
@@ -108,7 +109,7 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
     missing_N = found.missing
     if (missing_N is not None or found.missing_lists is not None) and column.missing == "error":
         mask = found.missing_lists if missing_N is None else missing_N
-        inside = " inside of lists" if found.lengths is not None and missing_N is not None else ""
+        inside = found.offsets is not None and missing_N is not None
         assert mask is not None
         raise _missing(
             where,
@@ -116,11 +117,11 @@ def read_ids(columns: Columns, column: IdColumn, read: ReadColumn, where: str) -
             column.column,
             mask,
             "Set missing='empty' (no id) or missing='row' (a row of their own) on the column.",
-            inside,
+            found.offsets if inside else None,
         )
     rows_N = _rows(columns, column, found, where)
     weights_N = _weights(column, found, read, where) if column.weights else None
-    bags = BagIds(rows_N, found.lengths, weights_N)
+    bags = BagIds(rows_N, found.offsets, weights_N)
     if missing_N is not None and column.missing == "row":
         table = columns.table_of(column)
         bags.values[missing_N] = MISSING_ID if table.ids == "managed" else MISSING_ROW
@@ -166,12 +167,15 @@ def _check_finite(values_n: npt.NDArray[Any], where: str, role: str, column: str
 
 
 def _missing(
-    where: str, role: str, column: str, missing_n: npt.NDArray[np.bool_], move: str, inside: str = ""
+    where: str, role: str, column: str, missing_N: npt.NDArray[np.bool_], move: str, offsets_n1: Offsets | None = None
 ) -> InputError:
-    place = int(missing_n.argmax())
+    """Return the error for missing rows, or, with the offsets of lists, for missing values inside of them."""
+    place, inside = int(missing_N.argmax()), ""
+    if offsets_n1 is not None:
+        place, inside = int(np.searchsorted(offsets_n1[1:], place, side="right")), " inside of lists"
     return InputError(
-        f"{where}: {role} {column!r}: got {int(missing_n.sum()):,} missing values{inside}, the first at position "
-        f"{place}; expected none. {move}"
+        f"{where}: {role} {column!r}: got {int(missing_N.sum()):,} missing values{inside}, the first in row {place}; "
+        f"expected none. {move}"
     )
 
 
@@ -183,7 +187,7 @@ def _bucketised(column: IdColumn, found: Values, first_row: int) -> Values:
         nan_N = np.isnan(found.values)
         if nan_N.any():
             missing_N = nan_N if missing_N is None else missing_N | nan_N
-    return Values(rows_N.astype(np.int64), found.lengths, missing_N, found.missing_lists)
+    return Values(rows_N.astype(np.int64), found.offsets, missing_N, found.missing_lists)
 
 
 def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints:
@@ -220,8 +224,8 @@ def _checked_rows(column: IdColumn, table: str, rows: int, found: Values, where:
         if bad_N.any():
             place = int(bad_N.argmax())
             row = place
-            if found.lengths is not None:
-                row = int(np.searchsorted(np.cumsum(found.lengths), place, side="right"))
+            if found.offsets is not None:
+                row = int(np.searchsorted(found.offsets[1:], place, side="right"))
             raise InputError(
                 f"{where}: id column {column.column!r}: got id {rows_N[place]} in row {row}; expected row numbers of "
                 f"table {table!r} in [0, {rows}). Enlarge the table, or set ids='hash' on it."
@@ -232,17 +236,16 @@ def _checked_rows(column: IdColumn, table: str, rows: int, found: Values, where:
 def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> Floats:
     """Return the weight of each id. The lists must have the lengths of the ids' lists."""
     given = read_values(read(column.weights))
-    lengths_n = found.lengths
-    if given.lengths is None or lengths_n is None or not np.array_equal(given.lengths, lengths_n):
+    if given.offsets is None or found.offsets is None or not np.array_equal(given.offsets, found.offsets):
         row = 0
-        if given.lengths is not None and lengths_n is not None:
-            row = int((given.lengths != lengths_n).argmax())
+        if given.offsets is not None and found.offsets is not None:
+            row = int((given.offsets != found.offsets)[1:].argmax())
         raise InputError(
             f"{where}: weight column {column.weights!r}: got a list of another length than that of id column "
             f"{column.column!r} in row {row}; expected one weight per id. Correct the row."
         )
     if given.missing is not None:
-        raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", " inside of lists")
+        raise _missing(where, "weight column", column.weights, given.missing, "Fill them in.", given.offsets)
     _check_finite(given.values, where, "weight column", column.weights)
     weights_N: Floats = given.values.astype(np.float32)
     return weights_N
@@ -251,23 +254,21 @@ def _weights(column: IdColumn, found: Values, read: ReadColumn, where: str) -> F
 def _without(bags: BagIds, missing_N: npt.NDArray[np.bool_]) -> BagIds:
     """Return the bags without the missing ids."""
     present_N = ~missing_N
-    if bags.lengths is None:
-        lengths_n = present_N.astype(np.int64)
-    else:
-        # reduceat cannot sum empty bags, differences of running sums can.
-        running = np.concatenate([[0], np.cumsum(present_N)])
-        ends_n = np.cumsum(bags.lengths)
-        lengths_n = running[ends_n] - running[ends_n - bags.lengths]
+    running_N1 = np.zeros(len(present_N) + 1, np.int64)
+    np.cumsum(present_N, out=running_N1[1:])
+    offsets_n1 = running_N1 if bags.offsets is None else running_N1[bags.offsets]
     weights_N = None if bags.weights is None else bags.weights[present_N]
-    return BagIds(bags.values[present_N], lengths_n, weights_N)
+    return BagIds(bags.values[present_N], offsets_n1, weights_N)
 
 
 def _with_missing_rows(bags: BagIds, missing_n: npt.NDArray[np.bool_], value: int) -> BagIds:
     """Return the bags with the id `value`, of weight 1, where the list is missing."""
-    assert bags.lengths is not None
-    places = (np.cumsum(bags.lengths) - bags.lengths)[missing_n]
+    assert bags.offsets is not None
+    places = bags.offsets[:-1][missing_n]
     weights_N = None if bags.weights is None else np.insert(bags.weights, places, np.float32(1))
-    return BagIds(np.insert(bags.values, places, value), bags.lengths + missing_n, weights_N)
+    offsets_n1 = bags.offsets.astype(np.int64)
+    offsets_n1[1:] += np.cumsum(missing_n)
+    return BagIds(np.insert(bags.values, places, value), offsets_n1, weights_N)
 
 
 def _multi_hot(bags: BagIds, count: int, rows: int) -> BagIds:
@@ -275,18 +276,24 @@ def _multi_hot(bags: BagIds, count: int, rows: int) -> BagIds:
     draws_N1 = bags.values.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(1, count, dtype=np.uint64)
     drawn_N1 = rows_of_hashes(mix(draws_N1.reshape(-1)), rows).reshape(-1, count - 1)
     values = np.concatenate([bags.values[:, None], drawn_N1], axis=1).reshape(-1)
-    lengths_n = np.ones(len(bags.values), np.int64) if bags.lengths is None else bags.lengths
-    return BagIds(values, lengths_n * count)
+    offsets_n1 = np.arange(len(bags.values) + 1) if bags.offsets is None else bags.offsets.astype(np.int64)
+    return BagIds(values, offsets_n1 * count)
 
 
 def _latest(bags: BagIds, most: int) -> BagIds:
     """Return the bags with their last `most` ids."""
-    if bags.lengths is None or not len(bags.lengths) or bags.lengths.max() <= most:
+    if bags.offsets is None or len(bags.offsets) < 2:
         return bags
-    from_end_N = np.repeat(np.cumsum(bags.lengths), bags.lengths) - np.arange(len(bags.values))
+    lengths_n = np.diff(bags.offsets)
+    if lengths_n.max() <= most:
+        return bags
+    ends_n: Ints = bags.offsets[1:].astype(np.int64)
+    from_end_N = np.repeat(ends_n, lengths_n) - np.arange(len(bags.values))
     kept_N = from_end_N <= most
     weights_N = None if bags.weights is None else bags.weights[kept_N]
-    return BagIds(bags.values[kept_N], np.minimum(bags.lengths, most), weights_N)
+    offsets_n1 = np.zeros(len(bags.offsets), np.int64)
+    np.cumsum(np.minimum(lengths_n, most), out=offsets_n1[1:])
+    return BagIds(bags.values[kept_N], offsets_n1, weights_N)
 
 
 def wanted_kinds(columns: Columns) -> list[tuple[str, str, Sequence[str]]]:

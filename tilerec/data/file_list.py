@@ -130,14 +130,17 @@ def _remote(url: str, endings: tuple[str, ...]) -> list[DataFile]:
         filesystem, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise InputError(
-            f"{url}: its file system is not available ({error}); expected a URL that fsspec opens. Install its "
+            f"{url}: got a file system that is not available ({error}); expected a URL that fsspec opens. Install its "
             "package, for s3:// with pip install 'tilerec[remote]'."
         ) from error
     probe = DataFile(url, path, filesystem)
     try:
         names = probe.attempt(lambda: _remote_names(filesystem, path, endings), (OSError,))
     except OSError as error:
-        raise InputError(f"{url}: cannot be listed ({error}). Check the URL and the credentials.") from error
+        raise InputError(
+            f"{url}: got an error on listing it ({error}); expected a readable location. Check the URL and the "
+            "credentials."
+        ) from error
     if not names:
         raise InputError(
             f"{url}: got no files that end with {' or '.join(endings)}; expected a file, a folder or a pattern. Check "

@@ -35,7 +35,7 @@ class HeavyHitters:
 
     def __init__(self, counters: int = 2048) -> None:
         if counters < 1:
-            raise ConfigError(f"HeavyHitters: counters is {counters}; it must be at least 1.")
+            raise ConfigError(f"HeavyHitters: got counters={counters}; expected at least 1. Raise it.")
         self._most = counters
         self.keys: Keys = np.zeros(0, np.int64)  # ascending
         self.counts: Keys = np.zeros(0, np.int64)

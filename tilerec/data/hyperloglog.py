@@ -33,7 +33,9 @@ class HyperLogLog:
 
     def __init__(self, precision: int = 14) -> None:
         if not 4 <= precision <= 18:
-            raise ConfigError(f"HyperLogLog: precision is {precision}; use 4 (16 registers) to 18 (262,144).")
+            raise ConfigError(
+                f"HyperLogLog: got precision={precision}; expected 4 (16 registers) to 18 (262,144). Change it."
+            )
         self.precision = precision
         self._largest_m = np.zeros(1 << precision, np.uint8)
 
@@ -55,7 +57,8 @@ class HyperLogLog:
         """Add the hashes that `other` has counted, so that `count` is that of the union."""
         if other.precision != self.precision:
             raise ConfigError(
-                f"HyperLogLog: precisions {self.precision} and {other.precision} differ; use one precision for both."
+                f"HyperLogLog: got precisions {self.precision} and {other.precision}; expected equal ones. Use one "
+                "for both."
             )
         np.maximum(self._largest_m, other._largest_m, out=self._largest_m)
 

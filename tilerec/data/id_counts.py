@@ -94,7 +94,9 @@ def write_vocabularies(
             _count(source, tables, counts, memory_bytes, report)
             return [_write(name, own, folder, min_count, max_rows, memory_bytes) for name, own in counts.items()]
     except OSError as error:
-        raise FileError(f"vocabulary: cannot write to {folder} ({error.strerror}). Choose another folder.") from error
+        raise FileError(
+            f"vocabulary: got {error.strerror!r} for {folder}; expected a writable folder. Choose another one."
+        ) from error
 
 
 def _check_column(source: RowGroups, column: str) -> None:

@@ -105,10 +105,10 @@ def open_ids(
         InputError: the file does not exist, or has another format.
     """
     if format not in FORMATS:
-        raise ConfigError(f"format is {format!r}; use one of {list(FORMATS)}.")
+        raise ConfigError(f"format: got {format!r}; expected one of {list(FORMATS)}. Choose one.")
     twice = sorted(name for name, count in Counter(features).items() if count > 1)
     if twice:
-        raise ConfigError(f"features: got {twice[0]!r} more than once; name each column once.")
+        raise ConfigError(f"features: got {twice[0]!r} more than once; expected each column once. Leave one out.")
     place = Path(path)
     files = [place]
     if place.is_dir():
@@ -116,12 +116,14 @@ def open_ids(
         if (place / "ratings.csv").is_file() and format in ("auto", "movielens", "delimited"):
             files = [place / "ratings.csv"]
         if not files:
-            raise InputError(f"{place}: a folder without ratings.csv or *.parquet files; pass a file in it.")
+            raise InputError(
+                f"{place}: got a folder without ratings.csv or *.parquet; expected one of them. Pass a file in it."
+            )
     if format == "parquet" or (format == "auto" and files[0].suffix == ".parquet"):
         if separator:
             raise ConfigError(
-                f"{files[0]}: separator is for the fields of delimited text, and this is Parquet, where a column of "
-                "lists holds several ids. Leave separator out."
+                f"{files[0]}: got separator={separator!r} for Parquet, where lists hold several ids; expected it for "
+                "delimited text. Leave it out."
             )
         return _ParquetIds(files, features)
     file = files[0]
@@ -141,8 +143,8 @@ def open_ids(
     chosen = tuple(features) or columns
     if not chosen:
         raise ConfigError(
-            f"{file}: features is empty; expected the columns that hold ids (--features a,b). The file has the columns "
-            f"{', '.join(layout[1][:20])}."
+            f"{file}: got no features; expected the columns that hold ids. Name some of {', '.join(layout[1][:20])}: "
+            "--features a,b."
         )
     for name in chosen:
         if name not in layout[1]:
@@ -196,7 +198,7 @@ class _DelimitedIds(IdSource):
             self.progress.done = self.count.bytes_read
             yield {name: self._ids(block.texts[name]) for name in self._features}
         if not self.count.rows:
-            raise InputError(f"{self.name}: there are no rows in it.")
+            raise InputError(f"{self.name}: got no rows; expected data. Check the path.")
 
     def _ids(self, texts: pa.BinaryArray) -> Ids:
         lengths_n = arrow.binary_length(texts).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -232,19 +234,22 @@ class _ParquetIds(IdSource):
                     if name not in schema.names:
                         raise _no_column(path, name, schema.names)
                     if schema.names.count(name) > 1:
-                        raise InputError(f"{path}: got column {name!r} more than once; rename one of them.")
+                        raise InputError(
+                            f"{path}: got column {name!r} more than once; expected it once. Rename one of them."
+                        )
                     kind = schema.field(name).type
                     if not _readable(kind):
                         raise ConfigError(
-                            f"{path}: column {name!r} is {kind}; expected integers, texts, or lists of them."
+                            f"{path}: column {name!r}: got {kind}; expected integers, texts, or lists of them. "
+                            "Choose another one."
                         )
                     integers = pa.types.is_integer(_innermost(kind))
                     before, first = whole.setdefault(name, (integers, path))
                     if integers != before:
                         names = {True: "integers", False: "texts"}
                         raise InputError(
-                            f"{path}: column {name!r} has {names[integers]}, and in {first} {names[before]}; write one "
-                            "type in all files."
+                            f"{path}: column {name!r}: got {names[integers]}; expected {names[before]}, as in {first}. "
+                            "Write one type in all files."
                         )
 
     @staticmethod
@@ -252,7 +257,9 @@ class _ParquetIds(IdSource):
         try:
             return parquet.ParquetFile(path, buffer_size=_PARQUET_BYTES, pre_buffer=False)
         except (OSError, pa.ArrowInvalid) as error:
-            raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
+            raise InputError(
+                f"{path}: got a file that cannot be read as Parquet ({error}); expected Parquet. Check the path."
+            ) from error
 
     def blocks(self) -> Iterator[dict[str, Ids]]:
         for path in self._files:
@@ -262,14 +269,15 @@ class _ParquetIds(IdSource):
                     self.progress.done = self.count.rows
                     yield {name: _ids_of_column(part.column(name)) for name in self._features}
         if not self.count.rows:
-            raise InputError(f"{self.name}: there are no rows in it.")
+            raise InputError(f"{self.name}: got no rows; expected data. Check the path.")
 
     def _parts(self, file: parquet.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
         try:
             yield from file.iter_batches(_PARQUET_ROWS, columns=list(self._features), use_threads=False)
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(
-                f"{path}: damaged after row {self.progress.done:,} of the data ({error}); download the file again."
+                f"{path}: got damage after row {self.progress.done:,} of the data ({error}); expected a whole file. "
+                "Download it again."
             ) from error
 
 
@@ -324,7 +332,7 @@ def _header(path: Path) -> tuple[bytes, tuple[str, ...]]:
     probe = DelimitedFile(path, line, delimiter="\x01", header=False, on_bad_row="skip", block_bytes=1 << 12)
     block = next(probe.blocks(), None)
     if block is None:
-        raise InputError(f"{path}: the file is empty; expected a header line.")
+        raise InputError(f"{path}: got an empty file; expected a header line. Check the path.")
     first = block.texts["line"][0].as_py()
     delimiter = max((b",", b"\t", b";", b"|"), key=first.count)
     return delimiter, tuple(name.decode("utf-8", "replace").strip() for name in first.split(delimiter))
@@ -332,5 +340,5 @@ def _header(path: Path) -> tuple[bytes, tuple[str, ...]]:
 
 def _no_column(path: Path, name: str, there: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(name, there, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(there[:20])}."
-    return ConfigError(f"{path}: there is no column {name!r}; {hint}")
+    hint = f"Did you mean {near[0]!r}?" if near else "Choose one."
+    return ConfigError(f"{path}: got no column {name!r}; expected one of {', '.join(there[:20])}. {hint}")

@@ -178,7 +178,7 @@ def _first(table: pa.Table) -> pa.Table:
 
 
 def _joined(names: list[str], features: list[BagIds], stride: int) -> KeyedJaggedTensor:
-    lengths = [np.ones(stride, np.int64) if bags.lengths is None else bags.lengths for bags in features]
+    lengths = [np.ones(stride, np.int64) if bags.offsets is None else np.diff(bags.offsets) for bags in features]
     return KeyedJaggedTensor(
         names,
         torch.from_numpy(np.concatenate([bags.values for bags in features])),

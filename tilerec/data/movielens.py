@@ -69,7 +69,9 @@ class MovieLens(Dataset):
         block_bytes: int = 1 << 22,
     ) -> None:
         if held_out_per_user < 1:
-            raise ConfigError(f"held_out_per_user is {held_out_per_user}; hold out at least 1 rating of each user.")
+            raise ConfigError(
+                f"held_out_per_user: got {held_out_per_user}; expected at least 1. Leave it out for the default."
+            )
         folder = Path(path)
         self._file = DelimitedFile(
             folder / "ratings.csv" if folder.is_dir() else folder,
@@ -119,7 +121,7 @@ class MovieLens(Dataset):
             seen = np.stack([user_n, block.numbers["timestamp"], block.lines, movie_n]).astype(np.int64)
             latest = _latest_of_each(np.concatenate([latest, seen], axis=1), held_out_per_user)
         if not count.rows:
-            raise InputError(f"{self._file.path}: there are no ratings in it; pass a MovieLens ratings.csv.")
+            raise InputError(f"{self._file.path}: got no ratings; expected a MovieLens ratings.csv. Check the path.")
         self._count = count
         # A user with few ratings keeps at least half of them for training.
         half_n = ratings_of_user.count(latest[0]) // 2

@@ -84,16 +84,16 @@ class ParquetGroups(RowGroups):
             for name in columns:
                 if schema.names.count(name) != 1:
                     count = schema.names.count(name)
-                    text = f"column {name!r} {count} times" if count else f"no column {name!r}"
+                    if not count:
+                        raise ConfigError(f"{file.name}: got no column {name!r}; {nearest(name, schema.names)}")
                     raise ConfigError(
-                        f"{file.name}: got {text}; expected it once. "
-                        + (nearest(name, schema.names) if not count else "Rename one of them.")
+                        f"{file.name}: got column {name!r} {count} times; expected it once. Rename one of them."
                     )
                 kind, wanted = schema.field(name).type, self.schema.field(name).type
                 if kind_of(kind) != kind_of(wanted):
                     raise InputError(
-                        f"{file.name}: column {name!r} is {kind}, and in {first} it is {wanted}; expected one type in "
-                        "all files. Write the files again with one schema."
+                        f"{file.name}: column {name!r}: got {kind}; expected {wanted}, as in {first}. Write the files "
+                        "again with one schema."
                     )
 
 
@@ -117,8 +117,9 @@ class _ParquetReader(GroupReader):
         except _READ_ERRORS as error:
             names = ", ".join(map(repr, columns[:4])) + (", …" if len(columns) > 4 else "")
             raise InputError(
-                f"{self._where}: columns {names} cannot be decoded ({error}). The file is damaged: copy or write it "
-                "again."
+                f"{self._where}: columns {names}: got data that cannot be decoded ({error}); expected a whole file. "
+                "Copy "
+                "or write it again."
             ) from error
 
     def column_bytes(self, column: str) -> int:
@@ -168,6 +169,7 @@ def _read_footer(file: DataFile) -> _Footer:
         return file.attempt(read, _READ_ERRORS)
     except _READ_ERRORS as error:
         raise InputError(
-            f"{file.name}: cannot be read as Parquet ({error}). The file is damaged, incomplete or of another format: "
-            "copy or write it again."
+            f"{file.name}: got a file that cannot be read as Parquet ({error}), because it is damaged, incomplete or "
+            "of "
+            "another format; expected a whole Parquet file. Copy or write it again."
         ) from error

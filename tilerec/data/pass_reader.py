@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pyarrow as pa
 
-from tilerec.data.gather import BatchPart
+from tilerec.data.batch_part import BatchPart
 from tilerec.data.order import LanePart, PassOrder, RankPart, Window
 from tilerec.data.row_groups import RowGroups
 from tilerec.data.window_loader import WindowLoader

@@ -25,9 +25,9 @@ _LARGEST = 1 << 31  # rank * multiplier must fit in int64
 def check_power_law(num_rows: int, exponent: float) -> None:
     """Raise for sizes and exponents for which the formulas do not hold."""
     if not 1 <= num_rows <= _LARGEST:
-        raise ConfigError(f"num_rows is {num_rows}; a power law is drawn over 1 to {_LARGEST:,} rows.")
+        raise ConfigError(f"num_rows: got {num_rows}; expected 1 to {_LARGEST:,}. Change it.")
     if not 0 <= exponent <= 20:
-        raise ConfigError(f"exponent is {exponent}; use 0 (uniform) to 20.")
+        raise ConfigError(f"exponent: got {exponent}; expected 0 (uniform) to 20. Change it.")
 
 
 def power_law_ranks(uniform_N: npt.NDArray[np.float64], num_rows: int, exponent: float) -> npt.NDArray[np.int64]:

@@ -164,8 +164,9 @@ class MapGroups(RowGroups):
                 columns[name] = pa.array([_plain(sample[name]) for sample in samples])
             except (KeyError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
                 raise InputError(
-                    f"{self.name}, samples {start} to {start + count - 1}: column {name!r} is missing from a sample or "
-                    f"changes its type ({error}). Return the same columns for every sample."
+                    f"{self.name}, samples {start} to {start + count - 1}: column {name!r}: got a sample without it, "
+                    "or "
+                    f"with another type ({error}); expected one type. Return the same columns for every sample."
                 ) from error
         return pa.table(columns)
 

@@ -105,7 +105,8 @@ def hash_rows(
     """
     if num_rows <= first_row:
         raise ConfigError(
-            f"hash_rows: got num_rows={num_rows} with first_row={first_row}, which leaves no rows; use a larger table."
+            f"hash_rows: got num_rows={num_rows} with first_row={first_row}; expected more rows than that. Use a "
+            "larger table."
         )
     if not isinstance(values_N, np.ndarray):
         return rows_of_hashes(hash_values(values_N), num_rows, first_row)

@@ -30,7 +30,7 @@ def batched(
         generator: random generator of the order; None keeps the order of the source.
     """
     if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        raise ConfigError(f"batch_size: got {batch_size}; expected at least 1. Set it higher.")
     held: list[Rows] = []
     held_rows = 0
     for chunk in chunks:

@@ -67,8 +67,8 @@ class PowerLawFeature:
         check_power_law(self.num_rows, self.exponent)
         if not 0 <= self.min_length <= self.max_length:
             raise ConfigError(
-                f"Feature '{self.name}': lengths from {self.min_length} to {self.max_length}; "
-                "use 0 <= min_length <= max_length."
+                f"Feature {self.name!r}: got min_length={self.min_length} and max_length={self.max_length}; expected "
+                "0 <= min_length <= max_length. Correct them."
             )
 
 
@@ -118,7 +118,7 @@ class SyntheticClicks(Dataset):
                 "expected num_dense of at least 0 and the others of at least 1."
             )
         if not 0 <= seed < 1 << 64:
-            raise ConfigError(f"SyntheticClicks: seed is {seed}; it must lie in [0, 2**64).")
+            raise ConfigError(f"SyntheticClicks: got seed={seed}; expected a number in [0, 2**64). Change it.")
         self._features = tuple(features)
         self._num_dense = num_dense
         self._train_rows = train_rows
@@ -188,7 +188,9 @@ class SyntheticClicks(Dataset):
 
     def _rows(self, stream: int, start: int, size: int) -> _Drawn:
         if start < 0 or size < 0:
-            raise ConfigError(f"SyntheticClicks: rows [{start}, {start} + {size}); both must be at least 0.")
+            raise ConfigError(
+                f"SyntheticClicks: got rows [{start}, {start} + {size}); expected both at least 0. Correct them."
+            )
         if not size:
             return _cut(self._block(stream, start // BLOCK_ROWS), 0, 0)
         blocks = range(start // BLOCK_ROWS, (start + size - 1) // BLOCK_ROWS + 1)
@@ -249,7 +251,7 @@ class SyntheticClicks(Dataset):
 
 def _starts(rows: int, batch_size: int) -> range:
     if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        raise ConfigError(f"batch_size: got {batch_size}; expected at least 1. Set it higher.")
     return range(0, rows, batch_size)
 
 

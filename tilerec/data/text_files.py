@@ -267,7 +267,9 @@ class DelimitedGroups(RowGroups):
         try:
             text = file.attempt(read, (OSError,))
         except OSError as error:
-            raise InputError(f"{self.where(group)}: cannot be read ({error}). Check the file.") from error
+            raise InputError(
+                f"{self.where(group)}: got an error on reading it ({error}); expected a readable file. Check it."
+            ) from error
         block = self._layout.parser(file, columns).parse(self._lines[group], text, self._layout.names)
         return self._layout.table(block, self.where(group)).select(list(columns))
 
@@ -290,14 +292,17 @@ def _start(file: DataFile, compressed: bool) -> bytes:
                 with gzip.open(stream) as text:
                     sample = text.read(_SAMPLE_BYTES)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{file.name}: cannot be opened ({error}). Check the path.") from error
+        raise InputError(
+            f"{file.name}: got an error on reading its start ({error}); expected a whole, readable file. Check the "
+            "path, or copy the file again."
+        ) from error
     if sample[:2] == _GZIP:
         raise InputError(
             f"{file.name}: got gzip; expected plain text, which can be read from any place. Convert it once: tilerec "
             "data convert FILE --out FILE.parquet."
         )
     if not sample.strip():
-        raise InputError(f"{file.name}: the file is empty; expected lines of text. Check the path.")
+        raise InputError(f"{file.name}: got an empty file; expected lines of text. Check the path.")
     return sample if len(sample) < _SAMPLE_BYTES else sample[: sample.rfind(b"\n") + 1] or sample
 
 

@@ -81,8 +81,8 @@ class IdVocabulary:
         except (OSError, pa.ArrowInvalid) as error:
             reason = str(error) if Path(path).exists() else "no such file"
             raise InputError(
-                f"vocabulary {path}: cannot be read ({reason}); expected a file of `tilerec data vocabulary`. Write it "
-                "again."
+                f"vocabulary {path}: got a file that cannot be read ({reason}); expected a file of `tilerec data "
+                "vocabulary`. Write it again."
             ) from error
         if table.schema.names != SCHEMA.names or table.schema.types != SCHEMA.types:
             raise InputError(

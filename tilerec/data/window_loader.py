@@ -8,16 +8,16 @@ Legend: n rows of the window that take part, b rows of one batch part.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from tilerec.data.arena import Arena
 from tilerec.data.arrow_values import join_values, read_values
+from tilerec.data.batch_part import BatchPart
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from tilerec.data.fields import (
     BagIds,
@@ -29,8 +29,9 @@ from tilerec.data.fields import (
     read_label,
     read_sample_weight,
 )
-from tilerec.data.gather import BagSelector, BatchPart, join_bags, positions
 from tilerec.data.hold_out import HeldOutRows, row_indices
+from tilerec.data.part_ids import PartIds, gather_ids
+from tilerec.data.pooled_memory import Blocks, empty, joined, take
 from tilerec.data.row_groups import GroupReader, RowGroups
 from tilerec.errors import InputError
 
@@ -53,16 +54,8 @@ class _Field(ABC):
         """Read the field from one row group."""
 
     @abstractmethod
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
         """Gather rows into parts of batches, given the field in consecutive row groups."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Memory of the results, and of intermediate arrays."""
-
-    results: Arena
-    scratch: Arena
 
 
 class _LabelField(_Field):
@@ -73,10 +66,10 @@ class _LabelField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_label(self._label, read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
-        values_n = _joined(found, memory)
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
+        values_n = _joined(found)
         for part, rows_b in zip(parts, chosen, strict=True):
-            part.labels[:, self._task] = memory.scratch.take(values_n, rows_b)
+            part.labels[:, self._task] = take(values_n, rows_b)
 
 
 class _DenseField(_Field):
@@ -87,10 +80,10 @@ class _DenseField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_dense(self._dense, read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
-        values_n = _joined(found, memory)
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
+        values_n = _joined(found)
         for part, rows_b in zip(parts, chosen, strict=True):
-            part.dense[:, self._place] = memory.scratch.take(values_n, rows_b)
+            part.dense[:, self._place] = take(values_n, rows_b)
 
 
 class _WeightField(_Field):
@@ -100,10 +93,10 @@ class _WeightField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_sample_weight(self.columns[0], read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
-        values_n = _joined(found, memory)
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
+        values_n = _joined(found)
         for part, rows_b in zip(parts, chosen, strict=True):
-            part.weights = memory.results.take(values_n, rows_b)
+            part.weights = take(values_n, rows_b)
 
 
 class _IdField(_Field):
@@ -114,11 +107,8 @@ class _IdField(_Field):
     def read(self, read: ReadColumn, where: str) -> Found:
         return read_ids(self._every, self._column, read, where)
 
-    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints], memory: Memory) -> None:
-        bags = join_bags([one for one in found if isinstance(one, BagIds)], memory.scratch)
-        selector = BagSelector(bags, memory.results, memory.scratch)
-        for part, rows_b in zip(parts, chosen, strict=True):
-            part.ids[self._column.feature] = selector.select(rows_b)
+    def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
+        gather_ids([one for one in found if isinstance(one, BagIds)], [part.ids for part in parts], chosen)
 
 
 def _fields(columns: Columns) -> list[_Field]:
@@ -130,9 +120,9 @@ def _fields(columns: Columns) -> list[_Field]:
     ]
 
 
-def _joined(found: list[Found], memory: Memory) -> Floats:
+def _joined(found: list[Found]) -> Floats:
     arrays = [values for values in found if isinstance(values, np.ndarray)]
-    return arrays[0] if len(arrays) == 1 else memory.scratch.joined(arrays)
+    return arrays[0] if len(arrays) == 1 else joined(arrays)
 
 
 class WindowLoader:
@@ -160,7 +150,9 @@ class WindowLoader:
         self._source, self._columns, self._held = source, columns, held
         self._session = session
         self._slab_bytes = slab_bytes
-        self._memory = Memory(Arena(), Arena())
+        self._blocks = Blocks()
+        self._weighted = any(column.weights for column in columns.ids)
+        self._rows_so_far = self._ids_so_far = 0
         self._fields = [one for one in _fields(columns) if labels or not isinstance(one, _LabelField)]
 
     def load(
@@ -192,37 +184,51 @@ class WindowLoader:
                 order_n = (
                     generator.permutation(len(rows_n))
                     if session_of_n is None
-                    else _permuted_runs(session_of_n, generator, self._memory.scratch)
+                    else _permuted_runs(session_of_n, generator)
                 )
-                rows_n = rows_n[order_n]
+                rows_n = order_n if all(mask is None for mask in masks) else rows_n[order_n]
                 session_of_n = None if session_of_n is None else session_of_n[order_n]
             chosen = [rows_n[start:end] for start, end in ranges]
-            parts = [self._empty_part(len(rows_b)) for rows_b in chosen]
+            self._blocks.begin_round()
+            ids_per_row = self._ids_per_row(kept, sum(counts))
+            parts = [self._empty_part(len(rows_b), ids_per_row) for rows_b in chosen]
             if session_of_n is not None:
                 for part, (start, end) in zip(parts, ranges, strict=True):
                     part.sessions = session_of_n[start:end]
             for slab in self._slabs(kept):
                 self._gather(slab, groups, kept, parts, chosen)
+        self._rows_so_far += sum(part.rows for part in parts)
+        self._ids_so_far += sum(part.ids.count for part in parts)
         return parts
+
+    def _ids_per_row(self, readers: list[GroupReader], rows: int) -> float:
+        """Return an estimate: that of the parts so far, and in the first window that of the file."""
+        if self._rows_so_far:
+            # Parts differ little, because rows are in random order: a little more than the average is enough.
+            return 1.03 * self._ids_so_far / self._rows_so_far
+        return sum(
+            float(column.multi_hot)
+            if column.kind == "single" or not readers
+            else sum(reader.column_bytes(column.column) for reader in readers) / (8 * max(rows, 1))
+            for column in self._columns.ids
+        )
 
     def no_rows(self) -> BatchPart:
         """Return a part of a batch without rows."""
         part = self._empty_part(0)
         part.weights = np.zeros(0, np.float32) if self._columns.weight else None
         part.sessions = np.zeros(0, np.int64) if self._session else None
-        for column in self._columns.ids:
-            lengths = None if column.kind == "single" else np.zeros(0, np.int64)
-            weights = np.zeros(0, np.float32) if column.weights else None
-            part.ids[column.feature] = BagIds(np.zeros(0, np.int64), lengths, weights)
+        part.ids.ends = [0] * len(self._columns.ids)
         return part
 
-    def _empty_part(self, rows: int) -> BatchPart:
+    def _empty_part(self, rows: int, ids_per_row: float = 0.0) -> BatchPart:
         columns = self._columns
         dense, tasks = len(columns.dense), len(columns.labels)
-        arena = self._memory.results
-        labels = arena.empty(rows * tasks, np.float32).reshape(rows, tasks)
+        labels = empty(rows * tasks, np.float32).reshape(rows, tasks)
         labels.fill(np.nan)
-        return BatchPart(arena.empty(rows * dense, np.float32).reshape(rows, dense), labels)
+        room = math.ceil(rows * ids_per_row)
+        ids = PartIds(len(columns.ids), rows, room, weighted=self._weighted, blocks=self._blocks)
+        return BatchPart(self._blocks.empty(rows * dense, np.float32).reshape(rows, dense), labels, ids)
 
     def _slabs(self, readers: list[GroupReader]) -> Iterator[list[_Field]]:
         """Yield the fields in slabs; all at once without open row groups."""
@@ -254,7 +260,7 @@ class WindowLoader:
                 found.append(one.read(table.column, where))
         del table
         for found, one in zip(read, slab, strict=True):
-            one.put(found, parts, chosen, self._memory)
+            one.put(found, parts, chosen)
             found.clear()
 
     def _table(self, group: int, kept: GroupReader | None, names: list[str]) -> pa.Table:
@@ -276,7 +282,7 @@ class WindowLoader:
         for place, group in enumerate(groups):
             table = self._table(group, kept[place] if kept else None, [self._session])
             values = read_values(table.column(0))
-            if values.missing is not None or values.lengths is not None:
+            if values.missing is not None or values.offsets is not None:
                 raise InputError(
                     f"{self._source.where(group)}: session column {self._session!r}: got nulls or lists; expected one "
                     "value in each row. Fill them in."
@@ -286,11 +292,13 @@ class WindowLoader:
         return joined.view(np.int64) if joined.dtype.itemsize == 8 else joined.astype(np.int64)
 
 
-def _permuted_runs(session_of_n: Ints, generator: np.random.Generator, scratch: Arena) -> Ints:
+def _permuted_runs(session_of_n: Ints, generator: np.random.Generator) -> Ints:
     """Return the rows with runs of equal sessions in a random permutation; rows of a run stay in order."""
     if not len(session_of_n):
         return np.zeros(0, np.int64)
     starts = np.concatenate([[0], np.flatnonzero(session_of_n[1:] != session_of_n[:-1]) + 1])
     lengths = np.diff(starts, append=len(session_of_n))
     order = generator.permutation(len(starts))
-    return positions(starts[order], lengths[order], scratch)
+    firsts_n = np.repeat(starts[order], lengths[order])
+    ends = np.cumsum(lengths[order])
+    return firsts_n + np.arange(len(session_of_n)) - np.repeat(ends - lengths[order], lengths[order])

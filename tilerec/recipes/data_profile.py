@@ -87,12 +87,12 @@ class ColumnProfile:
         missing = np.zeros(len(values), np.bool_) if found.missing is None else found.missing
         if values.dtype.kind == "f":
             missing = missing | np.isnan(values)
-        if found.lengths is None:
+        if found.offsets is None:
             self.missing += int(missing.sum())
         elif found.missing_lists is not None:
             self.missing += int(found.missing_lists.sum())
-        if found.lengths is not None and len(found.lengths):
-            self.longest = max(self.longest, int(found.lengths.max()))
+        if found.offsets is not None and len(found.offsets) > 1:
+            self.longest = max(self.longest, int(np.diff(found.offsets).max()))
         kept = values[~missing]
         self.values += len(kept)
         self._distinct.add(kept if found.hashed else hash_values(_as_int64(kept)))

@@ -73,6 +73,48 @@ def _select(op: str) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], None]:
     return check
 
 
+def _take_segments_(
+    values: list[Tensor], offsets: list[Tensor], orders: list[Tensor], outs: list[Tensor], lengths: list[Tensor]
+) -> None:
+    op = "take_segments_"
+    if not len(values) == len(offsets) > 0:
+        raise InputError(
+            f"{op}: got {len(values)} lists of values and {len(offsets)} of offsets; expected one of each per source. "
+            "Pass at least one source."
+        )
+    values_N = values[0]
+    for own_N, offsets_S1 in zip(values, offsets, strict=True):
+        _items(op, "values", own_N)
+        _flat(op, "offsets", offsets_S1, 1)
+        if own_N.dtype != values_N.dtype or own_N.shape[1:] != values_N.shape[1:]:
+            raise InputError(
+                f"{op}: got values {list(own_N.shape)} of {own_N.dtype} and {list(values_N.shape)} of "
+                f"{values_N.dtype}; expected items of one type and shape. Convert them."
+            )
+    if not len(orders) == len(outs) == len(lengths):
+        raise InputError(
+            f"{op}: got {len(orders)} orders, {len(outs)} outs and {len(lengths)} lengths; expected one of each per "
+            "selection. Pass lists of one length."
+        )
+    for order_P, out_M, lengths_P in zip(orders, outs, lengths, strict=True):
+        for name, tensor, dtype in (("order", order_P, torch.int64), ("lengths", lengths_P, torch.int32)):
+            if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise InputError(
+                    f"{op}: got {name} {list(tensor.shape)} of {tensor.dtype}; expected a contiguous flat list of "
+                    f"{dtype}. Convert it."
+                )
+        if lengths_P.shape != order_P.shape:
+            raise InputError(
+                f"{op}: got lengths of {lengths_P.shape[0]} for an order of {order_P.shape[0]} segments; expected as "
+                "many. Pass memory for one number per segment."
+            )
+        if out_M.dtype != values_N.dtype or out_M.shape[1:] != values_N.shape[1:] or not out_M.is_contiguous():
+            raise InputError(
+                f"{op}: got out {list(out_M.shape)} of {out_M.dtype}; expected contiguous items like the values, "
+                f"{['M', *values_N.shape[1:]]} of {values_N.dtype}. Allocate it with values.new_empty()."
+            )
+
+
 def _bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> None:
     _flat("bucketize_by_cuts", "ids", ids_N)
     _flat("bucketize_by_cuts", "lengths", lengths_S)
@@ -109,6 +151,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "segment_ids": _segment_ids,
     "select_segments": _select("select_segments"),
     "select_segments_backward": _select("select_segments_backward"),
+    "take_segments_": _take_segments_,
     "bucketize_by_cuts": _bucketize_by_cuts,
     "jagged_to_padded": _jagged_to_padded,
     "padded_to_jagged": _padded_to_jagged,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "segment_ids": [_P, _I64, _I64, _P, _I32, _REPORT],
     "select_segments": [_P, _I64, _I64, _P, _I64, _P, _P, _I64, _I64, _P, _I32, _REPORT],
     "select_segments_backward": [_P, _I32, _I64, _P, _I64, _P, _P, _I64, _I64, _P, _I64, _I32, _REPORT],
+    "take_segments_": [_P, _P, _P, _P, _I64, _I64, _I32, _P, _I64, _P, _I64, _P, _REPORT],
     "bucketize_by_cuts": [_P, _I32, _I64, _P, _I32, _I64, _P, _I64, _P, _P, _P, _I32, _REPORT],
     "jagged_to_padded": [_P, _I64, _I64, _P, _I64, _I64, _P, _I64, _P, _I32, _REPORT],
     "padded_to_jagged": [_P, _I64, _I64, _I64, _P, _I64, _P, _I32, _REPORT],
@@ -43,7 +45,7 @@ class _Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._native = {}
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, f"tr_{name}")
+            function = getattr(library, f"tr_{name.rstrip('_')}")
             function.argtypes, function.restype = arguments, None
             self._native[name] = function
 
@@ -98,6 +100,34 @@ class _Kernels:
             out_offsets_P1.data_ptr(), order_P.shape[0], sum_M.shape[0], out_N.data_ptr(), total,
         )  # fmt: skip
         return out_N.to(dtype)
+
+    def take_segments_(
+        self,
+        values: list[Tensor],
+        offsets: list[Tensor],
+        orders: list[Tensor],
+        outs: list[Tensor],
+        lengths: list[Tensor],
+    ) -> None:
+        values = [values_N.contiguous() for values_N in values]
+        kinds = {offsets_S1.dtype for offsets_S1 in offsets}
+        narrow = kinds == {torch.int32}
+        offsets = [offsets_S1.contiguous() if narrow else _int64(offsets_S1) for offsets_S1 in offsets]
+        count, report = len(values), ReportRecord()
+        ends = list(accumulate(offsets_S1.shape[0] - 1 for offsets_S1 in offsets))
+        sources = (
+            (_P * count)(*[values_N.data_ptr() for values_N in values]),
+            (_P * count)(*[offsets_S1.data_ptr() for offsets_S1 in offsets]),
+            (_I64 * count)(*[values_N.shape[0] for values_N in values]), (_I64 * count)(*ends), count,
+            _item_bytes(values[0], 1), INDEX_TYPES[torch.int32 if narrow else torch.int64],
+        )  # fmt: skip
+        for order_P, out_M, lengths_P in zip(orders, outs, lengths, strict=True):
+            self._native["take_segments_"](
+                *sources, order_P.data_ptr(), order_P.shape[0], out_M.data_ptr(), out_M.shape[0],
+                lengths_P.data_ptr(), report,
+            )  # fmt: skip
+            if report.status != OK:
+                raise _error("take_segments_", report)
 
     def bucketize_by_cuts(self, ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if ids_N.dtype not in INDEX_TYPES or lengths_S.dtype not in INDEX_TYPES:

@@ -22,7 +22,7 @@ each op. Its last section has typed functions that call the ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from tilerec.torch_private import BelowAutograd
 _OPS = torch.ops.tilerec
 
 
-def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
+def _op(schema: str, fake: Callable[..., Any] | None) -> Callable[[Function], Function]:
     return LIBRARY.op(schema, fake, check=CHECKS[schema.partition("(")[0]])
 
 
@@ -113,6 +113,37 @@ def _select_segments_backward(
     copies_N.scatter_add_(0, position_M, torch.ones_like(position_M))
     by_item_M = torch.sort(position_M, stable=True).indices
     return _segment_sum(grad_M.index_select(0, by_item_M), _offsets_from_lengths(copies_N))
+
+
+@_op(
+    "take_segments_(Tensor[] values, Tensor[] offsets, Tensor[] orders, Tensor(a!)[] outs, Tensor(b!)[] lengths) -> ()",
+    None,
+)
+def _take_segments_(
+    values: list[Tensor], offsets: list[Tensor], orders: list[Tensor], outs: list[Tensor], lengths: list[Tensor]
+) -> None:
+    """Copy the items of segments into memory of the caller, for several selections.
+
+    Segments are numbered through all sources: source s has the items `values[s]`, cut by `offsets[s]`. Selection c has
+    the segments `orders[c]` (int64): their items go to the front of `outs[c]`, and their numbers to `lengths[c]`
+    (int32). Items for which `outs[c]` has no room are left out. Items of `outs[c]` behind the copies become arbitrary.
+
+    values [[a, b], [c]], offsets [[0, 2, 2], [0, 1]] (segments [a b] [] [c]), orders [[2, 0], [0]], room for 4 and 1
+    -> outs [c, a, b, ?], [a]; lengths [1, 2], [2]
+    """
+    values_N = torch.cat(values)
+    starts_S = torch.cat([own[:-1] + sum(one.shape[0] for one in values[:s]) for s, own in enumerate(offsets)])
+    lengths_S = torch.cat([own.diff() for own in offsets])
+    for order_P, out_M, lengths_P in zip(orders, outs, lengths, strict=True):
+        lengths_P.copy_(lengths_S.index_select(0, order_P))
+        if not (order_P.shape[0] and values_N.shape[0]):
+            continue
+        out_offsets_P1 = _offsets_from_lengths(lengths_P)
+        place_M = torch.arange(out_M.shape[0], device=values_N.device)
+        selected_M = torch.searchsorted(out_offsets_P1[1:], place_M, right=True).clamp(max=order_P.shape[0] - 1)
+        shift_P = starts_S.index_select(0, order_P) - out_offsets_P1[:-1]
+        position_M = (place_M + shift_P.index_select(0, selected_M)).clamp(max=values_N.shape[0] - 1)
+        out_M.copy_(values_N.index_select(0, position_M))
 
 
 @_op(
@@ -341,6 +372,25 @@ def select_jagged(
     if weights_N is not None:
         weights_M = select_segments(weights_N, offsets_S1, order_P, out_offsets_P1, total)
     return Selected(lengths_P, values_M, weights_M, out_offsets_P1)
+
+
+def take_segments(
+    values: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    orders: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    lengths: Sequence[Tensor],
+) -> None:
+    """Copy the items of segments to the front of `outs[c]`, and their numbers to `lengths[c]`, for each selection c.
+
+    values [[a, b], [c]], offsets [[0, 2, 2], [0, 1]] (segments [a b] [] [c]), orders [[2, 0], [0]], room for 4 and 1
+    -> outs [c, a, b, ?], [a]; lengths [1, 2], [2]
+
+    Segments are numbered through all sources. `offsets[s]` are int32 or int64 from 0 to the number of `values[s]`,
+    `orders` int64, `lengths` int32. Items for which `outs[c]` has no room are left out: the sum of `lengths[c]` is the
+    room that they need.
+    """
+    _OPS.take_segments_.default(values, offsets, orders, outs, lengths)
 
 
 def bucketize_by_cuts(ids_N: Tensor, lengths_S: Tensor, cuts_C1: Tensor, weights_N: Tensor | None = None) -> Bucketized:
