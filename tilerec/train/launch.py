@@ -228,6 +228,9 @@ def _context() -> Any:
         # The server inherits the mask: signals to the whole process group reach the launcher, which ends the ranks.
         with blocked_signals():
             forkserver.ensure_running()
+    except BaseException:  # a signal that was held back
+        _end_fork_server()
+        raise
     finally:
         if before is None:
             os.environ.pop(SPIN_COUNT, None)
