@@ -39,7 +39,7 @@ def _tables() -> Iterator[str]:
             cls = class_of_kind(base, kind, place)
             yield from _table(f'{title}: `[{place}]` with `kind = "{kind}"`', cls, place)
             yield from _inner(cls, place)
-    for place in ("train", "parallel"):
+    for place in ("train", "parallel", "checkpoint"):
         yield from _table(f"`[{place}]`", hints_of(RunConfig)[place], place)
     for kind in kinds_of(OptimizerSpec):
         cls = class_of_kind(OptimizerSpec, kind, "optimizer")

@@ -115,6 +115,20 @@ def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_loaded(
     assert repr(resumed) == repr((1, parts(1)))
 
 
+def test_a_checkpoint_with_damaged_bytes_is_replaced_when_the_run_reaches_its_step_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        CheckpointManager(tmp_path).save(step, parts(step))
+    path = tmp_path / "step-2" / "rank0-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    manager = CheckpointManager(tmp_path)
+    with pytest.warns(UserWarning, match="step-2"):
+        manager.resume(dict.fromkeys(parts(0)))
+    manager.save(2, parts(2))
+    assert intact(tmp_path, {2}) == 2
+
+
 def test_two_jobs_that_save_the_same_step_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     from tilerec.checkpoint.folder import folder_at
     from tilerec.checkpoint.saving import save

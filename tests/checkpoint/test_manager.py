@@ -9,7 +9,7 @@ import torch
 
 from tilerec.checkpoint import CheckpointManager, latest
 from tilerec.checkpoint.manager import checkpoints
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, FileError
 
 
 def steps(folder: Path | str) -> list[int]:
@@ -58,8 +58,10 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_stays
     manager.save(1, {"x": 1})
     manager.save(1, {"x": 2})
     assert CheckpointManager(tmp_path).resume({"x": None}) == (1, {"x": 1})
+    with pytest.raises(FileError, match="File exists"):
+        CheckpointManager(tmp_path).save(1, {"x": 3})
     (tmp_path / "step-1" / "manifest.json").write_bytes(b"{")
-    manager.save(1, {"x": 3})
+    CheckpointManager(tmp_path).save(1, {"x": 3})
     assert CheckpointManager(tmp_path).resume({"x": None}) == (1, {"x": 3})
 
 

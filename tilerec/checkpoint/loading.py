@@ -9,7 +9,7 @@ Each rank reads the rows of its own boxes, whichever ranks wrote them. Memory be
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ def load(
     *,
     group: Group | dist.ProcessGroup | None = None,
     changes: Changes | None = None,
+    check: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into the parts of a job. Collective: all ranks call it with the same parts.
 
@@ -58,6 +59,7 @@ def load(
         parts: by name, as for `save`; parts of the checkpoint that are not named here are not read.
         group: the ranks, as for `save`.
         changes: what differs between the checkpoint and the job; None: nothing.
+        check: called with the path and the states of the parts before tensors are read; it may raise.
 
     Returns:
         The state of each part, as it was saved. Use it for parts that are plain values.
@@ -72,6 +74,8 @@ def load(
     with agreeing(ranks, "the checkpoint") as found:
         manifest, found["manifest"] = open_manifest(folder)
         reading = _plan(folder.path, manifest, parts, states_of(parts), changes)
+        if check is not None:
+            check(folder.path, reading.values)
     failure: TilerecError | None = None
     try:
         read_boxes(folder, manifest, reading.targets)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,7 @@ class CheckpointManager:
         self._ranks = ranks_of_job(group)
         self._since = time.monotonic()
         self._last = -1  # step of the last save
+        self._damaged: set[int] = set()  # steps whose files have the right sizes and wrong bytes
 
     def due(self, step: int) -> bool:
         """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set."""
@@ -126,11 +127,15 @@ class CheckpointManager:
     def save(self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Json] | None = None) -> str:
         """Write the checkpoint of a step, then remove old ones; return its path. Collective. Raises as `save`.
 
-        A checkpoint of this step that is damaged is replaced; a whole one stays as it is.
+        A damaged checkpoint of this step is replaced. If this manager has saved or resumed the step, nothing is done.
         """
         path = f"{str(self.folder).rstrip('/')}/step-{step}"
-        if not self._stands(step):
-            save(path, parts, group=self._ranks, metadata={"step": step, **(metadata or {})})
+        if step == self._last:
+            return path
+        with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"):
+            if self._ranks.rank == 0:
+                self._remove_damaged(step)
+        save(path, parts, group=self._ranks, metadata={"step": step, **(metadata or {})})
         self._last, self._since = step, time.monotonic()
         with on_all_ranks(self._ranks, "the checkpoints", "removing old ones"):
             if self._ranks.rank == 0:
@@ -143,34 +148,43 @@ class CheckpointManager:
         """Save if a checkpoint is due; return its path or None. Collective."""
         return self.save(step, parts, metadata) if self.due(step) else None
 
-    def resume(self, parts: Mapping[str, Any], *, changes: Changes | None = None) -> tuple[int, dict[str, Any]] | None:
+    def resume(
+        self,
+        parts: Mapping[str, Any],
+        *,
+        changes: Changes | None = None,
+        check: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
         If reading it fails because a file is damaged, the one before it is loaded, with a warning.
+
+        Args:
+            check: called with the path and the plain values of the parts before anything is loaded; it may raise.
         """
         for found in whole_checkpoints(self.folder, group=self._ranks):
             try:
-                values = load(found.path, parts, group=self._ranks, changes=changes)
+                values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
             except (InputError, FileError) as error:  # on all ranks, if on one
                 warnings.warn(f"{error} The checkpoint before it is loaded.", stacklevel=2)
+                self._damaged.add(found.step)
                 continue
             self._last = found.step
             return found.step, values
         return None
 
-    def _stands(self, step: int) -> bool:
-        """Return True if a whole checkpoint of the step is there; remove a damaged one. Collective."""
-        stands = False
-        with on_all_ranks(self._ranks, "the checkpoints", "an earlier one of this step"):
-            if self._ranks.rank == 0:
-                folder = parent_at(self.folder).folder(f"step-{step}")
-                if folder.exists():
-                    try:
-                        open_manifest(folder)
-                        stands = True
-                    except TilerecError:
-                        folder.remove()
-        return bool(self._ranks.all_gather_object(stands)[0])
+    def _remove_damaged(self, step: int) -> None:
+        """Remove the checkpoint of a step if it is damaged."""
+        folder = parent_at(self.folder).folder(f"step-{step}")
+        if not folder.exists():
+            return
+        try:
+            open_manifest(folder)
+        except TilerecError:
+            self._damaged.add(step)
+        if step in self._damaged:
+            folder.remove()
+            self._damaged.discard(step)
 
     def _remove_old(self, newest: int) -> None:
         if not self._keep_last:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilerec.errors import FileError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import SafeConsole, print_rank_error
 
@@ -58,6 +58,11 @@ def train(
         str | None,
         typer.Option(help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."),
     ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints of the whole run.", min=1)] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the newest whole checkpoint in --log-dir, if there is one."),
+    ] = False,
     trace: Annotated[str | None, typer.Option(help="File for the times of all stages, for Perfetto.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
@@ -78,8 +83,14 @@ def train(
             "parallel.plan": plan,
             "parallel.sharding": sharding,
             "trace": trace,
+            "checkpoint.every": save_every,
+            "checkpoint.resume": resume or None,
         }
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        if resume and not (log_dir or run.log_dir):
+            raise ConfigError(
+                "--resume: got no --log-dir; expected the folder of the run to continue. Give it, or set log_dir."
+            )
         run = _with_log_dir(run, recipe, [*(set_ or []), *given])
         if show:
             _print_settings(run)

@@ -223,6 +223,30 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints of a run, in the folder `checkpoints` of its `log_dir`.
+
+    Attributes:
+        every: steps between two checkpoints; 0 for none. The last step has one, too.
+        seconds: as an alternative, seconds between two checkpoints; 0 for none.
+        keep_last: number of newest checkpoints to keep; 0 keeps all.
+        keep_every: further checkpoints to keep: those whose step is a multiple of this; 0 for none.
+        resume: continue from the newest whole checkpoint of `log_dir`, if there is one.
+    """
+
+    every: int = 0
+    seconds: float = 0.0
+    keep_last: int = 2
+    keep_every: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("every", "seconds", "keep_last", "keep_every"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"checkpoint.{name}: got {getattr(self, name)}; expected at least 0.")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Config of a complete run.
 
@@ -236,6 +260,7 @@ class RunConfig:
         parallel: sharding of tables, for runs on several ranks.
         trace: file for the times of all stages, for Perfetto; "" for none.
         task: what the model learns.
+        checkpoint: when to save the whole run, and whether to continue one.
     """
 
     name: str
@@ -246,3 +271,4 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trace: str = ""
     task: TaskConfig = field(default_factory=ClickConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -24,16 +24,22 @@ from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 VOCABULARY_FOLDER = "vocabulary"
 
 
-def open_logs(config: RunConfig, model: nn.Module) -> LogFiles:
+def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
     """Create the folder, write the config and the model's plan, and return the loggers.
+
+    Args:
+        resumed_at: the step from which a run goes on: its logs keep the events up to there. None for a new run.
 
     Raises:
         ConfigError: the folder has another run's logs, or cannot be written.
         FileError: a file cannot be written.
     """
     folder = Path(config.log_dir)
-    if (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder.")
+    if resumed_at is None and (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder, "
+            "or continue that run with checkpoint.resume."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", {"name": config.name, **settings(config)})
@@ -41,7 +47,7 @@ def open_logs(config: RunConfig, model: nn.Module) -> LogFiles:
         if isinstance(plan, ShardingPlan):
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
-        return LogFiles([JsonLines(folder), TensorBoard(folder)])
+        return LogFiles([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)])
     except FileError:
         raise
     except OSError as error:

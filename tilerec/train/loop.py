@@ -24,6 +24,7 @@ from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
 from tilerec.train.run import Run
+from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
@@ -59,10 +60,7 @@ def train(
     logs: LogFiles | None = None
     try:
         if group is None and config.parallel != ParallelConfig():
-            warnings.warn(
-                "train: parallel.* has no effect without group=, which defines the ranks to shard over.",
-                stacklevel=2,
-            )
+            warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
         world.check(config)
         options = config.train
         if options.threads:
@@ -72,15 +70,17 @@ def train(
         config.task.check(dataset)
         torch.manual_seed(options.seed)
         model = world.build(config, dataset, device)
+        run = _started(config, dataset, model, device, world, all_watchers)
         if config.log_dir and not world.rank:
-            logs = open_logs(config, model)
+            logs = open_logs(config, model, run.steps if config.checkpoint.resume else None)
             _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
+            if run.steps:
+                console.print(f"resumed after step {run.steps:,}", highlight=False)
             all_watchers.append(Terminal(console, options.max_steps or None))
         for watcher in all_watchers:
             watcher.begin(config.name, settings(config))
-        run = Run(config, dataset, model, device, world, all_watchers)
         run.learn()
         held_out = run.evaluate()
         if config.log_dir:
@@ -111,6 +111,17 @@ def train(
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
+
+
+def _started(
+    config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, world: World, watchers: list[Watcher]
+) -> Run:
+    """Return the run before its first step, or as its newest checkpoint has it. Collective."""
+    checkpoints = RunCheckpoints.of(config, world)
+    run = Run(config, dataset, model, device, world, watchers, checkpoints)
+    if checkpoints is not None and config.checkpoint.resume:
+        checkpoints.resume(run)
+    return run
 
 
 def _write_run(config: RunConfig, dataset: Dataset) -> None:

@@ -13,6 +13,8 @@ from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.optim.fused import FusedOptimizer
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
+from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, OptimizerSpec
 from tilerec.storage.table_rows import rows_of
 from tilerec.train.config import TrainConfig
@@ -41,6 +43,8 @@ def attach(model: nn.Module, spec: OptimizerSpec) -> None:
 class Optimizers:
     """A model's optimizers under one learning-rate schedule.
 
+    parts: the optimizer of the "tables" and of the "dense" parameters, where the model has some.
+
     Args:
         model: the embedding optimizer is attached to the tables of its embedding collections, unless they have one. The
             dense optimizer steps all other parameters.
@@ -51,11 +55,13 @@ class Optimizers:
         attach(model, config.embedding_optimizer)
         tables = {id(parameter) for table in tables_of(model) for parameter in table.parameters()}
         dense = [parameter for parameter in model.parameters() if id(parameter) not in tables]
-        self._all: list[torch.optim.Optimizer] = []
+        self.parts: dict[str, torch.optim.Optimizer] = {}
         if tables:
-            self._all.append(FusedOptimizer(model))
+            sharded = any(isinstance(part, ShardedTable) for part in model.modules())
+            self.parts["tables"] = ShardedFusedOptimizer(model) if sharded else FusedOptimizer(model)
         if dense:
-            self._all.append(torch_optimizer(config.dense_optimizer, dense))
+            self.parts["dense"] = torch_optimizer(config.dense_optimizer, dense)
+        self._all = list(self.parts.values())
         self._config = config
         self._base = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._all]
 

@@ -27,6 +27,7 @@ from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
 from tilerec.train.config import RunConfig
 from tilerec.train.optimizers import Optimizers
+from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.scores import mean_scores
 from tilerec.train.table_stats import TableStats
@@ -45,6 +46,7 @@ class Run:
         device: torch.device,
         world: World,
         all_watchers: list[Watcher],
+        checkpoints: RunCheckpoints | None = None,
     ) -> None:
         self._config = config
         self._options = config.train
@@ -53,6 +55,7 @@ class Run:
         self._device = device
         self._world = world
         self._watchers = all_watchers
+        self._checkpoints = checkpoints
         self._optimizers = Optimizers(model, config.train)
         self._step_module = world.data_parallel(model)
         self._pipeline = PrefetchTrainPipelineSparseDist(
@@ -63,6 +66,7 @@ class Run:
         self._task = config.task.build(dataset, config.train, device, world)
         self._table_stats = TableStats(model, world.group)
         self._logged_seconds = 0.0
+        self._since = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
         self._epoch = 0
@@ -73,10 +77,45 @@ class Run:
 
     def learn(self) -> None:
         """Train for all epochs, or up to `max_steps`."""
-        options = self._options
         self._model.train()
-        since = time.perf_counter()
-        for epoch, share, loss in self._pipeline.outputs(self._shares()):
+        shares = self._shares()
+        self._since = time.perf_counter()
+        while self._steps_to_save(shares) and self._checkpoints is not None:
+            self._stop_clock()
+            self._checkpoints.save(self)
+            self._since = time.perf_counter()
+        if not self.steps:
+            raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
+        if self.steps > self._logged_steps:
+            values = self._progress()
+            self._stop_clock()
+            self._emit_train(values)
+        if self._checkpoints is not None:
+            self._checkpoints.save(self)
+        if self._config.trace:
+            try:
+                self._pipeline.write_trace(self._config.trace)
+            except FileError as error:  # the trained model counts more
+                warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
+
+    def _steps_to_save(self, shares: Iterator[tuple[int, Share]]) -> bool:
+        """Train up to the step at which a checkpoint is due, or to the end; return False at the end.
+
+        The pipeline works on later batches ahead of their steps. It gets none beyond that step: ids that managed
+        collision has seen are part of the checkpoint.
+        """
+        options, checkpoints = self._options, self._checkpoints
+        ended = True
+
+        def until_due() -> Iterator[tuple[int, Share]]:
+            nonlocal ended
+            for step, numbered in enumerate(shares, self.steps + 1):
+                yield numbered
+                if checkpoints is not None and checkpoints.due(step):
+                    ended = False
+                    return
+
+        for epoch, share, loss in self._pipeline.outputs(until_due()):
             self._epoch, self._position = epoch, share.end
             self.steps += 1
             self.samples += share.total
@@ -86,25 +125,23 @@ class Run:
             if self.steps % options.log_every == 0:
                 values = self._progress()
                 # Reading the values has waited for the device, so the elapsed time includes the device's work.
-                self.seconds += time.perf_counter() - since
+                self._stop_clock()
                 self._emit_train(values)
-                since = time.perf_counter()
+                self._since = time.perf_counter()
             if options.eval_every and self.steps % options.eval_every == 0 and self.steps != options.max_steps:
                 self._wait()
-                self.seconds += time.perf_counter() - since
+                self._stop_clock()
                 self.evaluate()
-                since = time.perf_counter()
-        if not self.steps:
-            raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
-        if self.steps > self._logged_steps:
-            values = self._progress()
-            self.seconds += time.perf_counter() - since
-            self._emit_train(values)
-        if self._config.trace:
-            try:
-                self._pipeline.write_trace(self._config.trace)
-            except FileError as error:  # the trained model counts more
-                warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
+                self._since = time.perf_counter()
+        return not ended
+
+    def _stop_clock(self) -> None:
+        """Add the time since the last stop to the seconds of training."""
+        self.seconds += time.perf_counter() - self._since
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of the run with a state of their own: the model and its optimizers."""
+        return {"model": self._model, **self._optimizers.parts}
 
     def evaluate(self) -> Evaluation:
         """Return the scores on the held-out part, and log their means over the task's parts. Collective."""

@@ -29,6 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from tilerec.atomic_file import write_file
 from tilerec.errors import FileError
 
 
@@ -70,10 +71,17 @@ class Watcher(ABC):
 
 
 class JsonLines(Watcher):
-    """Log file `metrics.jsonl`: one JSON object per event; values that are not finite are null."""
+    """Log file `metrics.jsonl`: one JSON object per event; values that are not finite are null.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+    Args:
+        resumed_at: the step from which a run goes on: events up to there stay, later ones are removed.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int = 0) -> None:
+        path = folder / "metrics.jsonl"
+        kept = _events_until(path, resumed_at) if resumed_at else ""
+        write_file(path, kept, "Logs")
+        self._file = path.open("a", encoding="utf-8")
 
     def record(self, event: Event) -> None:
         line = {"kind": event.kind, "step": event.step, "samples": event.samples, **event.values}
@@ -85,13 +93,17 @@ class JsonLines(Watcher):
 
 
 class TensorBoard(Watcher):
-    """Scalars `train/…` and `eval/…` over steps, for `tensorboard --logdir`."""
+    """Scalars `train/…` and `eval/…` over steps, for `tensorboard --logdir`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        resumed_at: the step from which a run goes on: TensorBoard hides what was logged after it before.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         # Imported here, as the import takes 0.1 s and only runs with logs need it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(folder))
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
 
     def record(self, event: Event) -> None:
         for name, value in event.values.items():
@@ -195,6 +207,19 @@ class _Steps(ProgressColumn):
     def render(self, task: Task) -> Text:
         done = f"{task.completed:,.0f}"
         return Text(done if task.total is None else f"{done}/{task.total:,.0f}", style="progress.download")
+
+
+def _events_until(path: Path, step: int) -> str:
+    """Return the lines of a log file up to a step; a line that a stopped process has not finished is left out."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("step", step + 1) <= step:
+            kept.append(line + "\n")
+    return "".join(kept)
 
 
 def finite(value: Any) -> Any:
