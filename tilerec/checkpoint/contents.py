@@ -59,8 +59,8 @@ class SavedContents:
         """
         buffer = memoryview(bytearray(BLOCK))
         for name, file in self.manifest.files.items():
-            with self._folder.open(name) as opened:
-                reader = BlockReader(opened, f"{self.path}/{name}", file.size, file.crcs)
+            path = f"{self.path}/{name}"
+            with self._folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
                 for first in range(0, file.size, BLOCK):
                     reader.read_into(first, buffer[: min(BLOCK, file.size - first)])
         return self.bytes

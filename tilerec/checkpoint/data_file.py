@@ -82,7 +82,6 @@ def write_chunks(writer: BlockWriter, chunks: Sequence[PlannedChunk], head: byte
     for chunk in chunks:
         if chunk.bytes:
             writer.write(bytes_of(chunk.memory))
-    writer.finish()
 
 
 def bytes_of(memory: Tensor) -> memoryview:

@@ -50,8 +50,8 @@ def read_boxes(folder: CheckpointFolder, manifest: Manifest, targets: Sequence[T
                 reads[chunk.file].append(_Read(chunk, both, piece))
     for name, some in sorted(reads.items()):
         file = manifest.files[name]
-        with folder.open(name) as opened:
-            reader = BlockReader(opened, f"{folder.path}/{name}", file.size, file.crcs)
+        path = f"{folder.path}/{name}"
+        with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
             for read in sorted(some, key=lambda read: (read.chunk.start, read.box.offsets)):
                 _read(reader, read)
 

@@ -145,8 +145,7 @@ def _write(folder: CheckpointFolder, chunks: Sequence[PlannedChunk], rank: int) 
     for i, part in enumerate(_files_of(chunks)):
         name = folder.file_name(f"rank{rank}-{i}.safetensors")
         head, starts = starts_of(part)
-        with folder.create(name) as file:
-            writer = BlockWriter(file)
+        with folder.create(name) as file, BlockWriter(file) as writer:
             write_chunks(writer, part, head)
         written.files[name] = SavedFile(writer.size, tuple(writer.crcs))
         for chunk, start in zip(part, starts, strict=True):
