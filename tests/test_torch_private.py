@@ -274,6 +274,17 @@ def test_a_forward_knows_the_ddp_around_it(one_rank: None) -> None:
     assert not private.is_ddp_ignored(model.weight)
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_ddp_keeps_the_order_of_its_buckets_after_its_first_step(one_rank: None, fixed: bool) -> None:
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    if fixed:
+        private.fix_ddp_buckets(wrapped)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert wrapped.reducer._rebuild_buckets() is not fixed
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert not wrapped.reducer._rebuild_buckets()
+
+
 def test_dense_parameters_step_in_their_backward() -> None:
     parameter = nn.Parameter(torch.ones(1))
     private.apply_in_backward(torch.optim.SGD, [parameter], {"lr": 0.5}, True)

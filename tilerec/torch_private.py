@@ -204,6 +204,16 @@ def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
+def fix_ddp_buckets(wrapper: DistributedDataParallel) -> None:
+    """Have `DistributedDataParallel` keep one order of gradients in its buckets from the first step on.
+
+    It otherwise orders them anew after the first step of a process, by the order in which they were ready. With three
+    or more ranks the sums of that step then have other roundings. Substitute: `find_unused_parameters=True`, which
+    walks the graph at each step.
+    """
+    wrapper.reducer._push_all_rebuilt_params()
+
+
 def is_ddp_ignored(parameter: Tensor) -> bool:
     """Return whether `DistributedDataParallel` leaves a parameter alone. No public substitute."""
     return getattr(parameter, "_ddp_ignored", False)

@@ -57,7 +57,7 @@ class Run:
         self._watchers = all_watchers
         self._checkpoints = checkpoints
         self._optimizers = Optimizers(model, config.train)
-        self._step_module = world.data_parallel(model)
+        self._step_module = world.data_parallel(model, fixed_order=checkpoints is not None)
         self._pipeline = PrefetchTrainPipelineSparseDist(
             model, self, device, custom_model_fwd=self._forward, group=world.group, even=False
         )  # every rank has a share of every global batch, so all have equally many

@@ -28,7 +28,7 @@ from tilerec.data.share import shares
 from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
-from tilerec.torch_private import ignore_in_ddp
+from tilerec.torch_private import fix_ddp_buckets, ignore_in_ddp
 from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Predictions, predict
 from tilerec.train.optimizers import attach
@@ -76,8 +76,13 @@ class World:
         plan = run_plan(model, config.parallel, self._group)
         return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
 
-    def data_parallel(self, model: nn.Module) -> nn.Module:
-        """Return the module to call in a training step, which averages the gradients of all but the tables."""
+    def data_parallel(self, model: nn.Module, *, fixed_order: bool = False) -> nn.Module:
+        """Return the module to call in a training step, which averages the gradients of all but the tables.
+
+        Args:
+            fixed_order: the first step of a process has the roundings of all others, so a run that continues has the
+                bits of one that did not stop. With several buckets of gradients, less of their exchange overlaps.
+        """
         if self._group is None:
             return model
         tables = table_parameters(model)
@@ -86,7 +91,10 @@ class World:
         # Buffers stay each rank's own: those of managed collision hold the ids of its own tiles.
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         ignore_in_ddp(model, sorted(tables | buffers))
-        return DistributedDataParallel(model, process_group=self._group.process_group, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, process_group=self._group.process_group, gradient_as_bucket_view=True)
+        if fixed_order and self.size > 2:  # sums of two are the same in any order
+            fix_ddp_buckets(wrapped)
+        return wrapped
 
     def mean(self, total: Tensor) -> Tensor:
         """Return the mean of the ranks' numbers, on every rank. Collective."""
