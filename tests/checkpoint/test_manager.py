@@ -65,6 +65,25 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_stays
     assert CheckpointManager(tmp_path).resume({"x": None}) == (1, {"x": 3})
 
 
+def test_damaged_checkpoints_do_not_count_as_kept_and_leftovers_are_removed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        manager.save(step, {"x": step})
+    (tmp_path / "step-3" / "manifest.json").unlink()
+    for name in ("step-2.tmp-0a", "step-3.old-ff", "step-9.tmp-0a", "step-2.tmp-other"):
+        (tmp_path / name).mkdir()
+    manager.save(4, {"x": 4})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-2",
+        "step-3",
+        "step-4",
+        "step-9.tmp-0a",
+        "step-2.tmp-other",
+    }
+    manager.save(5, {"x": 5})
+    assert steps(tmp_path) == [4, 5]
+
+
 def test_object_stores_by_url() -> None:
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")

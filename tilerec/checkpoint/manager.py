@@ -33,6 +33,8 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_LEFT = re.compile(r"step-([0-9]{1,18})\.(?:tmp|old)-[0-9a-f]+")
+"""Folders of saves and removals that did not end."""
 
 
 class Found(NamedTuple):
@@ -178,24 +180,32 @@ class CheckpointManager:
         folder = parent_at(self.folder).folder(f"step-{step}")
         if not folder.exists():
             return
-        try:
-            open_manifest(folder)
-        except TilerecError:
-            self._damaged.add(step)
-        if step in self._damaged:
+        if step in self._damaged or not self._is_whole(step):
             folder.remove()
             self._damaged.discard(step)
 
     def _remove_old(self, newest: int) -> None:
-        if not self._keep_last:
-            return
+        """Remove what is older than the newest whole checkpoints, and what stopped processes have left."""
         parent = parent_at(self.folder)
-        older = [found.step for found in checkpoints(self.folder) if found.step <= newest]
-        for step in older[: -self._keep_last]:
-            if not (self._keep_every and step % self._keep_every == 0):
-                try:
-                    parent.folder(f"step-{step}").remove()
-                except OSError as error:
-                    warnings.warn(
-                        f"Checkpoint step-{step}: it cannot be removed ({error}). The run continues.", stacklevel=2
-                    )
+        gone = [name for name in parent.names() if (left := _LEFT.fullmatch(name)) and int(left[1]) <= newest]
+        if self._keep_last:
+            steps = [found.step for found in checkpoints(self.folder) if found.step <= newest]
+            whole = [step for step in steps if self._is_whole(step)]
+            oldest = whole[-self._keep_last :][0]
+            gone += [
+                f"step-{step}"
+                for step in steps
+                if step < oldest and not (self._keep_every and step % self._keep_every == 0)
+            ]
+        for name in gone:
+            try:
+                parent.folder(name).remove()
+            except OSError as error:
+                warnings.warn(f"Checkpoint {name}: it cannot be removed ({error}). The run continues.", stacklevel=2)
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            open_manifest(parent_at(self.folder).folder(f"step-{step}"))
+        except TilerecError:
+            return False
+        return True
