@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -135,7 +136,10 @@ def _write(contents: SavedContents, entries: dict[str, _Leaf], folder: Path) -> 
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_planner(contents, entries), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True intends that
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save({}, storage_writer=writer, planner=_planner(contents, entries), no_dist=True)
     except CheckpointException as error:  # a BaseException, which holds the errors of ranks
         cause = next((failure[0] for failure in error.failures.values()), error)
         if isinstance(cause, (TilerecError, OSError)):
