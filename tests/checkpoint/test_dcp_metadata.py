@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,6 @@ def test_calls_of_admitted_names_stay_records() -> None:
         b"\x80\x04Nb.",
         b"\x80\x04]\x94h\x07.",
         b"\x80\x04)\x94)s.",
-        b"\x80\x04}))s.",  # a tuple as a key
         b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7fa.",  # bytes beyond the end
         b"\x80\x04\x82\x01.",  # an extension's code
         b"\x80\x04Q.",  # a persistent id
@@ -130,6 +131,12 @@ def test_memory_numbers_and_nesting_take_no_memory_or_time() -> None:
         parse_metadata(nested, "it", {})
     with pytest.raises(InputError):
         parse_metadata(b"\x80\x04" + b"]\x94a" * 3 + b"(" * 100_000 + b".", "it", {})
+
+
+def test_tuples_are_no_keys() -> None:
+    key = b")\x94" + b"h\x00h\x00\x86q\x00" * 30 + b"h\x00"  # its hash visits 2^30 tuples
+    with pytest.raises(InputError, match="a tuple as a key"):
+        parse_pickle(b"\x80\x04" + key + b"}h\x00Ns.", "it", ())
 
 
 @pytest.mark.parametrize("cut", range(0, 900, 37))
@@ -195,6 +202,34 @@ def _set(path: str, value: Any) -> Callable[[Metadata], None]:
 def test_impossible_statements_are_refused(folder: Path, change: Callable[[Metadata], object], match: str) -> None:
     changed(folder, change)
     refused(folder, match)
+
+
+def test_overlapping_boxes_are_refused(folder: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        sizes = [torch.Size([2, 2]), torch.Size([1, 2])]
+        boxes = [ChunkStorageMetadata(torch.Size([row, 0]), size) for row, size in enumerate(sizes)]
+        metadata.state_dict_metadata["model.t"].chunks = boxes  # type: ignore[union-attr]
+        places = metadata.storage_data
+        places[MetadataIndex("model.t", [1, 0])] = places[MetadataIndex("model.t", [0, 0])]
+
+    changed(folder, change)
+    refused(folder, "holes or overlaps")
+
+
+def test_compressed_boxes_are_refused(folder: Path) -> None:
+    (file,) = folder.glob("*.distcp")
+    place = pickle.loads((folder / ".metadata").read_bytes()).storage_data[MetadataIndex("model.t", [0, 0])]
+    data = file.read_bytes()[place.offset : place.offset + place.length]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    with file.open("ab") as end:
+        start = end.tell()
+        end.write(packed.getvalue())
+    size = len(packed.getvalue())
+    changed(folder, lambda metadata: (_set("offset", start)(metadata), _set("length", size)(metadata)))
+    refused(folder, "compressed or shared bytes")
 
 
 def test_values_that_share_bytes_are_refused(folder: Path) -> None:

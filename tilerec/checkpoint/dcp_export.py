@@ -138,7 +138,8 @@ def _write(contents: SavedContents, entries: dict[str, _Leaf], folder: Path) -> 
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist=True intends that
-            writer = dcp.FileSystemWriter(folder)
+            # The writer holds the newest box of every tensor until it has written their file: one file for each box.
+            writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
             dcp.save({}, storage_writer=writer, planner=_planner(contents, entries), no_dist=True)
     except CheckpointException as error:  # a BaseException, which holds the errors of ranks
         cause = next((failure[0] for failure in error.failures.values()), error)
