@@ -54,6 +54,8 @@ def export_dcp(path: str | Path, folder: str | Path, *, part: str | None = None)
     """
     contents = SavedContents(path)
     entries = _entries(contents, part)
+    if "://" in str(folder):
+        raise FileError(f"DCP checkpoint {folder}: got a URL; expected a local folder. Export to one, and copy it.")
     final = Path(os.path.abspath(folder))
     if os.path.lexists(final):
         raise FileError(f"DCP checkpoint {folder}: got a path that exists; expected a new folder. {_MOVE}", 17)
