@@ -78,3 +78,36 @@ def test_export_writes_the_chosen_tensors(run: Path) -> None:
     assert torch.equal(load_file(run / "a.safetensors")["model.rows"], torch.full((4, 2), 20.0))
     assert command("export", run, "--out", run / "b.safetensors", "--only", "other.*")[0] == 1
     assert not (run / "b.safetensors").exists()
+
+
+def test_import_and_export_of_torchs_own_checkpoints(run: Path) -> None:
+    assert command("export", run, "--dcp", run / "dcp") == (0, f"wrote {run / 'dcp'}: 1 tensors\n")
+    code, text = command("import", run / "dcp", "--out", run / "back")
+    assert (code, text) == (0, f"wrote {run / 'back'}: 1 tensors\n")
+    assert command("diff", run, run / "back") == (0, "equal\n")
+    assert command("import", run / "dcp", "--out", run / "back")[0] == 1
+    assert command("export", run, "--dcp", run / "weights", "--part", "model")[0] == 0
+    assert command("import", run / "weights", "--out", run / "part", "--part", "model")[0] == 0
+    assert "model.rows" in command("inspect", run / "part")[1]
+
+
+def test_options_of_import_and_export_that_exclude_each_other_are_refused(run: Path) -> None:
+    for words in (
+        ["export", run],
+        ["export", run, "--out", run / "a", "--dcp", run / "b"],
+        ["export", run, "--dcp", run / "b", "--only", "model.*"],
+        ["export", run, "--out", run / "a", "--part", "model"],
+        ["import", run, "--out", run / "a", "--steps", "3"],
+        ["import", run, "--out", run / "a", "--torchrec", "--part", "model"],
+    ):
+        code, text = command(*words)
+        assert code == 1
+        assert "expected --" in text
+
+
+def test_a_checkpoint_of_torchrec_is_imported(tmp_path: Path) -> None:
+    folder = Path(__file__).parent / "checkpoint" / "files" / "torchrec"
+    code, text = command("import", folder, "--out", tmp_path / "step-3", "--torchrec")
+    assert (code, "--steps N" in " ".join(text.split())) == (1, True)
+    assert command("import", folder, "--out", tmp_path / "step-3", "--torchrec", "--steps", 3)[0] == 0
+    assert command("verify", tmp_path / "step-3")[0] == 0

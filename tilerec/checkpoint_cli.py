@@ -5,6 +5,8 @@ tilerec checkpoint inspect runs/today               tensors, numbers and digest 
 tilerec checkpoint verify runs/today/checkpoints/step-100
 tilerec checkpoint diff STEP-100 STEP-200           tensors and numbers that differ
 tilerec checkpoint export STEP-100 --out model.safetensors --only 'model.*'
+tilerec checkpoint export STEP-100 --dcp FOLDER     a checkpoint of torch.distributed.checkpoint
+tilerec checkpoint import FOLDER --out STEP-100     from one of torch.distributed.checkpoint; --torchrec: of TorchRec
 
 PATH is a checkpoint, a folder of checkpoints, or the log folder of a run. Of a folder, the newest whole checkpoint
 counts.
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilerec.errors import FileError, TilerecError
+from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -139,23 +141,70 @@ def diff(first: _Path, second: _Path) -> None:
 @checkpoint_app.command()
 def export(
     path: _Path,
-    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    out: Annotated[Path | None, typer.Option(help="The safetensors file to write.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Pattern of names, such as 'model.*'. Repeatable.")] = None,
+    dcp: Annotated[Path | None, typer.Option(help="The folder to write for torch.distributed.checkpoint.")] = None,
+    part: Annotated[str | None, typer.Option(help="With --dcp: this part alone, under its own names.")] = None,
 ) -> None:
-    """Write whole tensors to one safetensors file, in bounded memory."""
+    """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
     from tilerec.checkpoint.changes import matches
 
     try:
+        if (out is None) == (dcp is None) or (only if dcp else part):
+            raise ConfigError(
+                "tilerec checkpoint export: got other options; expected --out FILE [--only PATTERN] or --dcp FOLDER "
+                "[--part NAME]. Choose one of the two."
+            )
         contents = _contents(path)
+        if dcp is not None:
+            from tilerec.checkpoint.dcp_export import export_dcp
+
+            count = export_dcp(contents.path, dcp, part=part)
+            print_plain(f"wrote {dcp}: {count:,} tensors")
+            return
         names = [name for name in contents.manifest.tensors if not only or matches(name, only)]
         if not names:
             print_error(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
             raise typer.Exit(1)
+        assert out is not None
         contents.export(out, names)
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(1) from None
     print_plain(f"wrote {out}: {len(names):,} tensors")
+
+
+@checkpoint_app.command("import")
+def import_checkpoint(
+    folder: Annotated[str, typer.Argument(help="A checkpoint of torch.distributed.checkpoint.")],
+    out: Annotated[str, typer.Option(help="The checkpoint to write.")],
+    torchrec: Annotated[
+        bool, typer.Option("--torchrec", help="Convert the optimizer state of a TorchRec model.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="With --torchrec: steps that the model was trained.")] = None,
+    part: Annotated[str | None, typer.Option(help="Put all of it into this part, such as model.")] = None,
+    skip_values: Annotated[bool, typer.Option("--skip-values", help="Leave out values of unknown classes.")] = False,
+) -> None:
+    """Convert a checkpoint of torch.distributed.checkpoint. No code in it runs."""
+    from tilerec.checkpoint.dcp_import import import_dcp
+    from tilerec.checkpoint.torchrec_import import import_torchrec
+
+    try:
+        if part is not None if torchrec else steps is not None:
+            raise ConfigError(
+                "tilerec checkpoint import: got other options; expected --torchrec [--steps N], or --part NAME without "
+                "--torchrec. Leave one out."
+            )
+        if torchrec:
+            done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
+        else:
+            done = import_dcp(folder, out, part=part, skip_values=skip_values)
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    for name in done.skipped:
+        print_plain(f"skipped {name}")
+    print_plain(f"wrote {out}: {done.tensors:,} tensors")
 
 
 def _found(path: str) -> list[str]:

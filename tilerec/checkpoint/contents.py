@@ -78,6 +78,10 @@ class SavedContents:
             sizes = (min(step, rows - first), *saved.shape[1:])
             yield self._box(saved, Box((first, *(0,) * (len(sizes) - 1)), sizes))
 
+    def box_of(self, name: str, box: Box) -> Tensor:
+        """Return the values of one box of a tensor."""
+        return self._box(self.manifest.tensors[name], box)[1]
+
     def _box(self, saved: SavedTensor, box: Box) -> tuple[Box, Tensor]:
         out = torch.empty(box.sizes, dtype=saved.dtype)
         if box.cells:

@@ -151,7 +151,7 @@ def _tensor(value: JsonValue, files: Mapping[str, SavedFile]) -> SavedTensor:
     dtype = DTYPES[name]
     shape = _numbers(parts["shape"])
     chunks = tuple(_chunk(chunk, shape, dtype, files) for chunk in parts["chunks"].items())
-    if sum(chunk.box.cells for chunk in chunks) != Box((0,) * len(shape), shape).cells or _overlapping(chunks):
+    if sum(chunk.box.cells for chunk in chunks) != Box((0,) * len(shape), shape).cells or overlapping(chunks):
         raise parts["chunks"].error("boxes that hold each cell of the tensor once")
     return SavedTensor(dtype, shape, chunks)
 
@@ -176,7 +176,7 @@ def _numbers(value: JsonValue) -> tuple[int, ...]:
     return tuple(item.whole() for item in value.items("a list of whole numbers"))
 
 
-def _overlapping(chunks: Sequence[Chunk]) -> bool:
+def overlapping(chunks: Sequence[Chunk]) -> bool:
     """Return True if two boxes share a cell."""
     active: list[Box] = []  # boxes that may reach the next first row
     for chunk in sorted(chunks, key=lambda chunk: chunk.box.offsets):
