@@ -78,12 +78,12 @@ def save(
     chunks = _chunks_of_rank(tensors, ranks)
     nonce = str(ranks.all_gather_object(binascii.hexlify(os.urandom(8)).decode())[0])
     try:
-        with on_all_ranks(ranks, "the checkpoint", "its folder"), _file_errors(folder):
+        with on_all_ranks(ranks, "the checkpoint", "its folder"), file_errors(folder):
             folder.begin(nonce, first=ranks.rank == 0)
-        with on_all_ranks(ranks, "the checkpoint", "its files"), _file_errors(folder):
+        with on_all_ranks(ranks, "the checkpoint", "its files"), file_errors(folder):
             written = _write(folder, chunks, ranks.rank)
         every = ranks.all_gather_object(written)
-        with on_all_ranks(ranks, "the checkpoint", "its manifest"), _file_errors(folder):
+        with on_all_ranks(ranks, "the checkpoint", "its manifest"), file_errors(folder):
             if ranks.rank == 0:
                 _commit(folder, tree, tensors, every, dict(metadata or {}))
     except BaseException:
@@ -92,7 +92,7 @@ def save(
 
 
 @contextmanager
-def _file_errors(folder: CheckpointFolder) -> Iterator[None]:
+def file_errors(folder: CheckpointFolder) -> Iterator[None]:
     """Raise `FileError` for an `OSError` of the block."""
     try:
         yield
@@ -196,6 +196,10 @@ def _commit(
         )
         for name, tensor in tensors.items()
     }
+    folder.commit(manifest_text(tree, saved, files, {**metadata, "versions": versions()}))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the software that writes a checkpoint."""
     own = next((found.version for found in distributions(name="tilerec")), "unknown")
-    versions = {"tilerec": own, "torch": str(torch.__version__), "python": platform.python_version()}
-    folder.commit(manifest_text(tree, saved, files, {**metadata, "versions": versions}))
+    return {"tilerec": own, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import binascii
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +21,8 @@ from tilerec.checkpoint.data_file import PlannedChunk, bytes_of, chunks_of, star
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
 from tilerec.checkpoint.manifest import Chunk, SavedFile, SavedTensor, manifest_text
 from tilerec.checkpoint.pieces import Box
-from tilerec.checkpoint.saving import FILE_BYTES
+from tilerec.checkpoint.saving import FILE_BYTES, file_errors, versions
 from tilerec.checkpoint.tree import Json
-from tilerec.errors import FileError, TilerecError
 
 
 class StreamedBox(NamedTuple):
@@ -64,24 +61,19 @@ def save_streamed(
     """
     folder = folder_at(path)
     try:
-        folder.begin(binascii.hexlify(os.urandom(8)).decode(), first=True)
+        with file_errors(folder):
+            folder.begin(binascii.hexlify(os.urandom(8)).decode(), first=True)
         files: dict[str, SavedFile] = {}
         chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
         for i, planned in enumerate(_files(tensors)):
             name = folder.file_name(f"rank0-{i}.safetensors")
-            files[name] = _write(folder, name, planned, chunks)
+            with file_errors(folder):
+                files[name] = _write(folder, name, planned, chunks)
         saved = {name: SavedTensor(t.dtype, t.shape, tuple(chunks[name])) for name, t in tensors.items()}
-        own = next((found.version for found in distributions(name="tilerec")), "unknown")
-        versions = {"tilerec": own, "torch": str(torch.__version__), "python": platform.python_version()}
-        folder.commit(manifest_text(state, saved, files, {**metadata, "versions": versions}))
-    except BaseException as error:
+        with file_errors(folder):
+            folder.commit(manifest_text(state, saved, files, {**metadata, "versions": versions()}))
+    except BaseException:
         folder.abandon()
-        if isinstance(error, OSError) and not isinstance(error, TilerecError):
-            raise FileError(
-                f"Checkpoint {folder.path}: got '{error.strerror or error}'; expected a new folder that can be "
-                "written. Choose another path, or free space.",
-                error.errno,
-            ) from error
         raise
 
 
@@ -106,8 +98,7 @@ def _write(folder: CheckpointFolder, name: str, planned: list[_Planned], chunks:
     """Write one data file, and add its chunks."""
     head, starts = starts_of([chunk for chunk, _ in planned])
     held: tuple[StreamedBox, Tensor] | None = None
-    with folder.create(name) as file:
-        writer = BlockWriter(file)
+    with folder.create(name) as file, BlockWriter(file) as writer:
         writer.write(head)
         for (chunk, source), start in zip(planned, starts, strict=True):
             if held is None or held[0] is not source:
@@ -115,5 +106,4 @@ def _write(folder: CheckpointFolder, name: str, planned: list[_Planned], chunks:
                 held = source, source.read()
             writer.write(bytes_of(source.box.within(held[1], chunk.box)))
             chunks[chunk.name].append(Chunk(name, start, chunk.box))
-        writer.finish()
     return SavedFile(writer.size, tuple(writer.crcs))
