@@ -333,9 +333,9 @@ void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t b
 
 // hash mod d without a division: with m = floor((2^64 - 1) / d), the high half of hash * m is floor(hash / d) or one less.
 // So hash - q d is in [0, 2 d), which fits 64 bits for d < 2^63.
-void hash_row_run(const int64_t* ids, int64_t rows, int64_t first_row, int64_t* out, int64_t begin, int64_t end) {
+void hash_row_run(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out) {
   const uint64_t d = (uint64_t)(rows - first_row), m = UINT64_MAX / d, first = (uint64_t)first_row;
-  for (int64_t i = begin; i < end; i++) {
+  for (int64_t i = 0; i < count; i++) {
     const uint64_t hash = zch_mix((uint64_t)ids[i]);
     const uint64_t rest = hash - high_half(hash, m) * d, less = rest - d;
     out[i] = (int64_t)((rest < d ? rest : less) + first);

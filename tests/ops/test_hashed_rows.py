@@ -98,9 +98,7 @@ def test_every_instruction_set_gives_the_rows_of_hashes_beside_multiples(level: 
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the native CPU library is not built")
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_and_strides_leave_the_rows_alike(threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_ids_may_be_strided() -> None:
     ids_N = torch.arange(-60_000, 60_000).view(-1, 3)[:, 1]
     assert _rows(hash_rows, ids_N, 999, 1) == _rows(LIBRARY.references["hash_rows_"], ids_N, 999, 1)
 

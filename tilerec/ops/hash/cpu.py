@@ -69,11 +69,11 @@ def _zch_buckets(library: ctypes.CDLL) -> Callable[..., Tensor]:
 def _hash_rows_(library: ctypes.CDLL) -> Callable[..., None]:
     function = library.tr_hash_rows
     function.restype = None
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64]
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 
     def hash_rows_(ids_N: Tensor, rows: int, first_row: int, rows_N: Tensor) -> None:
         ids_N = ids_N.contiguous()
-        function(ids_N.data_ptr(), ids_N.shape[0], rows, first_row, rows_N.data_ptr(), torch.get_num_threads())
+        function(ids_N.data_ptr(), ids_N.shape[0], rows, first_row, rows_N.data_ptr())
 
     return hash_rows_
 
