@@ -15,6 +15,7 @@ TILEREC_DECLARE(void zch_assign_lane(const tr_zch& call, const ZchLane& lane))
 TILEREC_DECLARE(void zch_find_run(const tr_zch& call, int64_t begin, int64_t end))
 TILEREC_DECLARE(int64_t zch_first_stray(const tr_zch& call, int64_t begin, int64_t end))
 TILEREC_DECLARE(void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t begin, int64_t end))
+TILEREC_DECLARE(void hash_row_run(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out))
 
 namespace tilerec {
 namespace {
@@ -323,4 +324,8 @@ TR_API int64_t tr_zch_resize(tr_zch_resizing* call) {
 TR_API void tr_zch_buckets(const int64_t* ids, int64_t count, int64_t buckets, int64_t* out, int64_t threads) {
   share(threads_for(count / 4, threads), count,
         [&](int64_t begin, int64_t end) { TILEREC_CALL(zch_bucket_run)(ids, buckets, out, begin, end); });
+}
+
+TR_API void tr_hash_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out) {
+  TILEREC_CALL(hash_row_run)(ids, count, rows, first_row, out);
 }

@@ -62,6 +62,10 @@ TR_API int64_t tr_zch_assign(tr_zch* call);
 TR_API int64_t tr_zch_resize(tr_zch_resizing* call);
 TR_API void tr_zch_buckets(const int64_t* ids, int64_t count, int64_t buckets, int64_t* out, int64_t threads);
 
+// out[n] = first_row + mixed id mod (rows - first_row), 0 <= first_row < rows. One thread: readers call it beside a step that
+// uses the others.
+TR_API void tr_hash_rows(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out);
+
 #if defined(__cplusplus)
 namespace tilerec {
 

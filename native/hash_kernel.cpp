@@ -45,6 +45,18 @@ inline uint32_t empty_rows(const uint8_t* used) {
 #endif
 }
 
+// The upper 64 bits of a product. Only AVX-512 multiplies 64-bit numbers in vectors: there it is made from products of 32-bit
+// halves, which compilers vectorise, elsewhere by one scalar instruction.
+inline uint64_t high_half(uint64_t a, uint64_t b) {
+#if defined(__SIZEOF_INT128__) && !defined(__AVX512DQ__)
+  return (uint64_t)((unsigned __int128)a * b >> 64);
+#else
+  const uint64_t a0 = a & 0xffffffffu, a1 = a >> 32, b0 = b & 0xffffffffu, b1 = b >> 32;
+  const uint64_t middle = a1 * b0 + (a0 * b0 >> 32), low = a0 * b1 + (middle & 0xffffffffu);
+  return a1 * b1 + (middle >> 32) + (low >> 32);
+#endif
+}
+
 // The end of a search: at the id, at the first empty row, or after the window.
 struct Search {
   int64_t row;  // of the state; kNone: the window is full of other ids
@@ -317,6 +329,17 @@ int64_t zch_first_stray(const tr_zch& call, int64_t begin, int64_t end) {
 
 void zch_bucket_run(const int64_t* ids, int64_t buckets, int64_t* out, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) out[i] = zch_high(zch_mix((uint64_t)ids[i]), buckets);
+}
+
+// hash mod d without a division: with m = floor((2^64 - 1) / d), the high half of hash * m is floor(hash / d) or one less.
+// So hash - q d is in [0, 2 d), which fits 64 bits for d < 2^63.
+void hash_row_run(const int64_t* ids, int64_t count, int64_t rows, int64_t first_row, int64_t* out) {
+  const uint64_t d = (uint64_t)(rows - first_row), m = UINT64_MAX / d, first = (uint64_t)first_row;
+  for (int64_t i = 0; i < count; i++) {
+    const uint64_t hash = zch_mix((uint64_t)ids[i]);
+    const uint64_t rest = hash - high_half(hash, m) * d, less = rest - d;
+    out[i] = (int64_t)((rest < d ? rest : less) + first);
+  }
 }
 
 }  // namespace TILEREC_ISA

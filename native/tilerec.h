@@ -16,7 +16,7 @@
 
 #include <stdint.h>
 
-#define TR_ABI_VERSION 6
+#define TR_ABI_VERSION 7
 #define TR_API extern "C" __attribute__((visibility("default")))
 
 // Data types of numbers, and of ids.

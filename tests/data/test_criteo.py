@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,20 @@ def test_bad_lines_can_be_left_out_and_do_not_move_the_split(tmp_path: Path) -> 
         assert torch.equal(one.sparse_features.values(), other.sparse_features.values())
     assert (bad.row_count().rows, bad.row_count().skipped) == (20, 1)
     assert "where column 'C7' is missing; expected 40 columns instead of 20" in bad.row_count().examples[0]
+
+
+def test_leaving_a_pass_early_ends_its_thread_and_changes_no_later_pass(tmp_path: Path) -> None:
+    data = Criteo(_tsv(tmp_path / "train.txt", _rows(200)), shuffle_window=50, block_bytes=2000)
+    whole = _columns(list(data.train(10)))
+    threads = threading.active_count()
+    batches = data.train(10)
+    next(batches)
+    batches.close()
+    assert threading.active_count() == threads
+    again = _columns(list(data.train(10)))
+    assert torch.equal(whole[0], again[0])
+    assert torch.equal(whole[1], again[1])
+    assert whole[2] == again[2]
 
 
 def test_files_that_are_no_criteo_data_are_errors(tmp_path: Path) -> None:

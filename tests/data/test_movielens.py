@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import defaultdict
 from pathlib import Path
 
@@ -120,6 +121,17 @@ def test_a_bad_line_is_an_error_or_is_left_out_and_counted(tmp_path: Path) -> No
     data = MovieLens(folder, on_bad_row="skip")
     total = sum(batch.batch_size for part in (data.train(8), data.held_out(8)) for batch in part)
     assert (total, data.row_count().skipped) == (30, 2)
+
+
+def test_leaving_a_pass_early_ends_its_thread_and_changes_no_later_pass(tmp_path: Path) -> None:
+    data = MovieLens(_write(tmp_path, _ratings(6, 9, 300)), shuffle_window=50, block_bytes=500)
+    whole = _samples(list(data.train(10)))
+    threads = threading.active_count()
+    batches = data.train(10)
+    next(batches)
+    batches.close()
+    assert threading.active_count() == threads
+    assert _samples(list(data.train(10))) == whole
 
 
 def test_a_folder_without_ratings_is_an_error(tmp_path: Path) -> None:

@@ -52,6 +52,17 @@ def test_rows_lie_in_the_table_and_leave_the_first_ones_free(first_row: int) -> 
     assert set(rows.tolist()) == set(range(first_row, 7))
 
 
+def test_narrow_strided_and_read_only_ids_have_the_rows_of_their_values() -> None:
+    wide = np.arange(-40, 40)
+    expected = hash_rows(wide, 1000, first_row=1).tolist()
+    fixed = wide.copy()
+    fixed.setflags(write=False)
+    assert expected == [1 + _mix(value & MASK) % 999 for value in wide.tolist()]
+    assert hash_rows(fixed, 1000, first_row=1).tolist() == expected
+    assert hash_rows(wide.astype(np.int8), 1000, first_row=1).tolist() == expected
+    assert hash_rows(np.repeat(wide, 2)[::2], 1000, first_row=1).tolist() == expected
+
+
 def test_a_table_without_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="Use a larger table"):
         hash_rows(np.arange(3), 1, first_row=1)

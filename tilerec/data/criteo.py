@@ -27,6 +27,7 @@ from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
+from tilerec.data.read_ahead import arrays_ahead
 from tilerec.data.rows import hash_rows
 from tilerec.data.shuffle import Rows, batched
 from tilerec.data.transform import signed_log
@@ -121,10 +122,10 @@ class Criteo(Dataset):
     def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
         order = np.random.default_rng([self._seed, epoch])
         chunks = self._rows(held_out=False)
-        yield from map(_batch, batched(chunks, batch_size, window=self._window, generator=order))
+        yield from _assembled(batched(chunks, batch_size, window=self._window, generator=order))
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        yield from map(_batch, batched(self._rows(held_out=True), batch_size))
+        yield from _assembled(batched(self._rows(held_out=True), batch_size))
 
     def row_count(self) -> RowCount:
         return self._count
@@ -208,16 +209,24 @@ def _has_header(path: Path) -> bool:
     return b"\t" not in first_line and any(byte >= 65 for byte in first_line[:16])
 
 
-def _batch(rows: Rows) -> Batch:
+def _assembled(rows: Iterator[Rows]) -> Iterator[Batch]:
+    """Yield batches of rows, read ahead by a thread."""
+    with arrays_ahead(_feature_major(each) for each in rows) as ahead:
+        yield from map(_batch, ahead)
+
+
+def _feature_major(rows: Rows) -> Rows:
+    """Return the arrays of a batch: dense features [B, I], ids [N], their numbers [F B], labels [B]."""
     dense_BI, rows_BF, label_B = rows
     rows_FB = np.ascontiguousarray(rows_BF.T)
     present_FB = rows_FB >= 0
+    return np.array(dense_BI), rows_FB[present_FB], present_FB.reshape(-1).astype(np.int32), np.array(label_B)
+
+
+def _batch(arrays: Rows) -> Batch:
+    dense_BI, ids_N, lengths_FB, label_B = map(torch.from_numpy, arrays)
     return Batch(
-        dense_features=torch.from_numpy(np.ascontiguousarray(dense_BI)),
-        sparse_features=KeyedJaggedTensor.from_lengths_sync(
-            keys=list(SPARSE),
-            values=torch.from_numpy(rows_FB[present_FB]),
-            lengths=torch.from_numpy(present_FB.reshape(-1).astype(np.int32)),
-        ),
-        labels=torch.from_numpy(np.ascontiguousarray(label_B)),
+        dense_features=dense_BI,
+        sparse_features=KeyedJaggedTensor.from_lengths_sync(keys=list(SPARSE), values=ids_N, lengths=lengths_FB),
+        labels=label_B,
     )

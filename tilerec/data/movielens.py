@@ -22,6 +22,7 @@ import torch
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, OnBadRow, RowCount
+from tilerec.data.read_ahead import arrays_ahead
 from tilerec.data.rows import Vocabulary
 from tilerec.data.shuffle import Rows, batched
 from tilerec.errors import ConfigError, InputError
@@ -99,10 +100,10 @@ class MovieLens(Dataset):
     def train(self, batch_size: int, epoch: int = 0) -> Iterator[Batch]:
         order = np.random.default_rng([self._seed, epoch])
         chunks = self._rows(held_out=False)
-        yield from map(_batch, batched(chunks, batch_size, window=self._window, generator=order))
+        yield from _assembled(batched(chunks, batch_size, window=self._window, generator=order))
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        yield from map(_batch, batched(self._rows(held_out=True), batch_size))
+        yield from _assembled(batched(self._rows(held_out=True), batch_size))
 
     def row_count(self) -> RowCount:
         return self._count
@@ -191,15 +192,19 @@ def _latest_of_each(ratings: _Ints, keep: int) -> _Ints:
     return ordered[:, _rank_from_last(ordered[0]) < keep]
 
 
-def _batch(rows: Rows) -> Batch:
-    user_B, movie_B, label_B = rows
+def _assembled(rows: Iterator[Rows]) -> Iterator[Batch]:
+    """Yield batches of rows, read ahead by a thread."""
+    with arrays_ahead((np.concatenate(each[:2]), np.array(each[2])) for each in rows) as ahead:
+        yield from map(_batch, ahead)
+
+
+def _batch(arrays: Rows) -> Batch:
+    ids_2B, label_B = map(torch.from_numpy, arrays)
     size = len(label_B)
     return Batch(
         dense_features=torch.zeros(size, 0),
         sparse_features=KeyedJaggedTensor.from_lengths_sync(
-            keys=["user", "movie"],
-            values=torch.from_numpy(np.concatenate([user_B, movie_B])),
-            lengths=torch.ones(2 * size, dtype=torch.int32),
+            keys=["user", "movie"], values=ids_2B, lengths=torch.ones(2 * size, dtype=torch.int32)
         ),
-        labels=torch.from_numpy(np.ascontiguousarray(label_B)),
+        labels=label_B,
     )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tilerec.data.fields import BagIds, Floats, Ints
-from tilerec.data.pooled_memory import Blocks, joined, take
+from tilerec.data.pooled_memory import Blocks, joined, take, tensor_of
 from tilerec.ops.jagged.definition import take_segments
 
 
@@ -114,9 +114,9 @@ def gather_ids(found: Sequence[BagIds], parts: Sequence[PartIds], chosen: Sequen
             part._add_single(bags, rows_b)
         return
     # A row group without missing ids has no offsets, another one of the same column may have some.
-    offsets = [_tensor(np.arange(len(one.values) + 1) if one.offsets is None else one.offsets) for one in found]
-    values = [_tensor(one.values) for one in found]
-    weights = [_tensor(one.weights) for one in found if one.weights is not None]
+    offsets = [tensor_of(np.arange(len(one.values) + 1) if one.offsets is None else one.offsets) for one in found]
+    values = [tensor_of(one.values) for one in found]
+    weights = [tensor_of(one.weights) for one in found if one.weights is not None]
     orders = [torch.from_numpy(rows_b) for rows_b in chosen]
     lengths = [torch.from_numpy(part.lengths_Fb[len(part.ends)]) for part in parts]
     rooms = [torch.from_numpy(part._values[part.count :]) for part in parts]
@@ -163,8 +163,3 @@ def _joined(found: Sequence[BagIds]) -> BagIds:
         return found[0]
     weights = [one.weights for one in found if one.weights is not None]
     return BagIds(joined([one.values for one in found]), None, joined(weights) if weights else None)
-
-
-def _tensor(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> torch.Tensor:
-    """Return an array of Arrow's, which may be read-only, as a tensor that must not be written."""
-    return torch.from_dlpack(array)

@@ -18,6 +18,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 
 _LEAST_BYTES = 1 << 17
 _STEP_BYTES = 1 << 16
@@ -29,6 +30,11 @@ def empty(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     if not count:
         return np.empty(0, kind)
     return np.frombuffer(pa.allocate_buffer(count * kind.itemsize), kind)
+
+
+def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor on its memory. Arrays of Arrow may be read-only: do not write their tensors."""
+    return torch.from_dlpack(array)
 
 
 def joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

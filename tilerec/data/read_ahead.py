@@ -10,9 +10,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
+
+import numpy.typing as npt
 
 _I = TypeVar("_I")
+Arrays = tuple[npt.NDArray[Any], ...]
+
+READ_AHEAD_BYTES = 64 << 20
+"""Bytes of batches of text files that wait for training, as by default in `TableDataset`."""
 
 
 @final
@@ -87,3 +93,8 @@ class ReadAhead(Generic[_I]):
             with self._changed:
                 self._done = True
                 self._changed.notify_all()
+
+
+def arrays_ahead(items: Iterator[Arrays]) -> ReadAhead[Arrays]:
+    """Return items that are tuples of arrays, made by a thread within the default number of bytes."""
+    return ReadAhead(items, lambda arrays: sum(one.nbytes for one in arrays), READ_AHEAD_BYTES)

@@ -20,6 +20,7 @@ from tilerec.ops.hash.state import AssignCall, HashState, ResizeCall
 
 COUNTER_LIMIT = 2**31 - 1  # maximum of an admission counter, and of an entry's occurrences
 MOST = 2**31  # maximum of buckets and of slots: their product with a 32-bit hash fits int64
+MOST_ROWS = 2**63 - 1  # maximum of the rows of a table of hashed ids
 MAX_TIME = 2**61  # maximum of clocks and times to live: their sum fits int64
 
 
@@ -115,6 +116,16 @@ def _policy(op: str, policy: int, exponent: float, state: HashState) -> None:
 def check_buckets(ids_N: Tensor, buckets: int) -> None:
     _ids("zch_buckets", ids_N)
     _number("zch_buckets", "the number of buckets", buckets, 1, MOST)
+
+
+def check_hash_rows(ids_N: Tensor, rows: int, first_row: int, rows_N: Tensor) -> None:
+    op = "hash_rows_"
+    _ids(op, ids_N)
+    _number(op, "first_row", first_row, 0, MOST_ROWS - 1)
+    _number(op, "rows", rows, first_row + 1, MOST_ROWS)
+    _flat(op, "rows_N", rows_N, torch.int64, ids_N.shape[0], "one row per id")
+    if not rows_N.is_contiguous():
+        raise InputError(f"{op}: rows_N is not contiguous. Pass one slice of memory (a clone would lose writes).")
 
 
 def check_find(

@@ -1,4 +1,4 @@
-"""Hash ops on the native library (native/hash.cpp): `zch_buckets`, `zch_find`, `zch_assign_`, `zch_resize` on CPU.
+"""Hash ops on the native CPU library (native/hash.cpp): `hash_rows_` and the `zch_*` ops.
 
 `definition.py` specifies the ops; this file only converts arguments. Results equal the reference bit for bit, for any
 number of threads.
@@ -64,6 +64,18 @@ def _zch_buckets(library: ctypes.CDLL) -> Callable[..., Tensor]:
         return buckets_N
 
     return zch_buckets
+
+
+def _hash_rows_(library: ctypes.CDLL) -> Callable[..., None]:
+    function = library.tr_hash_rows
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+
+    def hash_rows_(ids_N: Tensor, rows: int, first_row: int, rows_N: Tensor) -> None:
+        ids_N = ids_N.contiguous()
+        function(ids_N.data_ptr(), ids_N.shape[0], rows, first_row, rows_N.data_ptr())
+
+    return hash_rows_
 
 
 def _zch_find(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -157,6 +169,7 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Return the kernels by op name."""
     return {
         "zch_buckets": _zch_buckets(library),
+        "hash_rows_": _hash_rows_(library),
         "zch_find": _zch_find(library),
         "zch_assign_": _zch_assign_(library),
         "zch_resize": _zch_resize(library),

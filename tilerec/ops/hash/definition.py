@@ -23,7 +23,8 @@ Shapes
 
 This file has typed functions that call the ops. Other files of this folder:
 
-    find.py, assign.py, resize.py   the ops: references (any device; Python loops over the used buckets), fake kernels
+    find.py, assign.py, resize.py, hashed_rows.py
+                                    the ops: references (any device; Python loops over the used buckets), fake kernels
     place.py                        positions where an id may be
     policy.py                       eviction policies
     state.py                        records of state and results
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from tilerec.ops.hash import assign as assign
 from tilerec.ops.hash import find as find
+from tilerec.ops.hash import hashed_rows as hashed_rows
 from tilerec.ops.hash.checks import COUNTER_LIMIT as COUNTER_LIMIT
 from tilerec.ops.hash.policy import IdOutcome as IdOutcome
 from tilerec.ops.hash.policy import Policy as Policy
@@ -60,6 +62,14 @@ _OPS = torch.ops.tilerec
 def zch_buckets(ids_N: Tensor, buckets: int) -> Tensor:
     """Return the bucket of every id (int64 [N], any value) as int64 [N]."""
     return _OPS.zch_buckets.default(ids_N, buckets)
+
+
+def hash_rows(ids_N: Tensor, rows: int, first_row: int, rows_N: Tensor) -> None:
+    """Write first_row + (mixed mod rows - first_row) of every id (int64 [N], any value) to `rows_N`, int64 [N].
+
+    ids [1, 2, -1], rows 1000, first_row 0 -> [789, 730, 67]
+    """
+    _OPS.hash_rows_.default(ids_N, rows, first_row, rows_N)
 
 
 def zch_find(ids_N: Tensor, state: HashState, table: HashRange) -> Found:
