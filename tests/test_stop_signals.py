@@ -184,3 +184,30 @@ def test_the_imports_of_a_command_end_on_ctrl_c(monkeypatch: pytest.MonkeyPatch)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+_MASK_OF_A_CHILD = """
+import multiprocessing, signal
+from tilerec.train.launch import launch
+
+def mask(pipe):
+    pipe.send(sorted(int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+
+def nothing(group):
+    pass
+
+if __name__ == "__main__":
+    launch(1, nothing)
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("forkserver").Process(target=mask, args=(theirs,))
+    child.start()
+    print(ours.recv())
+"""
+
+
+def test_other_children_of_the_fork_server_get_their_signals(tmp_path: Path) -> None:
+    """Else `terminate()` would not end them, and Ctrl-C would not reach them."""
+    script = tmp_path / "script.py"
+    script.write_text(_MASK_OF_A_CHILD)
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr

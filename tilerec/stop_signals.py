@@ -122,11 +122,21 @@ class StopSignals:
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back during the block; processes that it starts inherit the mask."""
-    before = _mask("SIG_BLOCK", {signal.SIGINT, signal.SIGTERM})
+    before = hold_signals()
     try:
         yield
     finally:
         _mask("SIG_SETMASK", before)
+
+
+def hold_signals() -> set[Any]:
+    """Hold SIGINT and SIGTERM back in this thread; return the mask before."""
+    return _mask("SIG_BLOCK", {signal.SIGINT, signal.SIGTERM})
+
+
+def release_signals() -> None:
+    """Deliver SIGINT and SIGTERM in this thread again."""
+    _mask("SIG_UNBLOCK", {signal.SIGINT, signal.SIGTERM})
 
 
 def _mask(how: str, numbers: set[Any]) -> set[Any]:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
-from tilerec.stop_signals import StopSignals, blocked_signals
+from tilerec.stop_signals import StopSignals, blocked_signals, hold_signals
 
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
@@ -213,13 +213,16 @@ def _local_store() -> dist.TCPStore:
         )
 
 
+# torch.optim imports the last module when the first optimizer is created.
+_PRELOADED = ["tilerec.train.fork_server", "tilerec.train.launch", "tilerec.train.loop", "torch._dynamo"]
+
+
 def _context() -> Any:
     """Return a context that forks from a server with torch imported and no threads; `spawn` if fork is unavailable."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # torch.optim imports the last module when the first optimizer is created.
-    context.set_forkserver_preload(["tilerec.train.launch", "tilerec.train.loop", "torch._dynamo"])
+    context.set_forkserver_preload(_PRELOADED)
     # libgomp reads its spin count when the server imports torch, so the server needs it before it starts.
     before = os.environ.get(SPIN_COUNT)
     wait_briefly(os.environ)
@@ -242,6 +245,7 @@ def _context() -> Any:
 
 def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
     """Run one rank: set up its environment, call the function, send the outcome, end the process."""
+    hold_signals()  # until `StopSignals` handles them
     os.environ.clear()
     os.environ.update(spec.environment)
     # Set explicitly: torch read the variable in the fork server, before this process set it.
