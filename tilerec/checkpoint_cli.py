@@ -14,6 +14,7 @@ counts.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from tilerec.checkpoint.contents import SavedContents
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Commands on checkpoints.")
-
-CHECKPOINTS = "checkpoints"
-"""Folder of checkpoints inside of a run's log folder."""
 
 _Path = Annotated[str, typer.Argument(help="A checkpoint, a folder of checkpoints, or a run's log folder.")]
 
@@ -212,10 +210,11 @@ def _found(path: str) -> list[str]:
     from tilerec.checkpoint.folder import folder_at
     from tilerec.checkpoint.manager import checkpoints
     from tilerec.checkpoint.manifest import MANIFEST
+    from tilerec.train.run_checkpoints import FOLDER
 
     if MANIFEST in _names(path):
         return [path]
-    base = f"{path.rstrip('/')}/{CHECKPOINTS}" if CHECKPOINTS in _names(path) else path
+    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in _names(path) else path
     return [folder_at(found.path).path for found in checkpoints(base)]
 
 
@@ -230,13 +229,13 @@ def _names(path: str) -> list[str]:
 
 def _contents(path: str) -> SavedContents:
     """Return the checkpoint at a path, or the newest whole one of the folder."""
-    from tilerec.checkpoint.contents import SavedContents, is_whole
+    from tilerec.checkpoint.contents import SavedContents
 
     found = _found(path)
     if len(found) == 1 and found[0] == path:
         return SavedContents(path)
     for one in reversed(found):
-        if not is_whole(one):
+        with suppress(TilerecError):
             return SavedContents(one)
     raise FileError(f"{path}: got no whole checkpoint; expected one. Check the path.")
 

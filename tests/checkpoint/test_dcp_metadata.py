@@ -126,7 +126,7 @@ def test_damaged_pickles_are_refused(data: bytes) -> None:
 
 def test_memory_numbers_and_nesting_take_no_memory_or_time() -> None:
     parse_pickle(b"\x80\x04Nr\xff\xff\xff\xff.", "it", ())  # CPython's unpickler makes a list of 2^32 entries
-    nested = b"\x80\x04)\x94" + b"h\x00h\x00\x86q\x00" * 200 + b"."  # 2^200 tuples for whoever walks through
+    nested = b"\x80\x04)\x94" + b"h\x00h\x00\x86q\x00" * 200 + b"."  # 2^200 tuples for a recursive walk
     with pytest.raises(InputError):
         parse_metadata(nested, "it", {})
     with pytest.raises(InputError):

@@ -272,16 +272,20 @@ def _unknown_tensor(inner: dict[str, Any]) -> None:
     inner["state"]["dict"]["x"] = {"tensor": "y"}
 
 
+def _no_parts(inner: dict[str, Any]) -> None:
+    inner["state"] = {"tensor": "x"}
+
+
 def _newer(inner: dict[str, Any]) -> None:
     inner["version"] = 2
 
 
-@pytest.mark.parametrize("change", [_huge, _two_huge, _outside, _overlap, _nested, _unknown_tensor, _newer])
+@pytest.mark.parametrize("change", [_huge, _two_huge, _outside, _overlap, _nested, _unknown_tensor, _no_parts, _newer])
 def test_impossible_manifests_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     save(tmp_path / "a", {"x": torch.ones(2, 3)})
     manifest = tmp_path / "a" / "manifest.json"
     manifest.write_bytes(hostile(manifest.read_bytes(), change))
-    with pytest.raises((InputError, ConfigError), match=r"x|safetensors|version"):
+    with pytest.raises((InputError, ConfigError), match=r"x|safetensors|version|dict"):
         load(tmp_path / "a", {"x": None})
 
 

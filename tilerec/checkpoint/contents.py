@@ -28,7 +28,7 @@ from tilerec.checkpoint.loading import open_manifest
 from tilerec.checkpoint.manifest import Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.read_boxes import Target, read_boxes
-from tilerec.errors import InputError, TilerecError
+from tilerec.errors import InputError
 
 PART_BYTES = 1 << 24  # bytes of a tensor in memory at a time
 Words = npt.NDArray[np.uint64]
@@ -222,12 +222,3 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from leaves(f"{path}.{i}", item)
     elif not isinstance(value, dict):
         yield path, value
-
-
-def is_whole(path: str | Path) -> str:
-    """Return "" if a checkpoint's manifest and sizes are right, else the text of the error."""
-    try:
-        SavedContents(path)
-    except TilerecError as error:
-        return str(error)
-    return ""

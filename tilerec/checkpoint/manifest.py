@@ -128,6 +128,7 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
         check_version(found, VERSION, "Load it with a newer tilerec.")
         files = {name: _file(name, value) for name, value in found["files"].members().items()}
         tensors = {name: _tensor(value, files) for name, value in found["tensors"].members().items()}
+        found["state"].record(("dict",), ("dict",))
         return Manifest(found["state"], tensors, files, dict(found["metadata"].value))
     except (ValueError, KeyError, RecursionError) as error:
         raise InputError(f"{what}: {error} This is no usable checkpoint: load another one.") from error

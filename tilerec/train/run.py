@@ -91,7 +91,7 @@ class Run:
             self._stop_clock()
             self._emit_train(values)
         if self._checkpoints is not None:
-            self._checkpoints.save(self)
+            self._checkpoints.save_last(self)
         if self._config.trace:
             try:
                 self._pipeline.write_trace(self._config.trace)

@@ -79,6 +79,12 @@ class RunCheckpoints:
         }
         self._manager.save(run.steps, parts, {"run": self._config.name, "ranks": self._world.size})
 
+    def save_last(self, run: Run) -> None:
+        """Save the run after its last step, unless it resumes only. Collective."""
+        options = self._config.checkpoint
+        if options.every or options.seconds:
+            self.save(run)
+
     def resume(self, run: Run) -> bool:
         """Continue from the newest whole checkpoint; return False if there is none. Collective.
 
