@@ -155,7 +155,8 @@ class _Reader:
                     self._refuse(f"{item.size:,} bytes for the box {box} of {name!r}", "the bytes of all its cells")
                 own.append(item)
         placed = [Chunk(item.file, item.start, item.box) for item in own if item.box is not None]
-        if sum(chunk.box.cells for chunk in placed) != Box((), shape).cells or overlapping(placed):
+        boxes = [chunk.box for chunk in placed]
+        if sum(box.cells for box in boxes) != Box((), shape).cells or overlapping(boxes):
             self._refuse(f"boxes of {name!r} with holes or overlaps", "boxes that hold each of its cells once")
         return StoredTensor(_DTYPES[dtype.name], shape, tuple(own))
 

@@ -81,7 +81,11 @@ def train(
             all_watchers.append(Terminal(console, options.max_steps or None))
         for watcher in all_watchers:
             watcher.begin(config.name, settings(config))
-        run.learn()
+        try:
+            run.learn()
+        except BaseException:
+            run.leave()
+            raise
         held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)

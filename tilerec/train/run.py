@@ -98,6 +98,11 @@ class Run:
             except FileError as error:  # the trained model counts more
                 warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
 
+    def leave(self) -> None:
+        """End what other threads do for the run, after a failure."""
+        if self._checkpoints is not None:
+            self._checkpoints.leave()
+
     def _steps_to_save(self, shares: Iterator[tuple[int, Share]]) -> bool:
         """Train up to the step at which a checkpoint is due, or to the end; return False at the end.
 

@@ -51,6 +51,8 @@ class RunCheckpoints:
             seconds=options.seconds,
             keep_last=options.keep_last,
             keep_every=options.keep_every,
+            asynchronous=options.asynchronous,
+            incremental=options.incremental,
             group=world.group,
         )
 
@@ -84,6 +86,11 @@ class RunCheckpoints:
         options = self._config.checkpoint
         if options.every or options.seconds:
             self.save(run)
+            self._manager.wait()
+
+    def leave(self) -> None:
+        """Wait for the running save after a failure, where no other rank can keep it from its end."""
+        self._manager.leave()
 
     def resume(self, run: Run) -> bool:
         """Continue from the newest whole checkpoint; return False if there is none. Collective.
