@@ -14,6 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -76,7 +77,15 @@ class Run:
         self.seconds = 0.0
 
     def learn(self) -> None:
-        """Train for all epochs, or up to `max_steps`."""
+        """Train for all epochs, or up to `max_steps`.
+
+        Raises:
+            RunStopped: a signal has stopped the run, and it is saved.
+        """
+        with nullcontext() if self._checkpoints is None else self._checkpoints.stops():
+            self._learn()
+
+    def _learn(self) -> None:
         self._model.train()
         shares = self._shares()
         self._since = time.perf_counter()
