@@ -3,7 +3,8 @@
     <log_dir>/checkpoints/step-1000        one folder per checkpoint: see tilerec/checkpoint
 
 The bits of a run that continues on the same number of ranks are those of a run without an interruption. Another number
-of ranks continues with the same global batches; its generators of dropout begin with the seed.
+of ranks continues with the same global batches; its generators of dropout begin with the seed. Loss and AUC of the log
+entries go on in both cases.
 
 A run that saves checkpoints also saves when it is stopped: by SIGTERM or SIGUSR1, on any of its ranks.
 """
@@ -108,14 +109,16 @@ class RunCheckpoints:
 
     def _save(self, run: Run) -> None:
         state = run.state_dict()
-        own = (state["seconds"], state.pop("random"))
+        own = (state["seconds"], state.pop("random"), state.pop("loss"))
         every: list[Any] = [own] if self._world.group is None else self._world.group.all_gather_object(own)
         # Each rank has a clock of its own.
         state["seconds"] = every[0][0]
         parts = {
             **run.parts(),
             "run": state,
-            "random": {str(rank): generators for rank, (_, generators) in enumerate(every)},
+            "random": {str(rank): generators for rank, (_, generators, _) in enumerate(every)},
+            "losses": [loss for _, _, loss in every],
+            "windows": run.task.window_state(),
             "settings": self._settings(),
         }
         self._manager.save(run.steps, parts, {"run": self._config.name, "ranks": self._world.size})
@@ -139,14 +142,17 @@ class RunCheckpoints:
         Raises:
             ConfigError: its samples or batches are others than those of this run, or it does not fit the model.
         """
-        values = dict.fromkeys(("run", "random", "settings"))
+        values = dict.fromkeys(("run", "random", "losses", "windows", "settings"))
         found = self._manager.resume({**run.parts(), **values}, check=self._check)
         if found is None:
             return False
         _, state = found
-        generators: Mapping[str, Any] = state["random"]
-        own = {"random": generators[str(self._world.rank)]} if len(generators) == self._world.size else {}
+        losses: list[float] = state["losses"]
+        own = {"loss": sum(losses) / len(losses)}  # events have the mean over the ranks
+        if len(losses) == self._world.size:
+            own = {"random": state["random"][str(self._world.rank)], "loss": losses[self._world.rank]}
         run.load_state_dict({**state["run"], **own})
+        run.task.load_window_state(state["windows"])
         return True
 
     def _settings(self) -> dict[str, str]:

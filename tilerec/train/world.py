@@ -158,6 +158,6 @@ class World:
         return Predictions(probabilities, labels, weights)
 
     def abort(self, error: BaseException) -> None:
-        """Report a failure of this rank to the others, so that they do not wait for it. A stopped run has no failure."""
-        if self._group is not None and not isinstance(error, (CommsError, RunStopped)):
+        """Report a failure of this rank to the others, so that they do not wait for it."""
+        if self._group is not None and not isinstance(error, (CommsError, RunStopped)):  # all have saved
             self._group.abort(error)
