@@ -54,6 +54,7 @@ def train(
         ConfigError: settings contradict each other or differ between ranks.
         TilerecError: the loss is not finite.
         CommsError: another rank failed.
+        RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
     world = World(group)
     all_watchers = list(watchers)
@@ -81,11 +82,7 @@ def train(
             all_watchers.append(Terminal(console, options.max_steps or None))
         for watcher in all_watchers:
             watcher.begin(config.name, settings(config))
-        try:
-            run.learn()
-        except BaseException:
-            run.leave()
-            raise
+        run.learn()
         held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)
