@@ -132,8 +132,10 @@ class _LocalFolder(CheckpointFolder):
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        with (self._place / name).open("xb", buffering=0) as file:
+        # Buffered: a raw file may write a part of the bytes without an error, as at the end of a disk.
+        with (self._place / name).open("xb") as file:
             yield file
+            file.flush()
             os.fsync(file.fileno())
 
     def size(self, name: str) -> int:

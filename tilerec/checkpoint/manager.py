@@ -17,6 +17,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,8 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_LEFT = re.compile(r"step-([0-9]{1,18})\.(?:tmp|old)-[0-9a-f]+")
-"""Folders of saves and removals that did not end."""
+_LEFT = re.compile(r"step-([0-9]{1,18})(?:\.(?:tmp|old)-[0-9a-f]+)+")
+"""Folders of saves and removals that did not end, also of removals of these."""
 
 
 class Found(NamedTuple):
@@ -181,7 +182,8 @@ class CheckpointManager:
         if not folder.exists():
             return
         if step in self._damaged or not self._is_whole(step):
-            folder.remove()
+            with suppress(FileNotFoundError):  # another process has removed it meanwhile
+                folder.remove()
             self._damaged.discard(step)
 
     def _remove_old(self, newest: int) -> None:
@@ -191,7 +193,8 @@ class CheckpointManager:
         if self._keep_last:
             steps = [found.step for found in checkpoints(self.folder) if found.step <= newest]
             whole = [step for step in steps if self._is_whole(step)]
-            oldest = whole[-self._keep_last :][0]
+            # None are left if another process has removed them meanwhile.
+            oldest = whole[-self._keep_last :][0] if whole else 0
             gone += [
                 f"step-{step}"
                 for step in steps
