@@ -24,7 +24,7 @@ from tilerec.checkpoint.blocks import BLOCK, BlockReader
 from tilerec.checkpoint.data_file import PlannedChunk, bytes_of, starts_of
 from tilerec.checkpoint.dtypes import DTYPE_NAMES
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
-from tilerec.checkpoint.loading import open_manifest
+from tilerec.checkpoint.loading import open_manifest, unreadable
 from tilerec.checkpoint.manifest import Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.read_boxes import Target, read_boxes
@@ -60,9 +60,12 @@ class SavedContents:
         buffer = memoryview(bytearray(BLOCK))
         for name, file in self.manifest.files.items():
             path = f"{self.path}/{name}"
-            with self._folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-                for first in range(0, file.size, BLOCK):
-                    reader.read_into(first, buffer[: min(BLOCK, file.size - first)])
+            try:
+                with self._folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
+                    for first in range(0, file.size, BLOCK):
+                        reader.read_into(first, buffer[: min(BLOCK, file.size - first)])
+            except OSError as error:
+                raise unreadable(self._folder, error, name) from error
         return self.bytes
 
     def parts_of(self, name: str) -> Iterator[tuple[Box, Tensor]]:
@@ -85,7 +88,10 @@ class SavedContents:
     def _box(self, saved: SavedTensor, box: Box) -> tuple[Box, Tensor]:
         out = torch.empty(box.sizes, dtype=saved.dtype)
         if box.cells:
-            read_boxes(self._folder, self.manifest, [Target(Piece(box, out), saved)])
+            try:
+                read_boxes(self._folder, self.manifest, [Target(Piece(box, out), saved)])
+            except OSError as error:
+                raise unreadable(self._folder, error) from error
         return box, out
 
     def tensor_digest(self, name: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -157,9 +158,13 @@ class _LocalFolder(CheckpointFolder):
             shutil.rmtree(self._place, ignore_errors=True)
 
     def open(self, name: str) -> BinaryIO:
-        # A symbolic link could lead out of the folder.
-        descriptor = os.open(self._place / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        return os.fdopen(descriptor, "rb", buffering=0)
+        # A symbolic link could lead out of the folder, and a pipe would wait for its writer.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        file = os.fdopen(os.open(self._place / name, flags), "rb", buffering=0)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(22, f"{name} is not a file")
+        return file
 
     def read_manifest(self) -> bytes:
         with self.open(MANIFEST) as file:

@@ -82,7 +82,7 @@ def load(
     except InputError as error:
         failure = error
     except OSError as error:
-        failure = _unreadable(folder, error)
+        failure = unreadable(folder, error)
     for rank, text in errors_of_ranks(ranks, failure).items():
         raise failure or InputError(f"Rank {rank}: {text}")
     with on_all_ranks(ranks, "the checkpoint", "its state"):
@@ -111,7 +111,7 @@ def open_manifest(folder: CheckpointFolder) -> tuple[Manifest, int]:
         try:
             size = folder.size(name)
         except OSError as error:
-            raise _unreadable(folder, error, name) from error
+            raise unreadable(folder, error, name) from error
         if size != file.size:
             raise InputError(
                 f"Checkpoint {folder.path}: got {size:,} bytes in {name}; expected {file.size:,}. It is damaged: load "
@@ -120,7 +120,8 @@ def open_manifest(folder: CheckpointFolder) -> tuple[Manifest, int]:
     return manifest, zlib.crc32(data)
 
 
-def _unreadable(folder: CheckpointFolder, error: OSError, name: str = "") -> FileError:
+def unreadable(folder: CheckpointFolder, error: OSError, name: str = "") -> FileError:
+    """Return the error for a file that cannot be read."""
     return FileError(
         f"Checkpoint {folder.path}: got '{error.strerror or error}' for {name or error.filename or 'a file'}; expected "
         "all its files. Load an earlier one.",

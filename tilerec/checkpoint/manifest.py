@@ -18,22 +18,25 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from tilerec.checkpoint.blocks import BLOCK
+from tilerec.checkpoint.box_cover import Span, hold_each_cell_once, shared_bytes
 from tilerec.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from tilerec.checkpoint.pieces import Box
 from tilerec.checkpoint.tree import Json
-from tilerec.errors import InputError
-from tilerec.json_document import JsonValue, check_version
+from tilerec.errors import ConfigError, InputError
+from tilerec.json_document import MOST_NUMBER, JsonValue, check_version
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "tilerec checkpoint", 1
 MOST_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
+_MOST_DIMS = 64  # of a tensor of PyTorch
 _HEAD = '{"crc32": "%08x", "manifest": '
 
 
@@ -81,7 +84,11 @@ class Manifest:
 def manifest_text(
     state: Json, tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile], metadata: Mapping[str, Json]
 ) -> bytes:
-    """Return the bytes of a manifest."""
+    """Return the bytes of a manifest.
+
+    Raises:
+        ConfigError: no reader would read it, because it is larger than `MOST_BYTES`.
+    """
     inner = {
         "format": FORMAT,
         "version": VERSION,
@@ -101,6 +108,11 @@ def manifest_text(
         },
     }
     text = json.dumps(inner).encode()
+    if len(text) + len(_HEAD) > MOST_BYTES:
+        raise ConfigError(
+            f"Checkpoint: got a manifest of {len(text):,} bytes; expected at most {MOST_BYTES:,}. Keep long lists as "
+            "tensors."
+        )
     return (_HEAD % zlib.crc32(text)).encode() + text + b"}"
 
 
@@ -128,8 +140,10 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
         check_version(found, VERSION, "Load it with a newer tilerec.")
         files = {name: _file(name, value) for name, value in found["files"].members().items()}
         tensors = {name: _tensor(value, files) for name, value in found["tensors"].members().items()}
+        _check_bytes(found["tensors"], tensors)
         found["state"].record(("dict",), ("dict",))
-        return Manifest(found["state"], tensors, files, dict(found["metadata"].value))
+        metadata = {name: value.value for name, value in found["metadata"].members().items()}
+        return Manifest(found["state"], tensors, files, metadata)
     except (ValueError, KeyError, RecursionError) as error:
         raise InputError(f"{what}: {error} This is no usable checkpoint: load another one.") from error
 
@@ -151,8 +165,10 @@ def _tensor(value: JsonValue, files: Mapping[str, SavedFile]) -> SavedTensor:
         raise parts["dtype"].error(f"one of {', '.join(DTYPES)}")
     dtype = DTYPES[name]
     shape = _numbers(parts["shape"])
+    if prod(max(1, size) for size in shape) * dtype.itemsize > MOST_NUMBER:
+        raise parts["shape"].error("a tensor of less than 2^63 bytes")
     chunks = tuple(_chunk(chunk, shape, dtype, files) for chunk in parts["chunks"].items())
-    if sum(chunk.box.cells for chunk in chunks) != Box((0,) * len(shape), shape).cells or overlapping(chunks):
+    if not hold_each_cell_once((chunk.box for chunk in chunks), shape):
         raise parts["chunks"].error("boxes that hold each cell of the tensor once")
     return SavedTensor(dtype, shape, chunks)
 
@@ -174,19 +190,19 @@ def _chunk(value: JsonValue, shape: tuple[int, ...], dtype: torch.dtype, files: 
 
 
 def _numbers(value: JsonValue) -> tuple[int, ...]:
-    return tuple(item.whole() for item in value.items("a list of whole numbers"))
+    numbers = tuple(item.whole() for item in value.items("a list of whole numbers"))
+    if len(numbers) > _MOST_DIMS:
+        raise value.error(f"at most {_MOST_DIMS} dimensions")
+    return numbers
 
 
-def overlapping(chunks: Sequence[Chunk]) -> bool:
-    """Return True if two boxes share a cell."""
-    active: list[Box] = []  # boxes that may reach the next first row
-    for chunk in sorted(chunks, key=lambda chunk: chunk.box.offsets):
-        box = chunk.box
-        if not box.cells:
-            continue
-        first = box.offsets[0] if box.offsets else 0
-        active = [one for one in active if not one.offsets or one.offsets[0] + one.sizes[0] > first]
-        if any(one.overlap(box) is not None for one in active):
-            return True
-        active.append(box)
-    return False
+def _check_bytes(record: JsonValue, tensors: Mapping[str, SavedTensor]) -> None:
+    """Raise if two boxes share bytes: a small file could then stand for tensors of any size."""
+    spans = (
+        Span(chunk.file, chunk.start, chunk.start + chunk.box.cells * tensor.dtype.itemsize)
+        for tensor in tensors.values()
+        for chunk in tensor.chunks
+    )
+    shared = shared_bytes(spans)
+    if shared is not None:
+        raise record.error(f"boxes with bytes of their own, unlike byte {shared.start:,} of {shared.file}")
