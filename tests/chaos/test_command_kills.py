@@ -86,4 +86,4 @@ def check(folder: Path, ranks: int, kills: int, counts: Counts) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_kills_of_whole_commands_lose_nothing(tmp_path: Path, ranks: int, counts: Counts) -> None:
-    check(tmp_path, ranks, 5, counts)
+    check(tmp_path, ranks, 3, counts)

@@ -77,7 +77,7 @@ def sizes_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "step"), [(1, 397), *(pytest.param(world, 97, marks=NIGHTLY) for world in (1, 2, 3))]
+    ("world", "step"), [(1, 397), *(pytest.param(world, 197, marks=NIGHTLY) for world in (1, 2, 3))]
 )
 def test_a_disk_that_is_full_at_any_byte_is_an_error_and_leaves_no_new_files(
     pool: Pool, tmp_path: Path, world: int, step: int, counts: Counts
@@ -154,7 +154,7 @@ def damages(folder: Path, step: int) -> Iterator[tuple[str, Callable[[], None]]]
         yield f"{path.name} of another step", replaced(path, other.read_bytes())
 
 
-@pytest.mark.parametrize("step", [431, pytest.param(5, marks=NIGHTLY)])
+@pytest.mark.parametrize("step", [431, pytest.param(29, marks=NIGHTLY)])
 def test_any_damage_is_found_and_the_checkpoint_before_is_loaded(tmp_path: Path, step: int, counts: Counts) -> None:
     run = tmp_path / "run"
     for saved in (1, 2):

@@ -100,7 +100,7 @@ def test_a_rank_killed_in_a_save_loses_nothing(pool: Pool, tmp_path: Path, count
 def test_any_rank_killed_at_any_call_of_a_save_or_a_load_loses_nothing(
     pool: Pool, tmp_path: Path, kind: str, world: int, counts: Counts
 ) -> None:
-    every_call_of(kind, pool(world), tmp_path, world, range(world), world, counts)
+    every_call_of(kind, pool(world), tmp_path, world, range(world), 3 * world, counts)
 
 
 def every_change(pool: Ranks, folder: Path, victims: range, step: int, counts: Counts) -> None:
@@ -128,4 +128,4 @@ def every_change(pool: Ranks, folder: Path, victims: range, step: int, counts: C
 def test_any_rank_killed_in_a_reshard_or_a_resize_loses_nothing(
     pool: Pool, tmp_path: Path, world: int, counts: Counts
 ) -> None:
-    every_change(pool(world), tmp_path, range(world), 1, counts)
+    every_change(pool(world), tmp_path, range(world), 2, counts)

@@ -76,7 +76,7 @@ def test_two_kills_on_two_ranks_change_no_bit_and_no_sample(pool: Pool, tmp_path
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_many_kills_change_no_bit_and_no_sample(pool: Pool, tmp_path: Path, world: int, counts: Counts) -> None:
-    same_bits(pool, tmp_path, world, 50, counts)
+    same_bits(pool, tmp_path, world, 20, counts)
 
 
 @NIGHTLY
@@ -92,5 +92,5 @@ def test_kills_between_numbers_of_ranks_change_no_sample_and_last_digits_only(
         for name, value in want.weights.items():
             furthest[name] = max(furthest.get(name, 0.0), float((got[name] - value).abs().max()))
 
-    strike(pool, [1, 2, 3], want, tmp_path, 20, random.Random(4), counts, same)
+    strike(pool, [1, 2, 3], want, tmp_path, 10, random.Random(4), counts, same)
     assert max(furthest.values()) <= 1e-6, furthest

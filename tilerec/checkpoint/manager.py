@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tilerec.checkpoint.changes import Changes
-from tilerec.checkpoint.folder import parent_at
+from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.loading import load, open_manifest
 from tilerec.checkpoint.parts import ranks_of_job
-from tilerec.checkpoint.saving import save
+from tilerec.checkpoint.saving import file_errors, save
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
@@ -47,7 +47,15 @@ class Found(NamedTuple):
 
 def checkpoints(folder: str | Path) -> list[Found]:
     """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
-    steps = sorted(int(match[1]) for name in parent_at(folder).names() if (match := _NAME.fullmatch(name)))
+    try:
+        names = parent_at(folder).names()
+    except OSError as error:
+        raise FileError(
+            f"Checkpoints {folder}: got '{error.strerror or error}'; expected a folder that can be listed. Check the "
+            "path, and try again.",
+            error.errno,
+        ) from error
+    steps = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
     return [Found(step, f"{str(folder).rstrip('/')}/step-{step}") for step in steps]
 
 
@@ -135,14 +143,17 @@ class CheckpointManager:
         path = f"{str(self.folder).rstrip('/')}/step-{step}"
         if step == self._last:
             return path
-        with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"):
+        with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"), file_errors(folder_at(path)):
             if self._ranks.rank == 0:
                 self._remove_damaged(step)
         save(path, parts, group=self._ranks, metadata={"step": step, **(metadata or {})})
         self._last, self._since = step, time.monotonic()
         with on_all_ranks(self._ranks, "the checkpoints", "removing old ones"):
             if self._ranks.rank == 0:
-                self._remove_old(step)
+                try:
+                    self._remove_old(step)
+                except OSError as error:  # the checkpoint counts more
+                    warnings.warn(f"Checkpoints {self.folder}: old ones stay ({error}).", stacklevel=2)
         return path
 
     def save_if_due(
