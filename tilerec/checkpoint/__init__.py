@@ -3,6 +3,7 @@
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.dcp_export import export_dcp
 from tilerec.checkpoint.dcp_import import import_dcp
+from tilerec.checkpoint.id_sizes import saved_id_sizes
 from tilerec.checkpoint.loading import load
 from tilerec.checkpoint.manager import CheckpointManager, latest
 from tilerec.checkpoint.saving import save
@@ -17,4 +18,5 @@ __all__ = [
     "latest",
     "load",
     "save",
+    "saved_id_sizes",
 ]

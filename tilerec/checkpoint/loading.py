@@ -218,9 +218,11 @@ def _targets(path: str, name: str, tensor: Tensor, saved: SavedTensor, changes: 
     check_tensor(name, tensor)
     resized = matches(name, changes.resize) and len(saved.shape) == tensor.dim()
     if tensor.dtype != saved.dtype or (tuple(tensor.shape) != saved.shape and not resized):
+        ids = "._managed_collision_modules." in name
+        move = "Load within saved_id_sizes()" if ids else "State it in Changes(resize=[...])"
         raise ConfigError(
             f"Checkpoint {path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
-            f"{list(tensor.shape)}. State it in Changes(resize=[...]), or use the settings that saved it."
+            f"{list(tensor.shape)}. {move}, or use the settings that saved it."
         )
     return [Target(piece, saved) for piece in pieces_of(name, tensor)]
 
