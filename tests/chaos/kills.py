@@ -29,7 +29,7 @@ SAVE: Functions = [
     (ProcessGroupComms, "all_gather_object"),
 ]  # fmt: skip
 LOAD: Functions = [
-    (folder._LocalFolder, "read_manifest"), (BlockReader, "read_into"), (nn.Module, "load_state_dict"),
+    (folder._LocalFolder, "read_manifest"), (BlockReader, "_fill"), (nn.Module, "load_state_dict"),
     (ProcessGroupComms, "all_gather_object"),
 ]  # fmt: skip
 

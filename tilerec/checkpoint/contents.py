@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilerec.atomic_file import open_replacement
-from tilerec.checkpoint.blocks import BLOCK, BlockReader
+from tilerec.checkpoint.blocks import BLOCK, BlockReader, Part
 from tilerec.checkpoint.data_file import PlannedChunk, bytes_of, starts_of
 from tilerec.checkpoint.dtypes import DTYPE_NAMES
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
@@ -57,13 +57,14 @@ class SavedContents:
         Raises:
             InputError: bytes are damaged. FileError: a file cannot be read.
         """
-        buffer = memoryview(bytearray(BLOCK))
         for name, file in self.manifest.files.items():
             path = f"{self.path}/{name}"
             try:
                 with self._folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-                    for first in range(0, file.size, BLOCK):
-                        reader.read_into(first, buffer[: min(BLOCK, file.size - first)])
+                    reader.read(
+                        Part(first, memoryview(bytearray(min(BLOCK, file.size - first))))
+                        for first in range(0, file.size, BLOCK)
+                    )
             except OSError as error:
                 raise unreadable(self._folder, error, name) from error
         return self.bytes
