@@ -211,3 +211,103 @@ def test_other_children_of_the_fork_server_get_their_signals(tmp_path: Path) -> 
     script.write_text(_MASK_OF_A_CHILD)
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert found.stdout.strip() == "[]", found.stdout + found.stderr
+
+
+# Requests to save and stop -----------------------------------------------------------------------------------
+
+_DEFER = """
+signals = StopSignals(None, grace_s=60, repeat_s=0)
+def request(number):
+    os.kill(os.getpid(), number)
+    while not signals.requested:
+        pass
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_a_deferred_signal_is_a_request(number: str) -> None:
+    found = _python(f"""{_DEFER}
+with signals:
+    signals.begin()
+    with signals.deferred():
+        request(signal.{number})
+        print("saves", signals.take())
+assert signal.getsignal(signal.{number}) is signal.SIG_DFL
+""")
+    assert (found.returncode, found.stdout) == (0, "saves True\n"), found.stderr
+
+
+def test_a_second_sigterm_ends_at_once_and_differs_from_a_saved_end() -> None:
+    found = _python(f"""{_DEFER}
+with signals, signals.deferred():
+    request(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    stuck()
+""")
+    assert found.returncode == 137
+
+
+def test_sigterm_after_an_early_warning_is_the_first_one() -> None:
+    found = _python(f"""{_DEFER}
+with signals, signals.deferred():
+    request(signal.SIGUSR1)
+    signals.take()
+    request(signal.SIGTERM)
+    print("saves", signals.take())
+""")
+    assert (found.returncode, found.stdout) == (0, "saves True\n"), found.stderr
+
+
+def test_a_sigterm_that_a_launcher_repeats_is_one_request() -> None:
+    found = _python("""
+signals = StopSignals(None, grace_s=60, repeat_s=1e6)
+with signals, signals.deferred():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not signals.requested:
+            pass
+        print("saves", signals.take())
+""")
+    assert (found.returncode, found.stdout) == (0, "saves True\nsaves True\n"), found.stderr
+
+
+def test_a_request_that_nothing_acted_on_ends_the_block() -> None:
+    found = _python(f"""{_DEFER}
+with signals:
+    signals.begin()
+    with signals.deferred():
+        request(signal.SIGTERM)
+    print("not reached")
+""")
+    assert (found.returncode, found.stdout) == (143, ""), found.stderr
+
+
+def test_a_rank_that_defers_signals_still_ends_with_its_launcher() -> None:
+    found = _python("""
+ours, theirs = Pipe()
+try:
+    with StopSignals(theirs, grace_s=60) as signals:
+        signals.begin()
+        with signals.deferred():
+            ours.close()
+            threading.Event().wait()
+except KeyboardInterrupt:
+    print("stopped")
+""")
+    assert found.stdout == "stopped\n", found.stderr
+
+
+def test_handlers_of_the_caller_stay() -> None:
+    found = _python("""
+def own(number, frame):
+    print("own", signal.Signals(number).name, flush=True)
+signal.signal(signal.SIGUSR1, own)
+with module.stop_request() as signals:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not signals.requested
+signal.signal(signal.SIGTERM, own)
+with module.stop_request() as signals:
+    assert signals is None
+    os.kill(os.getpid(), signal.SIGTERM)
+""")
+    assert found.stdout == "own SIGUSR1\nown SIGTERM\n", found.stderr

@@ -4,6 +4,7 @@ tilerec checkpoint list runs/today                  the checkpoints of a run
 tilerec checkpoint inspect runs/today               tensors, numbers and digest of the newest one
 tilerec checkpoint verify runs/today/checkpoints/step-100
 tilerec checkpoint diff STEP-100 STEP-200           tensors and numbers that differ
+tilerec checkpoint compact runs/today               make the newest one whole, if it has changed rows only
 tilerec checkpoint export STEP-100 --out model.safetensors --only 'model.*'
 tilerec checkpoint export STEP-100 --dcp FOLDER     a checkpoint of torch.distributed.checkpoint
 tilerec checkpoint import FOLDER --out STEP-100     from one of torch.distributed.checkpoint; --torchrec: of TorchRec
@@ -14,7 +15,7 @@ counts.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,16 +44,16 @@ def list_checkpoints(path: _Path) -> None:
 
     from tilerec.checkpoint.contents import SavedContents
 
-    table = Table("step", "GB", "tensors", "files", "state")
+    table = Table("step", "GB", "tensors", "files", "base", "state")
     for found in _found(path):
         try:
             contents = SavedContents(found)
         except TilerecError as error:
-            table.add_row(_step(found), "", "", "", f"damaged: {error}")
+            table.add_row(_step(found), "", "", "", "", f"damaged: {error}")
             continue
         manifest = contents.manifest
         row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
-        table.add_row(_step(found), *row, "whole")
+        table.add_row(_step(found), *row, manifest.base.name if manifest.base else "", "whole")
     if not table.row_count:
         print_error(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
         raise typer.Exit(1)
@@ -73,9 +74,11 @@ def inspect(
         contents = _contents(path)
         table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
         for name, saved in contents.manifest.tensors.items():
-            size = saved.dtype.itemsize * sum(chunk.box.cells for chunk in saved.chunks) / 1e6
+            layers = contents.chain.layers(name)
+            size = saved.dtype.itemsize * math.prod(saved.shape) / 1e6
             row = [name, str(saved.dtype).removeprefix("torch."), " x ".join(map(str, saved.shape)) or "1"]
-            row += [str(len(saved.chunks)), f"{size:,.3f}", *([contents.tensor_digest(name)] if digest else [])]
+            row += [str(sum(len(one.chunks) + len(one.rows) for _, one in layers)), f"{size:,.3f}"]
+            row += [contents.tensor_digest(name)] if digest else []
             table.add_row(*row)
         SafeConsole().print(table)
         for place, value in leaves("", contents.manifest.state.value):
@@ -101,7 +104,7 @@ def verify(path: _Path) -> None:
         raise typer.Exit(1)
     for one in found:
         try:
-            size = SavedContents(one).verify()
+            size = SavedContents(one).verify(bases=found == [path])
             print_plain(f"{one}: whole, {size:,} bytes")
         except TilerecError as error:
             damaged += 1
@@ -134,6 +137,20 @@ def diff(first: _Path, second: _Path) -> None:
     if table.row_count or lines:
         raise typer.Exit(1)
     print_plain("equal")
+
+
+@checkpoint_app.command()
+def compact(path: _Path) -> None:
+    """Make an incremental checkpoint whole, in its place: it no longer needs the ones before it."""
+    from tilerec.checkpoint.compaction import compact as make_whole
+
+    try:
+        found = _contents(path).path
+        made = make_whole(found)
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    print_plain(f"{found}: {'made whole' if made else 'it is whole'}")
 
 
 @checkpoint_app.command()
@@ -235,8 +252,10 @@ def _contents(path: str) -> SavedContents:
     if len(found) == 1 and found[0] == path:
         return SavedContents(path)
     for one in reversed(found):
-        with suppress(TilerecError):
+        try:
             return SavedContents(one)
+        except TilerecError as error:
+            print_error(f"{error} It is passed over.")
     raise FileError(f"{path}: got no whole checkpoint; expected one. Check the path.")
 
 

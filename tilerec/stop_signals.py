@@ -1,14 +1,18 @@
-"""`StopSignals`: ends a rank's process on SIGTERM and at the end of its launcher, whatever its main thread waits for.
+"""`StopSignals`: ends a process on SIGTERM and at the end of its launcher, whatever its main thread waits for.
 
 before `begin`   the process ends at once: it has no files to clean up, and a rendezvous may wait for minutes
 after `begin`    the main thread raises KeyboardInterrupt, closes its files and removes temporary ones
 grace time over  the process ends: its main thread is in a call of C code, where no Python handler runs
+
+Within `deferred`, the first SIGTERM is a request, and so is SIGUSR1: the main thread saves its work and raises
+`RunStopped`. There is no grace time then, because a save may take long. A second SIGTERM ends the process at once.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -21,6 +25,24 @@ from typing import Any, final
 
 _AGAIN_S = 0.05
 """Seconds between two signals to a main thread that has not run its handler."""
+_REPEAT_S = 2.0
+"""Seconds in which a further SIGTERM is the same request, sent by the scheduler and again by a launcher."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a process that SIGTERM has ended; of one that defers the signal, after its work was saved."""
+UNSAVED = 128 + 9
+"""Exit code of a process that a second SIGTERM has ended before its work was saved: that of SIGKILL, which follows."""
+
+
+class RunStopped(SystemExit):
+    """End of a run that has saved its work because a signal requested it; the exit code is 143.
+
+    Attributes:
+        step: number of steps that the saved run has made; 0 in a process that has only launched the ranks.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(STOPPED)
+        self.step = step
 
 
 @final
@@ -32,16 +54,22 @@ class StopSignals:
     Args:
         launcher: pipe to the launching process, which closes it to stop this one; None without a launcher.
         grace_s: seconds that the main thread has to end after a signal.
+        repeat_s: seconds after a request in which another SIGTERM is the same request.
     """
 
-    def __init__(self, launcher: Connection | None, grace_s: float) -> None:
-        self._launcher, self._grace_s = launcher, grace_s
+    def __init__(self, launcher: Connection | None, grace_s: float, repeat_s: float = _REPEAT_S) -> None:
+        self._launcher, self._grace_s, self._repeat_s = launcher, grace_s, repeat_s
         self._begun = threading.Event()
         self._ending = threading.Event()
         self._handles = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and hasattr(signal, "pthread_kill")
         self._wakes, self._writes = socket.socketpair()
         self._fd_before = -1
         self._raised = False  # the main thread has been interrupted
+        self._interrupts = False  # the watcher ends the process, so the handler raises
+        self._exited = False
+        self._deferring = False
+        self._requested_at: float | None = None  # first SIGTERM
+        self._requested = False
 
     def __enter__(self) -> StopSignals:
         if self._handles:
@@ -52,7 +80,9 @@ class StopSignals:
             _mask("SIG_UNBLOCK", {signal.SIGTERM})
             # A worker that this process forks would write its own signals to the same socket.
             os.register_at_fork(after_in_child=self._restore)
-        threading.Thread(target=self._watch, daemon=True).start()
+        # Signals belong to the main thread: one that another thread takes cannot be held back by `blocked_signals`.
+        with blocked_signals():
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def begin(self) -> None:
@@ -63,11 +93,52 @@ class StopSignals:
         """Note that the main thread is about to end the process, so it needs no interrupt."""
         self._ending.set()
 
+    @property
+    def requested(self) -> bool:
+        """True if a signal has requested an end within `deferred`."""
+        return self._requested
+
+    @property
+    def interrupted(self) -> bool:
+        """True if SIGTERM has raised KeyboardInterrupt in the main thread."""
+        return self._raised
+
+    def take(self) -> bool:
+        """Return True if an end was requested; the caller acts on it, so `deferred` does not."""
+        requested, self._requested = self._requested, False
+        return requested
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Note the first SIGTERM or SIGUSR1 as a request; a second SIGTERM ends the process. For the main thread.
+
+        A handler that the process has for SIGUSR1 stays.
+
+        Raises:
+            RunStopped: the block ended without an error and without `take`, in spite of a request.
+        """
+        early = getattr(signal, "SIGUSR1", None) if self._handles else None
+        if early is not None and signal.getsignal(early) is not signal.SIG_DFL:
+            early = None
+        if early is not None:
+            signal.signal(early, _nothing)  # with a handler of Python, the watcher gets the signal's number
+        self._requested_at, self._requested = None, False
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+            if early is not None:
+                signal.signal(early, signal.SIG_DFL)
+        if self.take():
+            raise RunStopped
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
         self._restore()
+        self._exited = True
         with contextlib.suppress(OSError):
             self._writes.close()  # ends the watcher
 
@@ -90,18 +161,33 @@ class StopSignals:
                 if self._launcher is None:
                     return
                 sources.remove(self._wakes)
+            elif self._deferring and not self._raised:
+                self._note(numbers)
             elif signal.SIGTERM in numbers:
                 signalled = True
                 break
         if not self._begun.is_set():
-            os._exit(128 + signal.SIGTERM)
+            os._exit(STOPPED)
+        self._interrupts = True
         if not signalled and not self._handles and not self._ending.is_set():
             _thread.interrupt_main()
         deadline = time.monotonic() + self._grace_s
         while time.monotonic() < deadline:
             self._wake_main()
             time.sleep(min(_AGAIN_S, self._grace_s))
-        os._exit(128 + signal.SIGTERM)
+            if self._exited and self._launcher is None:
+                return
+        os._exit(STOPPED)
+
+    def _note(self, numbers: bytes) -> None:
+        """Note a request; end the process at a second SIGTERM."""
+        now = time.monotonic()
+        if signal.SIGTERM in numbers:
+            if self._requested_at is not None and now - self._requested_at > self._repeat_s:
+                os._exit(UNSAVED)
+            self._requested_at = self._requested_at or now
+        if signal.SIGTERM in numbers or getattr(signal, "SIGUSR1", -1) in numbers:
+            self._requested = True
 
     def _wake_main(self) -> None:
         """Send SIGTERM to the main thread until its handler has run.
@@ -114,9 +200,36 @@ class StopSignals:
             signal.pthread_kill(main, signal.SIGTERM)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._deferring and not self._interrupts:  # the watcher notes it
+            return
         if not self._raised:  # a second signal must not interrupt the cleaning up
             self._raised = True
             raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+@contextlib.contextmanager
+def stop_request() -> Iterator[StopSignals | None]:
+    """Yield the `StopSignals` that note requests during the block: those of the process, or new ones.
+
+    None is yielded, and nothing changes, outside of the main thread and in a process whose SIGTERM is ignored or has a
+    handler of the caller.
+
+    Raises `RunStopped` as `StopSignals.deferred` does.
+    """
+    handler = None
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+    owner = getattr(handler, "__self__", None)
+    if isinstance(owner, StopSignals):
+        with owner.deferred():
+            yield owner
+    elif handler is signal.SIG_DFL:
+        with StopSignals(None, math.inf) as own:
+            own.begin()
+            with own.deferred():
+                yield own
+    else:
+        yield None
 
 
 @contextlib.contextmanager
@@ -137,6 +250,10 @@ def hold_signals() -> set[Any]:
 def release_signals() -> None:
     """Deliver SIGINT and SIGTERM in this thread again."""
     _mask("SIG_UNBLOCK", {signal.SIGINT, signal.SIGTERM})
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handler of a signal whose number the watcher reads."""
 
 
 def _mask(how: str, numbers: set[Any]) -> set[Any]:

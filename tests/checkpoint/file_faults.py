@@ -29,7 +29,13 @@ class Faults:
         self.at, self.error, self.count = at, error, 0
         self.fired = False
         monkeypatch.setattr(BlockWriter, "write", self._half(BlockWriter.write))
-        for module, name in ((os, "fsync"), (os, "rename"), (Path, "mkdir"), (folder.shutil, "rmtree")):
+        for module, name in (
+            (os, "fsync"),
+            (os, "rename"),
+            (os, "replace"),
+            (Path, "mkdir"),
+            (folder.shutil, "rmtree"),
+        ):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
         if isinstance(error, Killed):
             monkeypatch.setattr(folder._LocalFolder, "abandon", lambda _: None)

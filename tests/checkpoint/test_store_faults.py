@@ -67,9 +67,9 @@ def uploads() -> list[Any]:
 
 def stated(step: int) -> set[str]:
     """Return the objects that the manifest of a step names, and itself."""
-    from tilerec.checkpoint.loading import open_manifest
+    from tilerec.checkpoint.chain import open_manifest
 
-    manifest, _ = open_manifest(folder_at(f"{URL}/step-{step}"))
+    manifest = open_manifest(folder_at(f"{URL}/step-{step}"))
     return {f"step-{step}/{name}" for name in (*manifest.files, "manifest.json")}
 
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the pages are part of
 
 def test_the_loop_of_the_page_continues_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (text,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "manager" in block)
+    (text,) = (
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "manager.resume" in block
+    )
     text = text.replace("every=1000", "every=10")
     model = nn.Linear(3, 1)
     model.fused_optimizer = torch.optim.SGD(model.parameters())  # type: ignore[assignment]

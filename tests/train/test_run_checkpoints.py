@@ -74,6 +74,12 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
+def events(folder: Path) -> list[tuple[int, float, float]]:
+    """Return step, loss and AUC of the log entries of training."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["auc"]) for line in lines if line["kind"] == "train"]
+
+
 @pytest.mark.parametrize("stop", [1, EVERY - 1, EVERY, EVERY + 1, 9, STEPS])
 def test_a_stopped_run_continues_with_the_same_bits(tmp_path: Path, stop: int) -> None:
     want = run(None, config(tmp_path / "whole", every=0))
@@ -104,6 +110,7 @@ def test_ranks_that_all_stop_continue_with_the_same_bits(tmp_path: Path, size: i
     with Ranks(size) as ranks:
         for got in ranks.run(on_ranks, str(tmp_path / "stopped"), 0, True):
             same(got, want)
+    assert events(tmp_path / "stopped") == events(tmp_path / "whole")
 
 
 def go_on(folder: str) -> dict[str, Tensor]:
@@ -119,7 +126,24 @@ def test_another_number_of_ranks_continues_within_rounding(tmp_path: Path) -> No
         got = ranks.run(go_on, str(folder))[0]
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-6)
+    for (step, *numbers), (wanted, *others) in zip(events(folder), events(tmp_path / "whole"), strict=True):
+        assert step == wanted
+        # A window that began anew would change the AUC by more than 0.01.
+        assert numbers == pytest.approx(others, abs=2e-3)
     assert latest(folder / "checkpoints").step == STEPS  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("window", [100, 50_000])
+def test_log_entries_between_two_checkpoints_go_on(tmp_path: Path, window: int) -> None:
+    """An entry covers steps before and after the checkpoint, and the AUC's window too."""
+
+    def own(name: str) -> RunConfig:
+        given = config(tmp_path / name)
+        return replace(given, train=replace(given.train, log_every=3, metric_window=window))
+
+    run(None, own("whole"))
+    run(None, own("stopped"), stop=6)
+    assert events(tmp_path / "stopped") == events(tmp_path / "whole")
 
 
 def test_a_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:

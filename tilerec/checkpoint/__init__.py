@@ -1,22 +1,26 @@
 """Checkpoints of whole jobs: every part of a job in one folder, under any plan and any number of ranks."""
 
 from tilerec.checkpoint.changes import Changes
+from tilerec.checkpoint.compaction import compact
 from tilerec.checkpoint.dcp_export import export_dcp
 from tilerec.checkpoint.dcp_import import import_dcp
 from tilerec.checkpoint.id_sizes import saved_id_sizes
 from tilerec.checkpoint.loading import load
 from tilerec.checkpoint.manager import CheckpointManager, latest
-from tilerec.checkpoint.saving import save
+from tilerec.checkpoint.saving import RunningSave, save, save_ahead
 from tilerec.checkpoint.torchrec_import import import_torchrec
 
 __all__ = [
     "Changes",
     "CheckpointManager",
+    "RunningSave",
+    "compact",
     "export_dcp",
     "import_dcp",
     "import_torchrec",
     "latest",
     "load",
     "save",
+    "save_ahead",
     "saved_id_sizes",
 ]

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from tilerec.atomic_file import open_replacement
 from tilerec.checkpoint.blocks import BLOCK, BlockReader, Part
-from tilerec.checkpoint.data_file import PlannedChunk, bytes_of, starts_of
+from tilerec.checkpoint.chain import Wanted, open_chain, unreadable
+from tilerec.checkpoint.data_file import Entry, bytes_of, starts_of
 from tilerec.checkpoint.dtypes import DTYPE_NAMES
-from tilerec.checkpoint.folder import CheckpointFolder, folder_at
-from tilerec.checkpoint.loading import open_manifest, unreadable
-from tilerec.checkpoint.manifest import Manifest, SavedTensor
+from tilerec.checkpoint.folder import folder_at
+from tilerec.checkpoint.manifest import Manifest
 from tilerec.checkpoint.pieces import Box, Piece
-from tilerec.checkpoint.read_boxes import Target, read_boxes
 from tilerec.errors import InputError
 
 PART_BYTES = 1 << 24  # bytes of a tensor in memory at a time
@@ -35,39 +34,45 @@ Words = npt.NDArray[np.uint64]
 
 
 class SavedContents:
-    """A checkpoint on disk. path: as given. manifest: its manifest.
+    """A checkpoint on disk. path: as given. chain: the checkpoint and its bases. manifest: its own.
 
     Raises:
         FileError, InputError: it is no complete checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._folder: CheckpointFolder = folder_at(path)
         self.path = str(path)
-        self.manifest: Manifest = open_manifest(self._folder)[0]
+        self.chain = open_chain(folder_at(path))
+        self.manifest: Manifest = self.chain.manifest
 
     @property
     def bytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(file.size for file in self.manifest.files.values())
+        """Bytes of its own data files."""
+        return self.manifest.bytes
 
-    def verify(self) -> int:
-        """Read every byte and compare the checksums; return the number of bytes.
+    def verify(self, *, bases: bool = True) -> int:
+        """Read every byte of it and of its bases, and compare the checksums; return the number of bytes.
+
+        Args:
+            bases: False leaves its bases out.
 
         Raises:
             InputError: bytes are damaged. FileError: a file cannot be read.
         """
-        for name, file in self.manifest.files.items():
-            path = f"{self.path}/{name}"
-            try:
-                with self._folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-                    reader.read(
-                        Part(first, memoryview(bytearray(min(BLOCK, file.size - first))))
-                        for first in range(0, file.size, BLOCK)
-                    )
-            except OSError as error:
-                raise unreadable(self._folder, error, name) from error
-        return self.bytes
+        total = 0
+        for folder, manifest in self.chain.links if bases else self.chain.links[:1]:
+            for name, file in manifest.files.items():
+                path = f"{folder.path}/{name}"
+                try:
+                    with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
+                        reader.read(
+                            Part(first, memoryview(bytearray(min(BLOCK, file.size - first))))
+                            for first in range(0, file.size, BLOCK)
+                        )
+                except OSError as error:
+                    raise unreadable(folder, error, name) from error
+                total += file.size
+        return total
 
     def parts_of(self, name: str) -> Iterator[tuple[Box, Tensor]]:
         """Yield a tensor in boxes of whole rows of at most `PART_BYTES`, in order, with their values."""
@@ -76,23 +81,23 @@ class SavedContents:
         cells = Box((), saved.shape).cells
         step = max(1, PART_BYTES // max(1, cells // max(1, rows) * saved.dtype.itemsize))
         if not saved.shape or not cells:
-            yield self._box(saved, Box((0,) * len(saved.shape), saved.shape))
+            yield self._box(name, Box((0,) * len(saved.shape), saved.shape))
             return
         for first in range(0, rows, step):
             sizes = (min(step, rows - first), *saved.shape[1:])
-            yield self._box(saved, Box((first, *(0,) * (len(sizes) - 1)), sizes))
+            yield self._box(name, Box((first, *(0,) * (len(sizes) - 1)), sizes))
 
     def box_of(self, name: str, box: Box) -> Tensor:
         """Return the values of one box of a tensor."""
-        return self._box(self.manifest.tensors[name], box)[1]
+        return self._box(name, box)[1]
 
-    def _box(self, saved: SavedTensor, box: Box) -> tuple[Box, Tensor]:
-        out = torch.empty(box.sizes, dtype=saved.dtype)
+    def _box(self, name: str, box: Box) -> tuple[Box, Tensor]:
+        out = torch.empty(box.sizes, dtype=self.manifest.tensors[name].dtype)
         if box.cells:
             try:
-                read_boxes(self._folder, self.manifest, [Target(Piece(box, out), saved)])
+                self.chain.read([Wanted(Piece(box, out), name)])
             except OSError as error:
-                raise unreadable(self._folder, error) from error
+                raise unreadable(self.chain.links[0].folder, error) from error
         return box, out
 
     def tensor_digest(self, name: str) -> str:
@@ -123,12 +128,8 @@ class SavedContents:
                 "them with tilerec checkpoint inspect."
             )
         order = sorted(names, key=lambda name: -self.manifest.tensors[name].dtype.itemsize)
-        planned = []
-        for name in order:
-            saved = self.manifest.tensors[name]
-            like = torch.empty(0, dtype=saved.dtype)
-            planned.append(PlannedChunk(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), like))
-        head, _ = starts_of(planned)
+        tensors = self.manifest.tensors
+        head, _ = starts_of([Entry(name, tensors[name].dtype, tensors[name].shape) for name in order])
         with open_replacement(path, "Export") as file:
             file.write(head)
             for name in order:

@@ -1,15 +1,18 @@
-"""Data files of a checkpoint: safetensors files of chunks, written from start to end.
+"""Data files of a checkpoint: safetensors files, written from start to end.
 
-    8 bytes with the size of the header | header (JSON: dtype, shape and bytes of each chunk) | the chunks' bytes
+    8 bytes with the size of the header | header (JSON: dtype, shape and bytes of each entry) | the entries' bytes
 
-A chunk has the name of its tensor, if it is the whole tensor; else the name and the rows and columns:
-`model.table.weight[0:1000, 0:64]`. So any reader of safetensors files can use them.
+entry of a chunk      named like its tensor, if it is the whole tensor; else with its rows and columns:
+                      `model.table.weight[0:1000, 0:64]`
+entries of some rows  the rows' numbers, `model.table.weight[0:1000, 0:64].rows`, and their values, `….values`
+
+So any reader of safetensors files can use them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,65 +26,68 @@ CHUNK_BYTES = 1 << 26  # most bytes of a chunk, unless one row is larger
 _ALIGNMENT = 8
 
 
-class PlannedChunk(NamedTuple):
-    """A chunk to write: a box of a tensor of some shape, and the memory of the box."""
+class Entry(NamedTuple):
+    """A tensor of a data file.
 
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    memory: Tensor
+    Args:
+        key: its name in the file.
+        data: yields its bytes, row by row; None: the caller writes them.
+    """
+
+    key: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    data: Callable[[], Iterable[memoryview]] | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes in the file."""
-        return self.box.cells * self.memory.dtype.itemsize
-
-    @property
-    def key(self) -> str:
-        """Name in the file."""
-        if self.box.sizes == self.shape:
-            return self.name
-        spans = (f"{low}:{low + size}" for low, size in zip(self.box.offsets, self.box.sizes, strict=True))
-        return f"{self.name}[{', '.join(spans)}]"
+        return Box((), self.sizes).cells * self.dtype.itemsize
 
 
-def chunks_of(name: str, shape: tuple[int, ...], box: Box, memory: Tensor) -> Iterator[PlannedChunk]:
+def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """Return the key of a box of a tensor."""
+    if box.sizes == shape:
+        return name
+    spans = (f"{low}:{low + size}" for low, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{name}[{', '.join(spans)}]"
+
+
+def chunks_of(box: Box, dtype: torch.dtype) -> Iterator[Box]:
     """Yield a box cut into chunks of whole rows of at most `CHUNK_BYTES`."""
     if not box.sizes or not box.cells:
-        yield PlannedChunk(name, shape, box, memory)
+        yield box
         return
-    row = box.cells // box.sizes[0] * memory.dtype.itemsize
-    step = max(1, CHUNK_BYTES // row)
+    step = max(1, CHUNK_BYTES // (box.cells // box.sizes[0] * dtype.itemsize))
     for first in range(0, box.sizes[0], step):
         rows = min(step, box.sizes[0] - first)
-        part = Box((box.offsets[0] + first, *box.offsets[1:]), (rows, *box.sizes[1:]))
-        yield PlannedChunk(name, shape, part, memory[first : first + rows])
+        yield Box((box.offsets[0] + first, *box.offsets[1:]), (rows, *box.sizes[1:]))
 
 
-def starts_of(chunks: Sequence[PlannedChunk]) -> tuple[bytes, list[int]]:
-    """Return the header of a file with these chunks, and the byte at which each chunk starts."""
+def starts_of(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
+    """Return the header of a file with these entries, and the byte at which each starts."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, at = [], 0
-    for chunk in chunks:
+    for entry in entries:
         starts.append(at)
-        header[chunk.key] = {
-            "dtype": DTYPE_NAMES[chunk.memory.dtype],
-            "shape": chunk.box.sizes,
-            "data_offsets": (at, at + chunk.bytes),
+        header[entry.key] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": entry.sizes,
+            "data_offsets": (at, at + entry.bytes),
         }
-        at += chunk.bytes
+        at += entry.bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     return head, [start + len(head) for start in starts]
 
 
-def write_chunks(writer: BlockWriter, chunks: Sequence[PlannedChunk], head: bytes) -> None:
-    """Write a file with these chunks."""
+def write_entries(writer: BlockWriter, entries: Sequence[Entry], head: bytes) -> None:
+    """Write a file with these entries, which have `data`."""
     writer.write(head)
-    for chunk in chunks:
-        if chunk.bytes:
-            writer.write(bytes_of(chunk.memory))
+    for entry in entries:
+        for part in entry.data() if entry.bytes and entry.data is not None else ():
+            writer.write(part)
 
 
 def bytes_of(memory: Tensor) -> memoryview:

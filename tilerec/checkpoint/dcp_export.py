@@ -170,7 +170,7 @@ def _planner(contents: SavedContents, entries: dict[str, _Leaf]) -> SavePlanner:
             return
         saved = contents.manifest.tensors[leaf.value.name]
         properties, size = TensorProperties(dtype=saved.dtype), torch.Size(saved.shape)
-        boxes = [chunk.box for chunk in saved.chunks] or [Box((0,) * len(saved.shape), saved.shape)]
+        boxes = contents.chain.boxes(leaf.value.name) or [Box((0,) * len(saved.shape), saved.shape)]
         for i, box in enumerate(boxes):
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             data = TensorWriteData(chunk, properties, size)

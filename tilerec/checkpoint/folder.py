@@ -56,6 +56,18 @@ class CheckpointFolder(ABC):
         """Write the manifest, which makes the written files a checkpoint. Raises `OSError`."""
 
     @abstractmethod
+    def replace_manifest(self, manifest: bytes) -> None:
+        """Put another manifest in the place of a committed one, as a whole or not at all. Raises `OSError`."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all files of a committed checkpoint, also those that the manifest does not name."""
+
+    @abstractmethod
+    def remove_file(self, name: str) -> None:
+        """Remove a file that the manifest does not name. Raises `OSError`."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """Remove what was written and not committed."""
 
@@ -66,6 +78,10 @@ class CheckpointFolder(ABC):
     @abstractmethod
     def read_manifest(self) -> bytes:
         """Return the bytes of the manifest; raises `OSError`, also above `MOST_BYTES`."""
+
+    @abstractmethod
+    def beside(self, name: str) -> CheckpointFolder:
+        """Return the folder of another checkpoint in the same place."""
 
     @abstractmethod
     def exists(self) -> bool:
@@ -157,6 +173,20 @@ class _LocalFolder(CheckpointFolder):
         self._place = self._final
         _sync(self._final.parent)
 
+    def replace_manifest(self, manifest: bytes) -> None:
+        name = f"{MANIFEST}.{os.urandom(4).hex()}"
+        with self.create(name) as file:
+            file.write(manifest)
+        _sync(self._place)
+        os.replace(self._place / name, self._place / MANIFEST)
+        _sync(self._place)
+
+    def names(self) -> list[str]:
+        return os.listdir(self._place)
+
+    def remove_file(self, name: str) -> None:
+        (self._place / name).unlink()
+
     def abandon(self) -> None:
         if self._place != self._final:
             shutil.rmtree(self._place, ignore_errors=True)
@@ -175,6 +205,9 @@ class _LocalFolder(CheckpointFolder):
             if os.fstat(file.fileno()).st_size > MOST_BYTES:
                 raise OSError(27, os.strerror(27))
             return file.read()
+
+    def beside(self, name: str) -> CheckpointFolder:
+        return _LocalFolder(Path(self.path).with_name(name))
 
     def exists(self) -> bool:
         return os.path.lexists(self._final)
@@ -287,6 +320,17 @@ class _StoreFolder(CheckpointFolder):
             self._filesystem.pipe_file(path, manifest)
         self._written = []
 
+    def replace_manifest(self, manifest: bytes) -> None:
+        with _store_errors():
+            self._filesystem.pipe_file(f"{self._inner}/{MANIFEST}", manifest)
+
+    def names(self) -> list[str]:
+        return _StoreParent(self._filesystem, self._inner, self.path).names()
+
+    def remove_file(self, name: str) -> None:
+        with _store_errors():
+            self._filesystem.rm_file(f"{self._inner}/{name}")
+
     def abandon(self) -> None:
         for path in self._written:
             with suppress(Exception):
@@ -304,6 +348,10 @@ class _StoreFolder(CheckpointFolder):
         with _store_errors():
             data: bytes = self._filesystem.cat_file(f"{self._inner}/{MANIFEST}")
         return data
+
+    def beside(self, name: str) -> CheckpointFolder:
+        inner, url = (f"{path.rstrip('/').rpartition('/')[0]}/{name}" for path in (self._inner, self.path))
+        return _StoreFolder(self._filesystem, inner, url)
 
     def exists(self) -> bool:
         with _store_errors():

@@ -8,7 +8,6 @@ Each rank reads the rows of its own boxes, whichever ranks wrote them. Memory be
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilerec.checkpoint.chain import Chain, Wanted, open_chain, unreadable
 from tilerec.checkpoint.changes import Changes, matches
-from tilerec.checkpoint.folder import CheckpointFolder, folder_at
-from tilerec.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, parse_manifest
+from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.parts import has_fixed_names, ranks_of_job, states_of
 from tilerec.checkpoint.pieces import check_tensor, pieces_of
-from tilerec.checkpoint.read_boxes import Target, read_boxes
+from tilerec.checkpoint.row_changes import announce_write
 from tilerec.checkpoint.tree import flatten, unflatten
 from tilerec.comms.agreement import agreeing, errors_of_ranks, on_all_ranks
 from tilerec.comms.group import Group
-from tilerec.errors import ConfigError, FileError, InputError, TilerecError
+from tilerec.errors import ConfigError, InputError, TilerecError
 from tilerec.json_document import JsonValue
 
 _NAMED = 6  # names in an error
@@ -35,7 +34,7 @@ _NAMED = 6  # names in an error
 class _Reading(NamedTuple):
     """Tensors to read, by their names here, and the values to give to each part."""
 
-    targets: list[Target]
+    wanted: list[Wanted]
     values: dict[str, Any]
 
 
@@ -72,13 +71,15 @@ def load(
     ranks, changes = ranks_of_job(group), changes or Changes()
     folder = folder_at(path)
     with agreeing(ranks, "the checkpoint") as found:
-        manifest, found["manifest"] = open_manifest(folder)
-        reading = _plan(folder.path, manifest, parts, states_of(parts), changes)
+        chain = open_chain(folder)
+        found["manifests"] = [link.manifest.checksum for link in chain.links]
+        reading = _plan(chain, parts, states_of(parts), changes)
         if check is not None:
             check(folder.path, reading.values)
     failure: TilerecError | None = None
     try:
-        read_boxes(folder, manifest, reading.targets)
+        announce_write(parts)
+        chain.read(reading.wanted)
     except InputError as error:
         failure = error
     except OSError as error:
@@ -92,52 +93,14 @@ def load(
     return reading.values
 
 
-def open_manifest(folder: CheckpointFolder) -> tuple[Manifest, int]:
-    """Return the manifest of a checkpoint whose files all have the right sizes, and its checksum.
-
-    Raises:
-        FileError: there is none, or a file is missing. InputError: the manifest or a size is wrong.
-    """
-    try:
-        data = folder.read_manifest()
-    except OSError as error:
-        raise FileError(
-            f"Checkpoint {folder.path}: got no {MANIFEST} ({error.strerror or error}); expected a complete checkpoint. "
-            "Check the path, or load another one.",
-            error.errno,
-        ) from error
-    manifest = parse_manifest(data, f"Checkpoint {folder.path}")
-    for name, file in manifest.files.items():
-        try:
-            size = folder.size(name)
-        except OSError as error:
-            raise unreadable(folder, error, name) from error
-        if size != file.size:
-            raise InputError(
-                f"Checkpoint {folder.path}: got {size:,} bytes in {name}; expected {file.size:,}. It is damaged: load "
-                "an earlier one."
-            )
-    return manifest, zlib.crc32(data)
-
-
-def unreadable(folder: CheckpointFolder, error: OSError, name: str = "") -> FileError:
-    """Return the error for a file that cannot be read."""
-    return FileError(
-        f"Checkpoint {folder.path}: got '{error.strerror or error}' for {name or error.filename or 'a file'}; expected "
-        "all its files. Load an earlier one.",
-        error.errno,
-    )
-
-
-def _plan(
-    path: str, manifest: Manifest, parts: Mapping[str, Any], states: Mapping[str, Any], changes: Changes
-) -> _Reading:
+def _plan(chain: Chain, parts: Mapping[str, Any], states: Mapping[str, Any], changes: Changes) -> _Reading:
     """Return the tensors to read and the values of the parts.
 
     Raises:
         ConfigError: the checkpoint does not fit.
     """
-    saved_parts = manifest.state.members()["dict"].members()
+    path, tensors = chain.path, chain.tensors
+    saved_parts = chain.manifest.state.members()["dict"].members()
     lacking = [name for name in parts if name not in saved_parts]
     if lacking:
         raise ConfigError(
@@ -146,7 +109,7 @@ def _plan(
         )
     _, here = flatten(states)
     names: dict[str, str] = {}  # name here -> saved name
-    for saved in manifest.tensors:
+    for saved in tensors:
         name = changes.name_here(saved)
         if name is not None and name.split(".", 1)[0] in parts:
             names[name] = saved
@@ -160,31 +123,30 @@ def _plan(
             f"Checkpoint {path}: got {' and '.join(got)}; expected the tensors of this job. State what changed: "
             "Changes(rename=, keep=, drop=)."
         )
-    targets = [
-        target
+    wanted = [
+        each
         for name, tensor in here.items()
         if name in names
-        for target in _targets(path, name, tensor, manifest.tensors[names[name]], changes)
+        for each in _wanted(chain, name, tensor, names[name], changes)
     ]
     made: dict[str, Tensor] = {}
 
     def tensor_of(saved: str, place: JsonValue) -> Tensor:
         name = changes.name_here(saved)
-        if saved not in manifest.tensors:
+        if saved not in tensors:
             raise place.error("the name of a tensor of the checkpoint")
         if name in here:
             return here[name]
         if saved not in made:
-            like = manifest.tensors[saved]
-            made[saved] = torch.empty(like.shape, dtype=like.dtype)
-            targets.extend(Target(piece, like) for piece in pieces_of(saved, made[saved]))
+            made[saved] = torch.empty(tensors[saved].shape, dtype=tensors[saved].dtype)
+            wanted.extend(Wanted(piece, saved) for piece in pieces_of(saved, made[saved]))
         return made[saved]
 
     values: dict[str, Any] = {}
     for name in parts:
         value = unflatten(_renamed(saved_parts[name], name, changes), tensor_of)
         values[name] = {**value, **_kept(states[name], name, names)} if name in fixed else value
-    return _Reading(targets, values)
+    return _Reading(wanted, values)
 
 
 def _kept(state: Mapping[str, Any], part: str, names: Mapping[str, str]) -> dict[str, Any]:
@@ -213,18 +175,19 @@ def _renamed_value(value: Any, saved: str, here: str, changes: Changes) -> Any:
     return value
 
 
-def _targets(path: str, name: str, tensor: Tensor, saved: SavedTensor, changes: Changes) -> list[Target]:
+def _wanted(chain: Chain, name: str, tensor: Tensor, saved_name: str, changes: Changes) -> list[Wanted]:
     """Return what to read into this rank's pieces of a tensor; raise `ConfigError` if shape or dtype differ."""
     check_tensor(name, tensor)
+    saved = chain.tensors[saved_name]
     resized = matches(name, changes.resize) and len(saved.shape) == tensor.dim()
     if tensor.dtype != saved.dtype or (tuple(tensor.shape) != saved.shape and not resized):
         ids = "._managed_collision_modules." in name
         move = "Load within saved_id_sizes()" if ids else "State it in Changes(resize=[...])"
         raise ConfigError(
-            f"Checkpoint {path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
+            f"Checkpoint {chain.path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
             f"{list(tensor.shape)}. {move}, or use the settings that saved it."
         )
-    return [Target(piece, saved) for piece in pieces_of(name, tensor)]
+    return [Wanted(piece, saved_name) for piece in pieces_of(name, tensor)]
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: when to save, what to keep, and which checkpoint is the newest whole one.
+"""`CheckpointManager`: when to save, how, what to keep, and which checkpoint is the newest whole one.
 
     run/checkpoints/step-100  step-200  step-300
 
@@ -8,7 +8,7 @@
         manager.save_if_due(step, parts)
 
 Only folders with a valid manifest count, and the number in the name is their order. The newest ones are never removed
-before a newer one is complete.
+before a newer one is complete, nor is the base of an incremental one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from tilerec.checkpoint.chain import open_chain
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
-from tilerec.checkpoint.loading import load, open_manifest
+from tilerec.checkpoint.loading import load
+from tilerec.checkpoint.manifest import Base
 from tilerec.checkpoint.parts import ranks_of_job
-from tilerec.checkpoint.saving import file_errors, save
+from tilerec.checkpoint.row_changes import JobChanges
+from tilerec.checkpoint.saving import RunningSave, Saved, Since, file_errors, plan
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
@@ -75,7 +78,7 @@ def whole_checkpoints(folder: str | Path, *, group: Group | dist.ProcessGroup | 
     whole: dict[int, Found] = {}
     for found in reversed(checkpoints(folder)):
         try:
-            open_manifest(parent_at(folder).folder(f"step-{found.step}"))
+            open_chain(parent_at(folder).folder(f"step-{found.step}"))
         except TilerecError as error:
             warnings.warn(f"{error} It is passed over.", stacklevel=3)
         else:
@@ -93,6 +96,11 @@ class CheckpointManager:
         seconds: as an alternative, seconds between two checkpoints, by rank 0's clock; 0 for none.
         keep_last: number of newest checkpoints to keep; 0 keeps all.
         keep_every: further checkpoints to keep: those whose step is a multiple of this; 0 for none.
+        asynchronous: True: `save` returns while another thread writes. One save runs at a time: the next one waits for
+            it, and raises its errors. `wait` ends the last one.
+        incremental: True: write only the rows that have changed since the last save, and everything once these saves
+            are as large as the last whole one together. Rows are known for tables with an attached optimizer, which
+            are found in parts that are modules.
         group: the ranks, as for `save`.
 
     Raises:
@@ -107,6 +115,8 @@ class CheckpointManager:
         seconds: float = 0.0,
         keep_last: int = 2,
         keep_every: int = 0,
+        asynchronous: bool = False,
+        incremental: bool = False,
         group: Group | dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (
@@ -124,6 +134,10 @@ class CheckpointManager:
         self._since = time.monotonic()
         self._last = -1  # step of the last save
         self._damaged: set[int] = set()  # steps whose files have the right sizes and wrong bytes
+        self._channel = self._ranks.split("checkpoints") if asynchronous else None
+        self._running: RunningSave | None = None
+        self._changes = JobChanges() if incremental else None
+        self._chain: list[tuple[int, Saved]] = []  # steps of the newest chain, the whole one first
 
     def due(self, step: int) -> bool:
         """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set."""
@@ -143,18 +157,69 @@ class CheckpointManager:
         path = f"{str(self.folder).rstrip('/')}/step-{step}"
         if step == self._last:
             return path
+        self.wait()
         with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"), file_errors(folder_at(path)):
             if self._ranks.rank == 0:
                 self._remove_damaged(step)
-        save(path, parts, group=self._ranks, metadata={"step": step, **(metadata or {})})
+        ahead = self._channel is not None
+        base = self._base(step)
+        try:
+            planned = plan(
+                path, parts, self._ranks, {"step": step, **(metadata or {})}, ahead=ahead,
+                since=None if self._changes is None else Since(self._changes, base),
+            )  # fmt: skip
+            if self._channel is not None:
+                self._running = RunningSave(planned, self._channel, lambda saved: self._complete(step, saved, base))
+            else:
+                self._complete(step, planned.write(self._ranks), base)
+        except BaseException:
+            self._forget()
+            raise
         self._last, self._since = step, time.monotonic()
-        with on_all_ranks(self._ranks, "the checkpoints", "removing old ones"):
-            if self._ranks.rank == 0:
-                try:
-                    self._remove_old(step)
-                except OSError as error:  # the checkpoint counts more
-                    warnings.warn(f"Checkpoints {self.folder}: old ones stay ({error}).", stacklevel=2)
         return path
+
+    def wait(self) -> None:
+        """Wait until the running save is complete. Raises its errors, on every rank. Collective."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.wait()
+        except BaseException:
+            self._forget()
+            raise
+
+    def leave(self) -> None:
+        """Wait for the running save of a failed job, if this process is its only rank: others may not end theirs."""
+        if self._ranks.size == 1:
+            with suppress(TilerecError):
+                self.wait()
+
+    def _complete(self, step: int, saved: Saved, base: Base | None) -> None:
+        """Note a complete checkpoint, and remove old ones. On a rank of a running save, its thread calls this."""
+        self._chain = [*(self._chain if base is not None else ()), (step, saved)]
+        if self._ranks.rank == 0:
+            try:
+                self._remove_old(step)
+            except OSError as error:  # the checkpoint counts more
+                warnings.warn(f"Checkpoints {self.folder}: old ones stay ({error}).", stacklevel=2)
+
+    def _forget(self) -> None:
+        """Make the next save write everything: the last one failed."""
+        self._last, self._chain = -1, []
+        if self._changes is not None:
+            self._changes.forget()
+
+    def _base(self, step: int) -> Base | None:
+        """Return the base of an incremental save; None for a whole one. Collective if the save is incremental."""
+        if self._changes is None or not self._chain:
+            return None
+        (_, whole), *later = self._chain
+        last, saved = self._chain[-1]
+        fits = last < step and sum(one.bytes for _, one in later) < whole.bytes
+        # Rank 0 alone looks at the files, and decides.
+        there = self._ranks.all_gather_object(fits and (self._ranks.rank != 0 or self._is_whole(last)))
+        return Base(f"step-{last}", saved.id) if all(there) else None
 
     def save_if_due(
         self, step: int, parts: Mapping[str, Any], metadata: Mapping[str, Json] | None = None
@@ -176,6 +241,7 @@ class CheckpointManager:
         Args:
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
         """
+        self.wait()
         for found in whole_checkpoints(self.folder, group=self._ranks):
             try:
                 values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
@@ -184,8 +250,22 @@ class CheckpointManager:
                 self._damaged.add(found.step)
                 continue
             self._last = found.step
+            self._continue(found, parts, fits=changes is None)
             return found.step, values
         return None
+
+    def _continue(self, found: Found, parts: Mapping[str, Any], *, fits: bool) -> None:
+        """Make the loaded checkpoint the base of the next save, if the tables have exactly its rows."""
+        if self._changes is None:
+            return
+        chain = open_chain(parent_at(self.folder).folder(f"step-{found.step}"))
+        names = [f"step-{found.step}", *(link.manifest.base.name for link in chain.links if link.manifest.base)]
+        links = [
+            (int(name.removeprefix("step-")), Saved(link.manifest.id, link.manifest.bytes))
+            for name, link in zip(names, chain.links, strict=True)
+        ]
+        self._chain = links[::-1] if fits and all(saved.id for _, saved in links) else []
+        self._changes.begin_anew(parts)
 
     def _remove_damaged(self, step: int) -> None:
         """Remove the checkpoint of a step if it is damaged."""
@@ -206,20 +286,27 @@ class CheckpointManager:
             whole = [step for step in steps if self._is_whole(step)]
             # None are left if another process has removed them meanwhile.
             oldest = whole[-self._keep_last :][0] if whole else 0
-            gone += [
-                f"step-{step}"
-                for step in steps
-                if step < oldest and not (self._keep_every and step % self._keep_every == 0)
-            ]
+            kept = {f"step-{s}" for s in steps if s >= oldest or (self._keep_every and s % self._keep_every == 0)}
+            kept |= {base for name in kept for base in self._bases(name)}
+            # Incremental ones go before their bases, so no base is missing meanwhile.
+            gone += [f"step-{step}" for step in reversed(steps) if f"step-{step}" not in kept]
         for name in gone:
             try:
                 parent.folder(name).remove()
             except OSError as error:
                 warnings.warn(f"Checkpoint {name}: it cannot be removed ({error}). The run continues.", stacklevel=2)
 
+    def _bases(self, name: str) -> list[str]:
+        """Return the names of the bases of a checkpoint."""
+        try:
+            chain = open_chain(parent_at(self.folder).folder(name))
+        except TilerecError:
+            return []
+        return [link.manifest.base.name for link in chain.links if link.manifest.base is not None]
+
     def _is_whole(self, step: int) -> bool:
         try:
-            open_manifest(parent_at(self.folder).folder(f"step-{step}"))
+            open_chain(parent_at(self.folder).folder(f"step-{step}"))
         except TilerecError:
             return False
         return True

@@ -1,10 +1,13 @@
-"""`save`: writes a checkpoint of a whole job, as a whole or not at all.
+"""`save`: writes a checkpoint of a whole job, as a whole or not at all. `save_ahead`: while training goes on.
 
     state of every part  ->  tree and tensors  ->  boxes, each assigned to one rank that holds it
         ->  a rank's data files  ->  manifest, by rank 0
 
 Ranks write at the same time, each from its own memory, in chunks. Nothing is gathered. Plain tensors are the same on
 all ranks; the rank with the fewest bytes writes each.
+
+`save_ahead` returns once the plan is made, which takes copies of all but the rows of tables. Another thread writes the
+files, on a channel of its own between the ranks; rows are copied before training writes them (`row_snapshot.py`).
 """
 
 from __future__ import annotations
@@ -12,35 +15,60 @@ from __future__ import annotations
 import binascii
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilerec.checkpoint.blocks import BlockWriter
-from tilerec.checkpoint.data_file import PlannedChunk, chunks_of, starts_of, write_chunks
+from tilerec.checkpoint.data_file import Entry, starts_of, write_entries
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
-from tilerec.checkpoint.manifest import Chunk, SavedFile, SavedTensor, manifest_text
+from tilerec.checkpoint.manifest import Base, Chunk, RowList, SavedFile, SavedTensor, manifest_text
 from tilerec.checkpoint.parts import ranks_of_job, states_of
-from tilerec.checkpoint.pieces import Box, check_tensor, is_spread, pieces_of, written_boxes
+from tilerec.checkpoint.pieces import check_tensor
+from tilerec.checkpoint.planned_save import PlannedChunk, PlannedRows, PlannedSave
+from tilerec.checkpoint.row_changes import JobChanges, tables_of
 from tilerec.checkpoint.tree import Json, flatten
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, TilerecError
 
+_PRIORITY = 10  # of a thread that writes while training goes on: a tenth of the time of a busy core
 FILE_BYTES = 1 << 32  # a rank begins another file above this size
 
 
 class _Written(NamedTuple):
-    """A rank's files, and the boxes in them by tensor."""
+    """A rank's files, and the boxes and rows in them by tensor."""
 
     files: dict[str, SavedFile]
     chunks: dict[str, list[Chunk]]
+    rows: dict[str, list[RowList]]
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was written: its id, and the bytes of its data files."""
+
+    id: str
+    bytes: int
+
+
+class Since(NamedTuple):
+    """What an incremental save leaves out: rows that have not changed since the base.
+
+    Args:
+        changes: of the job since its last save, which the save begins anew.
+        base: that save; None: all rows are written.
+    """
+
+    changes: JobChanges
+    base: Base | None
 
 
 @torch.no_grad()
@@ -68,27 +96,84 @@ def save(
         ConfigError: a state holds something that a checkpoint cannot, or states differ between ranks.
     """
     ranks = ranks_of_job(group)
-    with agreeing(ranks, "the checkpoint's state") as found:
-        tree, tensors = flatten(states_of(parts))
-        for name, tensor in tensors.items():
-            check_tensor(name, tensor)
-        found["tree"] = tree
-        found["tensors"] = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
-    folder = folder_at(path)
-    chunks = _chunks_of_rank(tensors, ranks)
-    nonce = str(ranks.all_gather_object(binascii.hexlify(os.urandom(8)).decode())[0])
-    try:
-        with on_all_ranks(ranks, "the checkpoint", "its folder"), file_errors(folder):
-            folder.begin(nonce, first=ranks.rank == 0)
-        with on_all_ranks(ranks, "the checkpoint", "its files"), file_errors(folder):
-            written = _write(folder, chunks, ranks.rank)
-        every = ranks.all_gather_object(written)
-        with on_all_ranks(ranks, "the checkpoint", "its manifest"), file_errors(folder):
-            if ranks.rank == 0:
-                _commit(folder, tree, tensors, every, dict(metadata or {}))
-    except BaseException:
-        folder.abandon()
-        raise
+    plan(path, parts, ranks, metadata or {}, ahead=False).write(ranks)
+
+
+def save_ahead(
+    path: str | Path,
+    parts: Mapping[str, Any],
+    *,
+    group: Group | dist.ProcessGroup | None = None,
+    metadata: Mapping[str, Json] | None = None,
+) -> RunningSave:
+    """Begin a checkpoint of the present state, and return while it is written. Collective.
+
+        running = save_ahead("run/step-100", {"model": model, "optimizer": optimizer})
+        ...                                       # further steps
+        running.wait()
+
+    The checkpoint has the bits of this moment. Rows of tables are copied when a step is about to write them; all other
+    state is copied at once. Writes through `weight.data` are not noticed (torch does not count them either).
+
+    Args:
+        path, parts, group, metadata: as for `save`.
+
+    Raises:
+        ConfigError: as `save`. Errors of the files are raised by `RunningSave.wait`.
+    """
+    ranks = ranks_of_job(group)
+    return RunningSave(plan(path, parts, ranks, metadata or {}, ahead=True), ranks.split("checkpoint"))
+
+
+@final
+class RunningSave:
+    """A save that another thread completes. The process does not end before it.
+
+    Args:
+        channel: of the ranks, for this save alone.
+        then: called by the thread once the checkpoint is complete.
+    """
+
+    def __init__(
+        self, planned: Planned, channel: Group, then: Callable[[Saved], None] = lambda saved: None
+    ) -> None:  # fmt: skip
+        self._planned, self._channel, self._then = planned, channel, then
+        self._saved: Saved | None = None
+        self._error: BaseException | None = None
+        self.copied_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        _give_way()
+        try:
+            self._saved = self._planned.write(self._channel)
+            self._then(self._saved)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.copied_bytes = self._planned.copied_bytes
+
+    @property
+    def done(self) -> bool:
+        """True if this rank's thread has ended."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Saved:
+        """Wait until the checkpoint is complete. Raises as `save`, on every rank."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, and of those that it starts, so that training gets the cores. Linux only."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
 
 
 @contextmanager
@@ -109,94 +194,133 @@ def file_errors(folder: CheckpointFolder) -> Iterator[None]:
         ) from error
 
 
-def _chunks_of_rank(tensors: Mapping[str, Tensor], ranks: Group) -> list[PlannedChunk]:
-    """Return the chunks that this rank writes. Collective."""
-    spread = {name: tensor for name, tensor in tensors.items() if is_spread(tensor)}
-    offers: Sequence[Any] = ranks.all_gather_object({name: written_boxes(name, t) for name, t in spread.items()})
-    loads = [0] * ranks.size
-    own: list[PlannedChunk] = []
+class Planned:
+    """A checkpoint to write: what was agreed on while the job stood still.
 
-    def assign(name: str, box: Box, holders: Sequence[int]) -> None:
-        tensor = tensors[name]
-        rank = min(holders, key=lambda rank: (loads[rank], rank))
-        loads[rank] += box.cells * tensor.dtype.itemsize
-        if rank == ranks.rank:
-            memory = next(piece.memory for piece in pieces_of(name, tensor) if piece.box == box)
-            own.extend(chunks_of(name, tuple(tensor.shape), box, memory))
+    copied_bytes: bytes of the rows that training has copied, the most so far.
+    """
 
-    for name in spread:
-        holders: dict[Box, list[int]] = {}
-        for rank, offered in enumerate(offers):
-            for box in offered[name]:
-                holders.setdefault(Box(*box), []).append(rank)
-        for box, some in sorted(holders.items()):
-            assign(name, box, some)
-    plain = (name for name in tensors if name not in spread)
-    for name in sorted(plain, key=lambda name: (-tensors[name].nbytes, name)):
-        for box in written_boxes(name, tensors[name]):
-            assign(name, box, range(ranks.size))
-    # The bytes of each chunk then begin at a multiple of its dtype's size.
-    return sorted(own, key=lambda chunk: -chunk.memory.dtype.itemsize)
+    def __init__(
+        self, folder: CheckpointFolder, tree: Json, tensors: Mapping[str, Tensor], files: PlannedSave, nonce: str,
+        metadata: Mapping[str, Json], base: Base | None,
+    ) -> None:  # fmt: skip
+        self._folder, self._tree, self._files = folder, tree, files
+        self._tensors = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._nonce, self._metadata, self._base = nonce, metadata, base
+        self.copied_bytes = 0
+
+    @torch.no_grad()
+    def write(self, ranks: Group) -> Saved:
+        """Write it. Collective. Raises as `save`."""
+        folder = self._folder
+        try:
+            with on_all_ranks(ranks, "the checkpoint", "its folder"), file_errors(folder):
+                folder.begin(self._nonce, first=ranks.rank == 0)
+            with on_all_ranks(ranks, "the checkpoint", "its files"), file_errors(folder):
+                written = self._write(ranks.rank)
+            every: Sequence[Any] = ranks.all_gather_object(written)
+            with on_all_ranks(ranks, "the checkpoint", "its manifest"), file_errors(folder):
+                if ranks.rank == 0:
+                    self._commit(every)
+        except BaseException:
+            folder.abandon()
+            raise
+        finally:
+            self.copied_bytes = max(self.copied_bytes, self._files.copied_bytes)
+            self._files.close()
+        return Saved(self._nonce, sum(file.size for one in every for file in one.files.values()))
+
+    def _write(self, rank: int) -> _Written:
+        """Write this rank's files."""
+        written, places = _Written({}, {}, {}), {}
+        for i, part in enumerate(_files_of(self._files.entries)):
+            name = self._folder.file_name(f"rank{rank}-{i}.safetensors")
+            head, starts = starts_of(part)
+            with self._folder.create(name) as file, BlockWriter(file) as writer:
+                write_entries(writer, part, head)
+            written.files[name] = SavedFile(writer.size, tuple(writer.crcs))
+            places.update({entry.key: (name, start) for entry, start in zip(part, starts, strict=True)})
+        for own in self._files.own:
+            if isinstance(own, PlannedChunk):
+                chunk = Chunk(*places[own.entry.key], own.box)
+                written.chunks.setdefault(own.name, []).append(chunk)
+            else:
+                written.rows.setdefault(own.name, []).append(_row_list(own, places))
+        return written
+
+    def _commit(self, every: Sequence[_Written]) -> None:
+        """Write the manifest, once the files of all ranks are seen here."""
+        files = {name: file for written in every for name, file in written.files.items()}
+        for name, file in files.items():
+            _check_size(self._folder, name, file.size)
+        saved = {
+            name: SavedTensor(
+                dtype,
+                shape,
+                tuple(chunk for written in every for chunk in written.chunks.get(name, ())),
+                tuple(rows for written in every for rows in written.rows.get(name, ())),
+            )
+            for name, (dtype, shape) in self._tensors.items()
+        }
+        metadata = {**self._metadata, "versions": versions()}
+        self._folder.commit(manifest_text(self._tree, saved, files, metadata, self._nonce, self._base))
 
 
-def _write(folder: CheckpointFolder, chunks: Sequence[PlannedChunk], rank: int) -> _Written:
-    """Write this rank's files."""
-    written = _Written({}, {})
-    for i, part in enumerate(_files_of(chunks)):
-        name = folder.file_name(f"rank{rank}-{i}.safetensors")
-        head, starts = starts_of(part)
-        with folder.create(name) as file, BlockWriter(file) as writer:
-            write_chunks(writer, part, head)
-        written.files[name] = SavedFile(writer.size, tuple(writer.crcs))
-        for chunk, start in zip(part, starts, strict=True):
-            written.chunks.setdefault(chunk.name, []).append(Chunk(name, start, chunk.box))
-    return written
+@torch.no_grad()
+def plan(
+    path: str | Path, parts: Mapping[str, Any], ranks: Group, metadata: Mapping[str, Json], *, ahead: bool,
+    since: Since | None = None,
+) -> Planned:  # fmt: skip
+    """Return a checkpoint to write. Collective.
+
+    Args:
+        ahead: True if it is written while the state changes.
+        since: for an incremental save.
+    """
+    with agreeing(ranks, "the checkpoint's state") as found:
+        tree, tensors = flatten(states_of(parts))
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor)
+        found["tree"] = tree
+        found["tensors"] = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
+    changed = {} if since is None else since.changes.begin_anew(parts)
+    base = None if since is None else since.base
+    files = PlannedSave(tensors, ranks, list(tables_of(parts)), changed if base is not None else {}, ahead=ahead)
+    nonce = str(ranks.all_gather_object(binascii.hexlify(os.urandom(8)).decode())[0])
+    return Planned(folder_at(path), tree, tensors, files, nonce, metadata, base)
 
 
-def _files_of(chunks: Sequence[PlannedChunk]) -> list[list[PlannedChunk]]:
-    """Return the chunks of each file."""
-    files: list[list[PlannedChunk]] = []
+def _row_list(own: PlannedRows, places: Mapping[str, tuple[str, int]]) -> RowList:
+    return RowList(places[own.numbers.key], places[own.values.key], own.values.sizes[0], own.box)
+
+
+def _files_of(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the entries of each file."""
+    files: list[list[Entry]] = []
     size = FILE_BYTES
-    for chunk in chunks:
-        if size + chunk.bytes > FILE_BYTES:
+    for entry in entries:
+        if size + entry.bytes > FILE_BYTES:
             files.append([])
             size = 0
-        files[-1].append(chunk)
-        size += chunk.bytes
+        files[-1].append(entry)
+        size += entry.bytes
     return files
 
 
-def _commit(
-    folder: CheckpointFolder,
-    tree: Json,
-    tensors: Mapping[str, Tensor],
-    every: Sequence[Any],
-    metadata: dict[str, Json],
-) -> None:
-    """Write the manifest, once the files of all ranks are seen here."""
-    files = {name: file for written in every for name, file in written.files.items()}
-    for name, file in files.items():
-        try:
-            size = folder.size(name)
-        except OSError as error:
-            raise ConfigError(
-                f"Checkpoint {folder.path}: got no file {name} on rank 0; expected a folder that all ranks share. "
-                "Choose such a path."
-            ) from error
-        if size != file.size:
-            raise ConfigError(
-                f"Checkpoint {folder.path}: got {size:,} bytes in {name} on rank 0; expected {file.size:,}. Choose a "
-                "folder that all ranks share."
-            )
-    saved = {
-        name: SavedTensor(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(chunk for written in every for chunk in written.chunks.get(name, ())),
+def _check_size(folder: CheckpointFolder, name: str, expected: int) -> None:
+    """Raise `ConfigError` if rank 0 does not see a rank's file."""
+    try:
+        size = folder.size(name)
+    except OSError as error:
+        raise ConfigError(
+            f"Checkpoint {folder.path}: got no file {name} on rank 0; expected a folder that all ranks share. Choose "
+            "such a path."
+        ) from error
+    if size != expected:
+        raise ConfigError(
+            f"Checkpoint {folder.path}: got {size:,} bytes in {name} on rank 0; expected {expected:,}. Choose a folder "
+            "that all ranks share."
         )
-        for name, tensor in tensors.items()
-    }
-    folder.commit(manifest_text(tree, saved, files, {**metadata, "versions": versions()}))
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilerec.checkpoint.blocks import BlockWriter
-from tilerec.checkpoint.data_file import PlannedChunk, bytes_of, chunks_of, starts_of
+from tilerec.checkpoint.data_file import Entry, bytes_of, chunks_of, key_of, starts_of
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
 from tilerec.checkpoint.manifest import Chunk, SavedFile, SavedTensor, manifest_text
 from tilerec.checkpoint.pieces import Box
@@ -41,9 +41,11 @@ class StreamedTensor(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A chunk, and the box that it is cut from."""
+    """A chunk of a tensor, and the box that it is cut from."""
 
-    chunk: PlannedChunk
+    name: str
+    chunk: Box
+    entry: Entry
     source: StreamedBox
 
 
@@ -59,22 +61,34 @@ def save_streamed(
     Raises:
         FileError: the checkpoint exists, or cannot be written. No part of it remains.
     """
-    folder = folder_at(path)
+    folder, nonce = folder_at(path), binascii.hexlify(os.urandom(8)).decode()
     try:
         with file_errors(folder):
-            folder.begin(binascii.hexlify(os.urandom(8)).decode(), first=True)
-        files: dict[str, SavedFile] = {}
-        chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-        for i, planned in enumerate(_files(tensors)):
-            name = folder.file_name(f"rank0-{i}.safetensors")
-            with file_errors(folder):
-                files[name] = _write(folder, name, planned, chunks)
-        saved = {name: SavedTensor(t.dtype, t.shape, tuple(chunks[name])) for name, t in tensors.items()}
+            folder.begin(nonce, first=True)
+        files, saved = write_streamed(folder, tensors, folder.file_name("rank0"))
         with file_errors(folder):
-            folder.commit(manifest_text(state, saved, files, {**metadata, "versions": versions()}))
+            text = manifest_text(state, saved, files, {**metadata, "versions": versions()}, nonce)
+            folder.commit(text)
     except BaseException:
         folder.abandon()
         raise
+
+
+def write_streamed(
+    folder: CheckpointFolder, tensors: Mapping[str, StreamedTensor], prefix: str
+) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+    """Write the data files `<prefix>-0.safetensors` and so on; return them, and the places of the tensors.
+
+    Raises:
+        FileError: a file cannot be written.
+    """
+    files: dict[str, SavedFile] = {}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for i, planned in enumerate(_files(tensors)):
+        name = f"{prefix}-{i}.safetensors"
+        with file_errors(folder):
+            files[name] = _write(folder, name, planned, chunks)
+    return files, {name: SavedTensor(t.dtype, t.shape, tuple(chunks[name])) for name, t in tensors.items()}
 
 
 def _files(tensors: Mapping[str, StreamedTensor]) -> Iterator[list[_Planned]]:
@@ -83,27 +97,27 @@ def _files(tensors: Mapping[str, StreamedTensor]) -> Iterator[list[_Planned]]:
     size = 0
     for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize):
         for source in tensor.boxes:
-            like = torch.empty(source.box.sizes, dtype=tensor.dtype, device="meta")
-            for chunk in chunks_of(name, tensor.shape, source.box, like):
-                if part and size + chunk.bytes > FILE_BYTES:
+            for chunk in chunks_of(source.box, tensor.dtype):
+                entry = Entry(key_of(name, tensor.shape, chunk), tensor.dtype, chunk.sizes)
+                if part and size + entry.bytes > FILE_BYTES:
                     yield part
                     part, size = [], 0
-                part.append(_Planned(chunk, source))
-                size += chunk.bytes
+                part.append(_Planned(name, chunk, entry, source))
+                size += entry.bytes
     if part:
         yield part
 
 
 def _write(folder: CheckpointFolder, name: str, planned: list[_Planned], chunks: dict[str, list[Chunk]]) -> SavedFile:
     """Write one data file, and add its chunks."""
-    head, starts = starts_of([chunk for chunk, _ in planned])
+    head, starts = starts_of([each.entry for each in planned])
     held: tuple[StreamedBox, Tensor] | None = None
     with folder.create(name) as file, BlockWriter(file) as writer:
         writer.write(head)
-        for (chunk, source), start in zip(planned, starts, strict=True):
+        for (tensor, chunk, _, source), start in zip(planned, starts, strict=True):
             if held is None or held[0] is not source:
                 held = None  # frees the memory of the box before
                 held = source, source.read()
-            writer.write(bytes_of(source.box.within(held[1], chunk.box)))
-            chunks[chunk.name].append(Chunk(name, start, chunk.box))
+            writer.write(bytes_of(source.box.within(held[1], chunk)))
+            chunks[tensor].append(Chunk(name, start, chunk))
     return SavedFile(writer.size, tuple(writer.crcs))

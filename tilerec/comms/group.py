@@ -192,7 +192,7 @@ class Group(ABC):
         received = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         to_all = [mine.numel()] * self.size
         self._all_to_all("objects", received, mine.repeat(self.size), sizes, to_all).wait()
-        return [pickle.loads(bytes(part.tolist())) for part in received.cpu().split(sizes)]
+        return [pickle.loads(part.numpy().tobytes()) for part in received.cpu().split(sizes)]
 
     @final
     def barrier(self) -> None:

@@ -41,10 +41,11 @@ def reset_rows(table: Table, rows_N: Tensor) -> None:
             continue
         if rows.cache is None:
             rows.arrive()
-            rows.about_to_write()
+            rows.about_to_write(_rows_in_tile(rows, own_N) - rows.place.row_offset if rows.observers else None)
         else:
             rows.leave(_rows_in_tile(rows, own_N) - rows.place.row_offset)
         _reset_tile(table, rows, own_N)
+        rows.wrote()
         if rows.spec is None and rows.leaf.requires_grad and not getattr(table, "_warned_of_eviction", False):
             _warn_later(table, rows, own_N)
 

@@ -109,6 +109,7 @@ class Table(nn.Module):
             for rows in self._all_rows():
                 if rows.cache is not None:
                     rows.settle()
+                    rows.about_to_write()  # through the name, other code may write
         return super().__getattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Table:
@@ -160,7 +161,8 @@ class Table(nn.Module):
             )
             return
         self.settle()
-        self.rows.about_to_write()
+        if value is not None:
+            self.rows.about_to_write()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

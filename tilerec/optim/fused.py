@@ -36,6 +36,7 @@ class CachedStateView(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.rows.settle()
+        self.rows.about_to_write()
         self.rows.state[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -126,6 +127,8 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _plan_load(self, given: Mapping[str, Any], plan: list[Callable[[], None]]) -> None:
         self._settle()
+        for rows in self._rows:
+            rows.about_to_write()
         super()._plan_load(given, plan)
 
     def add_param_group(self, param_group: Any) -> None:

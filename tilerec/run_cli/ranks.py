@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 import traceback
@@ -10,12 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilerec.errors import ConfigError, TilerecError
-from tilerec.stop_signals import StopSignals, blocked_signals
+from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals
 from tilerec.terminal import SafeConsole, print_rank_error
 
 
 def run_on_ranks(
-    function: Callable[..., object], *args: Any, nproc: int | None, device: str, grouped: bool = False
+    function: Callable[..., object],
+    *args: Any,
+    nproc: int | None,
+    device: str,
+    grouped: bool = False,
+    saves: bool = False,
 ) -> None:
     """Run `function(group, *args)` on every rank; `group` is None for a single process.
 
@@ -24,10 +30,12 @@ def run_on_ranks(
         nproc: number of processes to start; None or 1 for this one.
         device: see `joined`.
         grouped: pass a group of one rank to a single process.
+        saves: see `launch`.
 
     Raises:
         ConfigError: nproc is given under torchrun.
         RankFailed: a rank failed.
+        RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
     # An exception that a signal raises during imports could be lost.
     with blocked_signals():
@@ -43,7 +51,7 @@ def run_on_ranks(
         return
     with _exit_on_sigterm():
         if nproc is not None and nproc > 1:
-            launch(nproc, function, *args, device=device)
+            launch(nproc, function, *args, device=device, saves=saves)
         elif grouped:
             with joined(device) as group:
                 function(group, *args)
@@ -62,14 +70,14 @@ def _exit_on_sigterm() -> Iterator[None]:
         yield
         return
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with StopSignals(None, math.inf) as stop:
+        stop.begin()
+        try:
+            yield
+        except KeyboardInterrupt:
+            if stop.interrupted:
+                raise SystemExit(STOPPED) from None
+            raise
 
 
 def _run_as_rank(function: Callable[..., object], args: tuple[Any, ...], device: str) -> None:
@@ -87,8 +95,8 @@ def _run_as_rank(function: Callable[..., object], args: tuple[Any, ...], device:
     except TilerecError as error:
         print_rank_error(error, where)
         end(1)
-    except KeyboardInterrupt:
-        end(128 + signal.SIGTERM)
+    except (KeyboardInterrupt, RunStopped):
+        end(STOPPED)
     except BaseException:
         SafeConsole(stderr=True).print(Text(f"error: {where}{traceback.format_exc()}"), soft_wrap=True)
         end(1)

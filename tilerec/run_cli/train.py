@@ -15,6 +15,7 @@ import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.run_cli.ranks import run_on_ranks
+from tilerec.stop_signals import RunStopped
 from tilerec.terminal import SafeConsole, print_rank_error
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def train(
             return
         # Settings of sharding are checked in one process, too: it then holds all tiles.
         grouped = run.parallel != ParallelConfig()
-        run_on_ranks(_train, run, nproc=nproc, device=run.train.device, grouped=grouped)
+        saves = bool(run.checkpoint.every or run.checkpoint.seconds)
+        run_on_ranks(_train, run, nproc=nproc, device=run.train.device, grouped=grouped, saves=saves)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
@@ -120,7 +122,12 @@ def _train(group: ProcessGroupComms | None, run: RunConfig) -> None:
     from tilerec.train.report import report
 
     console = SafeConsole() if group is None or not group.rank else None
-    result = run_training(run, console=console, group=group)
+    try:
+        result = run_training(run, console=console, group=group)
+    except RunStopped as stopped:
+        if console is not None:
+            console.print(f"stopped after step {stopped.step:,}, and saved; --resume continues", highlight=False)
+        raise
     if console is not None:
         console.print(report(result))
     if result.log_errors:

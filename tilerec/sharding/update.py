@@ -173,7 +173,7 @@ class TileRows(TableRows):
         for table in tables:
             table.arrive()
             if table.group is not None:
-                table.about_to_write()
+                GradientSink.about_to_write(table)  # rows are announced once the replicas' are known
             if table.touched is not None:
                 table.touched.count()
         rules = _rules(tables)
@@ -187,7 +187,9 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
-            split += zip(ways.parts, _summed(ways.parts, own), strict=True)
+            for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
+                table.about_to_write(sums[0])
+                split.append((table, sums))
         failures += update_in_phases(tables[0].peers.group, split)
         if failures:
             raise failures[0]

@@ -110,6 +110,11 @@ class FeatureBatch:
             found.append(known)
         return found
 
+    def ids_of(self, table: int) -> Tensor:
+        """Return the ids that read a table, `[n]`. On a GPU this may wait, see `segments`."""
+        parts = [self.ids[b:e] for t, (b, e) in zip(self.tables, self.segments, strict=True) if t == table]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else self.ids[:0]
+
     @property
     def is_cached(self) -> bool:
         """True if one of the tables that a feature reads has a cache."""

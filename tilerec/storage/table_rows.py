@@ -6,6 +6,7 @@ Nouns
             do not depend on the plan
   cache     lines of device memory that hold rows and their slots while batches use them (`row_cache.py`)
   group     the optimizer numbers shared by the tables that were attached together (`shared_param_group.py`)
+  observer  is called before rows are written and after it: saves copy or mark the rows (`row_observer.py`)
   count     number of updates of a table: a tensor in its state. It is on the host; if the optimizer is `capturable`, it
             is on the device of the update, which increments it, as replays of a captured update do
 
@@ -39,6 +40,7 @@ from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
 from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
 
 _HOST = torch.device("cpu")
@@ -83,6 +85,7 @@ class TableRows(GradientSink):
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
         self.orders = PrefetchedOrders()  # row orders of later batches, for the group whose first table this is
+        self.observers: list[RowObserver] = []  # called for each write of rows and slots
 
     def bind(self, leaf: nn.Parameter) -> None:
         """Tie these rows to the leaf, and move the slots to its device and precision."""
@@ -142,13 +145,28 @@ class TableRows(GradientSink):
         """Finish a pending replica sync and write cached rows back, before other code reads or writes rows or slots."""
         self.arrive()
         if self.cache is not None:
-            self.about_to_write()  # the caller may write the rows of a cached table
+            super().about_to_write()  # the caller may write the rows of a cached table
             self.cache.settle()
+
+    def about_to_write(self, rows_N: Tensor | None = None) -> None:
+        """Announce that rows or slots are about to be written.
+
+        Args:
+            rows_N: their numbers in the leaf, int32 or int64; repeats are allowed. None: any rows.
+        """
+        super().about_to_write()
+        for observer in self.observers:
+            observer.before_write(self, rows_N)
+
+    def wrote(self) -> None:
+        """Announce that the writes of the rows that `about_to_write` named have ended."""
+        for observer in self.observers:
+            observer.after_write(self)
 
     def leave(self, rows_M: Tensor) -> None:
         """Run `settle` for some rows (int64, rows of this leaf) that the caller will write."""
         self.arrive()
-        self.about_to_write()
+        self.about_to_write(rows_M)
         if self.cache is not None:
             self.cache.leave(rows_M)
 
@@ -195,14 +213,14 @@ class TableRows(GradientSink):
             return
         spec = self.rule()
         tables = cast("Sequence[TableRows]", sinks)
-        for table in tables:
-            table.about_to_write()
         position = {table.handle: t for t, table in enumerate(tables)}
         of_feature = [position[handle] for handle in record.sinks]
         batch = FeatureBatch(
             tables, [table.leaf for table in tables], record.ids, record.offsets, record.sample_weights, of_feature,
             record.starts, record.bags,
         )  # fmt: skip
+        for t, table in enumerate(tables):
+            table.about_to_write(batch.ids_of(t) if table.observers else None)
         hyper = spec.hyper()
         hyper[1] *= self.divisor
         places = [table.place for table in tables]
@@ -286,7 +304,7 @@ class TableRows(GradientSink):
     def __getstate__(self) -> dict[str, Any]:
         if self.cache is not None:
             self.settle()
-        own = ("handle", "leaf", "holders", "readers", "earlier", "orders")
+        own = ("handle", "leaf", "holders", "readers", "earlier", "orders", "observers")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -294,6 +312,7 @@ class TableRows(GradientSink):
         self.__dict__.update(state)
         self.holders = weakref.WeakSet()
         self.orders = PrefetchedOrders()
+        self.observers = []
         if self.cache is not None:  # two copies may be made from one state
             self.cache = copy.copy(self.cache)
 
@@ -365,6 +384,7 @@ def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
     # Ops write through raw pointers; the version counters let autograd detect stale saved tensors.
     torch.autograd.graph.increment_version(written)
     for table in tables:
+        table.wrote()
         if not table._warned and table.leaf.grad is not None:
             table._warn_dense_grad(spec)
 

@@ -5,8 +5,8 @@ Legend: B samples, n samples of a batch, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 import pyarrow as pa
 import torch
@@ -22,7 +22,7 @@ from tilerec.train.config import TrainConfig
 from tilerec.train.evaluate import Scores
 from tilerec.train.loss import click_loss
 from tilerec.train.predictions import score_columns, score_table, scored_rows
-from tilerec.train.task import Evaluation, Task
+from tilerec.train.task import Evaluation, Task, check_state
 from tilerec.train.world import World
 
 
@@ -96,6 +96,21 @@ class ClickTask(Task):
         values = self._metrics.compute()
         by_task = [values[f"{task}/auc/window"].item() for task in self._tasks]
         return {"auc": sum(by_task) / len(by_task)}
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the samples of the training AUC: 24 bytes per sample of the window and task."""
+        with self._metrics.synced():
+            return {"metrics": self._metrics.get_extra_state()}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Continue with these samples.
+
+        Raises:
+            InputError: the state is of other tasks.
+        """
+        if state:
+            check_state(self, state, ("metrics",))
+            self._metrics.set_extra_state(state["metrics"])
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> Evaluation:
         """Return exact scores of each task; takes 12 bytes per sample and task."""

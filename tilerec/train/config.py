@@ -231,6 +231,10 @@ class CheckpointConfig:
         seconds: as an alternative, seconds between two checkpoints; 0 for none.
         keep_last: number of newest checkpoints to keep; 0 keeps all.
         keep_every: further checkpoints to keep: those whose step is a multiple of this; 0 for none.
+        asynchronous: write while training goes on; a step copies the rows that it is about to change. False: training
+            waits for each checkpoint.
+        incremental: write only the rows that have changed since the last checkpoint, and everything once these
+            checkpoints are as large as the last whole one together.
         resume: continue from the newest whole checkpoint of `log_dir`, if there is one.
     """
 
@@ -238,6 +242,8 @@ class CheckpointConfig:
     seconds: float = 0.0
     keep_last: int = 2
     keep_every: int = 0
+    asynchronous: bool = True
+    incremental: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:

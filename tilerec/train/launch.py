@@ -36,7 +36,7 @@ import torch.distributed as dist
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import CommsError, ConfigError, TilerecError
-from tilerec.stop_signals import StopSignals, blocked_signals, hold_signals
+from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
 
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
@@ -93,7 +93,7 @@ def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[Pro
     dist.destroy_process_group()
 
 
-def launch(count: int, function: Callable[..., object], *args: Any, device: str = "cpu") -> None:
+def launch(count: int, function: Callable[..., object], *args: Any, device: str = "cpu", saves: bool = False) -> None:
     """Run `function(group, *args)` in `count` processes of this machine; return when all have ended.
 
     Each process gets an equal part of the cores for torch's threads, unless OMP_NUM_THREADS is set.
@@ -103,9 +103,12 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
         function: defined at the top level of a module, as must be the arguments' types, because pickle imports them by
             name.
         device: see `joined`.
+        saves: ranks save their work when SIGTERM stops them. The first SIGTERM is passed on to them, and they have any
+            time; a second one ends this process, and so the ranks.
 
     Raises:
         RankFailed: a rank failed or died.
+        RunStopped: all ranks have saved their work and stopped.
         KeyboardInterrupt, SystemExit: Ctrl-C, or a signal's handler; raised after all ranks have ended.
     """
     if count < 1:
@@ -125,7 +128,9 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
             pipes[ours] = rank
             process.start()
             theirs.close()
-        failures = _collect_failures(pipes, processes)
+        with stop_request() if saves else contextlib.nullcontext() as request:
+            failures = _collect_failures(pipes, processes, request)
+            requested = request is not None and request.take()
     finally:
         started = [process for process in processes if process.pid is not None]
         try:
@@ -134,6 +139,9 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
             if len(started) < len(processes):
                 _end_fork_server()
     if failures:
+        worst = min(failure.severity for failure in failures)
+        if worst == _SAVED or (requested and worst > _DIED):
+            raise RunStopped
         raise _rank_failed(failures, count)
 
 
@@ -148,10 +156,14 @@ class _RankSpec:
     environment: Mapping[str, str]
 
 
+_OWN, _DIED, _BY_PEER, _INTERRUPTED, _SAVED = range(5)
+"""Severities: an error of the rank's own, no message, an error that a peer caused, stopped, stopped after a save."""
+
+
 @final
 @dataclass(frozen=True)
 class _Failure:
-    """Failure of a rank. Severity: 0 an error of its own, 1 died, 2 an error that a peer caused, 3 interrupted."""
+    """End of a rank before its function has returned."""
 
     rank: int
     severity: int
@@ -268,14 +280,16 @@ def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
 
 
 def _failure(rank: int, error: BaseException) -> _Failure:
+    if isinstance(error, RunStopped):
+        return _Failure(rank, _SAVED, "saved and stopped")
     if isinstance(error, KeyboardInterrupt):
-        return _Failure(rank, 3, "stopped")
+        return _Failure(rank, _INTERRUPTED, "stopped")
     if isinstance(error, CommsError) or any(words in str(error) for words in _PEERS):
-        return _Failure(rank, 2, str(error))
+        return _Failure(rank, _BY_PEER, str(error))
     if isinstance(error, TilerecError):
-        return _Failure(rank, 0, str(error))
+        return _Failure(rank, _OWN, str(error))
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return _Failure(rank, 0, f"{type(error).__name__}: {error}", trace)
+    return _Failure(rank, _OWN, f"{type(error).__name__}: {error}", trace)
 
 
 def end(code: int) -> None:
@@ -293,12 +307,19 @@ def cores() -> int:
 # In the launching process -----------------------------------------------------------------------------------------
 
 
-def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProcess]) -> list[_Failure]:
-    """Return the failures, in the order in which they arrived."""
+def _collect_failures(
+    pipes: Mapping[Connection, int], processes: list[BaseProcess], request: StopSignals | None
+) -> list[_Failure]:
+    """Return the failures, in the order in which they arrived; pass a request to stop on to the ranks."""
     waiting = dict(pipes)
+    passed_on = False
     failures: list[_Failure] = []
     deadline: float | None = None
     while waiting:
+        if request is not None and request.requested and not passed_on:
+            passed_on = True
+            for rank in waiting.values():
+                processes[rank].terminate()
         left = _POLL_S if deadline is None else deadline - time.monotonic()
         ready = wait(list(waiting), max(0.0, min(_POLL_S, left)))
         if not ready and left <= 0:
@@ -310,20 +331,22 @@ def _collect_failures(pipes: Mapping[Connection, int], processes: list[BaseProce
             try:
                 failure = pipe.recv()
             except (EOFError, OSError):
-                failure = _Failure(rank, 1, _exit_text(processes[rank]))
+                failure = _died(rank, processes[rank])
             if failure is not None:
                 failures.append(failure)
                 deadline = deadline or time.monotonic() + GRACE_S
     return failures
 
 
-def _exit_text(process: BaseProcess) -> str:
+def _died(rank: int, process: BaseProcess) -> _Failure:
     process.join(GRACE_S)
     code = process.exitcode
+    if code == STOPPED:
+        return _Failure(rank, _INTERRUPTED, "stopped")
     if code is not None and code < 0:
         hint = ". Is there enough memory?" if -code == signal.SIGKILL else ""
-        return f"was killed by signal {signal.Signals(-code).name}{hint}"
-    return f"ended with exit code {code}"
+        return _Failure(rank, _DIED, f"was killed by signal {signal.Signals(-code).name}{hint}")
+    return _Failure(rank, _DIED, f"ended with exit code {code}")
 
 
 def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
@@ -332,7 +355,7 @@ def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
     if len({failure.text for failure in failures}) == 1 and len(failures) == count:
         # All ranks failed alike, so the error belongs to the run and not to one rank.
         return RankFailed(first.text, first.trace)
-    link = " " if first.severity == 1 else ": "
+    link = " " if first.severity == _DIED else ": "
     return RankFailed(f"rank {first.rank} of {count}{link}{first.text}", first.trace)
 
 

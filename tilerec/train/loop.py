@@ -54,6 +54,7 @@ def train(
         ConfigError: settings contradict each other or differ between ranks.
         TilerecError: the loss is not finite.
         CommsError: another rank failed.
+        RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
     world = World(group)
     all_watchers = list(watchers)

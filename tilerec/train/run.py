@@ -31,7 +31,7 @@ from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.scores import mean_scores
 from tilerec.train.table_stats import TableStats
-from tilerec.train.task import Evaluation
+from tilerec.train.task import Evaluation, Task
 from tilerec.train.world import World
 
 
@@ -76,7 +76,22 @@ class Run:
         self.seconds = 0.0
 
     def learn(self) -> None:
-        """Train for all epochs, or up to `max_steps`."""
+        """Train for all epochs, or up to `max_steps`.
+
+        Raises:
+            RunStopped: a signal has stopped the run, and it is saved.
+        """
+        if self._checkpoints is None:
+            self._learn()
+            return
+        with self._checkpoints.stops():
+            try:
+                self._learn()
+            except BaseException:
+                self._checkpoints.leave()
+                raise
+
+    def _learn(self) -> None:
         self._model.train()
         shares = self._shares()
         self._since = time.perf_counter()
@@ -164,16 +179,17 @@ class Run:
             watcher.record(event)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the run in its data, its counters, the state of its task, and this rank's generators.
+        """Return the position of the run in its data, its counters, and this rank's generators and losses.
 
         With the states of the model and of its optimizers, a run continues with the bits of a run without an
         interruption. The order of the data is a function of the data's seed, the epoch and the position. So all entries
-        but `random` are alike on every rank, and continue a run on any number of ranks.
+        but `random` and `loss` are alike on every rank, and continue a run on any number of ranks.
 
         Entries:
-            epoch, position, steps, samples, seconds: numbers.
+            epoch, position, steps, samples, seconds, logged_steps: numbers.
             task: see `Task.state_dict`.
             random: states of torch's default generators, by device: those of dropout, for example.
+            loss: sum of this rank's losses since the last event.
         """
         return {
             "epoch": self._epoch,
@@ -181,15 +197,23 @@ class Run:
             "steps": self.steps,
             "samples": self.samples,
             "seconds": self.seconds,
+            "logged_steps": self._logged_steps,
             "task": self._task.state_dict(),
             "random": self._random_states(),
+            "loss": self._loss_sum.item(),
         }
+
+    @property
+    def task(self) -> Task:
+        """The task, with its state."""
+        return self._task
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step at which `state_dict` was called; call it before `learn`.
 
         Args:
-            state: of this rank. Leave `random` out if the number of ranks has changed.
+            state: of this rank. Leave `random` out if the number of ranks has changed. Without `loss`, events begin
+                anew.
 
         Raises:
             ConfigError: the state is of a run with another task.
@@ -203,7 +227,8 @@ class Run:
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.steps, self.samples = int(state["steps"]), int(state["samples"])
         self.seconds = self._logged_seconds = float(state["seconds"])
-        self._logged_steps = self.steps
+        self._logged_steps = int(state["logged_steps"]) if "loss" in state else self.steps
+        self._loss_sum.fill_(state.get("loss", 0.0))
 
     def _random_states(self) -> dict[str, Tensor]:
         """Return the states of torch's default generators on the CPU and on the run's GPU."""

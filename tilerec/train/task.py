@@ -11,6 +11,7 @@ The train loop and the commands use these methods only:
     loss        of a rank's share of a global batch, scaled as `loss.py` explains
     progress    measures of training since the last log entry
     state_dict  counters and estimates that the next loss depends on
+    window_state  samples of the latest batches that the next measures depend on
     evaluate    scores of a model on labelled samples
     predict     tables of predictions for the rows of files
 
@@ -86,6 +87,17 @@ class Task(ABC):
         Raises:
             ConfigError: the state is of another task, or of another size.
         """
+        check_state(self, state, ())
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the state that later measures of `progress` depend on; alike on every rank. Most tasks have none.
+
+        Collective: the state is that of all ranks together, so any number of ranks continues with it.
+        """
+        return {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `window_state`; without entries, the measures begin anew."""
         check_state(self, state, ())
 
     @abstractmethod

@@ -28,6 +28,7 @@ from tilerec.data.share import shares
 from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.parallel.shard import shard
+from tilerec.stop_signals import RunStopped
 from tilerec.torch_private import fix_ddp_buckets, ignore_in_ddp
 from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Predictions, predict
@@ -157,6 +158,6 @@ class World:
         return Predictions(probabilities, labels, weights)
 
     def abort(self, error: BaseException) -> None:
-        """Report this rank's failure to the other ranks, so that they do not wait for it."""
-        if self._group is not None and not isinstance(error, CommsError):
+        """Report a failure of this rank to the others, so that they do not wait for it."""
+        if self._group is not None and not isinstance(error, (CommsError, RunStopped)):  # all have saved
             self._group.abort(error)

@@ -111,6 +111,7 @@ class TableMove:
         self._sources = {}
         for rows in table.tile_rows:
             rows.settle()
+            rows.about_to_write()  # the memory is replaced
         if not table.tiles:
             return None
         first = table.tile_rows[0]

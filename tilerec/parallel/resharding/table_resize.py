@@ -52,6 +52,7 @@ class ResizedTable:
         places = tiles_or_empty(tiling, rank)
         for rows in table.tile_rows:
             rows.settle()
+            rows.about_to_write()  # the memory is replaced
         self._moves = [_moves(table.place_of(i), place, old_rows_M, new_rows_M) for i, place in enumerate(places)]
         self._shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
         self._peers = [new_peers(table, tiling, place, topology) for place in places]

@@ -114,8 +114,8 @@ class ReplicaSync:
             _clear_marks(rows, done)
             return
         touched = self._union(rows, done)
-        for tile in rows:
-            tile.about_to_write()
+        for tile, rows_U in zip(rows, touched, strict=True):
+            tile.about_to_write(rows_U)
         if state:
             self._take_largest_steps(rows, touched)
         chunks = self._chunks(rows, touched, state, CHUNK if wait else None)
@@ -128,6 +128,8 @@ class ReplicaSync:
                     self._write(running.popleft())
             while running:
                 self._write(running.popleft())
+            for tile in rows:
+                tile.wrote()
             _clear_marks(rows, done)
             return
         self._sent = [self._send(chunk) for chunk in chunks]
@@ -144,6 +146,8 @@ class ReplicaSync:
             _touched(tile).pending = None
         for chunk in sent:
             self._write(chunk)
+        for tile in waiting:
+            tile.wrote()
 
     # ------------------------------------------------------------------------------------------------ row numbers
 

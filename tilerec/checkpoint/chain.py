@@ -1,0 +1,173 @@
+"""`Chain`: a checkpoint on disk with the checkpoints that it continues, opened for reading.
+
+    step-300  ->  step-200  ->  step-100        each has the rows that changed since the next; the last has everything
+
+A checkpoint without a base is a chain of one link. A chain that lacks a link, or has another one in its place, is not
+opened: an earlier checkpoint is whole still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tilerec.checkpoint.folder import CheckpointFolder
+from tilerec.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, parse_manifest
+from tilerec.checkpoint.pieces import Box, Piece
+from tilerec.checkpoint.read_boxes import Target, read_boxes
+from tilerec.checkpoint.read_rows import RowNumbers, RowTarget, read_rows
+from tilerec.errors import FileError, InputError
+
+MOST_LINKS = 10_000
+
+
+class Link(NamedTuple):
+    """A checkpoint of a chain."""
+
+    folder: CheckpointFolder
+    manifest: Manifest
+
+
+class Wanted(NamedTuple):
+    """A piece to fill with the cells of a tensor that have the same place."""
+
+    piece: Piece
+    name: str
+
+
+class Chain:
+    """A checkpoint and its bases.
+
+    Args:
+        links: the checkpoint, its base, and so on.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = tuple(links)
+        self._names: set[str] = set()
+        self._numbers: RowNumbers = {}  # of the tensors that were read last
+
+    @property
+    def path(self) -> str:
+        return self.links[0].folder.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the newest link: state, names, dtypes and shapes of the whole chain."""
+        return self.links[0].manifest
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
+        """The tensors by name; cells that they lack are in later links."""
+        return self.manifest.tensors
+
+    def layers(self, name: str) -> list[tuple[Link, SavedTensor]]:
+        """Return the links that hold cells of a tensor, oldest first; the first has all cells."""
+        found: list[tuple[Link, SavedTensor]] = []
+        for link in self.links:
+            found.insert(0, (link, link.manifest.tensors[name]))
+            if found[0][1].is_whole:
+                break
+        return found
+
+    def boxes(self, name: str) -> list[Box]:
+        """Return boxes that hold each cell of a tensor once."""
+        return [chunk.box for chunk in self.layers(name)[0][1].chunks]
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the pieces.
+
+        Raises:
+            InputError: a file is damaged. OSError: a file cannot be read.
+        """
+        names = {name for _, name in wanted}
+        if names != self._names:
+            self._names, self._numbers = names, {}
+        boxes: dict[int, list[Target]] = {}
+        rows: dict[int, list[RowTarget]] = {}
+        for piece, name in wanted:
+            for link, saved in self.layers(name):
+                boxes.setdefault(id(link), []).append(Target(piece, saved))
+                rows.setdefault(id(link), []).extend(RowTarget(piece, each) for each in saved.rows)
+        for link in reversed(self.links):
+            read_boxes(link.folder, link.manifest, boxes.get(id(link), []))
+            read_rows(link.folder, link.manifest, rows.get(id(link), []), self._numbers)
+
+
+def open_chain(folder: CheckpointFolder) -> Chain:
+    """Return a checkpoint with its bases; all their files are there and have the right sizes.
+
+    Raises:
+        FileError: a manifest or a file is missing. InputError: a manifest or a size is wrong, or a base is another
+            checkpoint than the one that was continued.
+    """
+    links: list[Link] = []
+    seen: set[str] = set()
+    while True:
+        manifest = open_manifest(folder)
+        if links:
+            _check_base(links, folder, manifest)
+        links.append(Link(folder, manifest))
+        if manifest.base is None:
+            return Chain(links)
+        seen.add(folder.path)
+        folder = folder.beside(manifest.base.name)
+        if folder.path in seen or len(links) >= MOST_LINKS:
+            raise InputError(
+                f"Checkpoint {links[0].folder.path}: got a chain of bases without an end; expected one that ends with "
+                "a whole checkpoint. Load another checkpoint."
+            )
+
+
+def _check_base(links: Sequence[Link], folder: CheckpointFolder, base: Manifest) -> None:
+    newer = links[-1].manifest
+    assert newer.base is not None
+    if base.id != newer.base.id:
+        raise InputError(
+            f"Checkpoint {links[0].folder.path}: got the id {base.id!r} in its base {folder.path}; expected "
+            f"{newer.base.id!r}, the checkpoint that was continued. Load another checkpoint."
+        )
+    for name, saved in newer.tensors.items():
+        before = base.tensors.get(name)
+        if not saved.is_whole and (before is None or (before.dtype, before.shape) != (saved.dtype, saved.shape)):
+            raise InputError(
+                f"Checkpoint {links[0].folder.path}: got no tensor {name} {saved.dtype} {list(saved.shape)} in its "
+                f"base {folder.path}; expected it, as cells are left out here. Load another checkpoint."
+            )
+
+
+def open_manifest(folder: CheckpointFolder) -> Manifest:
+    """Return the manifest of one checkpoint whose files all have the right sizes; its base is not looked at.
+
+    Raises:
+        FileError: there is none, or a file is missing. InputError: the manifest or a size is wrong.
+    """
+    try:
+        data = folder.read_manifest()
+    except OSError as error:
+        raise FileError(
+            f"Checkpoint {folder.path}: got no {MANIFEST} ({error.strerror or error}); expected a complete checkpoint. "
+            "Check the path, or load another one.",
+            error.errno,
+        ) from error
+    manifest = parse_manifest(data, f"Checkpoint {folder.path}")
+    for name, file in manifest.files.items():
+        try:
+            size = folder.size(name)
+        except OSError as error:
+            raise unreadable(folder, error, name) from error
+        if size != file.size:
+            raise InputError(
+                f"Checkpoint {folder.path}: got {size:,} bytes in {name}; expected {file.size:,}. It is damaged: load "
+                "an earlier one."
+            )
+    return manifest
+
+
+def unreadable(folder: CheckpointFolder, error: OSError, name: str = "") -> FileError:
+    """Return the error for a file that cannot be read."""
+    return FileError(
+        f"Checkpoint {folder.path}: got '{error.strerror or error}' for {name or error.filename or 'a file'}; expected "
+        "all its files. Load an earlier one.",
+        error.errno,
+    )

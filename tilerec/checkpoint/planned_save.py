@@ -1,0 +1,217 @@
+"""`PlannedSave`: what one rank writes to a checkpoint, planned while the job stands still.
+
+    tensors of the job  ->  boxes, each assigned to one rank that holds it  ->  entries of this rank's data files
+
+memory of a box            how its bytes are read
+another thread writes      from a snapshot of the leaf's rows, or from a copy made now
+this thread writes         from the memory itself
+base, and rows are known   only the rows that have changed since the base
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.checkpoint.blocks import BLOCK
+from tilerec.checkpoint.data_file import CHUNK_BYTES, Entry, bytes_of, chunks_of, key_of
+from tilerec.checkpoint.pieces import Box, is_spread, pieces_of, written_boxes
+from tilerec.checkpoint.row_snapshot import RowSnapshot
+from tilerec.comms.group import Group
+from tilerec.storage.table_rows import TableRows
+
+
+class PlannedChunk(NamedTuple):
+    """A box of a tensor, and its entry."""
+
+    name: str
+    box: Box
+    entry: Entry
+
+
+class PlannedRows(NamedTuple):
+    """Some rows of a box of a tensor: entries of their numbers in the tensor, int64 ascending, and of their values."""
+
+    name: str
+    box: Box
+    numbers: Entry
+    values: Entry
+
+
+class PlannedSave:
+    """What this rank writes. Collective to make.
+
+    Args:
+        tensors: of the job, by name.
+        tables: rows of the job's tables, whose memory some tensors share.
+        changed: of some tables, the rows that have changed since the base, int64 ascending; {} without a base.
+        ahead: True if another thread will write while training goes on.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], ranks: Group, tables: Sequence[TableRows],
+        changed: Mapping[TableRows, Tensor], *, ahead: bool,
+    ) -> None:  # fmt: skip
+        self._changed, self._ahead = changed, ahead
+        self._leaves = _Leaves(tables)
+        self._snapshots: dict[TableRows, RowSnapshot] = {}
+        self._numbers: dict[tuple[Any, ...], Entry] = {}
+        self.own: list[PlannedChunk | PlannedRows] = []
+        for name, box in _boxes_of_rank(tensors, ranks):
+            tensor = tensors[name]
+            memory = next(piece.memory for piece in pieces_of(name, tensor) if piece.box == box)
+            self._plan(name, tuple(tensor.shape), box, memory)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries, each once, by falling size of their dtype: so each begins at a multiple of that size."""
+        parts = [[own.entry] if isinstance(own, PlannedChunk) else [own.numbers, own.values] for own in self.own]
+        once = {entry.key: entry for part in parts for entry in part}
+        return sorted(once.values(), key=lambda entry: -entry.dtype.itemsize)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of rows that training has copied so far."""
+        return sum(snapshot.copied_bytes for snapshot in self._snapshots.values())
+
+    def close(self) -> None:
+        """End the observation of the tables, and free the copies."""
+        for snapshot in self._snapshots.values():
+            snapshot.close()
+        self.own = []
+
+    # ------------------------------------------------------------------------------------------------------ entries
+
+    def _plan(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor) -> None:
+        place = self._leaves.take(memory) if box.cells else None
+        if place is None:
+            held = memory.detach().to("cpu", copy=True) if self._ahead else memory
+            for chunk in chunks_of(box, memory.dtype):
+                part = box.within(held, chunk)
+                entry = Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, _bytes_of(part))
+                self.own.append(PlannedChunk(name, chunk, entry))
+        elif place.table in self._changed:
+            self._plan_rows(name, shape, box, memory, place)
+        else:
+            for chunk in chunks_of(box, memory.dtype):
+                first = place.first + chunk.offsets[0] - box.offsets[0]
+                data = self._read(place, memory, first, chunk.sizes[0], None)
+                self.own.append(
+                    PlannedChunk(name, chunk, Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, data))
+                )
+
+    def _plan_rows(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, place: _Place) -> None:
+        """Plan the changed rows of a box."""
+        rows_U = self._changed[place.table]
+        edges = torch.tensor([place.first, place.first + box.sizes[0]])
+        low, high = torch.searchsorted(rows_U, edges).tolist()
+        widest = max(tensor.nbytes // tensor.shape[0] for tensor in place.table.host())
+        step = max(1, CHUNK_BYTES // widest)
+        for first in range(low, high, step):
+            count = min(step, high - first)
+            # Weights and slots of the same rows share the entry of their numbers.
+            shift = box.offsets[0] - place.first
+            mark = (place.table.handle, first, count, shift)
+            key = f"{key_of(name, shape, box)}.{first}"
+            if mark not in self._numbers:
+                numbers = rows_U[first : first + count] + shift
+                self._numbers[mark] = Entry(f"{key}.rows", torch.int64, (count,), _bytes_of(numbers))
+            data = self._read(place, memory, first, count, rows_U)
+            values = Entry(f"{key}.values", memory.dtype, (count, *box.sizes[1:]), data)
+            self.own.append(PlannedRows(name, box, self._numbers[mark], values))
+
+    def _read(
+        self, place: _Place, memory: Tensor, first: int, count: int, rows_U: Tensor | None
+    ) -> Callable[[], Iterator[memoryview]]:
+        """Return a function that yields the bytes of rows number `first` to `first + count`, of `rows_U` or of all."""
+        step = max(1, BLOCK // max(1, memory.nbytes // memory.shape[0]))
+        if self._ahead:
+            snapshot = self._snapshots.get(place.table)
+            if snapshot is None:
+                snapshot = self._snapshots[place.table] = RowSnapshot(place.table, rows_U)
+
+            def read(at: int, rows: int) -> memoryview:
+                return snapshot.read(place.tensor, at, rows)
+        else:
+            live = place.table.host()[place.tensor].detach()
+
+            def read(at: int, rows: int) -> memoryview:
+                part = live[at : at + rows]
+                if rows_U is not None:
+                    part = live.index_select(0, rows_U[at : at + rows].to(live.device))
+                return bytes_of(part)
+
+        def parts() -> Iterator[memoryview]:
+            for at in range(first, first + count, step):
+                yield read(at, min(step, first + count - at))
+
+        return parts
+
+
+def _bytes_of(memory: Tensor) -> Callable[[], Iterator[memoryview]]:
+    def parts() -> Iterator[memoryview]:
+        yield bytes_of(memory)
+
+    return parts
+
+
+class _Place(NamedTuple):
+    """Rows of a leaf (tensor 0) or of one of its slots, from row `first` on."""
+
+    table: TableRows
+    tensor: int
+    first: int
+
+
+class _Leaves:
+    """Finds the leaf or slot whose memory a tensor shares."""
+
+    def __init__(self, tables: Sequence[TableRows]) -> None:
+        self._of: dict[tuple[torch.device, int], list[tuple[Tensor, TableRows, int]]] = {}
+        for table in tables:
+            for k, tensor in enumerate(table.host()):
+                if tensor.numel() and tensor.is_contiguous():
+                    key = tensor.device, tensor.untyped_storage().data_ptr()
+                    self._of.setdefault(key, []).append((tensor, table, k))
+
+    def take(self, memory: Tensor) -> _Place | None:
+        """Return the place of some memory; None if it shares none, or for a second tensor of it (a tied table)."""
+        key = memory.device, memory.untyped_storage().data_ptr()
+        for i, (tensor, table, k) in enumerate(self._of.get(key, ())):
+            row = tensor.nbytes // tensor.shape[0]
+            first, rest = divmod(memory.data_ptr() - tensor.data_ptr(), row)
+            whole = memory.is_contiguous() and memory.dim() and memory.nbytes == row * memory.shape[0]
+            if whole and not rest and first >= 0 and first + memory.shape[0] <= tensor.shape[0]:
+                del self._of[key][i]
+                return _Place(table, k, first)
+        return None
+
+
+def _boxes_of_rank(tensors: Mapping[str, Tensor], ranks: Group) -> list[tuple[str, Box]]:
+    """Return the boxes that this rank writes, by tensor. The same tensors are assigned alike each time. Collective."""
+    spread = {name: tensor for name, tensor in tensors.items() if is_spread(tensor)}
+    offers: Sequence[Any] = ranks.all_gather_object({name: written_boxes(name, t) for name, t in spread.items()})
+    loads = [0] * ranks.size
+    own: list[tuple[str, Box]] = []
+
+    def assign(name: str, box: Box, holders: Sequence[int]) -> None:
+        rank = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[rank] += box.cells * tensors[name].dtype.itemsize
+        if rank == ranks.rank:
+            own.append((name, box))
+
+    for name in spread:
+        holders: dict[Box, list[int]] = {}
+        for rank, offered in enumerate(offers):
+            for box in offered[name]:
+                holders.setdefault(Box(*box), []).append(rank)
+        for box, some in sorted(holders.items()):
+            assign(name, box, some)
+    plain = (name for name in tensors if name not in spread)
+    for name in sorted(plain, key=lambda name: (-tensors[name].nbytes, name)):
+        for box in written_boxes(name, tensors[name]):
+            assign(name, box, range(ranks.size))
+    return own

@@ -1,0 +1,158 @@
+"""`RowSnapshot`: the rows of a leaf and their slots as they were at one moment, read while training goes on.
+
+    training   rows that an update is about to write  ->  copied once, before the write
+    writer     a block of rows, read from live memory, some of them new by now  ->  the copied rows put in their place
+
+A row is copied before it is written, and the writer looks at the copies after it has read the block. So each row that
+the read could have seen in part or anew is among the copies. Neither side waits for the other's reads and writes.
+Memory: the rows that were written meanwhile, and a mark of one byte per row. Before a write that does not name its
+rows, everything that is not read yet is copied.
+
+Legend: N rows of an update, U rows of the snapshot, C copied rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tilerec.ops.runtime.upload import capturing
+from tilerec.storage.table_rows import TableRows
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class RowSnapshot:
+    """A snapshot of a leaf's rows, an observer of them until `close`.
+
+    Args:
+        table: the rows. Cached rows have been written back, and no replica sync is in flight.
+        rows_U: the rows to keep, int64, ascending, on the CPU; None: all.
+    """
+
+    def __init__(self, table: TableRows, rows_U: Tensor | None) -> None:
+        self.tensors = [tensor.detach() for tensor in table.host()]
+        self.rows_U = rows_U
+        count = self.tensors[0].shape[0]
+        self._count = count if rows_U is None else rows_U.numel()
+        device = self.tensors[0].device
+        # The writer's reads follow the work of the stream that trains.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._wanted = torch.ones(count, dtype=torch.bool, device=device)
+        if rows_U is not None:
+            self._wanted.zero_()
+            self._wanted[rows_U.to(device)] = True
+        self._lock = threading.Lock()
+        self._copies: list[tuple[Tensor, list[Tensor]]] = []
+        self._read = [0] * len(self.tensors)  # rows that have been read, per tensor
+        self._rest: list[tuple[int, Tensor]] | None = None  # first row and copy of what was unread at some moment
+        self._table: TableRows | None = table
+        if capturing() or getattr(table.group, "get", lambda *_: False)("capturable", False):
+            self.before_write(table, None)  # replays of a CUDA graph write rows without an announcement
+        else:
+            table.observers.append(self)
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    @torch.no_grad()
+    def before_write(self, table: TableRows, rows_N: Tensor | None) -> None:
+        if self._rest is not None:
+            return
+        if rows_N is None:
+            with self._lock:
+                self._rest = [(first, self._at(k, first, self._count).clone()) for k, first in enumerate(self._read)]
+            return
+        if not rows_N.numel():
+            return
+        near_N = rows_N.to(self._wanted.device).clamp(0, len(self._wanted) - 1).long()
+        fresh_C = near_N[self._wanted[near_N]].unique()
+        if fresh_C.numel():
+            copies = [_as_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
+            self._wanted[fresh_C] = False
+            with self._lock:
+                self._copies.append((fresh_C, copies))
+
+    def after_write(self, table: TableRows) -> None:
+        pass
+
+    # ------------------------------------------------------------------------------------------------ the writer
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of copied rows and their numbers."""
+        parts = [tensor for rows, copies in self._copies for tensor in (rows, *copies)]
+        return sum(part.nbytes for part in [*parts, *(copy for _, copy in self._rest or ())])
+
+    def read(self, k: int, first: int, count: int) -> memoryview:
+        """Return the bytes of rows number `first` to `first + count` of the snapshot.
+
+        Args:
+            k: 0 the weights, or 1 and more the slots, in the order of the optimizer's. Blocks of one tensor are read
+                once, in ascending order.
+        """
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            block = None if self._rest is not None else self._live(k, first, count)
+            with self._lock:
+                self._read[k] = first + count
+                copies, rest = list(self._copies), self._rest
+            if rest is not None:  # live rows may be others by now
+                start, values = rest[k]
+                block = _on_host(values[first - start : first - start + count])
+            assert block is not None
+            self._put_copies(k, block, first, count, copies)
+        return block.reshape(-1).data
+
+    def close(self) -> None:
+        """End the observation, and free the copies."""
+        if self._table is not None and self in self._table.observers:
+            self._table.observers.remove(self)
+        self._table, self._copies, self._rest, self.tensors = None, [], None, []
+
+    def _at(self, k: int, first: int, last: int) -> Tensor:
+        """Return the bytes of some rows in live memory, a view if the snapshot has all rows."""
+        live = _as_bytes(self.tensors[k])
+        if self.rows_U is None:
+            return live[first:last]
+        return live.index_select(0, self.rows_U[first:last].to(live.device))
+
+    def _live(self, k: int, first: int, count: int) -> Bytes:
+        """Return a copy of rows in live memory."""
+        if self.tensors[k].device.type != "cpu":
+            return _on_host(self._at(k, first, first + count))
+        # NumPy copies in this thread; torch would start a pool of threads for it, beside that of training.
+        live = _as_bytes(self.tensors[k]).numpy()
+        if self.rows_U is None:
+            return live[first : first + count].copy()
+        return live.take(self.rows_U[first : first + count].numpy(), axis=0)
+
+    def _put_copies(self, k: int, block: Bytes, first: int, count: int, copies: list[Any]) -> None:
+        """Write the copied rows over those of the block."""
+        if not count:
+            return
+        if self.rows_U is None:
+            numbers: npt.NDArray[np.int64] = np.arange(first, first + count)
+        else:
+            numbers = self.rows_U[first : first + count].numpy()
+        for rows_C, values in copies:
+            rows = rows_C.cpu().numpy()
+            low, high = np.searchsorted(rows, [numbers[0], numbers[-1] + 1])
+            if low < high:
+                at = rows[low:high] - first if self.rows_U is None else np.searchsorted(numbers, rows[low:high])
+                block[at] = values[k][int(low) : int(high)].cpu().numpy()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of each row, uint8 `[rows, bytes]`, a view."""
+    return tensor.reshape(tensor.shape[0], -1).view(torch.uint8)
+
+
+def _on_host(values: Tensor) -> Bytes:
+    """Return a copy in memory of the host."""
+    copy = values.cpu().numpy()
+    return copy.copy() if values.device.type == "cpu" else copy
