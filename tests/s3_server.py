@@ -102,7 +102,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     faults = FaultyServer(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, faults, threaded=True)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     fsspec.filesystem("s3").clear_instance_cache()
     try:

@@ -24,12 +24,9 @@ COLLECTIVES: Functions = [
     (ProcessGroupComms, name)
     for name in ("begin", "all_to_all", "exchange", "swap", "all_reduce_", "all_gather_object")
 ]
-SAVE: Functions = [
-    (os, "fsync"), (os, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (BlockWriter, "write"),
-    (ProcessGroupComms, "all_gather_object"),
-]  # fmt: skip
+SAVE: Functions = [(os, "fsync"), (os, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (BlockWriter, "write")]
 LOAD: Functions = [
-    (folder._LocalFolder, "read_manifest"), (BlockReader, "read_into"), (nn.Module, "load_state_dict"),
+    (folder._LocalFolder, "read_manifest"), (BlockReader, "_fill"), (nn.Module, "load_state_dict"),
     (ProcessGroupComms, "all_gather_object"),
 ]  # fmt: skip
 

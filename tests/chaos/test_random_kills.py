@@ -24,7 +24,7 @@ MOST_KILLS_OF_A_RUN = 6
 
 def strike(
     pool: Pool, worlds: Sequence[int], want: Finished, folder: Path, kills: int, dice: random.Random, counts: Counts,
-    same: Callable[[Path], None],
+    same: Callable[[Path], None], incremental: bool = False,
 ) -> None:  # fmt: skip
     """Kill runs until so many kills have struck; check each run after its end.
 
@@ -43,7 +43,7 @@ def strike(
             attempt = len(resumed) + 1
             resumed[attempt] = newest(run)
             world = dice.choice(worlds)
-            args = (run_ranks, str(run), attempt)
+            args = (run_ranks, str(run), attempt, STEPS, incremental)
             if here == MOST_KILLS_OF_A_RUN or done + here == kills:
                 pool(world).run(*args)
                 ended = True
@@ -62,9 +62,10 @@ def strike(
         counts[RESUMED] += here
 
 
-def same_bits(pool: Pool, folder: Path, world: int, kills: int, counts: Counts) -> None:
-    want = uninterrupted(pool(world), folder / "whole")
-    strike(pool, [world], want, folder, kills, random.Random(world), counts, lambda run: check_bits(run, want))
+def same_bits(pool: Pool, folder: Path, world: int, kills: int, counts: Counts, incremental: bool = False) -> None:
+    want = uninterrupted(pool(world), folder / "whole", STEPS, incremental)
+    dice = random.Random(world)
+    strike(pool, [world], want, folder, kills, dice, counts, lambda run: check_bits(run, want), incremental)
 
 
 @pytest.mark.filterwarnings("error")
@@ -74,9 +75,12 @@ def test_two_kills_on_two_ranks_change_no_bit_and_no_sample(pool: Pool, tmp_path
 
 @NIGHTLY
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_many_kills_change_no_bit_and_no_sample(pool: Pool, tmp_path: Path, world: int, counts: Counts) -> None:
-    same_bits(pool, tmp_path, world, 20, counts)
+def test_many_kills_change_no_bit_and_no_sample(
+    pool: Pool, tmp_path: Path, world: int, incremental: bool, counts: Counts
+) -> None:
+    same_bits(pool, tmp_path, world, 20, counts, incremental)
 
 
 @NIGHTLY

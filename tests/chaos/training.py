@@ -24,7 +24,7 @@ STEPS, BATCH = 24, 64
 ROWS_OF_A_PASS = 1000  # so the last batch of a pass is smaller, and a run crosses the end of a pass
 
 
-def config(folder: str, attempt: int, steps: int) -> RunConfig:
+def config(folder: str, attempt: int, steps: int, incremental: bool) -> RunConfig:
     run = synthetic()
     return replace(
         run,
@@ -32,18 +32,18 @@ def config(folder: str, attempt: int, steps: int) -> RunConfig:
                      max_lengths=(2,)),
         train=replace(run.train, max_steps=steps, epochs=3, batch_size=BATCH, log_every=steps, threads=1),
         task=LedgerConfig(folder=folder, attempt=attempt),
-        checkpoint=CheckpointConfig(every=2, resume=True),
+        checkpoint=CheckpointConfig(every=2, resume=True, incremental=incremental),
         log_dir=folder,
     )  # fmt: skip
 
 
-def run_ranks(folder: str, attempt: int, steps: int = STEPS) -> float:
+def run_ranks(folder: str, attempt: int, steps: int = STEPS, incremental: bool = False) -> float:
     """Train to the end, from the newest checkpoint of a folder if there is one; return the seconds. On every rank."""
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a damaged checkpoint
         warnings.filterwarnings("ignore", message=".*run.toml")
-        train(config(folder, attempt, steps), group=ProcessGroupComms())
+        train(config(folder, attempt, steps, incremental), group=ProcessGroupComms())
     return time.perf_counter() - began
 
 
@@ -56,9 +56,9 @@ class Finished(NamedTuple):
     seconds: float
 
 
-def uninterrupted(pool: Ranks, folder: Path, steps: int = STEPS) -> Finished:
+def uninterrupted(pool: Ranks, folder: Path, steps: int = STEPS, incremental: bool = False) -> Finished:
     folder.mkdir()
-    seconds = pool.run(run_ranks, str(folder), 0, steps)[0]
+    seconds = pool.run(run_ranks, str(folder), 0, steps, incremental)[0]
     return Finished(load_file(folder / "model.safetensors"), digests(folder), read_ledger(folder)[0], seconds)
 
 
