@@ -34,7 +34,7 @@ from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Predictions, predict
 from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
-from tilerec.train.run_plan import run_plan
+from tilerec.train.run_plan import Plan, run_plan
 
 
 @final
@@ -62,10 +62,13 @@ class World:
             same = {name: value for name, value in settings(config).items() if name != "log_dir"}
             agree(self._group, "the run", same)
 
-    def build(self, config: RunConfig, dataset: Dataset, device: torch.device) -> nn.Module:
+    def build(self, config: RunConfig, dataset: Dataset, device: torch.device, saved: Plan = None) -> nn.Module:
         """Return the model with its embedding optimizer attached; with a group, with this rank's tiles of the tables.
 
         With a group, tables are built on meta, so a rank allocates memory only for its tiles.
+
+        Args:
+            saved: plan of a run that is continued on the same ranks and hosts.
         """
         if self._group is None:
             model = config.model.build(dataset, device)
@@ -74,7 +77,7 @@ class World:
         model = config.model.build(dataset, device, torch.device("meta"))
         # Attach before planning, because the planner counts the optimizer's state.
         attach(model, config.train.embedding_optimizer)
-        plan = run_plan(model, config.parallel, self._group)
+        plan = saved or run_plan(model, config.parallel, self._group)
         return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
 
     def data_parallel(self, model: nn.Module, *, fixed_order: bool = False) -> nn.Module:

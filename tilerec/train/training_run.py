@@ -26,6 +26,7 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
+from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import RunConfig
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_checkpoints import RunCheckpoints
@@ -196,6 +197,12 @@ class Run:
             "random": self._random_states(),
             "loss": self._loss_sum.item(),
         }
+
+    @property
+    def plan(self) -> ShardingPlan | None:
+        """The plan of the model's tables; None for a model that is not sharded."""
+        plan = getattr(self._model, "plan", None)
+        return plan if isinstance(plan, ShardingPlan) else None
 
     @property
     def task(self) -> Task:
