@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
-from tilerec.comms.process import ProcessGroupComms
+from tilerec.comms.process import ProcessGroupComms, is_peer_failure
 from tilerec.errors import CommsError, ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
 from tilerec.train.placement import Placement, number
@@ -48,8 +48,6 @@ GRACE_S = 10.0
 TIMEOUT_S = 1800.0
 # A signal that comes just before a wait does not end it; its handler runs after this time.
 _POLL_S = 0.5
-# Parts of torch's messages for a lost peer, raised by calls outside of this library.
-_PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
 
 class RankFailed(TilerecError):
@@ -297,7 +295,7 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         return _Failure(rank, _SAVED, "saved and stopped")
     if isinstance(error, KeyboardInterrupt):
         return _Failure(rank, _INTERRUPTED, "stopped")
-    if isinstance(error, CommsError) or any(words in str(error) for words in _PEERS):
+    if isinstance(error, CommsError) or is_peer_failure(str(error)):
         return _Failure(rank, _BY_PEER, str(error))
     if isinstance(error, TilerecError):
         return _Failure(rank, _OWN, str(error))

@@ -13,7 +13,8 @@ Legend: N samples of all ranks, n of this one, W ranks, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -159,6 +160,14 @@ class World:
         assert probabilities is not None
         assert labels is not None
         return Predictions(probabilities, labels, weights)
+
+    def reporting(self, where: Callable[[], str]) -> AbstractContextManager[object]:
+        """Return a context in which the other ranks can read what this rank does; see `ProcessGroupComms.reporting`."""
+        return nullcontext() if self._group is None else self._group.reporting(where)
+
+    def failure(self, title: str, error: RuntimeError) -> RuntimeError:
+        """Return the error, or what it means if torch has lost a rank in a collective of its own."""
+        return error if self._group is None else self._group.failure(title, error)
 
     def abort(self, error: BaseException) -> None:
         """Report a failure of this rank to the others, so that they do not wait for it."""
