@@ -66,7 +66,7 @@ class LedgerTask(Task):
         start = max(world.group.all_gather_object(now)) if world.group is not None else now
         folder = Path(config.folder) / "ledger"
         folder.mkdir(parents=True, exist_ok=True)
-        self._first = not any(folder.iterdir()) or world.size == 1
+        self._first = not any(folder.iterdir())
         if world.group is not None:
             self._first = all(world.group.all_gather_object(self._first))
         self._file = folder / f"{start}-{world.rank}-{os.getpid()}.jsonl"
