@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from tilerec.checkpoint.chain import open_chain
+from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.loading import load
@@ -85,6 +85,11 @@ def whole_checkpoints(folder: str | Path, *, group: Group | dist.ProcessGroup | 
             whole[found.step] = found
     seen: Sequence[Any] = ranks.all_gather_object(sorted(whole))
     return [whole[step] for step in sorted(set.intersection(*map(set, seen)), reverse=True)]
+
+
+def read_metadata(path: str | Path) -> Mapping[str, Json]:
+    """Return the metadata of a checkpoint, as `save` got them. Raises as `load` for a damaged one."""
+    return open_manifest(folder_at(path)).metadata
 
 
 class CheckpointManager:
@@ -233,6 +238,7 @@ class CheckpointManager:
         *,
         changes: Changes | None = None,
         check: Callable[[str, dict[str, Any]], None] | None = None,
+        newest: int | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
@@ -240,9 +246,13 @@ class CheckpointManager:
 
         Args:
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
+            newest: step of the newest checkpoint that may be loaded; later ones count as damaged. None for no limit.
         """
         self.wait()
         for found in whole_checkpoints(self.folder, group=self._ranks):
+            if newest is not None and found.step > newest:
+                self._damaged.add(found.step)
+                continue
             try:
                 values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
             except (InputError, FileError) as error:  # on all ranks, if on one
