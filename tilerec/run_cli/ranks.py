@@ -22,6 +22,7 @@ def run_on_ranks(
     device: str,
     grouped: bool = False,
     saves: bool = False,
+    replace: int = 0,
 ) -> None:
     """Run `function(group, *args)` on every rank; `group` is None for a single process.
 
@@ -30,7 +31,7 @@ def run_on_ranks(
         nproc: number of processes to start; None or 1 for this one.
         device: see `joined`.
         grouped: pass a group of one rank to a single process.
-        saves: see `launch`.
+        saves, replace: see `launch`.
 
     Raises:
         ConfigError: nproc is given under torchrun.
@@ -51,7 +52,7 @@ def run_on_ranks(
         return
     with _exit_on_sigterm():
         if nproc is not None and nproc > 1:
-            launch(nproc, function, *args, device=device, saves=saves)
+            launch(nproc, function, *args, device=device, saves=saves, replace=replace)
         elif grouped:
             with joined(device) as group:
                 function(group, *args)

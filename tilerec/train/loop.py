@@ -22,13 +22,12 @@ from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
-from tilerec.train.result import RunResult, best_scores, summary
+from tilerec.train.result import RunResult, run_result, summary
 from tilerec.train.run import Run
-from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
-from tilerec.train.scores import mean_scores
+from tilerec.train.started_run import started_run
 from tilerec.train.world import World
 
 
@@ -59,6 +58,7 @@ def train(
     world = World(group)
     all_watchers = list(watchers)
     logs: LogFiles | None = None
+    run: Run | None = None
     try:
         if group is None and config.parallel != ParallelConfig():
             warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
@@ -71,9 +71,9 @@ def train(
         config.task.check(dataset)
         torch.manual_seed(options.seed)
         model = world.build(config, dataset, device)
-        run = _started(config, dataset, model, device, world, all_watchers)
+        run = started_run(config, dataset, model, device, world, all_watchers)
         if config.log_dir and not world.rank:
-            logs = open_logs(config, model, run.steps if config.checkpoint.resume else None)
+            logs = open_logs(config, model, run.steps if run.continues else None)
             _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
@@ -87,42 +87,19 @@ def train(
         if config.log_dir:
             _save(config, model, run, world, logs)
     except BaseException as error:
+        if run is not None:
+            run.hand_over(error)
         world.abort(error)
         raise
     finally:
         for watcher in all_watchers:
             watcher.close()
-    best, expected = best_scores(dataset, held_out.labels)
-    result = RunResult(
-        name=config.name,
-        steps=run.steps,
-        samples=run.samples,
-        seconds=run.seconds,
-        held_out=mean_scores(held_out.tasks.values()),
-        tasks=held_out.tasks,
-        best=best,
-        best_expected_auc=expected,
-        rows=dataset.row_count(),
-        model=model,
-        log_dir=config.log_dir,
-        ranks=world.size,
-    )
+    result = run_result(config, dataset, model, run, held_out, world)
     if logs is not None:
         # A full disk must not prevent the return of the result.
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
-
-
-def _started(
-    config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, world: World, watchers: list[Watcher]
-) -> Run:
-    """Return the run before its first step, or as its newest checkpoint has it. Collective."""
-    checkpoints = RunCheckpoints.of(config, world)
-    run = Run(config, dataset, model, device, world, watchers, checkpoints)
-    if checkpoints is not None and config.checkpoint.resume:
-        checkpoints.resume(run)
-    return run
 
 
 def _write_run(config: RunConfig, dataset: Dataset) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from tilerec.checkpoint.manager import CheckpointManager
+from tilerec.checkpoint.manager import CheckpointManager, latest
 from tilerec.errors import ConfigError
 from tilerec.stop_signals import RunStopped, StopSignals, stop_request
 from tilerec.train.config import RunConfig
@@ -143,6 +143,11 @@ class RunCheckpoints:
     def leave(self) -> None:
         """Wait for the running save after a failure, where no other rank can keep it from its end."""
         self._manager.leave()
+
+    def newest(self) -> int:
+        """Return the step of the newest whole checkpoint; -1 if there is none. Collective."""
+        found = latest(self._manager.folder, group=self._world.group)
+        return -1 if found is None else found.step
 
     def resume(self, run: Run) -> bool:
         """Continue from the newest whole checkpoint; return False if there is none. Collective.

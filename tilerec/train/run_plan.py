@@ -1,10 +1,16 @@
-"""The sharding plan of a run, from its settings."""
+"""The sharding of a run's tables, from its settings."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.rank_grid import RankGrid
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.spec.plan import ShardingPlan
@@ -12,8 +18,29 @@ from tilerec.train.config import ParallelConfig
 from tilerec.train.optimizers import tables_of
 
 
-def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> ShardingPlan | None:
-    """Return the plan for `shard`; None leaves every choice to the planner."""
+def shard_run(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device) -> None:
+    """Shard a model's tables over the ranks, in place. Collective.
+
+    Args:
+        device: of the tables.
+    """
+    plan = run_plan(model, config, group, device)
+    if not config.group_size:
+        shard(model, plan=plan, mesh=group, device=device, exact=config.exact)
+        return
+    whole = [GroupConfig(plan, config.group_size)]
+    settings = ReplicaSettings(exact=config.exact)
+    shard_2d(model, lambda: (whole, {}), group, settings, device=device, who="parallel.group_size")
+
+
+def run_plan(
+    model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device
+) -> ShardingPlan | None:
+    """Return the plan for `shard` or, of one sharding group, for `shard_2d`; None leaves every choice to the planner.
+
+    Args:
+        device: of the tables.
+    """
     if config.plan:
         return ShardingPlan.load(config.plan)
     if config.sharding == "planned":
@@ -22,4 +49,8 @@ def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms)
     constraints = {table.config.name: limits for table in tables_of(model)}
     if not constraints:
         return None
-    return EmbeddingShardingPlanner(constraints=constraints).collective_plan(model, pg=group)
+    topology = None
+    if config.group_size:
+        grid = RankGrid(group.size, config.group_size)
+        topology = grid.topology_of(0, topology_of(group, None, None, device.type))
+    return EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(model, pg=group)
