@@ -29,6 +29,7 @@ from tilerec.checkpoint.manifest import SavedTensor
 from tilerec.checkpoint.memory_file import read_memory
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.step_journal import Write, undo
+from tilerec.checkpoint.tree import flatten, unflatten
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
@@ -47,40 +48,49 @@ class HeldMemory:
 
     def __init__(self, path: Path) -> None:
         self._state = read_memory(path)
-        self.steps = sorted(int(step) for step in self._state["kept"])
-        self.tree: str = self._state["tree"]
-        self.tensors: dict[str, Any] = self._state["tensors"]
+        self.steps = {int(step) for step in self._state["kept"]}
 
-    def boxes(self) -> dict[str, list[Box]]:
-        """Return the boxes of each tensor."""
-        return {
-            name: [Box(tuple(place[0]), tuple(place[1])) for place in places]
-            for name, (_, _, places) in self.tensors.items()
-        }
+    def described(self, step: int) -> Held:
+        """Return the contents at a step, for other ranks."""
+        kept = self._state["kept"][str(step)]
+        tensors = kept["layout"]["tensors"]
+        return Held(
+            kept["layout"]["tree"],
+            {name: (dtype, tuple(shape)) for name, (dtype, shape, _) in tensors.items()},
+            {name: [Box(tuple(one[0]), tuple(one[1])) for one in places] for name, (_, _, places) in tensors.items()},
+            _copied(kept["values"]),
+        )
 
-    def at(self, step: int) -> tuple[dict[str, list[Piece]], dict[str, Any]]:
-        """Undo the writes since the beginning of a step; return the pieces by tensor, and the caller's values."""
+    def pieces(self, step: int) -> dict[str, list[Piece]]:
+        """Undo the writes since the beginning of a step, and return the pieces by tensor."""
         later = sorted(int(begun) for begun in self._state["writes"] if int(begun) >= step)
         writes = [Write(*write) for begun in later for write in self._state["writes"][str(begun)]]
         undo(self._state["tables"], writes)
         kept = self._state["kept"][str(step)]
         found: dict[str, list[Piece]] = {}
-        for name, (_, _, places) in self.tensors.items():
+        for name, (_, _, places) in kept["layout"]["tensors"].items():
             pieces = found[name] = []
             for offsets, sizes, table, k, offset, strides in places:
                 whole = kept["copies"][k] if table < 0 else self._state["tables"][table][k]
                 memory = whole.as_strided(sizes, strides, whole.storage_offset() + offset)
                 pieces.append(Piece(Box(tuple(offsets), tuple(sizes)), memory))
-        return found, kept["values"]
+        return found
 
 
-class _Held(NamedTuple):
-    """What a rank holds, for the other ranks."""
+class Held(NamedTuple):
+    """Contents of a rank's memory at one step.
 
-    steps: list[int]
+    Args:
+        tree: text of the state tree.
+        tensors: names of dtypes, and shapes of the whole tensors.
+        boxes: those that the rank holds.
+        values: of the caller.
+    """
+
     tree: str
-    tensors: dict[str, tuple[str, list[int]]]  # names of dtypes, and shapes
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
     boxes: dict[str, list[Box]]
+    values: Mapping[str, Any]
 
 
 class _Request(NamedTuple):
@@ -97,15 +107,16 @@ class MemorySource:
     step: that step. values: of the caller, at this step.
     """
 
-    def __init__(self, group: Group, own: HeldMemory | None, held: Sequence[_Held | None], step: int) -> None:
-        self._group, self._held, self.step = group, held, step
-        self._pieces, values = own.at(step) if own is not None else ({}, None)
-        self.values: Mapping[str, Any] = next(one for one in _gathered(group, values) if one is not None)
-        first = next(one for one in held if one is not None)
+    def __init__(self, group: Group, own: HeldMemory | None, step: int) -> None:
+        self._group, self.step = group, step
+        self._pieces = own.pieces(step) if own is not None else {}
+        self._held: list[Held | None] = _gathered(group, None if own is None else own.described(step))
+        first = next(one for one in self._held if one is not None)
+        self.values = first.values
         self.path = _WHERE
         self.state = JsonValue.of(json.loads(first.tree), _WHERE)
         self.tensors: Mapping[str, SavedTensor] = {
-            name: SavedTensor(DTYPES[dtype], tuple(shape), ()) for name, (dtype, shape) in first.tensors.items()
+            name: SavedTensor(DTYPES[dtype], shape, ()) for name, (dtype, shape) in first.tensors.items()
         }
 
     @staticmethod
@@ -115,14 +126,9 @@ class MemorySource:
         Args:
             own: of the earlier process of this rank; None if it left none.
         """
-        mine = None
-        if own is not None:
-            specs = {name: (dtype, shape) for name, (dtype, shape, _) in own.tensors.items()}
-            mine = _Held(own.steps, own.tree, specs, own.boxes())
-        held = cast("list[_Held | None]", _gathered(group, mine))
-        steps = [set(one.steps) for one in held if one is not None]
+        steps = [one for one in _gathered(group, None if own is None else own.steps) if one is not None]
         common = set.intersection(*steps) if steps else set()
-        return MemorySource(group, own, held, max(common)) if common else None
+        return MemorySource(group, own, max(common)) if common else None
 
     @torch.no_grad()
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -216,6 +222,13 @@ class MemorySource:
                     bytearray(bytes_of(piece.box.within(piece.memory, request.box))), dtype=torch.uint8
                 )
         raise AssertionError("a rank holds each box that it has named")
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with tensors of their own: pickle writes the whole memory of a view, here that of the file."""
+    tree, tensors = flatten(values)
+    found: dict[str, Any] = unflatten(JsonValue.of(tree, _WHERE), lambda name, _: tensors[name].clone())
+    return found
 
 
 def _turns(requests: Sequence[_Request], item: Mapping[str, int]) -> Iterator[list[_Request]]:

@@ -52,15 +52,22 @@ class _Place(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The state of the parts: the text of its tree, the pieces by tensor, and the tensors to copy at each step."""
+    """The state of the parts: the text of its tree, the pieces by tensor, and the tensors to copy at each step.
+
+    addresses: of the pieces, by tensor.
+    """
 
     tree: str
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[_Place]]]
     copied: list[Tensor]
+    addresses: dict[str, list[int]]
 
-    @property
-    def addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.copied]
+    def described(self) -> Json:
+        tensors = {
+            name: [DTYPE_NAMES[dtype], list(shape), [place.described() for place in places]]
+            for name, (dtype, shape, places) in self.tensors.items()
+        }
+        return {"tree": self.tree, "tensors": tensors}
 
 
 class _Kept(NamedTuple):
@@ -125,20 +132,19 @@ class StepMemory:
         if not steps:
             why = self._journal.lost or "ranks have not finished a step together"
             raise ConfigError(f"Recovery: got a step that cannot be undone ({why}); expected writes with their rows.")
-        layout = kept[steps[0]].layout
-        if self._found().addresses != layout.addresses:
-            raise ConfigError("Recovery: got tensors with other memory than before; expected updates in place.")
-        same = [step for step in steps if kept[step].layout is layout]
+        now = self._found().addresses
+        moved = [name for step in steps for name, own in kept[step].layout.addresses.items() if now.get(name) != own]
+        if moved:
+            raise ConfigError(f"Recovery: got other memory of {moved[0]} than before; expected updates in place.")
         state = {
-            "tree": layout.tree,
-            "tensors": {
-                name: [DTYPE_NAMES[dtype], list(shape), [place.described() for place in places]]
-                for name, (dtype, shape, places) in layout.tensors.items()
-            },
             "tables": [[tensor.detach() for tensor in table.host()] for table in self._journal.tables],
             "kept": {
-                str(step): {"copies": kept[step].copies, "values": dict(kept[step].values) | dict(extras[step])}
-                for step in same
+                str(step): {
+                    "layout": kept[step].layout.described(),
+                    "copies": kept[step].copies,
+                    "values": dict(kept[step].values) | dict(extras[step]),
+                }
+                for step in steps
             },
             "writes": {
                 str(log.step): [[write.table, write.rows_N, write.values] for write in log.writes] for log in logs
@@ -163,10 +169,13 @@ class StepMemory:
         starts = [span[0] for span in spans]
         copied: list[Tensor] = []
         found: dict[str, tuple[torch.dtype, tuple[int, ...], list[_Place]]] = {}
+        addresses: dict[str, list[int]] = {}
         for name, tensor in tensors.items():
             check_tensor(name, tensor)
             places = []
-            for box, memory in pieces_of(name, tensor):
+            pieces = pieces_of(name, tensor)
+            addresses[name] = [memory.data_ptr() for _, memory in pieces]
+            for box, memory in pieces:
                 at = bisect_right(starts, memory.data_ptr()) - 1
                 if memory.numel() and at >= 0 and memory.data_ptr() < spans[at][1]:
                     first, _, table, k = spans[at]
@@ -176,7 +185,7 @@ class StepMemory:
                     places.append(_Place(box, -1, len(copied), 0, tuple(memory.contiguous().stride())))
                     copied.append(memory)
             found[name] = tensor.dtype, tuple(tensor.shape), places
-        return _Layout(json.dumps(tree), found, copied)
+        return _Layout(json.dumps(tree), found, copied, addresses)
 
 
 def _optimizer_entries(parts: Mapping[str, Any]) -> int:

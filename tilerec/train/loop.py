@@ -86,6 +86,7 @@ def train(
         held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)
+        run.finish()
     except BaseException as error:
         if run is not None:
             run.hand_over(error)

@@ -166,6 +166,11 @@ class Run:
         """True if the run goes on with the logs of an earlier one."""
         return self._config.checkpoint.resume or (self._memory is not None and self._memory.attempt > 0)
 
+    def finish(self) -> None:
+        """Wait for the other ranks to come to the end of the run, if killed ones are replaced. Collective."""
+        if self._memory is not None:
+            self._memory.finish()
+
     def hand_over(self, error: BaseException) -> None:
         """Leave the last steps to the ranks that are started anew, if the run has lost a peer that will be replaced."""
         if self._memory is not None:

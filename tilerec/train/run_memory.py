@@ -115,6 +115,13 @@ class RunMemory:
 
     # ------------------------------------------------------------------------------------------------ after a loss
 
+    def finish(self) -> None:
+        """Wait until no rank needs the memory of another one any more. Collective."""
+        self._group.barrier()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
     def hand_over(self, error: BaseException) -> None:
         """Leave this rank's memory to the process that takes its place, if the run has lost a peer."""
         if self._memory is None or not is_lost_peer(error):
@@ -130,11 +137,12 @@ class RunMemory:
         """Continue from the memory of the earlier ranks; return False if it is not enough. Collective.
 
         Args:
-            newest: step of the newest checkpoint, -1 if there is none. Memory of an earlier step is not used.
+            newest: step of the newest checkpoint, -1 if there is none. Memory of no later step is not used: this step
+                must not be saved again.
         """
         for earlier in reversed(range(self.attempt)):
             source = MemorySource.of(self._group, self._held(earlier))
-            if source is None or source.step < newest:
+            if source is None or source.step <= newest:
                 continue
             try:
                 _load(source, run, self._group)
