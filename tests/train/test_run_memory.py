@@ -41,13 +41,18 @@ def kill_this_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def on_ranks(group: ProcessGroupComms, own: RunConfig, kills: list[list[Kill]]) -> None:
-    """Train; the ranks of the n-th start are killed as its list has it."""
+def on_ranks(group: ProcessGroupComms, folder: Path, every: int, kills: list[list[Kill]]) -> None:
+    """Train without a kill at the first start, then with kills: the n-th list is that of the n-th start."""
+    if not attempt():
+        trained(group, small(folder / "whole", every))
     for rank, steps, moment in kills[attempt()] if attempt() < len(kills) else ():
         if rank == group.rank:
             kill_at(steps, moment)
-    result = train(own, group=group)
-    found = weights(result.model, group)
+    trained(group, small(folder / "killed", every))
+
+
+def trained(group: ProcessGroupComms, own: RunConfig) -> None:
+    found = weights(train(own, group=group).model, group)
     if not group.rank:
         torch.save(found, Path(own.log_dir) / "weights.pt")
 
@@ -68,18 +73,16 @@ def kill_at(steps: int, moment: float | str) -> None:
     setattr(Run, name, killed)
 
 
-def outcome(own: RunConfig, kills: list[list[Kill]]) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+def outcome(folder: Path) -> tuple[dict[str, Any], list[tuple[int, float]]]:
     """Return the weights after training, and steps and losses of the log."""
-    launch(RANKS, on_ranks, own, kills, replace=own.parallel.replace)
-    lines = [json.loads(line) for line in (Path(own.log_dir) / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
-    return torch.load(Path(own.log_dir) / "weights.pt"), losses
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return torch.load(folder / "weights.pt"), [(one["step"], one["loss"]) for one in lines if one["kind"] == "train"]
 
 
-def check(folder: Path, kills: list[list[Kill]], every: int = 0) -> None:
-    want, losses = outcome(small(folder / "whole", every), [])
+def check(folder: Path, kills: list[list[Kill]], every: int = 0, replaced: int = RANKS) -> None:
     with pytest.warns(UserWarning, match="was killed by signal SIGKILL"):
-        got, logged = outcome(small(folder / "killed", every), kills)
+        launch(RANKS, on_ranks, folder, every, kills, replace=replaced)
+    (got, logged), (want, losses) = outcome(folder / "killed"), outcome(folder / "whole")
     same(got, want)
     assert logged == losses
 
@@ -124,13 +127,11 @@ def test_without_a_replica_the_newest_checkpoint_is_loaded(tmp_path: Path) -> No
 
 @NIGHTLY
 def test_without_a_replica_and_a_checkpoint_the_run_fails(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="killed"), pytest.raises(RankFailed, match="neither the other ranks nor"):
-        outcome(small(tmp_path), [[(2, 7, "step"), (3, 7, "step")]])
+    with pytest.raises(RankFailed, match="neither the other ranks nor a checkpoint"):
+        check(tmp_path, [[(2, 7, "step"), (3, 7, "step")]])
 
 
 @NIGHTLY
 def test_more_kills_than_may_be_replaced_end_the_run(tmp_path: Path) -> None:
-    own = small(tmp_path)
-    own = replace(own, parallel=replace(own.parallel, replace=1))
-    with pytest.warns(UserWarning, match="killed"), pytest.raises(RankFailed, match="rank 3 of 4 was killed"):
-        outcome(own, [[(1, 3, "step")], [(3, 6, "step")]])
+    with pytest.raises(RankFailed, match="rank 3 of 4 was killed"):
+        check(tmp_path, [[(1, 3, "step")], [(3, 6, "step")]], replaced=1)
