@@ -30,24 +30,24 @@ class RowChanges:
         self._marks = ChangedRows(table.leaf.shape[0], table.leaf.device)
         self._all = False
         self._replayed = False  # a CUDA graph's replays write rows without an announcement
-        self._versions = _versions(table)
+        self._versions = versions_of(table)
 
     def before_write(self, table: TableRows, rows_N: Tensor | None) -> None:
         self._replayed |= capturing()
-        self._all |= rows_N is None or self._replayed or self._versions != _versions(table)
+        self._all |= rows_N is None or self._replayed or self._versions != versions_of(table)
         if rows_N is not None and rows_N.numel() and not self._all:
             # A number outside of the leaf marks a further row, which does no harm.
             self._marks.mark(rows_N.clamp(0, len(self._marks.marks) - 1))
 
     def after_write(self, table: TableRows) -> None:
-        self._versions = _versions(table)
+        self._versions = versions_of(table)
 
     def begin_anew(self, table: TableRows) -> Tensor | None:
         """Return the rows that have changed since the last call, int64 `[U]` on the CPU, ascending; None: any rows."""
-        every = self._all or self._versions != _versions(table) or len(self._marks.marks) != table.leaf.shape[0]
+        every = self._all or self._versions != versions_of(table) or len(self._marks.marks) != table.leaf.shape[0]
         rows_U = None if every else self._marks.rows().cpu()
         self._marks = ChangedRows(table.leaf.shape[0], self._marks.marks.device)
-        self._all, self._versions = self._replayed, _versions(table)
+        self._all, self._versions = self._replayed, versions_of(table)
         return rows_U
 
     def forget(self) -> None:
@@ -55,7 +55,8 @@ class RowChanges:
         self._all = True
 
 
-def _versions(table: TableRows) -> Versions:
+def versions_of(table: TableRows) -> Versions:
+    """Return addresses and version counters of the leaf and its slots; a write that torch notices changes them."""
     if table.cache is not None:
         return ()  # lines that are written back raise the counters, too
     return tuple((tensor.data_ptr(), version_of(tensor)) for tensor in (table.leaf, *table.slots))

@@ -73,7 +73,7 @@ class RowSnapshot:
         near_N = rows_N.to(self._wanted.device).clamp(0, len(self._wanted) - 1).long()
         fresh_C = near_N[self._wanted[near_N]].unique()
         if fresh_C.numel():
-            copies = [_as_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
+            copies = [row_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
             self._wanted[fresh_C] = False
             with self._lock:
                 self._copies.append((fresh_C, copies))
@@ -116,7 +116,7 @@ class RowSnapshot:
 
     def _at(self, k: int, first: int, last: int) -> Tensor:
         """Return the bytes of some rows in live memory, a view if the snapshot has all rows."""
-        live = _as_bytes(self.tensors[k])
+        live = row_bytes(self.tensors[k])
         if self.rows_U is None:
             return live[first:last]
         return live.index_select(0, self.rows_U[first:last].to(live.device))
@@ -126,7 +126,7 @@ class RowSnapshot:
         if self.tensors[k].device.type != "cpu":
             return _on_host(self._at(k, first, first + count))
         # NumPy copies in this thread; torch would start a pool of threads for it, beside that of training.
-        live = _as_bytes(self.tensors[k]).numpy()
+        live = row_bytes(self.tensors[k]).numpy()
         if self.rows_U is None:
             return live[first : first + count].copy()
         return live.take(self.rows_U[first : first + count].numpy(), axis=0)
@@ -147,7 +147,7 @@ class RowSnapshot:
                 block[at] = values[k][int(low) : int(high)].cpu().numpy()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def row_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each row, uint8 `[rows, bytes]`, a view."""
     return tensor.reshape(tensor.shape[0], -1).view(torch.uint8)
 
