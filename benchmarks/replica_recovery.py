@@ -4,7 +4,8 @@
 
 A DLRM with 26 tables of 16 columns trains on ranks of this machine, each of which has a replica of all tables.
 
-    step     the run keeps its last steps, and does not, in turns of 20 steps; medians of the steps' times, rank 0
+    step     the run keeps its last steps, and does not, in turns of 20 steps; medians over steps of the wall time and
+             of the process's CPU time, rank 0
     kill     the last rank is killed between its backward and its dense update; seconds until rank 0 begins the step
              again
 """
@@ -45,22 +46,29 @@ def config(args: argparse.Namespace, steps: int) -> RunConfig:
     return RunConfig("recovery", data, model, options, parallel=ParallelConfig(group_size=1, replace=1))
 
 
+def _clocks() -> list[float]:
+    """Return the seconds of wall and of CPU time."""
+    return [time.perf_counter(), time.process_time()]
+
+
 class Turns:
     """Gives a run its memory and takes it away, in turns, and collects the times of the steps."""
 
     def __init__(self) -> None:
-        self.times: dict[str, list[float]] = {"with": [], "without": []}
+        self.times: dict[str, list[list[float]]] = {"with": [], "without": []}
         self.bytes: list[int] = []
         self._memory: Any = None
-        self._began = 0.0
+        self._began = _clocks()
 
     def before_step(self, run: Any) -> None:
         turn, within = divmod(run.steps, TURN)
         if within > 1:
-            self.times["without" if turn % 2 else "with"].append(time.perf_counter() - self._began)
+            self.times["without" if turn % 2 else "with"].append(
+                [now - before for now, before in zip(_clocks(), self._began, strict=True)]
+            )
         if within == 0:
             self._switch(run, kept=turn % 2 == 0)
-        self._began = time.perf_counter()
+        self._began = _clocks()
 
     def _switch(self, run: Any, kept: bool) -> None:
         if self._memory is None:
@@ -119,8 +127,10 @@ def main() -> None:
         out = f"{folder}/turns"
         launch(args.ranks, on_turns, config(args, TURN * TURNS), out, replace=1)
         found = json.loads(Path(out).read_text())
-        one, other = (median(found["times"][name]) for name in ("with", "without"))
-        print(f"step: {1e3 * one:.2f} ms with memory, {1e3 * other:.2f} ms without: {one / other:.3f} times as long")
+        for k, clock in enumerate(("wall", "CPU")):
+            one, other = (median(time[k] for time in found["times"][name]) for name in ("with", "without"))
+            text = f"{1e3 * one:.1f} ms with memory, {1e3 * other:.1f} ms without"
+            print(f"step, {clock} time: {text}: {one / other:.2f} times as long")
         print(f"memory of the last steps: {median(found['bytes']) / 1e6:.1f} MB per rank")
         out = f"{folder}/kill"
         launch(args.ranks, on_kill, config(args, 2 * KILL), out, replace=1)

@@ -82,6 +82,19 @@ def test_reset_rows_are_undone_with_their_slots() -> None:
     same(undone(journal, 0), want)
 
 
+def test_rows_outside_of_the_leaf_are_none_and_the_ids_of_the_caller_stay() -> None:
+    module = ebc(SGD(lr=0.1))
+    journal = StepJournal({"model": module}, 3)
+    journal.begin(0)
+    table = journal.tables[0]
+    want, ids = table.leaf.detach().clone(), torch.tensor([-1, 5, 300, 5])
+    table.about_to_write(ids)
+    with torch.no_grad():
+        table.leaf[5] = 7.0
+    assert ids.tolist() == [-1, 5, 300, 5]
+    assert torch.equal(undone(journal, 0)[0], want)
+
+
 def on_tiles(turn: int) -> None:
     """Undo steps of tiles of all kinds: replicas, columns, rows, several on a rank."""
     dmp = wrapped(0, turn)

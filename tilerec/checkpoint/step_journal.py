@@ -85,7 +85,7 @@ class StepJournal:
             log.lost = log.lost or f"table '{table.name}': {why}"
         elif rows_N.numel() and not log.lost:
             tensors = table.host()
-            near_N = rows_N.to(tensors[0].device).long().clamp_(0, tensors[0].shape[0] - 1)
+            near_N = rows_N.to(tensors[0].device).clamp(0, tensors[0].shape[0] - 1).long()  # a copy: of the batch's ids
             log.writes.append(Write(number, near_N, [row_bytes(each).index_select(0, near_N) for each in tensors]))
 
     def after_write(self, table: TableRows) -> None:

@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from tilerec.checkpoint.memory_file import bytes_in, memory_folder
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
+from tilerec.comms.deadlock import LOST_RANK
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
@@ -194,7 +195,7 @@ def _run_once(
             theirs.close()
         with stop_request() if saves else contextlib.nullcontext() as request:
             folder = None if added is None else added[FOLDER]
-            failures = _collect_failures(pipes, processes, request, folder)
+            failures = _collect_failures(pipes, processes, request, store, folder)
             requested = request is not None and request.take()
     finally:
         started = [process for process in processes if process.pid is not None]
@@ -380,11 +381,13 @@ def cores() -> int:
 
 
 def _collect_failures(
-    pipes: Mapping[Connection, int], processes: list[BaseProcess], request: StopSignals | None, folder: str | None
-) -> list[_Failure]:
+    pipes: Mapping[Connection, int], processes: list[BaseProcess], request: StopSignals | None, store: dist.Store,
+    folder: str | None,
+) -> list[_Failure]:  # fmt: skip
     """Return the failures, in the order in which they arrived; pass a request to stop on to the ranks.
 
     Args:
+        store: of the ranks. A rank that was killed left no message there, and some waits are for messages only.
         folder: of files in memory; ranks have any time to write them, while they grow.
     """
     waiting = dict(pipes)
@@ -412,6 +415,7 @@ def _collect_failures(
                 failure = pipe.recv()
             except (EOFError, OSError):
                 failure = _died(rank, processes[rank])
+                store.set(LOST_RANK, f"rank {rank} {failure.text}")
             if failure is not None:
                 failures.append(failure)
                 deadline = deadline or time.monotonic() + GRACE_S
