@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilerec.checkpoint.row_changes import tables_of, versions_of
+from tilerec.checkpoint.job_tables import known_rows, versions_of
 from tilerec.checkpoint.row_snapshot import row_bytes
 from tilerec.ops.runtime.upload import capturing
 from tilerec.storage.table_rows import TableRows
@@ -55,12 +55,12 @@ class StepJournal:
     """Undo log of the last steps, an observer of all tables until `close`.
 
     Args:
-        parts: of the job. Tables are found in those that are modules.
+        parts: of the job. Tables are found in those that are modules; those whose writes are not known are left out.
         steps: number of steps to keep, the running one included.
     """
 
     def __init__(self, parts: Mapping[str, Any], steps: int) -> None:
-        self.tables = list(tables_of(parts))
+        self.tables = list(known_rows(parts))
         self._number = {id(table): number for number, table in enumerate(self.tables)}
         self._steps: deque[LoggedStep] = deque(maxlen=steps)
         self._versions = [versions_of(table) for table in self.tables]

@@ -28,10 +28,10 @@ from tilerec.checkpoint.dtypes import DTYPE_NAMES
 from tilerec.checkpoint.memory_file import write_memory
 from tilerec.checkpoint.parts import states_of
 from tilerec.checkpoint.pieces import Box, check_tensor, pieces_of
-from tilerec.checkpoint.row_changes import tables_of
 from tilerec.checkpoint.step_journal import StepJournal
 from tilerec.checkpoint.tree import Json, flatten
 from tilerec.errors import ConfigError
+from tilerec.modules.cached_tables import iter_table_rows
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 
 _STEPS = 3
@@ -207,9 +207,9 @@ def _check_undoable(parts: Mapping[str, Any]) -> None:
                     f"Recovery: got managed collision in {name!r}, whose ids change before their step; expected plain "
                     "tables. Runs with it go on from checkpoints."
                 )
-    for table in tables_of(parts):
-        if table.cache is not None or not all(tensor.is_contiguous() for tensor in table.host()):
-            raise ConfigError(
-                f"Recovery: got table '{table.name}' with cached or strided rows; expected rows in one block of "
-                "memory. Runs with such tables go on from checkpoints."
-            )
+        for _, table in iter_table_rows(part) if isinstance(part, nn.Module) else ():
+            if table.cache is not None or not all(tensor.is_contiguous() for tensor in table.host()):
+                raise ConfigError(
+                    f"Recovery: got table '{table.name}' with cached or strided rows; expected rows in one block of "
+                    "memory. Runs with such tables go on from checkpoints."
+                )
