@@ -5,6 +5,8 @@
 #   make parity     every combination of tilings, forms, optimizers and worlds against the unsharded module (minutes)
 #   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
 #   make sanitize   the tests of GPU kernels under the sanitizer, which checks every access (minutes)
+#   make chaos      checkpoints under kills, full disks, damage, hostile files and failing stores; prints the counts
+#                   (about 20 minutes)
 #   make mutate     change one operator or constant at a time, run the tests of its room, list undetected changes
 #                   (an hour or two; `make mutate ARGS="--rooms sparse --count 10 --seed 7"`, or `ARGS="--at FILE:LINE"`)
 #   make nightly    all tests: those that take minutes included (`make parity` among them), `make sanitize`,
@@ -125,6 +127,12 @@ pytest: setup
 parity: setup
 	$(call say,parity: sharded equals unsharded$(comma) every combination)
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
+
+# Part of the nightly tests; alone, it fails if fewer faults were injected than it states.
+.PHONY: chaos
+chaos: setup
+	$(call say,checkpoints under faults)
+	TILEREC_NIGHTLY=1 TILEREC_CHAOS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/chaos tests/checkpoint $(ARGS)
 
 .PHONY: sanitize
 sanitize: setup

@@ -33,7 +33,7 @@ from tilerec.train.config import ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.launch import launch
 from tilerec.train.loop import train
 from tilerec.train.lost_peers import attempt
-from tilerec.train.run import Run
+from tilerec.train.training_run import Run
 
 TURN, TURNS, KILL = 20, 8, 30
 

@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -150,7 +151,7 @@ def changed(document: Any, draw: random.Random) -> bytes:
         container, key = draw.choice(everywhere)
         kind = draw.random()
         if kind < 0.6:
-            container[key] = draw.choice(WORDS)
+            container[key] = deepcopy(draw.choice(WORDS))
         elif kind < 0.7:
             container[key] = draw.choice(everywhere)[0]  # a part of the document at another place
             try:
@@ -162,7 +163,7 @@ def changed(document: Any, draw: random.Random) -> bytes:
         elif kind < 0.8:
             del container[key]
         elif kind < 0.9 and isinstance(container, list):
-            container.insert(key, draw.choice(WORDS))
+            container.insert(key, deepcopy(draw.choice(WORDS)))
         elif isinstance(container, dict):
             container[draw.choice([str(w) for w in WORDS if not isinstance(w, (list, dict))])] = container[key]
     text = json.dumps(copy, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass")

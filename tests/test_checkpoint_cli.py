@@ -1,7 +1,8 @@
-"""`tilerec checkpoint`: list, inspect, verify, diff and export."""
+"""`tilerec checkpoint`: list, inspect, verify, diff, compact and export."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.checkpoint.test_incremental import chain
 from tilerec.checkpoint import CheckpointManager
 from tilerec.cli import app
 
@@ -71,6 +73,23 @@ def test_diff_ends_with_1_for_different_checkpoints(run: Path) -> None:
     assert "8 cells, at most 10" in text
     assert "run.steps: 10 and 20" in text
     assert command("diff", first, run / "nothing")[0] == 2
+
+
+def test_compact_makes_the_newest_checkpoint_whole_and_falls_back_to_the_last_whole_chain(tmp_path: Path) -> None:
+    chain(tmp_path / "checkpoints", 3)
+    steps = [tmp_path / "checkpoints" / f"step-{step}" for step in range(3)]
+    digests = [command("inspect", path)[1].split("digest ")[-1] for path in steps]
+    assert "step-1" in command("list", tmp_path)[1]
+    (steps[2] / "manifest.json").unlink()
+    code, text = command("compact", tmp_path)
+    assert code == 0
+    assert "step-2: got no manifest.json" in text
+    assert "step-1: made whole" in text.replace("\n", "")
+    shutil.rmtree(steps[0])
+    assert command("inspect", steps[1])[1].split("digest ")[-1] == digests[1]
+    assert "it is whole" in command("compact", steps[1])[1]
+    assert command("verify", steps[1])[0] == 0
+    assert command("compact", steps[2])[0] == 1
 
 
 def test_export_writes_the_chosen_tensors(run: Path) -> None:

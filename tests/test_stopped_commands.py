@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_kills import SMALL, finished
+from tests.chaos.test_command_kills import SMALL, finished
 from tilerec.checkpoint.manager import latest
 
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes: nightly")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chaos.fault_counts import FAULTS, Counts
 from tests.checkpoint.file_faults import Faults, Killed
 from tilerec.checkpoint import CheckpointManager, latest, load
 from tilerec.errors import FileError, InputError
@@ -33,7 +34,7 @@ def intact(folder: Path, steps: set[int]) -> int:
 
 
 def faults_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, make_error: Any, keep_last: int = 2
+    folder: Path, monkeypatch: pytest.MonkeyPatch, make_error: Any, counts: Counts, keep_last: int = 2
 ) -> list[tuple[int, Any]]:
     """Save step 2 after step 1 with a fault at call 0, 1, …; return (newest step, error) for each."""
     found = []
@@ -50,6 +51,7 @@ def faults_of(
                 caught = error
         if not faults.fired:
             return found
+        counts[FAULTS] += 1
         found.append((intact(run, {1, 2}), caught))
         # The run goes on after the fault, and leftovers do not matter.
         again = CheckpointManager(run, every=1, keep_last=keep_last)
@@ -64,21 +66,21 @@ def faults_of(
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_save_that_is_killed_at_any_call_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counts, keep_last: int
 ) -> None:
-    steps = [step for step, _ in faults_of(tmp_path, monkeypatch, Killed, keep_last)]
+    steps = [step for step, _ in faults_of(tmp_path, monkeypatch, Killed, counts, keep_last)]
     assert steps == sorted(steps)
     assert set(steps) == {1, 2}
     assert len(steps) > 8
 
 
 def test_a_full_disk_at_any_call_is_an_error_and_leaves_no_new_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counts
 ) -> None:
     def full() -> OSError:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for at, (step, error) in enumerate(faults_of(tmp_path, monkeypatch, full)):
+    for at, (step, error) in enumerate(faults_of(tmp_path, monkeypatch, full, counts)):
         if step == 1:
             assert isinstance(error, FileError)
             assert "No space left on device" in str(error)

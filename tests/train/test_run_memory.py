@@ -20,7 +20,7 @@ from tilerec.train.config import ParallelConfig, RunConfig
 from tilerec.train.launch import RankFailed, launch
 from tilerec.train.loop import train
 from tilerec.train.lost_peers import attempt
-from tilerec.train.run import Run
+from tilerec.train.training_run import Run
 
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes: nightly")
 RANKS, STEPS = 4, 10

@@ -146,7 +146,7 @@ def test_a_run_that_cannot_be_saved_does_not_end_as_one_that_was(
     def full(*_: Any, **__: Any) -> None:
         raise FileError("checkpoint: got a full disk; expected free space. Free some.")
 
-    monkeypatch.setattr("tilerec.checkpoint.manager.save", full)
+    monkeypatch.setattr("tilerec.checkpoint.saving.Planned.write", full)
     with pytest.raises(FileError, match="full disk"):
         train(long_run(tmp_path), watchers=[SignalAt(5)])
 

@@ -4,6 +4,7 @@ from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.compaction import compact
 from tilerec.checkpoint.dcp_export import export_dcp
 from tilerec.checkpoint.dcp_import import import_dcp
+from tilerec.checkpoint.id_sizes import saved_id_sizes
 from tilerec.checkpoint.loading import load
 from tilerec.checkpoint.manager import CheckpointManager, latest
 from tilerec.checkpoint.saving import RunningSave, save, save_ahead
@@ -21,4 +22,5 @@ __all__ = [
     "load",
     "save",
     "save_ahead",
+    "saved_id_sizes",
 ]

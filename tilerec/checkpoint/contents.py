@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tilerec.atomic_file import open_replacement
-from tilerec.checkpoint.blocks import BLOCK, BlockReader
-from tilerec.checkpoint.chain import Wanted, open_chain
+from tilerec.checkpoint.blocks import BLOCK, BlockReader, Part
+from tilerec.checkpoint.chain import Wanted, open_chain, unreadable
 from tilerec.checkpoint.data_file import Entry, bytes_of, starts_of
 from tilerec.checkpoint.dtypes import DTYPE_NAMES
 from tilerec.checkpoint.folder import folder_at
@@ -59,14 +59,18 @@ class SavedContents:
         Raises:
             InputError: bytes are damaged. FileError: a file cannot be read.
         """
-        buffer = memoryview(bytearray(BLOCK))
         total = 0
         for folder, manifest in self.chain.links if bases else self.chain.links[:1]:
             for name, file in manifest.files.items():
                 path = f"{folder.path}/{name}"
-                with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-                    for first in range(0, file.size, BLOCK):
-                        reader.read_into(first, buffer[: min(BLOCK, file.size - first)])
+                try:
+                    with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
+                        reader.read(
+                            Part(first, memoryview(bytearray(min(BLOCK, file.size - first))))
+                            for first in range(0, file.size, BLOCK)
+                        )
+                except OSError as error:
+                    raise unreadable(folder, error, name) from error
                 total += file.size
         return total
 
@@ -90,7 +94,10 @@ class SavedContents:
     def _box(self, name: str, box: Box) -> tuple[Box, Tensor]:
         out = torch.empty(box.sizes, dtype=self.manifest.tensors[name].dtype)
         if box.cells:
-            self.chain.read([Wanted(Piece(box, out), name)])
+            try:
+                self.chain.read([Wanted(Piece(box, out), name)])
+            except OSError as error:
+                raise unreadable(self.chain.links[0].folder, error) from error
         return box, out
 
     def tensor_digest(self, name: str) -> str:

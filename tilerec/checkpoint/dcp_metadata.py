@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from tilerec.checkpoint.box_cover import hold_each_cell_once
 from tilerec.checkpoint.dtypes import DTYPE_NAMES
-from tilerec.checkpoint.manifest import Chunk, overlapping
 from tilerec.checkpoint.pickle_data import Global, Made, parse_pickle
 from tilerec.checkpoint.pieces import Box
 from tilerec.errors import InputError
@@ -154,9 +154,7 @@ class _Reader:
                 if box.cells * _DTYPES[dtype.name].itemsize > item.size:
                     self._refuse(f"{item.size:,} bytes for the box {box} of {name!r}", "the bytes of all its cells")
                 own.append(item)
-        placed = [Chunk(item.file, item.start, item.box) for item in own if item.box is not None]
-        boxes = [chunk.box for chunk in placed]
-        if sum(box.cells for box in boxes) != Box((), shape).cells or overlapping(boxes):
+        if not hold_each_cell_once([item.box for item in own if item.box is not None], shape):
             self._refuse(f"boxes of {name!r} with holes or overlaps", "boxes that hold each of its cells once")
         return StoredTensor(_DTYPES[dtype.name], shape, tuple(own))
 

@@ -14,15 +14,20 @@ A folder without a manifest is no checkpoint. No clock is read: the number in a 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
 from tilerec.checkpoint.manifest import MANIFEST, MOST_BYTES
-from tilerec.errors import FileError
+from tilerec.errors import FileError, TilerecError
+
+_PART = re.compile(r"[0-9a-f]{16}-rank[0-9]+-[0-9]+\.safetensors")
+"""Data files on an object store."""
 
 
 class CheckpointFolder(ABC):
@@ -67,8 +72,8 @@ class CheckpointFolder(ABC):
         """Remove what was written and not committed."""
 
     @abstractmethod
-    def open(self, name: str) -> BinaryIO:
-        """Open a committed file for reading; raises `OSError`."""
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Return a context with a committed file, to read; raises `OSError`, also for reads of its block."""
 
     @abstractmethod
     def read_manifest(self) -> bytes:
@@ -148,8 +153,10 @@ class _LocalFolder(CheckpointFolder):
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        with (self._place / name).open("xb", buffering=0) as file:
+        # Buffered: a raw file may write a part of the bytes without an error, as at the end of a disk.
+        with (self._place / name).open("xb") as file:
             yield file
+            file.flush()
             os.fsync(file.fileno())
 
     def size(self, name: str) -> int:
@@ -184,10 +191,14 @@ class _LocalFolder(CheckpointFolder):
         if self._place != self._final:
             shutil.rmtree(self._place, ignore_errors=True)
 
-    def open(self, name: str) -> BinaryIO:
-        # A symbolic link could lead out of the folder.
-        descriptor = os.open(self._place / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-        return os.fdopen(descriptor, "rb", buffering=0)
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        # A symbolic link could lead out of the folder, and a pipe would wait for its writer.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with os.fdopen(os.open(self._place / name, flags), "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(22, f"{name} is not a file")
+            yield file
 
     def read_manifest(self) -> bytes:
         with self.open(MANIFEST) as file:
@@ -232,21 +243,50 @@ class _LocalParent(CheckpointParent):
         return _LocalFolder(self._path / name)
 
 
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Raise `OSError` for the errors that the client of a store has of its own: broken connections, bad answers."""
+    try:
+        yield
+    except (OSError, TilerecError):
+        raise
+    except Exception as error:
+        if type(error).__module__ == "builtins":
+            raise
+        raise OSError(5, f"{type(error).__name__}: {error}") from error
+
+
 @final
 class _StoreFolder(CheckpointFolder):
-    """A folder on an object store. Its data files are written under the final name; readers see only manifests."""
+    """A folder on an object store. Its data files are written under the final name; readers see only manifests.
+
+    A save that stopped leaves data files without a manifest. The next save of that step removes them, or the removal of
+    steps as old.
+    """
 
     def __init__(self, filesystem: Any, path: str, url: str) -> None:
         self._filesystem, self._inner, self.path = filesystem, path, url
         self._nonce = ""
-        self._written: list[str] = []
+        self._written: list[str] = []  # in the order of their removal
 
     def begin(self, nonce: str, *, first: bool) -> None:
         if self.exists():
             raise FileExistsError(17, "File exists")
         self._nonce = nonce
         if first:
-            self._filesystem.makedirs(self._inner, exist_ok=True)
+            with _store_errors():
+                self._filesystem.makedirs(self._inner, exist_ok=True)
+                self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        """Remove data files of attempts that were not committed."""
+        try:
+            found = self._filesystem.ls(self._inner, detail=False)
+        except FileNotFoundError:  # an object store has no empty folders
+            return
+        for path in map(str, found):
+            if _PART.fullmatch(path.rsplit("/", 1)[-1]):
+                self._filesystem.rm_file(path)
 
     def file_name(self, name: str) -> str:
         return f"{self._nonce}-{name}"
@@ -255,28 +295,41 @@ class _StoreFolder(CheckpointFolder):
     def create(self, name: str) -> Iterator[BinaryIO]:
         path = f"{self._inner}/{name}"
         self._written.append(path)
-        with self._filesystem.open(path, "wb") as file:
-            yield file
+        with _store_errors():
+            file = self._filesystem.open(path, "wb")
+            try:
+                with file:
+                    yield file
+            except BaseException:
+                with suppress(Exception):
+                    file.discard()  # parts that the store keeps until an upload ends
+                raise
 
     def size(self, name: str) -> int:
-        self._filesystem.invalidate_cache()
-        return int(self._filesystem.size(f"{self._inner}/{name}"))
+        with _store_errors():
+            self._filesystem.invalidate_cache()
+            return int(self._filesystem.size(f"{self._inner}/{name}"))
 
     def commit(self, manifest: bytes) -> None:
         if self.exists():
             raise FileExistsError(17, "File exists")
-        self._filesystem.pipe_file(f"{self._inner}/{MANIFEST}", manifest)
+        path = f"{self._inner}/{MANIFEST}"
+        # The store may have it although its answer is lost.
+        self._written.insert(0, path)
+        with _store_errors():
+            self._filesystem.pipe_file(path, manifest)
         self._written = []
 
     def replace_manifest(self, manifest: bytes) -> None:
-        self._filesystem.pipe_file(f"{self._inner}/{MANIFEST}", manifest)
-        self._written = []
+        with _store_errors():
+            self._filesystem.pipe_file(f"{self._inner}/{MANIFEST}", manifest)
 
     def names(self) -> list[str]:
         return _StoreParent(self._filesystem, self._inner, self.path).names()
 
     def remove_file(self, name: str) -> None:
-        self._filesystem.rm_file(f"{self._inner}/{name}")
+        with _store_errors():
+            self._filesystem.rm_file(f"{self._inner}/{name}")
 
     def abandon(self) -> None:
         for path in self._written:
@@ -284,14 +337,16 @@ class _StoreFolder(CheckpointFolder):
                 self._filesystem.rm_file(path)
         self._written = []
 
-    def open(self, name: str) -> BinaryIO:
-        file: BinaryIO = self._filesystem.open(f"{self._inner}/{name}", "rb")
-        return file
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        with _store_errors(), self._filesystem.open(f"{self._inner}/{name}", "rb") as file:
+            yield file
 
     def read_manifest(self) -> bytes:
         if self.size(MANIFEST) > MOST_BYTES:
             raise OSError(27, os.strerror(27))
-        data: bytes = self._filesystem.cat_file(f"{self._inner}/{MANIFEST}")
+        with _store_errors():
+            data: bytes = self._filesystem.cat_file(f"{self._inner}/{MANIFEST}")
         return data
 
     def beside(self, name: str) -> CheckpointFolder:
@@ -299,12 +354,15 @@ class _StoreFolder(CheckpointFolder):
         return _StoreFolder(self._filesystem, inner, url)
 
     def exists(self) -> bool:
-        self._filesystem.invalidate_cache()
-        return bool(self._filesystem.exists(f"{self._inner}/{MANIFEST}"))
+        with _store_errors():
+            self._filesystem.invalidate_cache()
+            return bool(self._filesystem.exists(f"{self._inner}/{MANIFEST}"))
 
     def remove(self) -> None:
-        self._filesystem.rm_file(f"{self._inner}/{MANIFEST}")
-        self._filesystem.rm(self._inner, recursive=True)
+        with _store_errors(), suppress(FileNotFoundError):
+            if self.exists():
+                self._filesystem.rm_file(f"{self._inner}/{MANIFEST}")
+            self._filesystem.rm(self._inner, recursive=True)
 
 
 @final
@@ -313,9 +371,10 @@ class _StoreParent(CheckpointParent):
         self._filesystem, self._inner, self._url = filesystem, path, url.rstrip("/")
 
     def names(self) -> list[str]:
-        self._filesystem.invalidate_cache()
         try:
-            found = self._filesystem.ls(self._inner, detail=False)
+            with _store_errors():
+                self._filesystem.invalidate_cache()
+                found = self._filesystem.ls(self._inner, detail=False)
         except FileNotFoundError:
             return []
         return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in found]

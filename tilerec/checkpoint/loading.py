@@ -219,9 +219,11 @@ def _wanted(source: Source, name: str, tensor: Tensor, saved_name: str, changes:
     saved = source.tensors[saved_name]
     resized = matches(name, changes.resize) and len(saved.shape) == tensor.dim()
     if tensor.dtype != saved.dtype or (tuple(tensor.shape) != saved.shape and not resized):
+        ids = "._managed_collision_modules." in name
+        move = "Load within saved_id_sizes()" if ids else "State it in Changes(resize=[...])"
         raise ConfigError(
             f"Checkpoint {source.path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
-            f"{list(tensor.shape)}. State it in Changes(resize=[...]), or use the settings that saved it."
+            f"{list(tensor.shape)}. {move}, or use the settings that saved it."
         )
     return [Wanted(piece, saved_name) for piece in pieces_of(name, tensor)]
 

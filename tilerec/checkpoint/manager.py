@@ -23,22 +23,22 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from tilerec.checkpoint.chain import open_chain
+from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
-from tilerec.checkpoint.folder import parent_at
+from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.loading import load
 from tilerec.checkpoint.manifest import Base
 from tilerec.checkpoint.parts import ranks_of_job
 from tilerec.checkpoint.row_changes import JobChanges
-from tilerec.checkpoint.saving import RunningSave, Saved, Since, plan
+from tilerec.checkpoint.saving import RunningSave, Saved, Since, file_errors, plan
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
-_LEFT = re.compile(r"step-([0-9]{1,18})\.(?:tmp|old)-[0-9a-f]+")
-"""Folders of saves and removals that did not end."""
+_LEFT = re.compile(r"step-([0-9]{1,18})(?:\.(?:tmp|old)-[0-9a-f]+)+")
+"""Folders of saves and removals that did not end, also of removals of these."""
 
 
 class Found(NamedTuple):
@@ -50,7 +50,15 @@ class Found(NamedTuple):
 
 def checkpoints(folder: str | Path) -> list[Found]:
     """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
-    steps = sorted(int(match[1]) for name in parent_at(folder).names() if (match := _NAME.fullmatch(name)))
+    try:
+        names = parent_at(folder).names()
+    except OSError as error:
+        raise FileError(
+            f"Checkpoints {folder}: got '{error.strerror or error}'; expected a folder that can be listed. Check the "
+            "path, and try again.",
+            error.errno,
+        ) from error
+    steps = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
     return [Found(step, f"{str(folder).rstrip('/')}/step-{step}") for step in steps]
 
 
@@ -77,6 +85,11 @@ def whole_checkpoints(folder: str | Path, *, group: Group | dist.ProcessGroup | 
             whole[found.step] = found
     seen: Sequence[Any] = ranks.all_gather_object(sorted(whole))
     return [whole[step] for step in sorted(set.intersection(*map(set, seen)), reverse=True)]
+
+
+def read_metadata(path: str | Path) -> Mapping[str, Json]:
+    """Return the metadata of a checkpoint, as `save` got them. Raises as `load` for a damaged one."""
+    return open_manifest(folder_at(path)).metadata
 
 
 class CheckpointManager:
@@ -150,7 +163,7 @@ class CheckpointManager:
         if step == self._last:
             return path
         self.wait()
-        with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"):
+        with on_all_ranks(self._ranks, "the checkpoints", "removing a damaged one"), file_errors(folder_at(path)):
             if self._ranks.rank == 0:
                 self._remove_damaged(step)
         ahead = self._channel is not None
@@ -191,7 +204,10 @@ class CheckpointManager:
         """Note a complete checkpoint, and remove old ones. On a rank of a running save, its thread calls this."""
         self._chain = [*(self._chain if base is not None else ()), (step, saved)]
         if self._ranks.rank == 0:
-            self._remove_old(step)
+            try:
+                self._remove_old(step)
+            except OSError as error:  # the checkpoint counts more
+                warnings.warn(f"Checkpoints {self.folder}: old ones stay ({error}).", stacklevel=2)
 
     def _forget(self) -> None:
         """Make the next save write everything: the last one failed."""
@@ -222,6 +238,7 @@ class CheckpointManager:
         *,
         changes: Changes | None = None,
         check: Callable[[str, dict[str, Any]], None] | None = None,
+        newest: int | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
@@ -229,9 +246,13 @@ class CheckpointManager:
 
         Args:
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
+            newest: step of the newest checkpoint that may be loaded; later ones count as damaged. None for no limit.
         """
         self.wait()
         for found in whole_checkpoints(self.folder, group=self._ranks):
+            if newest is not None and found.step > newest:
+                self._damaged.add(found.step)
+                continue
             try:
                 values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
             except (InputError, FileError) as error:  # on all ranks, if on one
@@ -262,7 +283,8 @@ class CheckpointManager:
         if not folder.exists():
             return
         if step in self._damaged or not self._is_whole(step):
-            folder.remove()
+            with suppress(FileNotFoundError):  # another process has removed it meanwhile
+                folder.remove()
             self._damaged.discard(step)
 
     def _remove_old(self, newest: int) -> None:
@@ -272,7 +294,8 @@ class CheckpointManager:
         if self._keep_last:
             steps = [found.step for found in checkpoints(self.folder) if found.step <= newest]
             whole = [step for step in steps if self._is_whole(step)]
-            oldest = whole[-self._keep_last :][0]
+            # None are left if another process has removed them meanwhile.
+            oldest = whole[-self._keep_last :][0] if whole else 0
             kept = {f"step-{s}" for s in steps if s >= oldest or (self._keep_every and s % self._keep_every == 0)}
             kept |= {base for name in kept for base in self._bases(name)}
             # Incremental ones go before their bases, so no base is missing meanwhile.

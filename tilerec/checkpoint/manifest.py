@@ -27,23 +27,26 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from tilerec.checkpoint.blocks import BLOCK
+from tilerec.checkpoint.box_cover import Span, hold_each_cell_once, shared_bytes
 from tilerec.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from tilerec.checkpoint.pieces import Box
 from tilerec.checkpoint.tree import Json
-from tilerec.errors import InputError
-from tilerec.json_document import JsonValue, check_version
+from tilerec.errors import ConfigError, InputError
+from tilerec.json_document import MOST_NUMBER, JsonValue, check_version
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "tilerec checkpoint", 1
 MOST_BYTES = 1 << 30
 BASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
+_MOST_DIMS = 64  # of a tensor of PyTorch
 _HEAD = '{"crc32": "%08x", "manifest": '
 
 
@@ -131,7 +134,11 @@ def manifest_text(
     state: Json, tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile], metadata: Mapping[str, Json],
     id: str = "", base: Base | None = None,
 ) -> bytes:  # fmt: skip
-    """Return the bytes of a manifest."""
+    """Return the bytes of a manifest.
+
+    Raises:
+        ConfigError: no reader would read it, because it is larger than `MOST_BYTES`.
+    """
     inner = {
         "format": FORMAT,
         "version": VERSION,
@@ -154,6 +161,11 @@ def manifest_text(
         },
     }
     text = json.dumps(inner).encode()
+    if len(text) + len(_HEAD) > MOST_BYTES:
+        raise ConfigError(
+            f"Checkpoint: got a manifest of {len(text):,} bytes; expected at most {MOST_BYTES:,}. Keep long lists as "
+            "tensors."
+        )
     return (_HEAD % zlib.crc32(text)).encode() + text + b"}"
 
 
@@ -187,9 +199,11 @@ def parse_manifest(data: bytes, what: str) -> Manifest:
         files = {name: _file(name, value) for name, value in found["files"].members().items()}
         base = _base(found["base"]) if "base" in found else None
         tensors = {name: _tensor(value, files, base) for name, value in found["tensors"].members().items()}
+        _check_bytes(found["tensors"], tensors)
         found["state"].record(("dict",), ("dict",))
+        metadata = {name: value.value for name, value in found["metadata"].members().items()}
         id = found["id"].text() if "id" in found else ""
-        return Manifest(found["state"], tensors, files, dict(found["metadata"].value), id, base, zlib.crc32(inner))
+        return Manifest(found["state"], tensors, files, metadata, id, base, zlib.crc32(inner))
     except (ValueError, KeyError, RecursionError) as error:
         raise InputError(f"{what}: {error} This is no usable checkpoint: load another one.") from error
 
@@ -219,12 +233,15 @@ def _tensor(value: JsonValue, files: Mapping[str, SavedFile], base: Base | None)
         raise parts["dtype"].error(f"one of {', '.join(DTYPES)}")
     dtype = DTYPES[name]
     shape = _numbers(parts["shape"])
+    if prod(max(1, size) for size in shape) * dtype.itemsize > MOST_NUMBER:
+        raise parts["shape"].error("a tensor of less than 2^63 bytes")
     chunks = tuple(_chunk(chunk, shape, dtype, files) for chunk in parts["chunks"].items())
     rows = tuple(_row_list(each, shape, dtype, files) for each in parts["rows"].items()) if "rows" in parts else ()
     if rows and base is None:
         raise parts["rows"].error("no rows, as the checkpoint has no base")
     saved = SavedTensor(dtype, shape, chunks, rows)
-    if not (saved.is_whole or base) or overlapping([chunk.box for chunk in chunks]):
+    # With a base, boxes need not hold all cells.
+    if (base is None or saved.is_whole) and not hold_each_cell_once((chunk.box for chunk in chunks), shape):
         raise parts["chunks"].error("boxes that hold each cell of the tensor once")
     return saved
 
@@ -272,18 +289,23 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _numbers(value: JsonValue) -> tuple[int, ...]:
-    return tuple(item.whole() for item in value.items("a list of whole numbers"))
+    numbers = tuple(item.whole() for item in value.items("a list of whole numbers"))
+    if len(numbers) > _MOST_DIMS:
+        raise value.error(f"at most {_MOST_DIMS} dimensions")
+    return numbers
 
 
-def overlapping(boxes: Sequence[Box]) -> bool:
-    """Return True if two boxes share a cell."""
-    active: list[Box] = []  # boxes that may reach the next first row
-    for box in sorted(boxes):
-        if not box.cells:
-            continue
-        first = box.offsets[0] if box.offsets else 0
-        active = [one for one in active if not one.offsets or one.offsets[0] + one.sizes[0] > first]
-        if any(one.overlap(box) is not None for one in active):
-            return True
-        active.append(box)
-    return False
+def _check_bytes(record: JsonValue, tensors: Mapping[str, SavedTensor]) -> None:
+    """Raise if two boxes share bytes: a small file could then stand for tensors of any size."""
+    spans: list[Span] = []
+    numbers: set[Span] = set()  # weights and slots share them
+    for tensor in tensors.values():
+        size = tensor.dtype.itemsize
+        spans += [Span(c.file, c.start, c.start + c.box.cells * size) for c in tensor.chunks]
+        for rows in tensor.rows:
+            (file, start), row = rows.values, rows.box.cells // rows.box.sizes[0] * size
+            spans.append(Span(file, start, start + rows.count * row))
+            numbers.add(Span(*rows.numbers, rows.numbers[1] + 8 * rows.count))
+    shared = shared_bytes([*spans, *numbers])
+    if shared is not None:
+        raise record.error(f"boxes with bytes of their own, unlike byte {shared.start:,} of {shared.file}")

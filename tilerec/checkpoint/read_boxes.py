@@ -1,19 +1,20 @@
 """Read boxes of tensors from the data files of a checkpoint into memory, each rank its own boxes.
 
 Files are read from start to end, one after the other. Rows that a box holds in full go straight into its memory; others
-go through a buffer of `SCRATCH_BYTES`.
+go through buffers of `SCRATCH_BYTES`, of which two or three exist at a time.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilerec.checkpoint.blocks import BlockReader
+from tilerec.checkpoint.blocks import BlockReader, Part
 from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
@@ -51,19 +52,18 @@ def read_boxes(folder: CheckpointFolder, manifest: Manifest, targets: Sequence[T
     for name, some in sorted(reads.items()):
         file = manifest.files[name]
         path = f"{folder.path}/{name}"
+        some.sort(key=lambda read: (read.chunk.start, read.box.offsets))
         with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-            for read in sorted(some, key=lambda read: (read.chunk.start, read.box.offsets)):
-                _read(reader, read)
+            reader.read(part for read in some for part in _parts(read))
 
 
-def _read(reader: BlockReader, read: _Read) -> None:
-    """Fill the part of a piece that a chunk holds."""
+def _parts(read: _Read) -> Iterator[Part]:
+    """Yield the bytes that fill the part of a piece that a chunk holds."""
     chunk, box, (own, memory) = read
     dtype = memory.dtype
     if not box.sizes:
         value = torch.empty((), dtype=dtype)
-        reader.read_into(chunk.start, _bytes(value))
-        memory.copy_(value)
+        yield Part(chunk.start, _bytes(value), lambda: memory.copy_(value))
         return
     place = own.within(memory, box)
     row_cells = chunk.box.cells // chunk.box.sizes[0]  # of the chunk
@@ -71,16 +71,17 @@ def _read(reader: BlockReader, read: _Read) -> None:
     first = box.offsets[0] - chunk.box.offsets[0]
     whole_rows = box.sizes[1:] == chunk.box.sizes[1:]
     if whole_rows and place.is_contiguous() and place.device.type == "cpu":
-        reader.read_into(chunk.start + first * row, _bytes(place))
+        yield Part(chunk.start + first * row, _bytes(place))
         return
     step = max(1, SCRATCH_BYTES // row)
     for low in range(0, box.sizes[0], step):
         count = min(step, box.sizes[0] - low)
         scratch = torch.empty((count, *chunk.box.sizes[1:]), dtype=dtype)
-        reader.read_into(chunk.start + (first + low) * row, _bytes(scratch))
+        columns = scratch
         for dim in range(1, len(box.sizes)):
-            scratch = scratch.narrow(dim, box.offsets[dim] - chunk.box.offsets[dim], box.sizes[dim])
-        place[low : low + count].copy_(scratch)
+            columns = columns.narrow(dim, box.offsets[dim] - chunk.box.offsets[dim], box.sizes[dim])
+        copy = partial(place[low : low + count].copy_, columns)
+        yield Part(chunk.start + (first + low) * row, _bytes(scratch), copy)
 
 
 def _bytes(memory: Tensor) -> memoryview:

@@ -27,10 +27,19 @@ def flatten(state: Mapping[str, object]) -> tuple[Json, dict[str, Tensor]]:
     """Return the JSON tree of a state and its tensors by name.
 
     Raises:
-        ConfigError: the state has a value that JSON cannot hold, or two tensors of one name.
+        ConfigError: the state has a value that JSON cannot hold, or two tensors of one name; or a reader would refuse
+            its tree.
     """
     tensors: dict[str, Tensor] = {}
-    return _node("", state, tensors), tensors
+    try:
+        tree = _node("", state, tensors)
+        JsonValue.of({"state": tree}, "Checkpoint")
+    except RecursionError:
+        raise ConfigError(
+            "Checkpoint: got a state nested more than 1,000 deep, or inside of itself; expected at most 30 levels. "
+            "Flatten it in the object's state_dict()."
+        ) from None
+    return tree, tensors
 
 
 def _node(path: str, value: object, tensors: dict[str, Tensor]) -> Json:

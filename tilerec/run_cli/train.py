@@ -83,7 +83,6 @@ def train(
     same.
     """
     from tilerec.recipes.registry import make_run
-    from tilerec.train.config import ParallelConfig
 
     try:
         run = make_run(recipe, data)
@@ -104,11 +103,9 @@ def train(
         if show:
             _print_settings(run)
             return
-        grouped = run.parallel != ParallelConfig()  # sharding is checked in one process, too: it then holds all tiles
-        saves = bool(run.checkpoint.every or run.checkpoint.seconds)
         run_on_ranks(
-            _train, run, nproc=nproc, device=run.train.device, grouped=grouped, saves=saves,
-            replace=run.parallel.replace,
+            _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
+            saves=run.checkpoint.saves, timeout_s=run.parallel.timeout, replace=run.parallel.replace,
         )  # fmt: skip
     except TilerecError as error:
         print_rank_error(error)

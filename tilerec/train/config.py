@@ -203,6 +203,7 @@ class ParallelConfig:
             parallelism). 0: all ranks, no replicas.
         replace: number of killed ranks that `tilerec train --nproc` replaces; 0 ends the run. The others' memory has
             the tables of a killed rank if there are replicas; otherwise the run goes on from its newest checkpoint.
+        timeout: seconds that a rank waits for the others; then the run ends, and names the ranks that are missing.
     """
 
     plan: FilePath = ""
@@ -219,11 +220,19 @@ class ParallelConfig:
     exact: bool = False
     group_size: int = 0
     replace: int = 0
+    timeout: float = 1800.0
+
+    @property
+    def shards(self) -> bool:
+        """True if a setting shards the tables of one process, too: it then holds all tiles."""
+        return bool(self.plan) or self.sharding != "planned" or self.exact or self.group_size > 0
 
     def __post_init__(self) -> None:
         for name in ("group_size", "replace"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"parallel.{name}: got {getattr(self, name)}; expected at least 0.")
+        if not 0 < self.timeout <= 1e7:
+            raise ConfigError(f"parallel.timeout: got {self.timeout}; expected seconds above 0, up to 1e7.")
         if self.plan and self.sharding != "planned":
             raise ConfigError(
                 f"parallel: got plan={self.plan!r} and sharding={self.sharding!r}; expected only one of them, because "
@@ -254,6 +263,11 @@ class CheckpointConfig:
     asynchronous: bool = True
     incremental: bool = False
     resume: bool = False
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves checkpoints; False if it has none, or only resumes."""
+        return bool(self.every or self.seconds)
 
     def __post_init__(self) -> None:
         for name in ("every", "seconds", "keep_last", "keep_every"):

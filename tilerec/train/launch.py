@@ -1,7 +1,7 @@
-"""Launch of ranks: new processes on this machine, or processes that torchrun has started.
+"""Launch of ranks: new processes on this machine, or processes that another launcher has started.
 
     launch(2, function, argument)      two processes, function(group, argument) in each
-    with joined("cpu") as group:       in a process that torchrun started (it sets RANK and WORLD_SIZE)
+    with joined("cpu") as group:       in a process that torchrun or srun started (see `Placement`)
 
 A rank that fails ends its process. Its peers detect the failure, by its message (`Group.abort`) or its closed
 connections, and end too. Ranks that do not end are killed. The reported failure is the original one, not a failure that
@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -43,10 +44,14 @@ from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
 from tilerec.train.lost_peers import ATTEMPT, FOLDER, is_lost_peer
+from tilerec.train.placement import Placement, number
+from tilerec.train.start_store import start_store
 
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
 GRACE_S = 10.0
+# Seconds that a rank waits for the others in a collective, unless a run sets another time.
+TIMEOUT_S = 1800.0
 # A signal that comes just before a wait does not end it; its handler runs after this time.
 _POLL_S = 0.5
 
@@ -63,27 +68,26 @@ class RankFailed(TilerecError):
         self.trace = trace
 
 
-def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if a launcher started this process as a rank, that is, if RANK and WORLD_SIZE are set."""
-    given = os.environ if environ is None else environ
-    return "RANK" in given and "WORLD_SIZE" in given
-
-
 @contextlib.contextmanager
-def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[ProcessGroupComms]:
+def joined(
+    device: str = "cpu", store: dist.Store | None = None, timeout_s: float = TIMEOUT_S
+) -> Iterator[ProcessGroupComms]:
     """Yield the group of the ranks that a launcher started; close it after the block, unless the block fails.
 
     Args:
         device: of the run. "cuda" with a GPU for every rank of the host uses NCCL for CUDA tensors; everything else
             uses gloo.
-        store: rendezvous of the ranks; None uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If these are not set,
-            the group contains only this process.
+        store: rendezvous of the ranks; None uses the environment (see `Placement`). Without a launcher, the group
+            contains only this process.
+        timeout_s: seconds that a rank waits for the others in a collective.
     """
-    if under_torchrun():
-        rank, size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
-        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size)
+    place, timeout = Placement.of(os.environ), timedelta(seconds=timeout_s)
+    if place is not None:
+        place.export(os.environ)
+        store = store or start_store(place, os.environ, timeout)
+        dist.init_process_group(_backend(device), store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     else:
-        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group = ProcessGroupComms()
     try:
         yield group
@@ -103,6 +107,7 @@ def launch(
     *args: Any,
     device: str = "cpu",
     saves: bool = False,
+    timeout_s: float = TIMEOUT_S,
     replace: int = 0,
 ) -> None:
     """Run `function(group, *args)` in `count` processes of this machine; return when all have ended.
@@ -116,6 +121,7 @@ def launch(
         device: see `joined`.
         saves: ranks save their work when SIGTERM stops them. The first SIGTERM is passed on to them, and they have any
             time; a second one ends this process, and so the ranks.
+        timeout_s: see `joined`.
         replace: number of killed ranks to replace (`run_memory.py`): all ranks are started again, and find the memory
             that the others have left.
 
@@ -128,14 +134,14 @@ def launch(
         raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
     work = pickle.dumps((function, args))
     if not replace:
-        _end_with(_run_once(count, work, device, saves), count)
+        _end_with(_run_once(count, work, device, saves, timeout_s), count)
         return
     folder = memory_folder()
     try:
         left = replace
         for attempt in itertools.count():
             own = {FOLDER: folder, ATTEMPT: str(attempt)}
-            ended = _run_once(count, work, device, saves, own)
+            ended = _run_once(count, work, device, saves, timeout_s, own)
             killed = _replaceable(ended, count)
             left -= len(killed)
             if not killed or left < 0:
@@ -163,7 +169,9 @@ def _end_with(ended: _Ended, count: int) -> None:
         raise _rank_failed(ended.failures, count)
 
 
-def _run_once(count: int, work: bytes, device: str, saves: bool, own: Mapping[str, str] | None = None) -> _Ended:
+def _run_once(
+    count: int, work: bytes, device: str, saves: bool, timeout_s: float, own: Mapping[str, str] | None = None
+) -> _Ended:
     """Run the ranks until all have ended.
 
     Args:
@@ -176,7 +184,8 @@ def _run_once(count: int, work: bytes, device: str, saves: bool, own: Mapping[st
     pipes: dict[Connection, int] = {}
     try:
         for rank in range(count):
-            spec = _RankSpec(rank, count, store.port, device, {**_environment(rank, count), **(own or {})})
+            environment = {**_environment(rank, count), **(own or {})}
+            spec = _RankSpec(rank, count, store.port, device, timeout_s, environment)
             ours, theirs = context.Pipe()
             process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
             # Listed before the start, which takes seconds and may be interrupted: the fork server imports torch.
@@ -206,6 +215,7 @@ class _RankSpec:
     size: int
     port: int
     device: str
+    timeout_s: float
     environment: Mapping[str, str]
 
 
@@ -324,14 +334,14 @@ def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
     os.environ.clear()
     os.environ.update(spec.environment)
     # Set explicitly: torch read the variable in the fork server, before this process set it.
-    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
+    torch.set_num_threads(number(os.environ, "OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
     failure: _Failure | None = None
     # The main thread closes logs in half of the time that the launcher waits.
     with StopSignals(pipe, GRACE_S / 2) as stop:
         try:
             function, args = pickle.loads(work)
             store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
-            with joined(spec.device, store) as group:
+            with joined(spec.device, store, spec.timeout_s) as group:
                 stop.begin()
                 function(group, *args)
         except BaseException as error:
@@ -434,13 +444,6 @@ def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
 
 
 def _backend(device: str) -> str:
-    local = _number("LOCAL_WORLD_SIZE", 1)
+    local = number(os.environ, "LOCAL_WORLD_SIZE", 1)
     alone = device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
     return "cpu:gloo,cuda:nccl" if alone and dist.is_nccl_available() else "gloo"
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"{name} in the environment: got {text!r}; expected a number.")
-    return int(text)

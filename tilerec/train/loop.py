@@ -18,16 +18,16 @@ from torch import nn
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
-from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, run_result, summary
-from tilerec.train.run import Run
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.started_run import started_run
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 
@@ -55,12 +55,11 @@ def train(
         CommsError: another rank failed.
         RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
-    world = World(group)
-    all_watchers = list(watchers)
+    world, all_watchers = World(group), list(watchers)
     logs: LogFiles | None = None
     run: Run | None = None
     try:
-        if group is None and config.parallel != ParallelConfig():
+        if group is None and config.parallel.shards:
             warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
         world.check(config)
         options = config.train
@@ -70,16 +69,14 @@ def train(
         dataset = config.data.open()
         config.task.check(dataset)
         torch.manual_seed(options.seed)
-        model = world.build(config, dataset, device)
-        run = started_run(config, dataset, model, device, world, all_watchers)
+        run = started_run(config, dataset, device, world, all_watchers)
+        model = run.model
         if config.log_dir and not world.rank:
             logs = open_logs(config, model, run.steps if run.continues else None)
             _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
-            if run.steps:
-                console.print(f"resumed after step {run.steps:,}", highlight=False)
-            all_watchers.append(Terminal(console, options.max_steps or None))
+            all_watchers.append(Terminal(console, options.max_steps or None, run.steps))
         for watcher in all_watchers:
             watcher.begin(config.name, settings(config))
         run.learn()

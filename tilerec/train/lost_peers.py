@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from tilerec.comms.process import is_peer_failure
 from tilerec.errors import CommsError
 
 FOLDER = "TILEREC_MEMORY"
 """Environment variable with the folder for files in memory, set by a launcher that replaces killed ranks."""
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable with the number of earlier starts of these ranks."""
-# Parts of torch's messages for a lost peer, raised by calls outside of this library.
-_PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return True if an error was caused by another rank that failed."""
-    return isinstance(error, CommsError) or any(words in str(error) for words in _PEERS)
+    return isinstance(error, CommsError) or is_peer_failure(str(error))
 
 
 def attempt(environ: Mapping[str, str] | None = None) -> int:

@@ -13,9 +13,9 @@ from tilerec.data.dataset import Dataset
 from tilerec.data.delimited import RowCount
 from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Scores
-from tilerec.train.run import Run
 from tilerec.train.scores import HeldOutScores, mean_scores, score_record
 from tilerec.train.task import Evaluation
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 

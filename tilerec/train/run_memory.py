@@ -40,7 +40,7 @@ from tilerec.train.lost_peers import FOLDER, attempt, is_lost_peer
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
-    from tilerec.train.run import Run
+    from tilerec.train.training_run import Run
 
 
 @final

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import nn
 
@@ -17,14 +19,20 @@ from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import ParallelConfig
 from tilerec.train.optimizers import tables_of
 
+Plan: TypeAlias = ShardingPlan | None
+"""A plan for `shard`; None leaves every choice to the planner."""
 
-def shard_run(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device) -> None:
+
+def shard_run(
+    model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device, saved: Plan
+) -> None:
     """Shard a model's tables over the ranks, in place. Collective.
 
     Args:
         device: of the tables.
+        saved: plan of a run that is continued on the same ranks and hosts.
     """
-    plan = run_plan(model, config, group, device)
+    plan = saved or run_plan(model, config, group, device)
     if not config.group_size:
         shard(model, plan=plan, mesh=group, device=device, exact=config.exact)
         return

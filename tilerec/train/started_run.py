@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
-from tilerec.train.run import Run
 from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Watcher
 from tilerec.train.run_memory import RunMemory
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 
 def started_run(
-    config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, world: World, watchers: list[Watcher]
+    config: RunConfig, dataset: Dataset, device: torch.device, world: World, watchers: list[Watcher]
 ) -> Run:
-    """Return a run that is ready to learn. Collective.
+    """Build the model of a run, and return the run ready to learn. Collective.
 
     Raises:
         ConfigError: a killed rank is replaced, and neither memory nor checkpoints have its tables.
     """
     checkpoints, memory = RunCheckpoints.of(config, world), RunMemory.of(config, world)
+    saved = None if checkpoints is None else checkpoints.saved_plan(device.type)
+    model = world.build(config, dataset, device, saved)
     run = Run(config, dataset, model, device, world, watchers, checkpoints, memory)
     if memory is not None and memory.attempt:
         newest = -1 if checkpoints is None else checkpoints.newest()

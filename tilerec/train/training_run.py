@@ -14,6 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -72,6 +73,7 @@ class Run:
         self._since = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
+        self._apart = ""
         self._epoch = 0
         self._position = 0
         self.steps = 0
@@ -84,17 +86,34 @@ class Run:
         Raises:
             RunStopped: a signal has stopped the run, and it is saved.
         """
-        if self._memory is not None:
-            self._memory.begin(self)
-        if self._checkpoints is None:
-            self._learn()
-            return
-        with self._checkpoints.stops():
+        stops = nullcontext() if self._checkpoints is None else self._checkpoints.stops()
+        with self._world.reporting(self.where), stops:
             try:
+                if self._memory is not None:
+                    self._memory.begin(self)
                 self._learn()
-            except BaseException:
-                self._checkpoints.leave()
-                raise
+            except BaseException as error:
+                if self._checkpoints is not None:
+                    self._checkpoints.leave()
+                lost = (
+                    self._world.failure(f"step {self.steps + 1}", error) if isinstance(error, RuntimeError) else error
+                )
+                if lost is error:
+                    raise
+                raise lost from error
+
+    def where(self) -> str:
+        """Return what this rank does, for the ranks that wait for it; another thread calls it."""
+        return f"step {self.steps + 1}, {self._apart or self._pipeline.stage}"
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Name what this rank does in the block, apart from the stages of its steps."""
+        self._apart = what
+        try:
+            yield
+        finally:
+            self._apart = ""
 
     def _learn(self) -> None:
         self._model.train()
@@ -102,7 +121,8 @@ class Run:
         self._since = time.perf_counter()
         while self._steps_to_save(shares) and self._checkpoints is not None:
             self._stop_clock()
-            self._checkpoints.save(self)
+            with self._doing("checkpoint"):
+                self._checkpoints.save(self)
             self._since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
@@ -111,7 +131,8 @@ class Run:
             self._stop_clock()
             self._emit_train(values)
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self)
+            with self._doing("checkpoint"):
+                self._checkpoints.save_last(self)
         if self._config.trace:
             try:
                 self._pipeline.write_trace(self._config.trace)
@@ -176,6 +197,11 @@ class Run:
         if self._memory is not None:
             self._memory.hand_over(error)
 
+    @property
+    def model(self) -> nn.Module:
+        """The model; on several ranks, with this rank's tiles."""
+        return self._model
+
     def parts(self) -> dict[str, Any]:
         """Return the parts of the run with a state of their own: the model and its optimizers."""
         return {"model": self._model, **self._optimizers.parts}
@@ -183,7 +209,8 @@ class Run:
     def evaluate(self) -> Evaluation:
         """Return the scores on the held-out part, and log their means over the task's parts. Collective."""
         self._table_stats.pause()
-        found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
+        with self._doing("evaluation"), self._world.reporting(self.where):
+            found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
         self._table_stats.resume()
         self._emit("eval", mean_scores(found.tasks.values()).numbers)
         return found
@@ -197,8 +224,9 @@ class Run:
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
         event = Event(kind, self.steps, self.samples, values)
-        for watcher in self._watchers:
-            watcher.record(event)
+        with self._doing("log entry"):
+            for watcher in self._watchers:
+                watcher.record(event)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its data, its counters, and this rank's generators and losses.
