@@ -70,6 +70,7 @@ class StopSignals:
         self._deferring = False
         self._requested_at: float | None = None  # first SIGTERM
         self._requested = False
+        self._early = 0  # SIGUSR1 if it is a request; a handler of the caller's is not
 
     def __enter__(self) -> StopSignals:
         if self._handles:
@@ -122,6 +123,7 @@ class StopSignals:
             early = None
         if early is not None:
             signal.signal(early, _nothing)  # with a handler of Python, the watcher gets the signal's number
+        self._early = 0 if early is None else int(early)
         self._requested_at, self._requested = None, False
         self._deferring = True
         try:
@@ -186,7 +188,7 @@ class StopSignals:
             if self._requested_at is not None and now - self._requested_at > self._repeat_s:
                 os._exit(UNSAVED)
             self._requested_at = self._requested_at or now
-        if signal.SIGTERM in numbers or getattr(signal, "SIGUSR1", -1) in numbers:
+        if signal.SIGTERM in numbers or self._early in numbers:
             self._requested = True
 
     def _wake_main(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,13 @@ from torch import Tensor
 from tests.parallel.checkpoint_models import State, train, whole, wrapped
 from tests.parallel.checkpoint_models import same as same_state
 from tests.storage.cached_tables import batch, ebc, output
-from tilerec.checkpoint import CheckpointManager, load, planned_save, save_ahead
+from tilerec.checkpoint import CheckpointManager, announce_write, load, planned_save, save, save_ahead
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.folder import _LocalFolder
 from tilerec.checkpoint.row_snapshot import RowSnapshot
-from tilerec.errors import FileError
+from tilerec.errors import ConfigError, FileError
 from tilerec.modules.cached_tables import cache_tables, iter_table_rows
+from tilerec.optim.attach import set_sparse_grad
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.storage.table_rows import TableRows
@@ -28,6 +31,7 @@ from tilerec.testing.ranks import Ranks
 
 Pool = Callable[[int], Ranks]
 Values = dict[str, Tensor]
+SPEC = RowWiseAdagrad(lr=0.1)
 
 
 def step(module: Any, dice: random.Random) -> None:
@@ -139,6 +143,133 @@ def test_a_write_of_any_rows_meanwhile_does_not_reach_the_save(
     gate.end()
     running.wait()
     same(loaded(tmp_path / "step-1", spec), want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_save_of_tables_that_torch_steps_has_the_bits_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool, dense: bool
+) -> None:
+    if fused and not dense:
+        pytest.skip("torch has no fused step of sparse gradients")
+    module, dice, gate = ebc(None), random.Random(8), Gate(monkeypatch)
+    set_sparse_grad(list(module.parameters()), not dense)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=fused)
+    manager = CheckpointManager(tmp_path, asynchronous=True, incremental=True)
+    want: Values = {}
+    for number in range(2):
+        want = {name: value.clone() for name, value in module.state_dict().items()}
+        manager.save(number, {"model": module})
+        step(module, dice)
+        optimizer.step()
+        gate.end()
+    manager.wait()
+    fresh = ebc(None)
+    load(tmp_path / "step-1", {"model": fresh})
+    same(dict(fresh.state_dict()), want)
+
+
+def by_hand(module: Any) -> None:
+    with torch.no_grad():
+        module.embedding_bags["b"].weight[7] = 3.0
+
+
+def a_slot(module: Any) -> None:
+    FusedOptimizer(module).state[module.embedding_bags["b"].weight]["exp_avg"][9] = 5.0
+
+
+@pytest.mark.parametrize("write", [by_hand, a_slot])
+@pytest.mark.parametrize("step_after", [False, True])
+def test_a_write_by_hand_fails_the_save_unless_it_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Any], None], step_after: bool
+) -> None:
+    for announced in (False, True):
+        module, gate = ebc(Adam(lr=0.1)), Gate(monkeypatch)
+        want = values_of(module)
+        path = tmp_path / str(announced)
+        running = save_ahead(path, {"model": module, "optimizer": FusedOptimizer(module)})
+        if announced:
+            announce_write(module)
+        write(module)
+        if step_after:
+            step(module, random.Random(1))
+        gate.end()
+        if announced:
+            running.wait()
+            same(loaded(path, Adam(lr=0.1)), want)
+        else:
+            with pytest.raises(ConfigError, match="'b': got a write by hand"):
+                running.wait()
+            assert not path.exists()
+        monkeypatch.undo()
+
+
+def test_loading_the_optimizer_alone_does_not_reach_a_running_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, dice = Adam(lr=0.1), random.Random(9)
+    module = ebc(spec)
+    step(module, dice)
+    save(tmp_path / "other", {"optimizer": FusedOptimizer(module)})
+    step(module, dice)
+    want, gate = values_of(module), Gate(monkeypatch)
+    running = save_ahead(tmp_path / "own", {"model": module, "optimizer": FusedOptimizer(module)})
+    load(tmp_path / "other", {"optimizer": FusedOptimizer(module)})
+    gate.end()
+    running.wait()
+    same(loaded(tmp_path / "own", spec), want)
+
+
+def test_metadata_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, gate = {"at": {"step": 1}}, Gate(monkeypatch)
+    running = save_ahead(tmp_path / "a", {"model": ebc(SPEC)}, metadata=metadata)
+    metadata["at"]["step"] = 2
+    gate.end()
+    running.wait()
+    assert SavedContents(tmp_path / "a").manifest.metadata["at"] == {"step": 1}
+
+
+def test_a_program_that_ends_has_its_save(tmp_path: Path) -> None:
+    text = f"""if True:
+        import torch
+        from tilerec.checkpoint import save_ahead
+        save_ahead({str(tmp_path / "a")!r}, {{"rows": torch.arange(3_000_000)}})
+    """
+    subprocess.run([sys.executable, "-c", text], check=True)
+    values = load(tmp_path / "a", {"rows": None})
+    assert torch.equal(values["rows"], torch.arange(3_000_000))
+
+
+def test_a_save_that_cannot_begin_leaves_no_observer() -> None:
+    module = ebc(SPEC)
+    with pytest.raises(FileError):
+        save_ahead("nosuch://x/y", {"model": module})
+    assert all(not rows.observers for _, rows in iter_table_rows(module))
+
+
+def test_an_interrupted_wait_leaves_the_save_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, dice, gate = ebc(SPEC), random.Random(2), Gate(monkeypatch)
+    manager = CheckpointManager(tmp_path, asynchronous=True, incremental=True, keep_last=0)
+    job = {"model": module, "optimizer": FusedOptimizer(module)}
+    manager.save(1, job)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.wait()
+    gate.end()
+    want = []
+    for number in (2, 3):
+        step(module, dice)
+        want.append(values_of(module))
+        manager.save(number, job)
+    manager.wait()
+    for number, values in zip((2, 3), want, strict=True):
+        same(loaded(tmp_path / f"step-{number}", SPEC), values)
+    assert SavedContents(tmp_path / "step-3").manifest.base is not None
 
 
 def rows_of_table(count: int) -> TableRows:

@@ -22,6 +22,7 @@ from tests.parallel.checkpoint_models import State, train, whole, wrapped
 from tests.parallel.checkpoint_models import same as same_state
 from tests.storage.cached_tables import ebc
 from tilerec.checkpoint import CheckpointManager, compact, load
+from tilerec.checkpoint import manager as manager_module
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.manager import checkpoints
 from tilerec.checkpoint.manifest import manifest_text
@@ -164,6 +165,48 @@ def test_a_resumed_run_continues_the_chain(tmp_path: Path) -> None:
     assert base is not None
     assert base.name == "step-1"
     same(loaded(tmp_path / "step-2"), want)
+
+
+def test_parts_that_the_base_has_not_or_that_were_not_loaded_are_written_whole(tmp_path: Path) -> None:
+    spec, dice = Adam(lr=0.1), random.Random(21)
+    module = ebc(spec)
+    for _ in range(3):
+        step(module, dice)
+    saves = manager(tmp_path / "grown")
+    saves.save(1, {"model": module})
+    step(module, dice)
+    saves.save(2, parts(module))
+    same(loaded(tmp_path / "grown" / "step-2", spec), values_of(module))
+
+    manager(tmp_path / "resumed").save(1, parts(module))
+    fresh, again = ebc(spec), manager(tmp_path / "resumed")
+    again.resume({"model": fresh})
+    step(fresh, dice)
+    again.save(2, parts(fresh))
+    assert SavedContents(tmp_path / "resumed" / "step-2").manifest.base is not None
+    same(loaded(tmp_path / "resumed" / "step-2", spec), values_of(fresh))
+    again.save(3, {"renamed": fresh, "optimizer": FusedOptimizer(fresh)})
+    load(tmp_path / "resumed" / "step-3", {"renamed": ebc(spec)})
+
+
+def test_an_unreadable_checkpoint_does_not_cost_the_bases_of_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, dice = ebc(SPEC), random.Random(22)
+    saves = manager(tmp_path, keep_last=1)
+    opened = manager_module.open_chain
+    for number in range(4):
+        step(module, dice)
+
+        def once(folder: Any, *known: Any, number: int = number) -> Any:
+            if folder.path.endswith(f"step-{number}"):
+                raise FileError("a store that does not answer")
+            return opened(folder, *known)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager_module, "open_chain", once)
+            saves.save(number, parts(module))
+        same(loaded(tmp_path / f"step-{number}"), values_of(module))
 
 
 def test_everything_is_written_once_the_rows_are_as_large_as_the_whole(tmp_path: Path) -> None:

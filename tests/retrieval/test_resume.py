@@ -19,7 +19,7 @@ from tilerec.recipes.retrieval_model import SASRecConfig
 from tilerec.retrieval.item_frequency import StreamingFrequency
 from tilerec.testing import run_ranks
 from tilerec.train.config import RunConfig
-from tilerec.train.run import Run
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 CPU = torch.device("cpu")

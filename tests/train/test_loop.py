@@ -38,7 +38,7 @@ from tilerec.testing import Ranks
 from tilerec.train import run as run_module
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
-from tilerec.train.launch import RankFailed, _local_store, cores, launch, under_torchrun
+from tilerec.train.launch import RankFailed, _local_store, cores, launch
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers, torch_optimizer
@@ -643,11 +643,6 @@ def test_a_rank_that_ends_without_a_word_is_told_before_those_that_missed_it() -
 def test_a_launch_of_no_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 ranks"):
         launch(0, _exit_quietly)
-
-
-def test_a_process_with_a_rank_knows_its_launcher() -> None:
-    assert under_torchrun({"RANK": "0", "WORLD_SIZE": "2"})
-    assert not under_torchrun({"WORLD_SIZE": "2"})
 
 
 # Showing ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tilerec.spec.optimizer import SGD
 from tilerec.train.config import ClickConfig, DataConfig, RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
-from tilerec.train.run import Run
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 CPU = torch.device("cpu")

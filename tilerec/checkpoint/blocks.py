@@ -41,7 +41,10 @@ class BlockWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, which the caller may change afterwards."""
-        self._pending = self._thread.submit(self._hash, memoryview(data))
+        try:
+            self._pending = self._thread.submit(self._hash, memoryview(data))
+        except RuntimeError:  # the program has ended but for this save, and threads take no more work
+            self._hash(memoryview(data))
         self._file.write(data)
         self.size += len(data)
         self._wait()

@@ -94,8 +94,12 @@ class Chain:
             read_rows(link.folder, link.manifest, rows.get(id(link), []), self._numbers)
 
 
-def open_chain(folder: CheckpointFolder) -> Chain:
+def open_chain(folder: CheckpointFolder, known: dict[str, Manifest] | None = None) -> Chain:
     """Return a checkpoint with its bases; all their files are there and have the right sizes.
+
+    Args:
+        known: manifests that have been opened, by path; gets those that are opened. So many chains with the same bases
+            are opened in the time of one.
 
     Raises:
         FileError: a manifest or a file is missing. InputError: a manifest or a size is wrong, or a base is another
@@ -104,7 +108,9 @@ def open_chain(folder: CheckpointFolder) -> Chain:
     links: list[Link] = []
     seen: set[str] = set()
     while True:
-        manifest = open_manifest(folder)
+        manifest = known[folder.path] if known is not None and folder.path in known else open_manifest(folder)
+        if known is not None:
+            known[folder.path] = manifest
         if links:
             _check_base(links, folder, manifest)
         links.append(Link(folder, manifest))

@@ -19,9 +19,9 @@ from torch import Tensor
 from tilerec.checkpoint.chain import Chain, Wanted, open_chain, unreadable
 from tilerec.checkpoint.changes import Changes, matches
 from tilerec.checkpoint.folder import folder_at
+from tilerec.checkpoint.job_tables import announce_write_to
 from tilerec.checkpoint.parts import has_fixed_names, ranks_of_job, states_of
 from tilerec.checkpoint.pieces import check_tensor, pieces_of
-from tilerec.checkpoint.row_changes import announce_write
 from tilerec.checkpoint.tree import flatten, unflatten
 from tilerec.comms.agreement import agreeing, errors_of_ranks, on_all_ranks
 from tilerec.comms.group import Group
@@ -78,7 +78,7 @@ def load(
             check(folder.path, reading.values)
     failure: TilerecError | None = None
     try:
-        announce_write(parts)
+        announce_write_to(piece.memory for piece, _ in reading.wanted)
         chain.read(reading.wanted)
     except InputError as error:
         failure = error

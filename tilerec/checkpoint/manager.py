@@ -13,6 +13,7 @@ before a newer one is complete, nor is the base of an incremental one.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import warnings
@@ -23,20 +24,22 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from tilerec.checkpoint.chain import open_chain
+from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.loading import load
-from tilerec.checkpoint.manifest import Base
+from tilerec.checkpoint.manifest import Base, Manifest
 from tilerec.checkpoint.parts import ranks_of_job
 from tilerec.checkpoint.row_changes import JobChanges
-from tilerec.checkpoint.saving import RunningSave, Saved, Since, file_errors, plan
+from tilerec.checkpoint.running_save import RunningSave
+from tilerec.checkpoint.saving import Saved, Since, file_errors, plan
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MOST_LINKS = 64  # increments on a whole checkpoint: each is opened to load the last one
 _LEFT = re.compile(r"step-([0-9]{1,18})(?:\.(?:tmp|old)-[0-9a-f]+)+")
 """Folders of saves and removals that did not end, also of removals of these."""
 
@@ -76,15 +79,21 @@ def whole_checkpoints(folder: str | Path, *, group: Group | dist.ProcessGroup | 
     """Return the checkpoints of a folder whose manifests and file sizes are right, newest first. Collective."""
     ranks = ranks_of_job(group)
     whole: dict[int, Found] = {}
+    known: dict[str, Manifest] = {}
     for found in reversed(checkpoints(folder)):
         try:
-            open_chain(parent_at(folder).folder(f"step-{found.step}"))
+            open_chain(parent_at(folder).folder(f"step-{found.step}"), known)
         except TilerecError as error:
             warnings.warn(f"{error} It is passed over.", stacklevel=3)
         else:
             whole[found.step] = found
     seen: Sequence[Any] = ranks.all_gather_object(sorted(whole))
     return [whole[step] for step in sorted(set.intersection(*map(set, seen)), reverse=True)]
+
+
+def read_metadata(path: str | Path) -> Mapping[str, Json]:
+    """Return the metadata of a checkpoint, as `save` got them. Raises as `load` for a damaged one."""
+    return open_manifest(folder_at(path)).metadata
 
 
 class CheckpointManager:
@@ -127,7 +136,7 @@ class CheckpointManager:
         ):
             if value < 0:
                 raise ConfigError(f"CheckpointManager: got {name}={value}; expected a number from 0. Correct it.")
-        self.folder = folder
+        self.folder = folder if "://" in str(folder) else os.path.abspath(folder)
         self._every, self._seconds = every, seconds
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ranks = ranks_of_job(group)
@@ -136,6 +145,7 @@ class CheckpointManager:
         self._damaged: set[int] = set()  # steps whose files have the right sizes and wrong bytes
         self._channel = self._ranks.split("checkpoints") if asynchronous else None
         self._running: RunningSave | None = None
+        self._noted: tuple[int, bool] = (0, False)  # step of the running save, and if it is incremental
         self._changes = JobChanges() if incremental else None
         self._chain: list[tuple[int, Saved]] = []  # steps of the newest chain, the whole one first
 
@@ -163,15 +173,18 @@ class CheckpointManager:
                 self._remove_damaged(step)
         ahead = self._channel is not None
         base = self._base(step)
+        tensors = self._chain[-1][1].tensors if base is not None else {}
         try:
             planned = plan(
                 path, parts, self._ranks, {"step": step, **(metadata or {})}, ahead=ahead,
-                since=None if self._changes is None else Since(self._changes, base),
+                since=None if self._changes is None else Since(self._changes, base, tensors),
             )  # fmt: skip
             if self._channel is not None:
-                self._running = RunningSave(planned, self._channel, lambda saved: self._complete(step, saved, base))
+                self._running = RunningSave(planned, self._channel, lambda: self._clean(step))
+                self._noted = step, base is not None
             else:
-                self._complete(step, planned.write(self._ranks), base)
+                self._note(step, planned.write(self._ranks), incremental=base is not None)
+                self._clean(step)
         except BaseException:
             self._forget()
             raise
@@ -180,14 +193,18 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until the running save is complete. Raises its errors, on every rank. Collective."""
-        running, self._running = self._running, None
-        if running is None:
+        if self._running is None:
             return
         try:
-            running.wait()
+            saved = self._running.wait()
         except BaseException:
-            self._forget()
+            if self._running.done:  # an interrupt leaves it running
+                self._running = None
+                self._forget()
             raise
+        self._running = None
+        step, incremental = self._noted
+        self._note(step, saved, incremental=incremental)
 
     def leave(self) -> None:
         """Wait for the running save of a failed job, if this process is its only rank: others may not end theirs."""
@@ -195,9 +212,12 @@ class CheckpointManager:
             with suppress(TilerecError):
                 self.wait()
 
-    def _complete(self, step: int, saved: Saved, base: Base | None) -> None:
-        """Note a complete checkpoint, and remove old ones. On a rank of a running save, its thread calls this."""
-        self._chain = [*(self._chain if base is not None else ()), (step, saved)]
+    def _note(self, step: int, saved: Saved, *, incremental: bool) -> None:
+        """Note a complete checkpoint as the next base."""
+        self._chain = [*(self._chain if incremental else ()), (step, saved)]
+
+    def _clean(self, step: int) -> None:
+        """Remove old checkpoints. The thread of a running save calls this."""
         if self._ranks.rank == 0:
             try:
                 self._remove_old(step)
@@ -216,7 +236,7 @@ class CheckpointManager:
             return None
         (_, whole), *later = self._chain
         last, saved = self._chain[-1]
-        fits = last < step and sum(one.bytes for _, one in later) < whole.bytes
+        fits = last < step and len(later) < _MOST_LINKS and sum(one.bytes for _, one in later) < whole.bytes
         # Rank 0 alone looks at the files, and decides.
         there = self._ranks.all_gather_object(fits and (self._ranks.rank != 0 or self._is_whole(last)))
         return Base(f"step-{last}", saved.id) if all(there) else None
@@ -233,6 +253,7 @@ class CheckpointManager:
         *,
         changes: Changes | None = None,
         check: Callable[[str, dict[str, Any]], None] | None = None,
+        newest: int | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
@@ -240,9 +261,13 @@ class CheckpointManager:
 
         Args:
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
+            newest: step of the newest checkpoint that may be loaded; later ones count as damaged. None for no limit.
         """
         self.wait()
         for found in whole_checkpoints(self.folder, group=self._ranks):
+            if newest is not None and found.step > newest:
+                self._damaged.add(found.step)
+                continue
             try:
                 values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
             except (InputError, FileError) as error:  # on all ranks, if on one
@@ -260,8 +285,12 @@ class CheckpointManager:
             return
         chain = open_chain(parent_at(self.folder).folder(f"step-{found.step}"))
         names = [f"step-{found.step}", *(link.manifest.base.name for link in chain.links if link.manifest.base)]
+        # Parts that were not loaded have other values than those of the checkpoint.
+        loaded = {
+            name: (saved.dtype, saved.shape) for name, saved in chain.tensors.items() if name.split(".", 1)[0] in parts
+        }
         links = [
-            (int(name.removeprefix("step-")), Saved(link.manifest.id, link.manifest.bytes))
+            (int(name.removeprefix("step-")), Saved(link.manifest.id, link.manifest.bytes, loaded))
             for name, link in zip(names, chain.links, strict=True)
         ]
         self._chain = links[::-1] if fits and all(saved.id for _, saved in links) else []
@@ -282,31 +311,32 @@ class CheckpointManager:
         parent = parent_at(self.folder)
         gone = [name for name in parent.names() if (left := _LEFT.fullmatch(name)) and int(left[1]) <= newest]
         if self._keep_last:
-            steps = [found.step for found in checkpoints(self.folder) if found.step <= newest]
-            whole = [step for step in steps if self._is_whole(step)]
+            chains = self._chains([found.step for found in checkpoints(self.folder) if found.step <= newest])
+            whole = [step for step, bases in chains.items() if bases is not None]
             # None are left if another process has removed them meanwhile.
             oldest = whole[-self._keep_last :][0] if whole else 0
-            kept = {f"step-{s}" for s in steps if s >= oldest or (self._keep_every and s % self._keep_every == 0)}
-            kept |= {base for name in kept for base in self._bases(name)}
+            kept = {step for step in chains if step >= oldest or (self._keep_every and step % self._keep_every == 0)}
+            names = {f"step-{step}" for step in kept}.union(*(chains[step] or () for step in kept))
             # Incremental ones go before their bases, so no base is missing meanwhile.
-            gone += [f"step-{step}" for step in reversed(steps) if f"step-{step}" not in kept]
+            gone += [f"step-{step}" for step in reversed(chains) if f"step-{step}" not in names]
         for name in gone:
             try:
                 parent.folder(name).remove()
             except OSError as error:
                 warnings.warn(f"Checkpoint {name}: it cannot be removed ({error}). The run continues.", stacklevel=2)
 
-    def _bases(self, name: str) -> list[str]:
-        """Return the names of the bases of a checkpoint."""
-        try:
-            chain = open_chain(parent_at(self.folder).folder(name))
-        except TilerecError:
-            return []
-        return [link.manifest.base.name for link in chain.links if link.manifest.base is not None]
+    def _chains(self, steps: Sequence[int]) -> dict[int, list[str] | None]:
+        """Return the names of the bases of each checkpoint; None for one that is not whole."""
+        known: dict[str, Manifest] = {}
+        found: dict[int, list[str] | None] = {}
+        for step in steps:
+            try:
+                chain = open_chain(parent_at(self.folder).folder(f"step-{step}"), known)
+            except TilerecError:
+                found[step] = None
+            else:
+                found[step] = [link.manifest.base.name for link in chain.links if link.manifest.base is not None]
+        return found
 
     def _is_whole(self, step: int) -> bool:
-        try:
-            open_chain(parent_at(self.folder).folder(f"step-{step}"))
-        except TilerecError:
-            return False
-        return True
+        return self._chains([step])[step] is not None

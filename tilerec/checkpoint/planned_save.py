@@ -23,6 +23,9 @@ from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
 from tilerec.storage.table_rows import TableRows
 
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+
 
 class PlannedChunk(NamedTuple):
     """A box of a tensor, and its entry."""
@@ -42,28 +45,33 @@ class PlannedRows(NamedTuple):
 
 
 class PlannedSave:
-    """What this rank writes. Collective to make.
+    """What this rank writes.
 
     Args:
         tensors: of the job, by name.
-        tables: rows of the job's tables, whose memory some tensors share.
-        changed: of some tables, the rows that have changed since the base, int64 ascending; {} without a base.
+        boxes: those that this rank writes, by tensor; see `boxes_of_rank`.
+        tables: whose changes are known; some tensors share their memory.
+        changed: of some tables, the rows that have changed since the base, int64 ascending.
+        in_base: names, dtypes and shapes of the base's tensors; other tensors are written whole.
         ahead: True if another thread will write while training goes on.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], ranks: Group, tables: Sequence[TableRows],
-        changed: Mapping[TableRows, Tensor], *, ahead: bool,
+        self, tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], tables: Sequence[TableRows],
+        changed: Mapping[TableRows, Tensor], in_base: Mapping[str, Form], *, ahead: bool,
     ) -> None:  # fmt: skip
-        self._changed, self._ahead = changed, ahead
+        self._changed, self._in_base, self._ahead = changed, in_base, ahead
         self._leaves = _Leaves(tables)
         self._snapshots: dict[TableRows, RowSnapshot] = {}
         self._numbers: dict[tuple[Any, ...], Entry] = {}
         self.own: list[PlannedChunk | PlannedRows] = []
-        for name, box in _boxes_of_rank(tensors, ranks):
-            tensor = tensors[name]
-            memory = next(piece.memory for piece in pieces_of(name, tensor) if piece.box == box)
-            self._plan(name, tuple(tensor.shape), box, memory)
+        try:
+            for name, box in boxes:
+                memory = next(piece.memory for piece in pieces_of(name, tensors[name]) if piece.box == box)
+                self._plan(name, tuple(tensors[name].shape), box, memory)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def entries(self) -> list[Entry]:
@@ -76,6 +84,11 @@ class PlannedSave:
     def copied_bytes(self) -> int:
         """Bytes of rows that training has copied so far."""
         return sum(snapshot.copied_bytes for snapshot in self._snapshots.values())
+
+    def check(self) -> None:
+        """Raise `ConfigError` if other code has written rows that are saved, without an announcement."""
+        for snapshot in self._snapshots.values():
+            snapshot.check()
 
     def close(self) -> None:
         """End the observation of the tables, and free the copies."""
@@ -93,7 +106,7 @@ class PlannedSave:
                 part = box.within(held, chunk)
                 entry = Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, _bytes_of(part))
                 self.own.append(PlannedChunk(name, chunk, entry))
-        elif place.table in self._changed:
+        elif place.table in self._changed and self._in_base.get(name) == (memory.dtype, shape):
             self._plan_rows(name, shape, box, memory, place)
         else:
             for chunk in chunks_of(box, memory.dtype):
@@ -190,10 +203,19 @@ class _Leaves:
         return None
 
 
-def _boxes_of_rank(tensors: Mapping[str, Tensor], ranks: Group) -> list[tuple[str, Box]]:
+Offers = Mapping[str, Sequence[Box]]
+"""Boxes of the spread tensors that a rank could write."""
+
+
+def offers_of(tensors: Mapping[str, Tensor]) -> Offers:
+    """Return the boxes of this rank."""
+    return {name: written_boxes(name, tensor) for name, tensor in tensors.items() if is_spread(tensor)}
+
+
+def boxes_of_rank(tensors: Mapping[str, Tensor], own_offers: Offers, ranks: Group) -> list[tuple[str, Box]]:
     """Return the boxes that this rank writes, by tensor. The same tensors are assigned alike each time. Collective."""
-    spread = {name: tensor for name, tensor in tensors.items() if is_spread(tensor)}
-    offers: Sequence[Any] = ranks.all_gather_object({name: written_boxes(name, t) for name, t in spread.items()})
+    offers: Sequence[Any] = ranks.all_gather_object(own_offers)
+    spread = [name for name in tensors if name in own_offers]
     loads = [0] * ranks.size
     own: list[tuple[str, Box]] = []
 
@@ -210,7 +232,7 @@ def _boxes_of_rank(tensors: Mapping[str, Tensor], ranks: Group) -> list[tuple[st
                 holders.setdefault(Box(*box), []).append(rank)
         for box, some in sorted(holders.items()):
             assign(name, box, some)
-    plain = (name for name in tensors if name not in spread)
+    plain = (name for name in tensors if name not in own_offers)
     for name in sorted(plain, key=lambda name: (-tensors[name].nbytes, name)):
         for box in written_boxes(name, tensors[name]):
             assign(name, box, range(ranks.size))

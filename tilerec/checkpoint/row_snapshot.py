@@ -15,17 +15,26 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilerec.ops.runtime.upload import capturing
+from tilerec.checkpoint.job_tables import versions_of
+from tilerec.errors import ConfigError
 from tilerec.storage.table_rows import TableRows
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class _Copies(NamedTuple):
+    """Rows with their values of each tensor, uint8 `[C, bytes]`; ready: on a GPU, when they are complete."""
+
+    rows_C: Tensor
+    values: list[Tensor]
+    ready: torch.cuda.Event | None
 
 
 class RowSnapshot:
@@ -49,45 +58,73 @@ class RowSnapshot:
             self._wanted.zero_()
             self._wanted[rows_U.to(device)] = True
         self._lock = threading.Lock()
-        self._copies: list[tuple[Tensor, list[Tensor]]] = []
+        self._copies: list[_Copies] = []
         self._read = [0] * len(self.tensors)  # rows that have been read, per tensor
         self._rest: list[tuple[int, Tensor]] | None = None  # first row and copy of what was unread at some moment
+        # Version counters after the last announced write; None while one is in progress.
+        self._versions: object = versions_of(table)
+        self._unannounced = False
         self._table: TableRows | None = table
-        if capturing() or getattr(table.group, "get", lambda *_: False)("capturable", False):
-            self.before_write(table, None)  # replays of a CUDA graph write rows without an announcement
-        else:
-            table.observers.append(self)
+        table.observers.append(self)
 
     # ------------------------------------------------------------------------------------------------ training
 
     @torch.no_grad()
     def before_write(self, table: TableRows, rows_N: Tensor | None) -> None:
-        if self._rest is not None:
-            return
-        if rows_N is None:
-            with self._lock:
+        with self._lock:  # several threads may train
+            if self._rest is not None:
+                return
+            self._unannounced |= self._versions is not None and self._versions != versions_of(table)
+            if rows_N is None:
                 self._rest = [(first, self._at(k, first, self._count).clone()) for k, first in enumerate(self._read)]
-            return
-        if not rows_N.numel():
-            return
-        near_N = rows_N.to(self._wanted.device).clamp(0, len(self._wanted) - 1).long()
+                return
+            self._versions = None
+            if rows_N.numel():
+                self._copy(rows_N.to(self._wanted.device).long().clamp(0, len(self._wanted) - 1))
+
+    def _copy(self, near_N: Tensor) -> None:
+        """Copy the rows that are wanted and not copied yet."""
         fresh_C = near_N[self._wanted[near_N]].unique()
-        if fresh_C.numel():
-            copies = [_as_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
-            self._wanted[fresh_C] = False
-            with self._lock:
-                self._copies.append((fresh_C, copies))
+        if not fresh_C.numel():
+            return
+        values = [_as_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
+        self._wanted[fresh_C] = False
+        ready = None
+        if fresh_C.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        self._copies.append(_Copies(fresh_C, values, ready))
 
     def after_write(self, table: TableRows) -> None:
-        pass
+        with self._lock:
+            self._versions = versions_of(table)
 
     # ------------------------------------------------------------------------------------------------ the writer
 
     @property
     def copied_bytes(self) -> int:
         """Bytes of copied rows and their numbers."""
-        parts = [tensor for rows, copies in self._copies for tensor in (rows, *copies)]
+        parts = [tensor for copies in list(self._copies) for tensor in (copies.rows_C, *copies.values)]
         return sum(part.nbytes for part in [*parts, *(copy for _, copy in self._rest or ())])
+
+    def check(self) -> None:
+        """Raise `ConfigError` if rows were written without an announcement, so what was read may be of another moment.
+
+        Another thread may be writing: what it has announced is no error.
+        """
+        table = self._table
+        assert table is not None
+        before = self._versions
+        written = before is not None and before != versions_of(table)
+        with self._lock:
+            # Otherwise an announcement has come in between, and the numbers are its own.
+            written = written and self._versions is before and self._rest is None
+            written = written or self._unannounced
+        if written:
+            raise ConfigError(
+                f"Table '{table.name}': got a write by hand while a save was in progress; expected one that is "
+                "announced. Call tilerec.checkpoint.announce_write(module) before it, or save with asynchronous=False."
+            )
 
     def read(self, k: int, first: int, count: int) -> memoryview:
         """Return the bytes of rows number `first` to `first + count` of the snapshot.
@@ -131,7 +168,7 @@ class RowSnapshot:
             return live[first : first + count].copy()
         return live.take(self.rows_U[first : first + count].numpy(), axis=0)
 
-    def _put_copies(self, k: int, block: Bytes, first: int, count: int, copies: list[Any]) -> None:
+    def _put_copies(self, k: int, block: Bytes, first: int, count: int, copies: list[_Copies]) -> None:
         """Write the copied rows over those of the block."""
         if not count:
             return
@@ -139,7 +176,9 @@ class RowSnapshot:
             numbers: npt.NDArray[np.int64] = np.arange(first, first + count)
         else:
             numbers = self.rows_U[first : first + count].numpy()
-        for rows_C, values in copies:
+        for rows_C, values, ready in copies:
+            if ready is not None:
+                ready.synchronize()
             rows = rows_C.cpu().numpy()
             low, high = np.searchsorted(rows, [numbers[0], numbers[-1] + 1])
             if low < high:

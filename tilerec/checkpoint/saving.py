@@ -1,27 +1,23 @@
-"""`save`: writes a checkpoint of a whole job, as a whole or not at all. `save_ahead`: while training goes on.
+"""`save`: writes a checkpoint of a whole job, as a whole or not at all.
 
     state of every part  ->  tree and tensors  ->  boxes, each assigned to one rank that holds it
         ->  a rank's data files  ->  manifest, by rank 0
 
 Ranks write at the same time, each from its own memory, in chunks. Nothing is gathered. Plain tensors are the same on
 all ranks; the rank with the fewest bytes writes each.
-
-`save_ahead` returns once the plan is made, which takes copies of all but the rows of tables. Another thread writes the
-files, on a channel of its own between the ranks; rows are copied before training writes them (`row_snapshot.py`).
 """
 
 from __future__ import annotations
 
 import binascii
+import json
 import os
 import platform
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,17 +26,24 @@ from torch import Tensor
 from tilerec.checkpoint.blocks import BlockWriter
 from tilerec.checkpoint.data_file import Entry, starts_of, write_entries
 from tilerec.checkpoint.folder import CheckpointFolder, folder_at
+from tilerec.checkpoint.job_tables import known_rows
 from tilerec.checkpoint.manifest import Base, Chunk, RowList, SavedFile, SavedTensor, manifest_text
 from tilerec.checkpoint.parts import ranks_of_job, states_of
 from tilerec.checkpoint.pieces import check_tensor
-from tilerec.checkpoint.planned_save import PlannedChunk, PlannedRows, PlannedSave
-from tilerec.checkpoint.row_changes import JobChanges, tables_of
+from tilerec.checkpoint.planned_save import (
+    Form,
+    PlannedChunk,
+    PlannedRows,
+    PlannedSave,
+    boxes_of_rank,
+    offers_of,
+)
+from tilerec.checkpoint.row_changes import JobChanges
 from tilerec.checkpoint.tree import Json, flatten
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, TilerecError
 
-_PRIORITY = 10  # of a thread that writes while training goes on: a tenth of the time of a busy core
 FILE_BYTES = 1 << 32  # a rank begins another file above this size
 
 
@@ -53,10 +56,11 @@ class _Written(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was written: its id, and the bytes of its data files."""
+    """A checkpoint that was written: its id, the bytes of its data files, and its tensors."""
 
     id: str
     bytes: int
+    tensors: Mapping[str, Form]
 
 
 class Since(NamedTuple):
@@ -65,10 +69,12 @@ class Since(NamedTuple):
     Args:
         changes: of the job since its last save, which the save begins anew.
         base: that save; None: all rows are written.
+        tensors: those of the base that the job's tensors were equal to.
     """
 
     changes: JobChanges
     base: Base | None
+    tensors: Mapping[str, Form]
 
 
 @torch.no_grad()
@@ -99,83 +105,6 @@ def save(
     plan(path, parts, ranks, metadata or {}, ahead=False).write(ranks)
 
 
-def save_ahead(
-    path: str | Path,
-    parts: Mapping[str, Any],
-    *,
-    group: Group | dist.ProcessGroup | None = None,
-    metadata: Mapping[str, Json] | None = None,
-) -> RunningSave:
-    """Begin a checkpoint of the present state, and return while it is written. Collective.
-
-        running = save_ahead("run/step-100", {"model": model, "optimizer": optimizer})
-        ...                                       # further steps
-        running.wait()
-
-    The checkpoint has the bits of this moment. Rows of tables are copied when a step is about to write them; all other
-    state is copied at once. Writes through `weight.data` are not noticed (torch does not count them either).
-
-    Args:
-        path, parts, group, metadata: as for `save`.
-
-    Raises:
-        ConfigError: as `save`. Errors of the files are raised by `RunningSave.wait`.
-    """
-    ranks = ranks_of_job(group)
-    return RunningSave(plan(path, parts, ranks, metadata or {}, ahead=True), ranks.split("checkpoint"))
-
-
-@final
-class RunningSave:
-    """A save that another thread completes. The process does not end before it.
-
-    Args:
-        channel: of the ranks, for this save alone.
-        then: called by the thread once the checkpoint is complete.
-    """
-
-    def __init__(
-        self, planned: Planned, channel: Group, then: Callable[[Saved], None] = lambda saved: None
-    ) -> None:  # fmt: skip
-        self._planned, self._channel, self._then = planned, channel, then
-        self._saved: Saved | None = None
-        self._error: BaseException | None = None
-        self.copied_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
-
-    @torch.no_grad()
-    def _run(self) -> None:
-        _give_way()
-        try:
-            self._saved = self._planned.write(self._channel)
-            self._then(self._saved)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.copied_bytes = self._planned.copied_bytes
-
-    @property
-    def done(self) -> bool:
-        """True if this rank's thread has ended."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Saved:
-        """Wait until the checkpoint is complete. Raises as `save`, on every rank."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._saved is not None
-        return self._saved
-
-
-def _give_way() -> None:
-    """Lower the priority of this thread, and of those that it starts, so that training gets the cores. Linux only."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
-
-
 @contextmanager
 def file_errors(folder: CheckpointFolder) -> Iterator[None]:
     """Raise `FileError` for an `OSError` of the block."""
@@ -195,9 +124,9 @@ def file_errors(folder: CheckpointFolder) -> Iterator[None]:
 
 
 class Planned:
-    """A checkpoint to write: what was agreed on while the job stood still.
+    """A checkpoint to write: what was agreed on while the job stood still. Call `write` or `close`.
 
-    copied_bytes: bytes of the rows that training has copied, the most so far.
+    copied_bytes: bytes of the rows that training has copied.
     """
 
     def __init__(
@@ -218,6 +147,7 @@ class Planned:
                 folder.begin(self._nonce, first=ranks.rank == 0)
             with on_all_ranks(ranks, "the checkpoint", "its files"), file_errors(folder):
                 written = self._write(ranks.rank)
+                self._files.check()
             every: Sequence[Any] = ranks.all_gather_object(written)
             with on_all_ranks(ranks, "the checkpoint", "its manifest"), file_errors(folder):
                 if ranks.rank == 0:
@@ -226,9 +156,13 @@ class Planned:
             folder.abandon()
             raise
         finally:
-            self.copied_bytes = max(self.copied_bytes, self._files.copied_bytes)
-            self._files.close()
-        return Saved(self._nonce, sum(file.size for one in every for file in one.files.values()))
+            self.close()
+        return Saved(self._nonce, sum(file.size for one in every for file in one.files.values()), self._tensors)
+
+    def close(self) -> None:
+        """End the observation of tables, and free the copies."""
+        self.copied_bytes += self._files.copied_bytes
+        self._files.close()
 
     def _write(self, rank: int) -> _Written:
         """Write this rank's files."""
@@ -278,16 +212,28 @@ def plan(
         since: for an incremental save.
     """
     with agreeing(ranks, "the checkpoint's state") as found:
+        folder = folder_at(path)
+        metadata = json.loads(json.dumps(metadata))  # a copy, as the caller may go on changing it
         tree, tensors = flatten(states_of(parts))
         for name, tensor in tensors.items():
             check_tensor(name, tensor)
         found["tree"] = tree
         found["tensors"] = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
-    changed = {} if since is None else since.changes.begin_anew(parts)
-    base = None if since is None else since.base
-    files = PlannedSave(tensors, ranks, list(tables_of(parts)), changed if base is not None else {}, ahead=ahead)
+        offers = offers_of(tensors)
+    boxes = boxes_of_rank(tensors, offers, ranks)
     nonce = str(ranks.all_gather_object(binascii.hexlify(os.urandom(8)).decode())[0])
-    return Planned(folder_at(path), tree, tensors, files, nonce, metadata, base)
+    base = None if since is None else since.base
+    files: PlannedSave | None = None
+    try:
+        with on_all_ranks(ranks, "the checkpoint", "its plan"):
+            changed = {} if since is None else since.changes.begin_anew(parts)
+            in_base = since.tensors if since is not None and base is not None else {}
+            files = PlannedSave(tensors, boxes, list(known_rows(parts)), changed, in_base, ahead=ahead)
+    except BaseException:
+        if files is not None:  # another rank failed
+            files.close()
+        raise
+    return Planned(folder, tree, tensors, files, nonce, metadata, base)
 
 
 def _row_list(own: PlannedRows, places: Mapping[str, tuple[str, int]]) -> RowList:

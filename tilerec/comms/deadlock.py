@@ -24,6 +24,8 @@ from typing import NamedTuple, final
 import torch.distributed as dist
 
 _LAST_WORDS = "tilerec/last_words"
+_NAMED = 16
+"""Maximum number of missing ranks that an error names."""
 _READ_AT_ONCE = 16
 """Maximum number of peers whose records a rank reads in one look; of many waiting ranks, some read the decisive one."""
 _LONGEST_PAUSE = 32
@@ -170,6 +172,39 @@ class DeadlockDetector:
         found = [rank for rank in ranks if self.store.check([_key(rank)])]
         return {rank: _Record.read(self.store.get(_key(rank))) for rank in found}
 
+    # -- stages of ranks, for the time-out -----------------------------------------------------------------------
+
+    def report(self, store: dist.Store, stage: str) -> None:
+        """Publish the stage and the number of calls of this rank. Another thread may call it, with its own store."""
+        store.set(_stage_key(self._rank), json.dumps([stage[:200], dict(self._begun)]))
+
+    def missing(self, call: Call | None) -> str:
+        """Return a text that names the ranks that are behind this one, with their last stages; "" if none is known.
+
+        Args:
+            call: whose wait has reached the time-out; None for a collective that torch has called: then ranks are
+                behind that have made fewer calls of any channel.
+        """
+        found: list[str] = []
+        for rank in call.ranks if call is not None else range(self._size):
+            if rank == self._rank or len(found) == _NAMED:
+                continue
+            stage = "it has not begun its steps"
+            begun: dict[str, int] = {}
+            try:
+                if self.store.check([_stage_key(rank)]):
+                    last, begun = json.loads(self.store.get(_stage_key(rank)))
+                    stage = f"its last stage is {last}"
+            except RuntimeError:  # the store died with the rank that hosted it
+                return ""
+            if call is not None:
+                behind = begun.get(call.channel, 0) <= call.number
+            else:
+                behind = sum(begun.values()) < sum(self._begun.values())
+            if behind:
+                found.append(f"rank {rank} is missing: {stage}")
+        return "; ".join(found)
+
     # -- failure messages of ranks that have aborted -----------------------------------------------------------
 
     def leave_words(self, words: str) -> None:
@@ -187,6 +222,10 @@ class DeadlockDetector:
                 # The store died with the rank that hosted it: there is no message.
                 return None
         return self._words
+
+
+def _stage_key(rank: int) -> str:
+    return f"tilerec/stages/{rank}"
 
 
 def _key(rank: int) -> str:

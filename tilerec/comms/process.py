@@ -10,7 +10,8 @@ When a rank fails
                             of `exchange` (gloo's messages) cannot check it: they fail when that rank's process ends
     makes another call      it waits in another call than its peers: `deadlock.py` detects a cycle of waiting ranks
                             within two polls of the last rank's wait (not waits in an `exchange`)
-    is late                 the process group's own time-out (`init_process_group(timeout=…)`) ends the wait
+    is late                 the process group's own time-out (`init_process_group(timeout=…)`) ends the wait. If ranks
+                            report their stages (`reporting`), all others name it, with its last stage
 Under NCCL `wait` orders streams and does not block the host: a failure ends the process through NCCL's watchdog.
 """
 
@@ -20,7 +21,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from tilerec.comms.deadlock import Call, DeadlockDetector
 from tilerec.comms.group import Group
+from tilerec.comms.stage_reports import StageReports
 from tilerec.comms.traffic import Traffic
 from tilerec.errors import CommsError, ConfigError
 from tilerec.ops.runtime.gpu import is_gpu
@@ -44,8 +46,15 @@ _NATIVE = {
 }  # fmt: skip
 _ASYNC = dist.AllToAllOptions() if dist.is_available() else None
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Parts of torch's messages for a lost or late peer.
+_PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 # One `DeadlockDetector` per process group, shared by all groups over it and the channels opened from them.
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockDetector] = weakref.WeakKeyDictionary()
+
+
+def is_peer_failure(text: str) -> bool:
+    """Return True if the text of an error of torch is that of a lost or late peer."""
+    return any(words in text for words in _PEERS)
 
 
 @final
@@ -148,6 +157,19 @@ class ProcessGroupComms(Group):
         if "nccl" in self._backends.values():
             self._process_group.abort()
 
+    def reporting(self, where: Callable[[], str]) -> StageReports:
+        """Return a context that publishes this rank's stage, for the errors of ranks that wait for it in vain.
+
+        Args:
+            where: returns the stage as a text; called every few seconds by another thread.
+        """
+        return StageReports(self._watch, where, self.size, (self._timeout() or _DEFAULT_TIMEOUT).total_seconds())
+
+    def failure(self, title: str, error: RuntimeError) -> RuntimeError:
+        """Return an error of a collective that torch has called as a `CommsError`; other errors as they are."""
+        lost = not isinstance(error, CommsError) and is_peer_failure(str(error))
+        return self._error(title, error) if lost else error
+
     def close(self) -> None:
         if self._owned:
             self._owned = False
@@ -187,7 +209,7 @@ class ProcessGroupComms(Group):
                 self._look(call)
                 if time.monotonic() > deadline:
                     timed_out = RuntimeError("timed out")
-                    raise self._error(operation, timed_out) from timed_out
+                    raise self._error(operation, timed_out, call) from timed_out
             time.sleep(pause)
             pause = min(2 * pause, poll_seconds)
 
@@ -294,7 +316,7 @@ class ProcessGroupComms(Group):
         except CommsError:
             raise
         except RuntimeError as error:
-            raise self._error(title, error) from error
+            raise self._error(title, error, call) from error
 
     def _look(self, call: Call) -> None:
         """Raise if a peer has aborted, and raise on all ranks if this wait cannot end."""
@@ -309,14 +331,24 @@ class ProcessGroupComms(Group):
         if words is not None:
             raise CommsError(f"{title} on rank {self.rank} of {self.size}: {words}")
 
-    def _error(self, title: str, error: RuntimeError) -> CommsError:
-        """Return torch's error as a `CommsError` that names the call and the ranks to check."""
+    def _error(self, title: str, error: RuntimeError, call: Call | None = None) -> CommsError:
+        """Return torch's error as a `CommsError` that names the call and the ranks to check.
+
+        Args:
+            call: whose wait has failed; None if its ranks are not known.
+        """
         where = f"{title} on rank {self.rank} of {self.size}"
         words = self._watch.last_words(look=True)
         if words is not None:
             return CommsError(f"{where}: {words}")
         peers = ", ".join(str(rank) for rank in self._global[:16] if rank != self._global[self.rank])
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            missing = self._watch.missing(call)
+            if missing:
+                # The end of this rank closes its connections; peers then read this text in place of that error.
+                missing = f"no end within the time-out. {missing[0].upper()}{missing[1:]}."
+                self._watch.leave_words(f"{title}: {missing}")
+                return CommsError(f"{where}: {missing}")
             return CommsError(
                 f"{where}: no end within the process group's time-out ({error}). A rank is late, stopped, or makes "
                 f"other calls: every rank makes the same calls in the same order. Check global ranks {peers}; if one "

@@ -80,6 +80,7 @@ def flush_caches(module: nn.Module) -> None:
     """
     for _, rows in iter_table_rows(module):
         rows.settle()
+        rows.about_to_write()
 
 
 def iter_table_rows(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from tilerec.errors import ConfigError
+from tilerec.ops.runtime.square_root import square_root
 from tilerec.optim.sharded_state import tiled_table_of
 from tilerec.spec import optimizer as spec
 
@@ -135,4 +136,4 @@ class RowWiseAdagrad(Optimizer):
         # An empty row (dim 0) has no mean and no elements to update.
         new_total = total[rows] + (g * g).sum(-1) / max(parameter.shape[-1] if parameter.dim() else 1, 1)
         total[rows] = new_total
-        parameter[rows] = (w - lr * g / (new_total.sqrt() + group["eps"]).unsqueeze(-1)).to(parameter.dtype)
+        parameter[rows] = (w - lr * g / (square_root(new_total) + group["eps"]).unsqueeze(-1)).to(parameter.dtype)

@@ -60,6 +60,7 @@ class Pipeline:
         self._who = who
         self.trace: Trace | None = None
         self.last_origin: Origin | None = None
+        self.stage = ""  # that runs, or has run last
 
     def progress(self, iterator: Iterator[Any]) -> Any:
         """Run one step on the next batch of an iterator, and return its output.
@@ -70,6 +71,7 @@ class Pipeline:
         current = self._passes.of(iterator, self._even)
         turn: BatchInFlight | None = None
         try:
+            self.stage = "read"
             with self._span("read", None):
                 while len(current.batches) < self.depth and not current.closed:
                     current.read(iterator)
@@ -81,6 +83,7 @@ class Pipeline:
                 if turn is None:
                     turn = current.take()
                     turn.check_unwritten(self._who)
+                self.stage = stage.name
                 with self._span(stage.name, turn.origin):
                     stage.run(turn, current)
         except BaseException:
@@ -96,6 +99,7 @@ class Pipeline:
         if stage.name in batch.done:
             return
         batch.done.add(stage.name)
+        self.stage = stage.name
         with self._span(stage.name, batch.origin):
             try:
                 stage.run(batch, current)

@@ -194,6 +194,11 @@ class TrainPipeline:
         """The stages, in the order of one step."""
         return self._pipeline.stages
 
+    @property
+    def stage(self) -> str:
+        """Name of the stage that runs, or has run last; "" before the first. Another thread may read it."""
+        return self._pipeline.stage
+
     def report(self) -> list[RouteReport]:
         """Return, for each sharded collection, how many of its forwards found their features routed ahead."""
         return self._routes.report()

@@ -73,7 +73,6 @@ def train(
     same.
     """
     from tilerec.recipes.registry import make_run
-    from tilerec.train.config import ParallelConfig
 
     try:
         run = make_run(recipe, data)
@@ -96,10 +95,10 @@ def train(
         if show:
             _print_settings(run)
             return
-        # Settings of sharding are checked in one process, too: it then holds all tiles.
-        grouped = run.parallel != ParallelConfig()
-        saves = bool(run.checkpoint.every or run.checkpoint.seconds)
-        run_on_ranks(_train, run, nproc=nproc, device=run.train.device, grouped=grouped, saves=saves)
+        run_on_ranks(
+            _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
+            saves=run.checkpoint.saves, timeout_s=run.parallel.timeout,
+        )  # fmt: skip
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None

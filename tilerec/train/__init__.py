@@ -1,7 +1,8 @@
-"""The training loop, its config, and the final scores."""
+"""Runs: the training loop, its config, the ranks, and the final scores."""
 
 from tilerec.train.config import ClickConfig, DataConfig, ModelConfig, RunConfig, TaskConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
+from tilerec.train.job import run
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
 from tilerec.train.optimizers import Optimizers
@@ -15,6 +16,7 @@ from tilerec.train.task import Evaluation, Task
 from tilerec.train.tracking import MlflowWatcher, WandbWatcher
 
 __all__ = [
+    "run",
     "train",
     "report",
     "RunConfig",

@@ -199,6 +199,7 @@ class ParallelConfig:
         plan: path of a sharding plan, as in the `plan.json` that runs write to their log folder; "" plans a new one.
         sharding: "planned" leaves the choice to the planner; any other value shards every table that way.
         exact: bitwise equal results under every plan, at the cost of more bytes sent.
+        timeout: seconds that a rank waits for the others; then the run ends, and names the ranks that are missing.
     """
 
     plan: FilePath = ""
@@ -213,8 +214,16 @@ class ParallelConfig:
         "grid_shard",
     ] = "planned"
     exact: bool = False
+    timeout: float = 1800.0
+
+    @property
+    def shards(self) -> bool:
+        """True if a setting shards the tables of one process, too: it then holds all tiles."""
+        return bool(self.plan) or self.sharding != "planned" or self.exact
 
     def __post_init__(self) -> None:
+        if not 0 < self.timeout <= 1e7:
+            raise ConfigError(f"parallel.timeout: got {self.timeout}; expected seconds above 0, up to 1e7.")
         if self.plan and self.sharding != "planned":
             raise ConfigError(
                 f"parallel: got plan={self.plan!r} and sharding={self.sharding!r}; expected only one of them, because "
@@ -245,6 +254,11 @@ class CheckpointConfig:
     asynchronous: bool = True
     incremental: bool = False
     resume: bool = False
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves checkpoints; False if it has none, or only resumes."""
+        return bool(self.every or self.seconds)
 
     def __post_init__(self) -> None:
         for name in ("every", "seconds", "keep_last", "keep_every"):

@@ -1,7 +1,7 @@
-"""Launch of ranks: new processes on this machine, or processes that torchrun has started.
+"""Launch of ranks: new processes on this machine, or processes that another launcher has started.
 
     launch(2, function, argument)      two processes, function(group, argument) in each
-    with joined("cpu") as group:       in a process that torchrun started (it sets RANK and WORLD_SIZE)
+    with joined("cpu") as group:       in a process that torchrun or srun started (see `Placement`)
 
 A rank that fails ends its process. Its peers detect the failure, by its message (`Group.abort`) or its closed
 connections, and end too. Ranks that do not end are killed. The reported failure is the original one, not a failure that
@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,17 +35,19 @@ import torch
 import torch.distributed as dist
 
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
-from tilerec.comms.process import ProcessGroupComms
+from tilerec.comms.process import ProcessGroupComms, is_peer_failure
 from tilerec.errors import CommsError, ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
+from tilerec.train.placement import Placement, number
+from tilerec.train.start_store import start_store
 
 _LOOPBACK = "127.0.0.1"
 # Seconds that the other ranks have to end after the first failure.
 GRACE_S = 10.0
+# Seconds that a rank waits for the others in a collective, unless a run sets another time.
+TIMEOUT_S = 1800.0
 # A signal that comes just before a wait does not end it; its handler runs after this time.
 _POLL_S = 0.5
-# Parts of torch's messages for a lost peer, raised by calls outside of this library.
-_PEERS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
 
 
 class RankFailed(TilerecError):
@@ -59,27 +62,26 @@ class RankFailed(TilerecError):
         self.trace = trace
 
 
-def under_torchrun(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if a launcher started this process as a rank, that is, if RANK and WORLD_SIZE are set."""
-    given = os.environ if environ is None else environ
-    return "RANK" in given and "WORLD_SIZE" in given
-
-
 @contextlib.contextmanager
-def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[ProcessGroupComms]:
+def joined(
+    device: str = "cpu", store: dist.Store | None = None, timeout_s: float = TIMEOUT_S
+) -> Iterator[ProcessGroupComms]:
     """Yield the group of the ranks that a launcher started; close it after the block, unless the block fails.
 
     Args:
         device: of the run. "cuda" with a GPU for every rank of the host uses NCCL for CUDA tensors; everything else
             uses gloo.
-        store: rendezvous of the ranks; None uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If these are not set,
-            the group contains only this process.
+        store: rendezvous of the ranks; None uses the environment (see `Placement`). Without a launcher, the group
+            contains only this process.
+        timeout_s: seconds that a rank waits for the others in a collective.
     """
-    if under_torchrun():
-        rank, size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
-        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size)
+    place, timeout = Placement.of(os.environ), timedelta(seconds=timeout_s)
+    if place is not None:
+        place.export(os.environ)
+        store = store or start_store(place, os.environ, timeout)
+        dist.init_process_group(_backend(device), store=store, rank=place.rank, world_size=place.size, timeout=timeout)
     else:
-        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     group = ProcessGroupComms()
     try:
         yield group
@@ -93,7 +95,14 @@ def joined(device: str = "cpu", store: dist.Store | None = None) -> Iterator[Pro
     dist.destroy_process_group()
 
 
-def launch(count: int, function: Callable[..., object], *args: Any, device: str = "cpu", saves: bool = False) -> None:
+def launch(
+    count: int,
+    function: Callable[..., object],
+    *args: Any,
+    device: str = "cpu",
+    saves: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
     """Run `function(group, *args)` in `count` processes of this machine; return when all have ended.
 
     Each process gets an equal part of the cores for torch's threads, unless OMP_NUM_THREADS is set.
@@ -105,6 +114,7 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
         device: see `joined`.
         saves: ranks save their work when SIGTERM stops them. The first SIGTERM is passed on to them, and they have any
             time; a second one ends this process, and so the ranks.
+        timeout_s: see `joined`.
 
     Raises:
         RankFailed: a rank failed or died.
@@ -120,7 +130,7 @@ def launch(count: int, function: Callable[..., object], *args: Any, device: str 
     pipes: dict[Connection, int] = {}
     try:
         for rank in range(count):
-            spec = _RankSpec(rank, count, store.port, device, _environment(rank, count))
+            spec = _RankSpec(rank, count, store.port, device, timeout_s, _environment(rank, count))
             ours, theirs = context.Pipe()
             process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
             # Listed before the start, which takes seconds and may be interrupted: the fork server imports torch.
@@ -153,6 +163,7 @@ class _RankSpec:
     size: int
     port: int
     device: str
+    timeout_s: float
     environment: Mapping[str, str]
 
 
@@ -261,14 +272,14 @@ def _run_rank(spec: _RankSpec, work: bytes, pipe: Connection) -> None:
     os.environ.clear()
     os.environ.update(spec.environment)
     # Set explicitly: torch read the variable in the fork server, before this process set it.
-    torch.set_num_threads(_number("OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
+    torch.set_num_threads(number(os.environ, "OMP_NUM_THREADS", max(1, cores() // spec.size)) or 1)
     failure: _Failure | None = None
     # The main thread closes logs in half of the time that the launcher waits.
     with StopSignals(pipe, GRACE_S / 2) as stop:
         try:
             function, args = pickle.loads(work)
             store = dist.TCPStore(_LOOPBACK, spec.port, is_master=False)
-            with joined(spec.device, store) as group:
+            with joined(spec.device, store, spec.timeout_s) as group:
                 stop.begin()
                 function(group, *args)
         except BaseException as error:
@@ -284,7 +295,7 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         return _Failure(rank, _SAVED, "saved and stopped")
     if isinstance(error, KeyboardInterrupt):
         return _Failure(rank, _INTERRUPTED, "stopped")
-    if isinstance(error, CommsError) or any(words in str(error) for words in _PEERS):
+    if isinstance(error, CommsError) or is_peer_failure(str(error)):
         return _Failure(rank, _BY_PEER, str(error))
     if isinstance(error, TilerecError):
         return _Failure(rank, _OWN, str(error))
@@ -360,13 +371,6 @@ def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
 
 
 def _backend(device: str) -> str:
-    local = _number("LOCAL_WORLD_SIZE", 1)
+    local = number(os.environ, "LOCAL_WORLD_SIZE", 1)
     alone = device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
     return "cpu:gloo,cuda:nccl" if alone and dist.is_nccl_available() else "gloo"
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"{name} in the environment: got {text!r}; expected a number.")
-    return int(text)

@@ -18,17 +18,17 @@ from torch import nn
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
-from tilerec.train.config import ParallelConfig, RunConfig
+from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, best_scores, summary
-from tilerec.train.run import Run
 from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.scores import mean_scores
+from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
 
@@ -56,11 +56,10 @@ def train(
         CommsError: another rank failed.
         RunStopped: a signal has stopped a run with checkpoints, and it is saved.
     """
-    world = World(group)
-    all_watchers = list(watchers)
+    world, all_watchers = World(group), list(watchers)
     logs: LogFiles | None = None
     try:
-        if group is None and config.parallel != ParallelConfig():
+        if group is None and config.parallel.shards:
             warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
         world.check(config)
         options = config.train
@@ -70,16 +69,17 @@ def train(
         dataset = config.data.open()
         config.task.check(dataset)
         torch.manual_seed(options.seed)
-        model = world.build(config, dataset, device)
-        run = _started(config, dataset, model, device, world, all_watchers)
+        checkpoints = RunCheckpoints.of(config, world)
+        model = world.build(config, dataset, device, checkpoints.saved_plan(device.type) if checkpoints else None)
+        run = Run(config, dataset, model, device, world, all_watchers, checkpoints)
+        if checkpoints is not None and config.checkpoint.resume:
+            checkpoints.resume(run)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model, run.steps if config.checkpoint.resume else None)
             _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
-            if run.steps:
-                console.print(f"resumed after step {run.steps:,}", highlight=False)
-            all_watchers.append(Terminal(console, options.max_steps or None))
+            all_watchers.append(Terminal(console, options.max_steps or None, run.steps))
         for watcher in all_watchers:
             watcher.begin(config.name, settings(config))
         run.learn()
@@ -112,17 +112,6 @@ def train(
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
-
-
-def _started(
-    config: RunConfig, dataset: Dataset, model: nn.Module, device: torch.device, world: World, watchers: list[Watcher]
-) -> Run:
-    """Return the run before its first step, or as its newest checkpoint has it. Collective."""
-    checkpoints = RunCheckpoints.of(config, world)
-    run = Run(config, dataset, model, device, world, watchers, checkpoints)
-    if checkpoints is not None and config.checkpoint.resume:
-        checkpoints.resume(run)
-    return run
 
 
 def _write_run(config: RunConfig, dataset: Dataset) -> None:

@@ -12,21 +12,27 @@ A run that saves checkpoints also saves when it is stopped: by SIGTERM or SIGUSR
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from tilerec.checkpoint.manager import CheckpointManager
-from tilerec.errors import ConfigError
+from tilerec.checkpoint.manager import CheckpointManager, Found, latest, read_metadata, whole_checkpoints
+from tilerec.checkpoint.tree import Json
+from tilerec.errors import CommsError, ConfigError, TilerecError
+from tilerec.json_document import JsonValue
+from tilerec.parallel.hosts import topology_of
+from tilerec.spec.plan import ShardingPlan
 from tilerec.stop_signals import RunStopped, StopSignals, stop_request
 from tilerec.train.config import RunConfig
+from tilerec.train.load_attempts import MOST, LoadAttempts
 from tilerec.train.override import settings
 from tilerec.train.rank_votes import RankVotes
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
-    from tilerec.train.run import Run
+    from tilerec.train.training_run import Run
 
 FOLDER = "checkpoints"
 _PLACES = ("path", "base", "read_ahead_mb")
@@ -61,9 +67,10 @@ class RunCheckpoints:
             incremental=options.incremental,
             group=world.group,
         )
-        self._saves = bool(options.every or options.seconds)
+        self._saves = options.saves
         self._seconds = options.seconds
         self._since = time.monotonic()
+        self._attempts = LoadAttempts(config.log_dir)
         self._votes = RankVotes(world.group, questions=2)
         self._request: StopSignals | None = None
         self._stops = False
@@ -72,7 +79,7 @@ class RunCheckpoints:
     def of(config: RunConfig, world: World) -> RunCheckpoints | None:
         """Return the checkpoints of a run; None if it has none."""
         options = config.checkpoint
-        return RunCheckpoints(config, world) if options.every or options.seconds or options.resume else None
+        return RunCheckpoints(config, world) if options.saves or options.resume else None
 
     @contextmanager
     def stops(self) -> Iterator[None]:
@@ -124,7 +131,10 @@ class RunCheckpoints:
             "windows": run.task.window_state(),
             "settings": self._settings(),
         }
-        self._manager.save(run.steps, parts, {"run": self._config.name, "ranks": self._world.size})
+        about: dict[str, Json] = {"run": self._config.name, "ranks": self._world.size}
+        if run.plan is not None:
+            about |= {"plan": run.plan.to_json(), "parallel": self._parallel()}
+        self._manager.save(run.steps, parts, about)
         self._since = time.monotonic()
 
     def save_last(self, run: Run) -> None:
@@ -144,14 +154,45 @@ class RunCheckpoints:
         """Wait for the running save after a failure, where no other rank can keep it from its end."""
         self._manager.leave()
 
+    def saved_plan(self, compute_device: str) -> ShardingPlan | None:
+        """Return the plan of the newest whole checkpoint if this run continues it on the same ranks and hosts.
+
+        None, too, if settings of sharding have changed or name a plan. Collective.
+        """
+        group = self._world.group
+        found = latest(self._manager.folder, group=group) if self._config.checkpoint.resume and group else None
+        if found is None or group is None or self._config.parallel.plan:
+            return None
+        metadata = read_metadata(found.path)
+        saved = metadata.get("plan")
+        if saved is None or metadata.get("parallel") != self._parallel():
+            return None
+        plan = ShardingPlan.from_json(JsonValue.of(saved, f"Checkpoint {found.path}: plan"))
+        hosts = topology_of(group, None, None, compute_device).hosts
+        return plan if (plan.world_size, plan.hosts) == (group.size, hosts) else None
+
     def resume(self, run: Run) -> bool:
         """Continue from the newest whole checkpoint; return False if there is none. Collective.
+
+        If two starts of the run did not survive its load, the one before it is loaded.
 
         Raises:
             ConfigError: its samples or batches are others than those of this run, or it does not fit the model.
         """
+        whole = whole_checkpoints(self._manager.folder, group=self._world.group)
+        if not whole:
+            return False
+        step = self._first_to_load(whole)
         values = dict.fromkeys(("run", "random", "losses", "windows", "settings"))
-        found = self._manager.resume({**run.parts(), **values}, check=self._check)
+        try:
+            found = self._manager.resume({**run.parts(), **values}, check=self._check, newest=step)
+        except (TilerecError, KeyboardInterrupt) as error:
+            # A lost peer may have died of the load; other errors have another cause than the checkpoint.
+            if not self._world.rank and not isinstance(error, CommsError):
+                self._attempts.end(step)
+            raise
+        if not self._world.rank:
+            self._attempts.end(step)
         if found is None:
             return False
         _, state = found
@@ -162,6 +203,22 @@ class RunCheckpoints:
         run.load_state_dict({**state["run"], **own})
         run.task.load_window_state(state["windows"])
         return True
+
+    def _first_to_load(self, whole: Sequence[Found]) -> int:
+        """Return the step of the checkpoint to load, by rank 0's count of loads that did not end. Collective."""
+        step = 0 if self._world.rank else self._attempts.begin(whole)
+        if self._world.group is not None:
+            steps: list[Any] = self._world.group.all_gather_object(step)
+            step = steps[0]
+        if step != whole[0].step:
+            warnings.warn(
+                f"Checkpoint {whole[0].path}: {MOST} starts did not survive its load. {step} is loaded.", stacklevel=3
+            )
+        return step
+
+    def _parallel(self) -> dict[str, Json]:
+        """Return the settings that a plan depends on."""
+        return {"sharding": self._config.parallel.sharding, "exact": self._config.parallel.exact}
 
     def _settings(self) -> dict[str, str]:
         """Return the settings that decide which samples a position stands for."""

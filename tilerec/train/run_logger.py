@@ -153,10 +153,13 @@ class Terminal(Watcher):
     Args:
         console: the console to write to.
         total_steps: for the bar; None if unknown.
+        resumed_at: the step from which a run goes on.
     """
 
-    def __init__(self, console: Console, total_steps: int | None) -> None:
+    def __init__(self, console: Console, total_steps: int | None, resumed_at: int = 0) -> None:
         self._console = console
+        if resumed_at:
+            console.print(f"resumed after step {resumed_at:,}", highlight=False)
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(

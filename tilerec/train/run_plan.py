@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
@@ -11,9 +13,12 @@ from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import ParallelConfig
 from tilerec.train.optimizers import tables_of
 
+Plan: TypeAlias = ShardingPlan | None
+"""A plan for `shard`; None leaves every choice to the planner."""
 
-def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> ShardingPlan | None:
-    """Return the plan for `shard`; None leaves every choice to the planner."""
+
+def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> Plan:
+    """Return the plan of a new run."""
     if config.plan:
         return ShardingPlan.load(config.plan)
     if config.sharding == "planned":

@@ -13,7 +13,8 @@ Legend: N samples of all ranks, n of this one, W ranks, T tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -34,7 +35,7 @@ from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Predictions, predict
 from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
-from tilerec.train.run_plan import run_plan
+from tilerec.train.run_plan import Plan, run_plan
 
 
 @final
@@ -62,10 +63,13 @@ class World:
             same = {name: value for name, value in settings(config).items() if name != "log_dir"}
             agree(self._group, "the run", same)
 
-    def build(self, config: RunConfig, dataset: Dataset, device: torch.device) -> nn.Module:
+    def build(self, config: RunConfig, dataset: Dataset, device: torch.device, saved: Plan = None) -> nn.Module:
         """Return the model with its embedding optimizer attached; with a group, with this rank's tiles of the tables.
 
         With a group, tables are built on meta, so a rank allocates memory only for its tiles.
+
+        Args:
+            saved: plan of a run that is continued on the same ranks and hosts.
         """
         if self._group is None:
             model = config.model.build(dataset, device)
@@ -74,7 +78,7 @@ class World:
         model = config.model.build(dataset, device, torch.device("meta"))
         # Attach before planning, because the planner counts the optimizer's state.
         attach(model, config.train.embedding_optimizer)
-        plan = run_plan(model, config.parallel, self._group)
+        plan = saved or run_plan(model, config.parallel, self._group)
         return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
 
     def data_parallel(self, model: nn.Module, *, fixed_order: bool = False) -> nn.Module:
@@ -156,6 +160,14 @@ class World:
         assert probabilities is not None
         assert labels is not None
         return Predictions(probabilities, labels, weights)
+
+    def reporting(self, where: Callable[[], str]) -> AbstractContextManager[object]:
+        """Return a context in which the other ranks can read what this rank does; see `ProcessGroupComms.reporting`."""
+        return nullcontext() if self._group is None else self._group.reporting(where)
+
+    def failure(self, title: str, error: RuntimeError) -> RuntimeError:
+        """Return the error, or what it means if torch has lost a rank in a collective of its own."""
+        return error if self._group is None else self._group.failure(title, error)
 
     def abort(self, error: BaseException) -> None:
         """Report a failure of this rank to the others, so that they do not wait for it."""

@@ -110,6 +110,11 @@ class _RejectingSink(GradientSink):
         raise InputError(self.reason)
 
 
+def live_sinks() -> list[GradientSink]:
+    """Return all sinks of this process."""
+    return list(_SINKS.values())
+
+
 _HANDLES = itertools.count(1)
 _SINKS: weakref.WeakValueDictionary[int, GradientSink] = weakref.WeakValueDictionary()
 _SERIALS = itertools.count()

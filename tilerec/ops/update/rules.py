@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.ops.runtime.square_root import square_root
 
 BLOCK = 8
 
@@ -114,7 +115,7 @@ class AdagradRule(Rule):
         g = step.g_UW + self.wd * step.w_UW if self.wd else step.g_UW
         s = step.slots[0] + g * g
         lr = self.lr / (1 + (step.t - 1) * self.h["lr_decay"])
-        return step.w_UW - lr * (g / (torch.sqrt(s) + self.h["eps"])), [s]
+        return step.w_UW - lr * (g / (square_root(s) + self.h["eps"])), [s]
 
 
 class RowWiseAdagradRule(Rule):
@@ -134,7 +135,7 @@ class RowWiseAdagradRule(Rule):
 
     def _moved(self, step: UpdateCount) -> tuple[Tensor, Tensor]:
         s = step.slots[0] + step.scalars_PU[0] / step.dim
-        k = self.lr / (torch.sqrt(s) + self.h["eps"])
+        k = self.lr / (square_root(s) + self.h["eps"])
         mode = int(self.h["decay_mode"])
         w = step.w_UW
         if mode == 1:
@@ -153,7 +154,7 @@ class RowWiseAdagradRule(Rule):
     def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         w, s = self._moved(step)
         if self.phases == 2:
-            norm = torch.sqrt(step.scalars_PU[1])
+            norm = square_root(step.scalars_PU[1])
             limit = self.h["max_norm"]
             w = torch.where((norm > limit)[:, None], w * (limit / norm)[:, None], w)
         return w, [s]
@@ -196,7 +197,7 @@ class _Moments(Rule):
         """Return u = m^ / (sqrt(v^) + eps) + wd w, before any learning rate, and the new slots."""
         m, v, slots = self._moments(step, step.g_UW)
         c1, c2 = self._corrections(step, slots)
-        return (m / c1) / (torch.sqrt(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
+        return (m / c1) / (square_root(v / c2) + self.h["eps"]) + self.wd * step.w_UW, slots
 
 
 class AdamRule(_Moments):
@@ -213,10 +214,10 @@ class AdamRule(_Moments):
             g = g + self.wd * w
         m, v, slots = self._moments(step, g)
         c1, c2 = self._corrections(step, slots)
-        root = torch.sqrt(c2) if isinstance(c2, Tensor) else math.sqrt(c2)
+        root = square_root(c2) if isinstance(c2, Tensor) else math.sqrt(c2)
         if self.wd and self.h["decoupled"]:
             w = w * (1 - self.lr * self.wd)
-        return w - (self.lr / c1) * (m / (torch.sqrt(v) / root + self.h["eps"])), slots
+        return w - (self.lr / c1) * (m / (square_root(v) / root + self.h["eps"])), slots
 
 
 class PartialRowWiseAdamRule(_Moments):
@@ -251,7 +252,7 @@ class LambRule(_Moments):
 
     def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
         u, slots = self._update(step)
-        w_norm, u_norm = torch.sqrt(step.scalars_PU[-2]), torch.sqrt(step.scalars_PU[-1])
+        w_norm, u_norm = square_root(step.scalars_PU[-2]), square_root(step.scalars_PU[-1])
         ratio = torch.where((w_norm > 0) & (u_norm > 0), w_norm / u_norm, torch.ones_like(w_norm))
         return step.w_UW - (self.lr * ratio)[:, None] * u, slots
 
@@ -277,7 +278,7 @@ class LarsSgdRule(Rule):
         return [step.w_UW * step.w_UW, step.g_UW * step.g_UW]
 
     def apply(self, step: UpdateCount) -> tuple[Tensor, list[Tensor]]:
-        w_norm, g_norm = torch.sqrt(step.scalars_PU[0]), torch.sqrt(step.scalars_PU[1])
+        w_norm, g_norm = square_root(step.scalars_PU[0]), square_root(step.scalars_PU[1])
         local = self.lr * self.h["trust"] * w_norm / (g_norm + self.wd * w_norm)
         a = torch.where((w_norm > 0) & (g_norm > 0), local, torch.full_like(local, self.lr))
         m = self.h["momentum"] * step.slots[0] + a[:, None] * (step.g_UW + self.wd * step.w_UW)

@@ -14,6 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
+from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import RunConfig
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_checkpoints import RunCheckpoints
@@ -69,6 +71,7 @@ class Run:
         self._since = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
+        self._apart = ""
         self._epoch = 0
         self._position = 0
         self.steps = 0
@@ -81,15 +84,32 @@ class Run:
         Raises:
             RunStopped: a signal has stopped the run, and it is saved.
         """
-        if self._checkpoints is None:
-            self._learn()
-            return
-        with self._checkpoints.stops():
+        stops = nullcontext() if self._checkpoints is None else self._checkpoints.stops()
+        with self._world.reporting(self.where), stops:
             try:
                 self._learn()
-            except BaseException:
-                self._checkpoints.leave()
-                raise
+            except BaseException as error:
+                if self._checkpoints is not None:
+                    self._checkpoints.leave()
+                lost = (
+                    self._world.failure(f"step {self.steps + 1}", error) if isinstance(error, RuntimeError) else error
+                )
+                if lost is error:
+                    raise
+                raise lost from error
+
+    def where(self) -> str:
+        """Return what this rank does, for the ranks that wait for it; another thread calls it."""
+        return f"step {self.steps + 1}, {self._apart or self._pipeline.stage}"
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Name what this rank does in the block, apart from the stages of its steps."""
+        self._apart = what
+        try:
+            yield
+        finally:
+            self._apart = ""
 
     def _learn(self) -> None:
         self._model.train()
@@ -97,7 +117,8 @@ class Run:
         self._since = time.perf_counter()
         while self._steps_to_save(shares) and self._checkpoints is not None:
             self._stop_clock()
-            self._checkpoints.save(self)
+            with self._doing("checkpoint"):
+                self._checkpoints.save(self)
             self._since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
@@ -106,7 +127,8 @@ class Run:
             self._stop_clock()
             self._emit_train(values)
         if self._checkpoints is not None:
-            self._checkpoints.save_last(self)
+            with self._doing("checkpoint"):
+                self._checkpoints.save_last(self)
         if self._config.trace:
             try:
                 self._pipeline.write_trace(self._config.trace)
@@ -161,7 +183,8 @@ class Run:
     def evaluate(self) -> Evaluation:
         """Return the scores on the held-out part, and log their means over the task's parts. Collective."""
         self._table_stats.pause()
-        found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
+        with self._doing("evaluation"), self._world.reporting(self.where):
+            found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
         self._table_stats.resume()
         self._emit("eval", mean_scores(found.tasks.values()).numbers)
         return found
@@ -175,8 +198,9 @@ class Run:
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
         event = Event(kind, self.steps, self.samples, values)
-        for watcher in self._watchers:
-            watcher.record(event)
+        with self._doing("log entry"):
+            for watcher in self._watchers:
+                watcher.record(event)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run in its data, its counters, and this rank's generators and losses.
@@ -202,6 +226,12 @@ class Run:
             "random": self._random_states(),
             "loss": self._loss_sum.item(),
         }
+
+    @property
+    def plan(self) -> ShardingPlan | None:
+        """The plan of the model's tables; None for a model that is not sharded."""
+        plan = getattr(self._model, "plan", None)
+        return plan if isinstance(plan, ShardingPlan) else None
 
     @property
     def task(self) -> Task:
