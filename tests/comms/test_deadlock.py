@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from tilerec.comms.deadlock import Call, DeadlockDetector, cycle_through
+from tilerec.comms.deadlock import LOST_RANK, Call, DeadlockDetector, cycle_through
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,12 @@ def test_parts_of_the_ranks_form_a_cycle_by_their_numbers_in_the_whole() -> None
         "rank 3 waits in call 3, which rank 2 has not called; rank 2 waits in call 2, which rank 0 has not called. "
         "Every rank makes the same calls in the same order."
     )
+
+
+def test_the_message_of_a_launcher_is_found_under_every_prefix() -> None:
+    whole = dist.HashStore()
+    detector = DeadlockDetector(dist.PrefixStore("group", dist.PrefixStore("start", whole)), 0, 2)
+    assert detector.last_words(look=True) is None
+    whole.set(LOST_RANK, "rank 1 was killed")
+    assert detector.last_words(look=False) is None
+    assert detector.last_words(look=True) == "rank 1 was killed"

@@ -61,7 +61,7 @@ def plan_of(folder: str, steps: int, sharding: str, again: bool) -> Mapping[str,
     own = replace(own, train=replace(own.train, max_steps=steps), parallel=parallel)
     with pytest.MonkeyPatch.context() as patch:
         if again:
-            patch.delattr("tilerec.train.world.run_plan")
+            patch.delattr("tilerec.train.run_plan.run_plan")
         plan = train(own, group=ProcessGroupComms()).model.plan
     assert isinstance(plan, ShardingPlan)
     return plan.to_json()
@@ -76,6 +76,17 @@ def test_ranks_of_the_caller_plan_once_for_the_same_settings(tmp_path: Path) -> 
         assert ranks.run(plan_of, str(tmp_path), 4, "column_wise", False)[0] != first
     with Ranks(1) as ranks:
         assert ranks.run(plan_of, str(tmp_path), 5, "column_wise", False)[0]["world_size"] == 1
+
+
+def steps_with_replicas(folder: str, steps: int) -> int:
+    own = config(folder, every=1, resume=True)
+    own = replace(own, train=replace(own.train, max_steps=steps), parallel=ParallelConfig(group_size=1))
+    return train(own, group=ProcessGroupComms()).steps
+
+
+def test_a_run_with_replicas_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        assert [ranks.run(steps_with_replicas, str(tmp_path), steps) for steps in (2, 3)] == [[2, 2], [3, 3]]
 
 
 # Checkpoints that end every process that loads them ------------------------------------------------------------

@@ -17,6 +17,7 @@ from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.read_boxes import Target, read_boxes
 from tilerec.checkpoint.read_rows import RowNumbers, RowTarget, read_rows
 from tilerec.errors import FileError, InputError
+from tilerec.json_document import JsonValue
 
 MOST_LINKS = 10_000
 
@@ -60,6 +61,11 @@ class Chain:
     def tensors(self) -> Mapping[str, SavedTensor]:
         """The tensors by name; cells that they lack are in later links."""
         return self.manifest.tensors
+
+    @property
+    def state(self) -> JsonValue:
+        """The state tree (tree.py)."""
+        return self.manifest.state
 
     def layers(self, name: str) -> list[tuple[Link, SavedTensor]]:
         """Return the links that hold cells of a tensor, oldest first; the first has all cells."""

@@ -8,9 +8,9 @@ Each rank reads the rows of its own boxes, whichever ranks wrote them. Memory be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from tilerec.checkpoint.chain import Chain, Wanted, open_chain, unreadable
 from tilerec.checkpoint.changes import Changes, matches
 from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.job_tables import announce_write_to
+from tilerec.checkpoint.manifest import SavedTensor
 from tilerec.checkpoint.parts import has_fixed_names, ranks_of_job, states_of
 from tilerec.checkpoint.pieces import check_tensor, pieces_of
 from tilerec.checkpoint.tree import flatten, unflatten
@@ -38,7 +39,25 @@ class _Reading(NamedTuple):
     values: dict[str, Any]
 
 
-@torch.no_grad()
+class Source(Protocol):
+    """A saved state to load: a `Chain` on disk, or the memory of ranks.
+
+    path: for errors. tensors: by their saved names. state: the tree of all parts (tree.py).
+    """
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]: ...
+
+    @property
+    def state(self) -> JsonValue: ...
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the pieces. Raises as `Chain.read`."""
+
+
 def load(
     path: str | Path,
     parts: Mapping[str, Any],
@@ -68,22 +87,41 @@ def load(
         InputError: it is damaged. Parts may hold loaded and earlier values then: load an earlier checkpoint.
         ConfigError: it does not fit the parts, which keep their values.
     """
-    ranks, changes = ranks_of_job(group), changes or Changes()
-    folder = folder_at(path)
-    with agreeing(ranks, "the checkpoint") as found:
-        chain = open_chain(folder)
+
+    def opened(found: dict[str, object]) -> Chain:
+        chain = open_chain(folder_at(path))
         found["manifests"] = [link.manifest.checksum for link in chain.links]
-        reading = _plan(chain, parts, states_of(parts), changes)
+        return chain
+
+    return load_from(opened, parts, ranks_of_job(group), changes or Changes(), check)
+
+
+@torch.no_grad()
+def load_from(
+    opened: Callable[[dict[str, object]], Source],
+    parts: Mapping[str, Any],
+    ranks: Group,
+    changes: Changes,
+    check: Callable[[str, dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Load the state of a source into the parts of a job; see `load`. Collective.
+
+    Args:
+        opened: returns the source, and puts what must be equal on all ranks into the dict.
+    """
+    with agreeing(ranks, "the checkpoint") as found:
+        source = opened(found)
+        reading = _plan(source, parts, states_of(parts), changes)
         if check is not None:
-            check(folder.path, reading.values)
+            check(source.path, reading.values)
     failure: TilerecError | None = None
     try:
         announce_write_to(piece.memory for piece, _ in reading.wanted)
-        chain.read(reading.wanted)
+        source.read(reading.wanted)
     except InputError as error:
         failure = error
     except OSError as error:
-        failure = unreadable(folder, error)
+        failure = unreadable(folder_at(source.path), error)
     for rank, text in errors_of_ranks(ranks, failure).items():
         raise failure or InputError(f"Rank {rank}: {text}")
     with on_all_ranks(ranks, "the checkpoint", "its state"):
@@ -93,14 +131,14 @@ def load(
     return reading.values
 
 
-def _plan(chain: Chain, parts: Mapping[str, Any], states: Mapping[str, Any], changes: Changes) -> _Reading:
+def _plan(source: Source, parts: Mapping[str, Any], states: Mapping[str, Any], changes: Changes) -> _Reading:
     """Return the tensors to read and the values of the parts.
 
     Raises:
         ConfigError: the checkpoint does not fit.
     """
-    path, tensors = chain.path, chain.tensors
-    saved_parts = chain.manifest.state.members()["dict"].members()
+    path, tensors = source.path, source.tensors
+    saved_parts = source.state.members()["dict"].members()
     lacking = [name for name in parts if name not in saved_parts]
     if lacking:
         raise ConfigError(
@@ -127,7 +165,7 @@ def _plan(chain: Chain, parts: Mapping[str, Any], states: Mapping[str, Any], cha
         each
         for name, tensor in here.items()
         if name in names
-        for each in _wanted(chain, name, tensor, names[name], changes)
+        for each in _wanted(source, name, tensor, names[name], changes)
     ]
     made: dict[str, Tensor] = {}
 
@@ -175,16 +213,16 @@ def _renamed_value(value: Any, saved: str, here: str, changes: Changes) -> Any:
     return value
 
 
-def _wanted(chain: Chain, name: str, tensor: Tensor, saved_name: str, changes: Changes) -> list[Wanted]:
+def _wanted(source: Source, name: str, tensor: Tensor, saved_name: str, changes: Changes) -> list[Wanted]:
     """Return what to read into this rank's pieces of a tensor; raise `ConfigError` if shape or dtype differ."""
     check_tensor(name, tensor)
-    saved = chain.tensors[saved_name]
+    saved = source.tensors[saved_name]
     resized = matches(name, changes.resize) and len(saved.shape) == tensor.dim()
     if tensor.dtype != saved.dtype or (tuple(tensor.shape) != saved.shape and not resized):
         ids = "._managed_collision_modules." in name
         move = "Load within saved_id_sizes()" if ids else "State it in Changes(resize=[...])"
         raise ConfigError(
-            f"Checkpoint {chain.path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
+            f"Checkpoint {source.path}: got {name} {saved.dtype} {list(saved.shape)}; expected {tensor.dtype} "
             f"{list(tensor.shape)}. {move}, or use the settings that saved it."
         )
     return [Wanted(piece, saved_name) for piece in pieces_of(name, tensor)]

@@ -87,7 +87,7 @@ class RowSnapshot:
         fresh_C = near_N[self._wanted[near_N]].unique()
         if not fresh_C.numel():
             return
-        values = [_as_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
+        values = [row_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
         self._wanted[fresh_C] = False
         ready = None
         if fresh_C.device.type == "cuda":
@@ -153,7 +153,7 @@ class RowSnapshot:
 
     def _at(self, k: int, first: int, last: int) -> Tensor:
         """Return the bytes of some rows in live memory, a view if the snapshot has all rows."""
-        live = _as_bytes(self.tensors[k])
+        live = row_bytes(self.tensors[k])
         if self.rows_U is None:
             return live[first:last]
         return live.index_select(0, self.rows_U[first:last].to(live.device))
@@ -163,7 +163,7 @@ class RowSnapshot:
         if self.tensors[k].device.type != "cpu":
             return _on_host(self._at(k, first, first + count))
         # NumPy copies in this thread; torch would start a pool of threads for it, beside that of training.
-        live = _as_bytes(self.tensors[k]).numpy()
+        live = row_bytes(self.tensors[k]).numpy()
         if self.rows_U is None:
             return live[first : first + count].copy()
         return live.take(self.rows_U[first : first + count].numpy(), axis=0)
@@ -186,7 +186,7 @@ class RowSnapshot:
                 block[at] = values[k][int(low) : int(high)].cpu().numpy()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def row_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each row, uint8 `[rows, bytes]`, a view."""
     return tensor.reshape(tensor.shape[0], -1).view(torch.uint8)
 

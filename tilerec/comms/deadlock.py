@@ -26,6 +26,8 @@ import torch.distributed as dist
 _LAST_WORDS = "tilerec/last_words"
 _NAMED = 16
 """Maximum number of missing ranks that an error names."""
+LOST_RANK = "tilerec/lost_rank"
+"""Key without a prefix at which a launcher leaves the failure message of a rank that died without one."""
 _READ_AT_ONCE = 16
 """Maximum number of peers whose records a rank reads in one look; of many waiting ranks, some read the decisive one."""
 _LONGEST_PAUSE = 32
@@ -113,6 +115,9 @@ class DeadlockDetector:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store = store
+        self._whole = store  # that of the launcher
+        while isinstance(self._whole, dist.PrefixStore):
+            self._whole = self._whole.underlying_store
         self._rank, self._size = rank, size
         self._begun: dict[str, int] = {}
         self._threads: set[int] = set()
@@ -216,8 +221,9 @@ class DeadlockDetector:
         """Return the failure message of a rank that has aborted, or None. `look`: check the store for a new one."""
         if self._words is None and look:
             try:
-                if self.store.check([_LAST_WORDS]):
-                    self._words = self.store.get(_LAST_WORDS).decode(errors="replace")
+                for store, key in ((self.store, _LAST_WORDS), (self._whole, LOST_RANK)):
+                    if self._words is None and store.check([key]):
+                        self._words = store.get(key).decode(errors="replace")
             except RuntimeError:
                 # The store died with the rank that hosted it: there is no message.
                 return None

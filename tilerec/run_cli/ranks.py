@@ -20,7 +20,7 @@ def run_on_ranks(function: Callable[..., object], *args: Any, nproc: int | None,
     """Run `function(group, *args)` on every rank, as `on_ranks` does; failures look as those of commands.
 
     Args:
-        options: `grouped`, `saves` and `timeout_s` of `on_ranks`.
+        options: `grouped`, `saves`, `timeout_s` and `replace` of `on_ranks`.
 
     Raises: as `on_ranks`; SystemExit for SIGTERM, so that temporary files are removed.
     """

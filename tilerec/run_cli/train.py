@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from tilerec.train.config import RunConfig
 
 
+_Replace = Annotated[
+    int | None,
+    typer.Option(
+        "--replace", help="Number of killed ranks that --nproc replaces, from the other ranks' memory.", min=0
+    ),
+]
+_Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Continue from the newest whole checkpoint in --log-dir, if there is one."),
+]
+
+
 def train(
     recipe: Annotated[
         str,
@@ -60,10 +72,8 @@ def train(
         typer.Option(help="Sharding type of every table: row_wise, table_wise, column_wise, … Default: the planner's."),
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints of the whole run.", min=1)] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the newest whole checkpoint in --log-dir, if there is one."),
-    ] = False,
+    resume: _Resume = False,
+    replace_ranks: _Replace = None,
     trace: Annotated[str | None, typer.Option(help="File for the times of all stages, for Perfetto.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print all settings and stop.")] = False,
 ) -> None:
@@ -82,26 +92,31 @@ def train(
             "log_dir": log_dir,
             "parallel.plan": plan,
             "parallel.sharding": sharding,
+            "parallel.replace": replace_ranks,
             "trace": trace,
             "checkpoint.every": save_every,
             "checkpoint.resume": resume or None,
         }
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        if resume and not (log_dir or run.log_dir):
-            raise ConfigError(
-                "--resume: got no --log-dir; expected the folder of the run to continue. Give it, or set log_dir."
-            )
+        _check_resume(resume, log_dir or run.log_dir)
         run = _with_log_dir(run, recipe, [*(set_ or []), *given])
         if show:
             _print_settings(run)
             return
         run_on_ranks(
             _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
-            saves=run.checkpoint.saves, timeout_s=run.parallel.timeout,
+            saves=run.checkpoint.saves, timeout_s=run.parallel.timeout, replace=run.parallel.replace,
         )  # fmt: skip
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
+
+
+def _check_resume(resume: bool, log_dir: str) -> None:
+    if resume and not log_dir:
+        raise ConfigError(
+            "--resume: got no --log-dir; expected the folder of the run to continue. Give it, or set log_dir."
+        )
 
 
 def _print_settings(run: RunConfig) -> None:

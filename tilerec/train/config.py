@@ -199,6 +199,10 @@ class ParallelConfig:
         plan: path of a sharding plan, as in the `plan.json` that runs write to their log folder; "" plans a new one.
         sharding: "planned" leaves the choice to the planner; any other value shards every table that way.
         exact: bitwise equal results under every plan, at the cost of more bytes sent.
+        group_size: ranks that together hold every table once; the other groups of this size hold replicas (2D
+            parallelism). 0: all ranks, no replicas.
+        replace: number of killed ranks that `tilerec train --nproc` replaces; 0 ends the run. The others' memory has
+            the tables of a killed rank if there are replicas; otherwise the run goes on from its newest checkpoint.
         timeout: seconds that a rank waits for the others; then the run ends, and names the ranks that are missing.
     """
 
@@ -214,16 +218,21 @@ class ParallelConfig:
         "grid_shard",
     ] = "planned"
     exact: bool = False
+    group_size: int = 0
+    replace: int = 0
     timeout: float = 1800.0
 
     @property
     def shards(self) -> bool:
         """True if a setting shards the tables of one process, too: it then holds all tiles."""
-        return bool(self.plan) or self.sharding != "planned" or self.exact
+        return bool(self.plan or self.group_size) or self.sharding != "planned" or self.exact
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= 1e7:
             raise ConfigError(f"parallel.timeout: got {self.timeout}; expected seconds above 0, up to 1e7.")
+        for name in ("group_size", "replace"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"parallel.{name}: got {getattr(self, name)}; expected at least 0.")
         if self.plan and self.sharding != "planned":
             raise ConfigError(
                 f"parallel: got plan={self.plan!r} and sharding={self.sharding!r}; expected only one of them, because "

@@ -15,14 +15,17 @@ store can end the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,10 +37,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from tilerec.checkpoint.memory_file import bytes_in, memory_folder
 from tilerec.command_policy import SPIN_COUNT, wait_briefly
-from tilerec.comms.process import ProcessGroupComms, is_peer_failure
-from tilerec.errors import CommsError, ConfigError, TilerecError
+from tilerec.comms.deadlock import LOST_RANK
+from tilerec.comms.process import ProcessGroupComms
+from tilerec.errors import ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
+from tilerec.train.lost_peers import ATTEMPT, FOLDER, is_lost_peer
 from tilerec.train.placement import Placement, number
 from tilerec.train.start_store import start_store
 
@@ -102,6 +108,7 @@ def launch(
     device: str = "cpu",
     saves: bool = False,
     timeout_s: float = TIMEOUT_S,
+    replace: int = 0,
 ) -> None:
     """Run `function(group, *args)` in `count` processes of this machine; return when all have ended.
 
@@ -115,6 +122,8 @@ def launch(
         saves: ranks save their work when SIGTERM stops them. The first SIGTERM is passed on to them, and they have any
             time; a second one ends this process, and so the ranks.
         timeout_s: see `joined`.
+        replace: number of killed ranks to replace (`run_memory.py`): all ranks are started again, and find the memory
+            that the others have left.
 
     Raises:
         RankFailed: a rank failed or died.
@@ -123,14 +132,60 @@ def launch(
     """
     if count < 1:
         raise ConfigError(f"launch: got {count} ranks; expected at least 1.")
-    store = _local_store()
     work = pickle.dumps((function, args))
+    if not replace:
+        _end_with(_run_once(count, work, device, saves, timeout_s), count)
+        return
+    folder = memory_folder()
+    try:
+        left = replace
+        for attempt in itertools.count():
+            added = {FOLDER: folder, ATTEMPT: str(attempt)}
+            ended = _run_once(count, work, device, saves, timeout_s, added)
+            killed = _replaceable(ended, count)
+            left -= len(killed)
+            if not killed or left < 0:
+                _end_with(ended, count)
+                return
+            for one in killed:
+                warnings.warn(f"rank {one.rank} of {count} {one.text} It is replaced.", stacklevel=2)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replaceable(ended: _Ended, count: int) -> list[_Failure]:
+    """Return the killed ranks, if all others have ended because of them; else none."""
+    killed = [failure for failure in ended.failures if failure.severity == _DIED and failure.killed]
+    others = [failure for failure in ended.failures if failure.severity == _BY_PEER]
+    return killed if len(killed) + len(others) == count and not ended.requested else []
+
+
+def _end_with(ended: _Ended, count: int) -> None:
+    """Raise the error of the ranks, if there is one."""
+    if ended.failures:
+        worst = min(failure.severity for failure in ended.failures)
+        if worst == _SAVED or (ended.requested and worst > _DIED):
+            raise RunStopped
+        raise _rank_failed(ended.failures, count)
+
+
+def _run_once(
+    count: int, work: bytes, device: str, saves: bool, timeout_s: float, added: Mapping[str, str] | None = None
+) -> _Ended:
+    """Run the ranks until all have ended.
+
+    Args:
+        work: pickled function and arguments.
+        added: further environment variables of the ranks.
+    """
+    store = _local_store()
     context = _context()
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     try:
         for rank in range(count):
-            spec = _RankSpec(rank, count, store.port, device, timeout_s, _environment(rank, count))
+            own = {**_environment(rank, count), **(added or {})}
+            spec = _RankSpec(rank, count, store.port, device, timeout_s, own)
             ours, theirs = context.Pipe()
             process = context.Process(target=_run_rank, args=(spec, work, theirs), name=f"rank {rank}")
             # Listed before the start, which takes seconds and may be interrupted: the fork server imports torch.
@@ -139,7 +194,8 @@ def launch(
             process.start()
             theirs.close()
         with stop_request() if saves else contextlib.nullcontext() as request:
-            failures = _collect_failures(pipes, processes, request)
+            folder = None if added is None else added[FOLDER]
+            failures = _collect_failures(pipes, processes, request, store, folder)
             requested = request is not None and request.take()
     finally:
         started = [process for process in processes if process.pid is not None]
@@ -148,11 +204,7 @@ def launch(
         finally:
             if len(started) < len(processes):
                 _end_fork_server()
-    if failures:
-        worst = min(failure.severity for failure in failures)
-        if worst == _SAVED or (requested and worst > _DIED):
-            raise RunStopped
-        raise _rank_failed(failures, count)
+    return _Ended(failures, requested)
 
 
 @dataclass(frozen=True)
@@ -180,6 +232,16 @@ class _Failure:
     severity: int
     text: str
     trace: str = ""
+    killed: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class _Ended:
+    """End of all ranks: those that failed, and whether a signal has requested the end."""
+
+    failures: list[_Failure]
+    requested: bool
 
 
 def _end_fork_server() -> None:
@@ -295,7 +357,7 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         return _Failure(rank, _SAVED, "saved and stopped")
     if isinstance(error, KeyboardInterrupt):
         return _Failure(rank, _INTERRUPTED, "stopped")
-    if isinstance(error, CommsError) or is_peer_failure(str(error)):
+    if is_lost_peer(error):
         return _Failure(rank, _BY_PEER, str(error))
     if isinstance(error, TilerecError):
         return _Failure(rank, _OWN, str(error))
@@ -319,13 +381,20 @@ def cores() -> int:
 
 
 def _collect_failures(
-    pipes: Mapping[Connection, int], processes: list[BaseProcess], request: StopSignals | None
-) -> list[_Failure]:
-    """Return the failures, in the order in which they arrived; pass a request to stop on to the ranks."""
+    pipes: Mapping[Connection, int], processes: list[BaseProcess], request: StopSignals | None, store: dist.Store,
+    folder: str | None,
+) -> list[_Failure]:  # fmt: skip
+    """Return the failures, in the order in which they arrived; pass a request to stop on to the ranks.
+
+    Args:
+        store: of the ranks. A rank that was killed left no message there, and some waits are for messages only.
+        folder: of files in memory; ranks have any time to write them, while they grow.
+    """
     waiting = dict(pipes)
     passed_on = False
     failures: list[_Failure] = []
     deadline: float | None = None
+    written = 0
     while waiting:
         if request is not None and request.requested and not passed_on:
             passed_on = True
@@ -333,9 +402,12 @@ def _collect_failures(
                 processes[rank].terminate()
         left = _POLL_S if deadline is None else deadline - time.monotonic()
         ready = wait(list(waiting), max(0.0, min(_POLL_S, left)))
-        if not ready and left <= 0:
+        if folder is not None and deadline is not None and (size := bytes_in(folder)) != written:
+            deadline, written = time.monotonic() + GRACE_S, size
+        elif not ready and left <= 0:
             # These ranks did not end in time; `launch` kills them.
-            break
+            late = waiting.values() if folder is not None else ()
+            return [*failures, *(_Failure(rank, _BY_PEER, "did not end in time") for rank in late)]
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
@@ -343,6 +415,7 @@ def _collect_failures(
                 failure = pipe.recv()
             except (EOFError, OSError):
                 failure = _died(rank, processes[rank])
+                store.set(LOST_RANK, f"rank {rank} {failure.text}")
             if failure is not None:
                 failures.append(failure)
                 deadline = deadline or time.monotonic() + GRACE_S
@@ -356,7 +429,7 @@ def _died(rank: int, process: BaseProcess) -> _Failure:
         return _Failure(rank, _INTERRUPTED, "stopped")
     if code is not None and code < 0:
         hint = ". Is there enough memory?" if -code == signal.SIGKILL else ""
-        return _Failure(rank, _DIED, f"was killed by signal {signal.Signals(-code).name}{hint}")
+        return _Failure(rank, _DIED, f"was killed by signal {signal.Signals(-code).name}{hint}", killed=True)
     return _Failure(rank, _DIED, f"ended with exit code {code}")
 
 

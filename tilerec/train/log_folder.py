@@ -16,10 +16,10 @@ from torch import nn
 from tilerec.atomic_file import open_replacement, write_file
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
-from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
+from tilerec.train.run_plan import plan_in
 
 VOCABULARY_FOLDER = "vocabulary"
 
@@ -43,8 +43,8 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", {"name": config.name, **settings(config)})
-        plan = getattr(model, "plan", None)
-        if isinstance(plan, ShardingPlan):
+        plan = plan_in(model)
+        if plan is not None:
             # `--plan` accepts this file, to repeat the same sharding.
             plan.save(folder / "plan.json")
         return LogFiles([JsonLines(folder, resumed_at or 0), TensorBoard(folder, resumed_at or 0)])

@@ -22,12 +22,12 @@ from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
 from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
 from tilerec.train.override import settings
-from tilerec.train.result import RunResult, best_scores, summary
+from tilerec.train.result import RunResult, run_result, summary
 from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
-from tilerec.train.scores import mean_scores
+from tilerec.train.started_run import started_run
 from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
@@ -58,6 +58,7 @@ def train(
     """
     world, all_watchers = World(group), list(watchers)
     logs: LogFiles | None = None
+    run: Run | None = None
     try:
         if group is None and config.parallel.shards:
             warnings.warn("train: parallel.* has no effect without group=, the ranks to shard over.", stacklevel=2)
@@ -71,11 +72,9 @@ def train(
         torch.manual_seed(options.seed)
         checkpoints = RunCheckpoints.of(config, world)
         model = world.build(config, dataset, device, checkpoints.saved_plan(device.type) if checkpoints else None)
-        run = Run(config, dataset, model, device, world, all_watchers, checkpoints)
-        if checkpoints is not None and config.checkpoint.resume:
-            checkpoints.resume(run)
+        run = started_run(config, dataset, model, device, world, all_watchers, checkpoints)
         if config.log_dir and not world.rank:
-            logs = open_logs(config, model, run.steps if config.checkpoint.resume else None)
+            logs = open_logs(config, model, run.steps if run.continues else None)
             _write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
@@ -86,27 +85,16 @@ def train(
         held_out = run.evaluate()
         if config.log_dir:
             _save(config, model, run, world, logs)
+        run.finish()
     except BaseException as error:
+        if run is not None:
+            run.hand_over(error)
         world.abort(error)
         raise
     finally:
         for watcher in all_watchers:
             watcher.close()
-    best, expected = best_scores(dataset, held_out.labels)
-    result = RunResult(
-        name=config.name,
-        steps=run.steps,
-        samples=run.samples,
-        seconds=run.seconds,
-        held_out=mean_scores(held_out.tasks.values()),
-        tasks=held_out.tasks,
-        best=best,
-        best_expected_auc=expected,
-        rows=dataset.row_count(),
-        model=model,
-        log_dir=config.log_dir,
-        ranks=world.size,
-    )
+    result = run_result(config, dataset, model, run, held_out, world)
     if logs is not None:
         # A full disk must not prevent the return of the result.
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))

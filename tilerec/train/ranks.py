@@ -33,6 +33,7 @@ def on_ranks(
     device: str = "cpu",
     grouped: bool = False,
     saves: bool = False,
+    replace: int = 0,
     timeout_s: float = TIMEOUT_S,
     report: Report | None = None,
 ) -> Any:
@@ -46,7 +47,7 @@ def on_ranks(
         nproc: number of processes to start; None or 1 for this one.
         device: see `joined`.
         grouped: pass a group of one rank to a single process.
-        saves: see `launch`.
+        saves, replace: see `launch`.
         timeout_s: seconds that a rank waits for the others in a collective.
         report: prints a failure; None prints its text, or its traceback.
 
@@ -65,7 +66,7 @@ def on_ranks(
             )
         return _as_rank(function, args, device, timeout_s, report or print_failure)
     if nproc is not None and nproc > 1:
-        launch(nproc, function, *args, device=device, saves=saves, timeout_s=timeout_s)
+        launch(nproc, function, *args, device=device, saves=saves, timeout_s=timeout_s, replace=replace)
         return None
     if grouped:
         with joined(device, timeout_s=timeout_s) as group:

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.data.delimited import RowCount
+from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Scores
-from tilerec.train.scores import HeldOutScores, score_record
+from tilerec.train.scores import HeldOutScores, mean_scores, score_record
+from tilerec.train.task import Evaluation
+from tilerec.train.training_run import Run
+from tilerec.train.world import World
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,24 @@ def best_scores(dataset: Dataset, labels: Tensor | None) -> tuple[Scores | None,
     if true is None:
         return None, None
     return Scores.of(true, labels), Scores.of(true, true).auc
+
+
+def run_result(
+    config: RunConfig, dataset: Dataset, model: nn.Module, run: Run, held_out: Evaluation, world: World
+) -> RunResult:
+    """Return the result of a run that has ended."""
+    best, expected = best_scores(dataset, held_out.labels)
+    return RunResult(
+        name=config.name,
+        steps=run.steps,
+        samples=run.samples,
+        seconds=run.seconds,
+        held_out=mean_scores(held_out.tasks.values()),
+        tasks=held_out.tasks,
+        best=best,
+        best_expected_auc=expected,
+        rows=dataset.row_count(),
+        model=model,
+        log_dir=config.log_dir,
+        ranks=world.size,
+    )

@@ -29,6 +29,7 @@ from tilerec.train.config import RunConfig
 from tilerec.train.load_attempts import MOST, LoadAttempts
 from tilerec.train.override import settings
 from tilerec.train.rank_votes import RankVotes
+from tilerec.train.run_plan import plan_in
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
@@ -132,8 +133,9 @@ class RunCheckpoints:
             "settings": self._settings(),
         }
         about: dict[str, Json] = {"run": self._config.name, "ranks": self._world.size}
-        if run.plan is not None:
-            about |= {"plan": run.plan.to_json(), "parallel": self._parallel()}
+        plan = plan_in(parts["model"])
+        if plan is not None and not self._config.parallel.group_size:  # with replicas, it is no plan for `shard`
+            about |= {"plan": plan.to_json(), "parallel": self._parallel()}
         self._manager.save(run.steps, parts, about)
         self._since = time.monotonic()
 
@@ -154,14 +156,20 @@ class RunCheckpoints:
         """Wait for the running save after a failure, where no other rank can keep it from its end."""
         self._manager.leave()
 
+    def newest(self) -> int:
+        """Return the step of the newest whole checkpoint; -1 if there is none. Collective."""
+        found = latest(self._manager.folder, group=self._world.group)
+        return -1 if found is None else found.step
+
     def saved_plan(self, compute_device: str) -> ShardingPlan | None:
         """Return the plan of the newest whole checkpoint if this run continues it on the same ranks and hosts.
 
-        None, too, if settings of sharding have changed or name a plan. Collective.
+        None, too, if settings of sharding have changed or name a plan, and for a run with replicas. Collective.
         """
         group = self._world.group
         found = latest(self._manager.folder, group=group) if self._config.checkpoint.resume and group else None
-        if found is None or group is None or self._config.parallel.plan:
+        parallel = self._config.parallel
+        if found is None or group is None or parallel.plan or parallel.group_size:
             return None
         metadata = read_metadata(found.path)
         saved = metadata.get("plan")

@@ -1,12 +1,18 @@
-"""The sharding plan of a run, from its settings."""
+"""The sharding of a run's tables, from its settings."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.rank_grid import RankGrid
+from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
+from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.spec.plan import ShardingPlan
@@ -14,11 +20,39 @@ from tilerec.train.config import ParallelConfig
 from tilerec.train.optimizers import tables_of
 
 Plan: TypeAlias = ShardingPlan | None
-"""A plan for `shard`; None leaves every choice to the planner."""
+"""A plan for `shard` or, of one sharding group, for `shard_2d`; None leaves every choice to the planner."""
 
 
-def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms) -> Plan:
-    """Return the plan of a new run."""
+def shard_run(
+    model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device, saved: Plan = None
+) -> None:
+    """Shard a model's tables over the ranks, in place. Collective.
+
+    Args:
+        device: of the tables.
+        saved: plan of a run that is continued; None makes the plan of a new run.
+    """
+    plan = saved or run_plan(model, config, group, device)
+    if not config.group_size:
+        shard(model, plan=plan, mesh=group, device=device, exact=config.exact)
+        return
+    whole = [GroupConfig(plan, config.group_size)]
+    settings = ReplicaSettings(exact=config.exact)
+    shard_2d(model, lambda: (whole, {}), group, settings, device=device, who="parallel.group_size")
+
+
+def plan_in(model: nn.Module) -> Plan:
+    """Return the plan of the model's tables; None for a model that is not sharded."""
+    plan = getattr(model, "plan", None)
+    return plan if isinstance(plan, ShardingPlan) else None
+
+
+def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device) -> Plan:
+    """Return the plan of a new run; of one sharding group if the run has replicas.
+
+    Args:
+        device: of the tables.
+    """
     if config.plan:
         return ShardingPlan.load(config.plan)
     if config.sharding == "planned":
@@ -27,4 +61,8 @@ def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms)
     constraints = {table.config.name: limits for table in tables_of(model)}
     if not constraints:
         return None
-    return EmbeddingShardingPlanner(constraints=constraints).collective_plan(model, pg=group)
+    topology = None
+    if config.group_size:
+        grid = RankGrid(group.size, config.group_size)
+        topology = grid.topology_of(0, topology_of(group, None, None, device.type))
+    return EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(model, pg=group)

@@ -26,11 +26,11 @@ from tilerec.errors import ConfigError, FileError, TilerecError
 from tilerec.ops.runtime.readback import drain
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
-from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import RunConfig
 from tilerec.train.optimizers import Optimizers
 from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Event, Watcher
+from tilerec.train.run_memory import RunMemory
 from tilerec.train.scores import mean_scores
 from tilerec.train.table_stats import TableStats
 from tilerec.train.task import Evaluation, Task
@@ -49,6 +49,7 @@ class Run:
         world: World,
         all_watchers: list[Watcher],
         checkpoints: RunCheckpoints | None = None,
+        memory: RunMemory | None = None,
     ) -> None:
         self._config = config
         self._options = config.train
@@ -58,8 +59,9 @@ class Run:
         self._world = world
         self._watchers = all_watchers
         self._checkpoints = checkpoints
+        self._memory = memory
         self._optimizers = Optimizers(model, config.train)
-        self._step_module = world.data_parallel(model, fixed_order=checkpoints is not None)
+        self._step_module = world.data_parallel(model, fixed_order=checkpoints is not None or memory is not None)
         self._pipeline = PrefetchTrainPipelineSparseDist(
             model, self, device, custom_model_fwd=self._forward, group=world.group, even=False
         )  # every rank has a share of every global batch, so all have equally many
@@ -87,6 +89,8 @@ class Run:
         stops = nullcontext() if self._checkpoints is None else self._checkpoints.stops()
         with self._world.reporting(self.where), stops:
             try:
+                if self._memory is not None:
+                    self._memory.begin(self)
                 self._learn()
             except BaseException as error:
                 if self._checkpoints is not None:
@@ -170,11 +174,28 @@ class Run:
                 self._stop_clock()
                 self.evaluate()
                 self._since = time.perf_counter()
+            if self._memory is not None:
+                self._memory.step_ended(self)
         return not ended
 
     def _stop_clock(self) -> None:
         """Add the time since the last stop to the seconds of training."""
         self.seconds += time.perf_counter() - self._since
+
+    @property
+    def continues(self) -> bool:
+        """True if the run goes on with the logs of an earlier one."""
+        return self._config.checkpoint.resume or (self._memory is not None and self._memory.attempt > 0)
+
+    def finish(self) -> None:
+        """Wait for the other ranks to come to the end of the run, if killed ones are replaced. Collective."""
+        if self._memory is not None:
+            self._memory.finish()
+
+    def hand_over(self, error: BaseException) -> None:
+        """Leave the last steps to the ranks that are started anew, if the run has lost a peer that will be replaced."""
+        if self._memory is not None:
+            self._memory.hand_over(error)
 
     def parts(self) -> dict[str, Any]:
         """Return the parts of the run with a state of their own: the model and its optimizers."""
@@ -215,6 +236,10 @@ class Run:
             random: states of torch's default generators, by device: those of dropout, for example.
             loss: sum of this rank's losses since the last event.
         """
+        return {**self.counters(), "random": self._random_states(), "loss": self._loss_sum.item()}
+
+    def counters(self) -> dict[str, Any]:
+        """Return the entries of `state_dict` that are alike on every rank."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -223,15 +248,27 @@ class Run:
             "seconds": self.seconds,
             "logged_steps": self._logged_steps,
             "task": self._task.state_dict(),
-            "random": self._random_states(),
-            "loss": self._loss_sum.item(),
         }
 
-    @property
-    def plan(self) -> ShardingPlan | None:
-        """The plan of the model's tables; None for a model that is not sharded."""
-        plan = getattr(self._model, "plan", None)
-        return plan if isinstance(plan, ShardingPlan) else None
+    def own_record(self, device: torch.device) -> Tensor:
+        """Return this rank's other entries as bytes, uint8 `[N]` on a device, without a wait for a GPU.
+
+        The loss is left out if it is on another device.
+        """
+        entries = list(self._random_states().values())
+        if self._loss_sum.device == device:
+            entries.append(self._loss_sum.reshape(1).view(torch.uint8))
+        return torch.cat([entry.to(device) for entry in entries])
+
+    def load_record(self, counters: Mapping[str, Any], record: Tensor) -> None:
+        """Continue from `counters` and from a record of `own_record`, on the CPU."""
+        states = self._random_states()
+        sizes = [state.numel() for state in states.values()]
+        *random, loss = record.split([*sizes, record.numel() - sum(sizes)])
+        own: dict[str, Any] = {"random": {name: one.clone() for name, one in zip(states, random, strict=True)}}
+        if loss.numel():
+            own["loss"] = loss.clone().view(torch.float64).item()
+        self.load_state_dict({**counters, **own})
 
     @property
     def task(self) -> Task:

@@ -28,14 +28,13 @@ from tilerec.data.dataset import Dataset
 from tilerec.data.share import shares
 from tilerec.errors import CommsError
 from tilerec.parallel.data_parallel import table_parameters
-from tilerec.parallel.shard import shard
 from tilerec.stop_signals import RunStopped
 from tilerec.torch_private import fix_ddp_buckets, ignore_in_ddp
 from tilerec.train.config import RunConfig
 from tilerec.train.evaluate import Predictions, predict
 from tilerec.train.optimizers import attach
 from tilerec.train.override import settings
-from tilerec.train.run_plan import Plan, run_plan
+from tilerec.train.run_plan import Plan, shard_run
 
 
 @final
@@ -78,8 +77,8 @@ class World:
         model = config.model.build(dataset, device, torch.device("meta"))
         # Attach before planning, because the planner counts the optimizer's state.
         attach(model, config.train.embedding_optimizer)
-        plan = saved or run_plan(model, config.parallel, self._group)
-        return shard(model, plan=plan, mesh=self._group, device=device, exact=config.parallel.exact)
+        shard_run(model, config.parallel, self._group, device, saved)
+        return model
 
     def data_parallel(self, model: nn.Module, *, fixed_order: bool = False) -> nn.Module:
         """Return the module to call in a training step, which averages the gradients of all but the tables.
