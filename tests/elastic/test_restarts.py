@@ -142,7 +142,7 @@ def test_hosts_leave_and_rejoin_at_random_steps(tmp_path: Path, nproc: int, turn
     dice = random.Random(10 * nproc + turn)
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
-    words = ("pace=0.5",)
+    words = ("pace=0.3", f"small={nproc}")
     with Agent(tmp_path, nproc, *words, port=port, host=True) as first:  # of the store of all agents
         second = Agent(tmp_path, nproc, *words, port=port)
         for part in (1, 2):
