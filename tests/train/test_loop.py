@@ -35,7 +35,7 @@ from tilerec.sharding.table import ShardedTable
 from tilerec.spec.optimizer import SGD, Adagrad, Adam, AdamW, RowWiseAdagrad
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing import Ranks
-from tilerec.train import run as run_module
+from tilerec.train import training_run as run_module
 from tilerec.train.config import DataConfig, ParallelConfig, RunConfig, TrainConfig
 from tilerec.train.evaluate import Scores, evaluate, predict
 from tilerec.train.launch import RankFailed, _local_store, cores, launch
