@@ -6,7 +6,7 @@
 #   make simulated-gpu  the GPU's tests, with small cases, on a GPU made of host memory (about an hour)
 #   make sanitize   the tests of GPU kernels under the sanitizer, which checks every access (minutes)
 #   make chaos      checkpoints under kills, full disks, damage, hostile files and failing stores; prints the counts
-#                   (about 20 minutes)
+#                   (about 25 minutes)
 #   make mutate     change one operator or constant at a time, run the tests of its room, list undetected changes
 #                   (an hour or two; `make mutate ARGS="--rooms sparse --count 10 --seed 7"`, or `ARGS="--at FILE:LINE"`)
 #   make nightly    all tests: those that take minutes included (`make parity` among them), `make sanitize`,

@@ -41,15 +41,15 @@ def worker(folder: Path, mb: int) -> None:
     from tilerec.train import Event, RunConfig, TrainConfig, Watcher, run
     from tilerec.train.config import CheckpointConfig
 
-    imported = time.time()
+    imported, cpu_imported = time.time(), time.process_time()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     load = CheckpointManager.resume
     loaded: list[float] = []
 
     def timed(self: CheckpointManager, *args: Any, **options: Any) -> Any:
-        begin = time.time()
+        begin = time.time(), time.process_time()
         found = load(self, *args, **options)
-        loaded[:] = [begin, time.time()]
+        loaded[:] = [*begin, time.time(), time.process_time()]
         return found
 
     CheckpointManager.resume = timed  # type: ignore[method-assign]
@@ -67,7 +67,9 @@ def worker(folder: Path, mb: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if loaded and not self._first and not rank:
                 self._first = event.step
-                times = {"started": STARTED, "imported": imported, "load": loaded, "step": now, "number": event.step}
+                cpu = [0.0, cpu_imported, loaded[1], loaded[3], time.process_time()]
+                wall = [STARTED, imported, loaded[0], loaded[2], now]
+                times = {"wall": wall, "cpu": cpu, "number": event.step}
                 (folder / "times").write_text(json.dumps(times))
 
         def close(self) -> None:
@@ -87,8 +89,8 @@ def worker(folder: Path, mb: int) -> None:
     )
 
 
-def restart(mb: int, nproc: int) -> dict[str, float]:
-    """Return the seconds of each part of one restart."""
+def restart(mb: int, nproc: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds of each part of one restart: wall time, and processor time of rank 0."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "--max-restarts", "1"]
@@ -100,15 +102,10 @@ def restart(mb: int, nproc: int) -> dict[str, float]:
         )
         killed, times = float((folder / "killed").read_text()), json.loads((folder / "times").read_text())
         assert times["number"] == KILL_AT // SAVE_EVERY * SAVE_EVERY + 1, times
-        begin, end = times["load"]
-        return {
-            "detect": times["started"] - killed,
-            "import": times["imported"] - times["started"],
-            "join": begin - times["imported"],
-            "load": end - begin,
-            "step": times["step"] - end,
-            "total": times["step"] - killed,
-        }
+        wall, cpu = [killed, *times["wall"]], [0.0, *times["cpu"]]
+        names = ["detect", "import", "join", "load", "step"]
+        parts = {name: (wall[i + 1] - wall[i], cpu[i + 1] - cpu[i]) for i, name in enumerate(names)}
+        return {**parts, "total": (wall[-1] - killed, cpu[-1])}
 
 
 def main() -> None:
@@ -126,8 +123,9 @@ def main() -> None:
         f"{given.mb} MB of tables, {given.nproc} ranks, gloo; seconds, medians (and the most) of {given.rounds} rounds"
     )
     for part in every[0]:
-        seconds = [one[part] for one in every]
-        print(f"  {part:7s} {statistics.median(seconds):6.2f}  ({max(seconds):.2f})")
+        wall, cpu = ([one[part][i] for one in every] for i in range(2))
+        text = f"{statistics.median(wall):6.2f}  ({max(wall):.2f})  {statistics.median(cpu):6.2f} of processor time"
+        print(f"  {part:7s} {text}")
 
 
 if __name__ == "__main__":

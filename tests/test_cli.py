@@ -349,7 +349,7 @@ def test_processes_are_not_started_by_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, text = _invoke("train", "synthetic", *SMALL, "--nproc", "2", "--log-dir", "")
     assert code == 1
-    assert "under torchrun, which has already started the processes" in text
+    assert "under a launcher (torchrun, srun), which has already started the processes" in text
 
 
 def test_calibrate_says_where_it_cannot_write() -> None:

@@ -77,7 +77,7 @@ def sizes_of(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "step"), [(1, 397), *(pytest.param(world, 197, marks=NIGHTLY) for world in (1, 2, 3))]
+    ("world", "step"), [(1, 797), *(pytest.param(world, 197, marks=NIGHTLY) for world in (1, 2, 3))]
 )
 def test_a_disk_that_is_full_at_any_byte_is_an_error_and_leaves_no_new_files(
     pool: Pool, tmp_path: Path, world: int, step: int, counts: Counts

@@ -92,7 +92,7 @@ def every_call_of(
 
 @pytest.mark.filterwarnings("error")
 def test_a_rank_killed_in_a_save_loses_nothing(pool: Pool, tmp_path: Path, counts: Counts) -> None:
-    every_call_of("save", pool(2), tmp_path, range(1), 11, counts)
+    every_call_of("save", pool(2), tmp_path, range(1), 23, counts)
 
 
 @NIGHTLY

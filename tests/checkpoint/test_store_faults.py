@@ -138,7 +138,7 @@ def outages(server: FaultyServer, counts: Counts, kind: str, step: int) -> None:
 
 
 def test_an_outage_at_some_requests_of_a_save_leaves_whole_checkpoints(server: FaultyServer, counts: Counts) -> None:
-    outages(server, counts, "500", 7)
+    outages(server, counts, "500", 12)
 
 
 @NIGHTLY

@@ -111,8 +111,7 @@ def shell(folder: Path, script: str, **variables: str) -> subprocess.CompletedPr
     tools = folder / "bin"
     tools.mkdir(exist_ok=True)
     program(tools / "torchrun", "import runpy; runpy.run_module('torch.distributed.run', run_name='__main__')")
-    if not (tools / "python").exists():
-        (tools / "python").symlink_to(sys.executable)
+    program(tools / "python", "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["bash", script], cwd=folder, capture_output=True, text=True, check=False,

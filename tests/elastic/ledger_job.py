@@ -1,6 +1,6 @@
 """A small run with a ledger of the samples that each step trains; launchers start this file in tests.
 
-python tests/elastic/ledger_job.py FOLDER [pace=SECONDS] [kill=STEP:RANK] [save=STEPS]
+python tests/elastic/ledger_job.py FOLDER [pace=SECONDS] [small=RANKS] [kill=STEP:RANK] [save=STEPS]
 
 FOLDER/ledger/<start>-<rank>-<pid>.jsonl    one line per step: its number, and a digest of each of its samples
 """
@@ -46,12 +46,14 @@ class LedgerConfig(TaskConfig):
     Attributes:
         folder: of the ledger.
         pace: seconds that each step waits, so that a test can act during the run.
+        small: number of ranks with which a step waits 2 s, so that hosts can rejoin before the run ends.
         kill: step and rank of a process that ends itself as SIGKILL does; in the first start only.
     """
 
     folder: str = ""
     pace: float = 0.0
     kill: tuple[int, ...] = ()
+    small: int = 0
 
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         return LedgerTask(ClickConfig().build(dataset, options, device, world), self, world)
@@ -62,6 +64,7 @@ class LedgerTask(Task):
 
     def __init__(self, inner: Task, config: LedgerConfig, world: World) -> None:
         self._inner, self._config, self._rank = inner, config, world.rank
+        self._pace = 2.0 if world.size == config.small else config.pace
         now = time.time_ns()
         start = max(world.group.all_gather_object(now)) if world.group is not None else now
         folder = Path(config.folder) / "ledger"
@@ -79,8 +82,8 @@ class LedgerTask(Task):
             file.write(json.dumps([self._step, time.time(), rows]) + "\n")
         if self._first and self._config.kill == (self._step, self._rank):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._config.pace:
-            threading.Event().wait(self._config.pace)
+        if self._pace:
+            threading.Event().wait(self._pace)
         return self._inner.loss(model, share)
 
     def progress(self) -> dict[str, float]:
@@ -104,7 +107,9 @@ class LedgerTask(Task):
         return self._inner.predict(model, dataset, keys, batch_size)
 
 
-def job(folder: Path | str, *, pace: float = 0.0, kill: tuple[int, ...] = (), save: int = 7) -> RunConfig:
+def job(
+    folder: Path | str, *, pace: float = 0.0, kill: tuple[int, ...] = (), save: int = 7, small: int = 0
+) -> RunConfig:
     """Return the config of the run."""
     return RunConfig(
         name="ledger",
@@ -112,7 +117,7 @@ def job(folder: Path | str, *, pace: float = 0.0, kill: tuple[int, ...] = (), sa
         model=DLRMConfig(embedding_dim=8, dense_arch=(8,), over_arch=(8,)),
         train=TrainConfig(batch_size=BATCH, eval_batch_size=64, log_every=10, epochs=EPOCHS),
         log_dir=str(folder),
-        task=LedgerConfig(str(folder), pace, kill),
+        task=LedgerConfig(str(folder), pace, kill, small),
         checkpoint=CheckpointConfig(every=save),
     )
 
@@ -143,5 +148,6 @@ if __name__ == "__main__":
             pace=float(given.get("pace", 0)),
             kill=tuple(map(int, given["kill"].split(":"))) if "kill" in given else (),
             save=int(given.get("save", 7)),
+            small=int(given.get("small", 0)),
         )
     )

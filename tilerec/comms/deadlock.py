@@ -124,6 +124,7 @@ class DeadlockDetector:
         self._words: str | None = None
         self._waits: Call | None = None  # the call in this rank's record
         self._looks = 0
+        self._reports = False
 
     def begin(self, title: str, channel: str, ranks: tuple[int, ...]) -> Call:
         """Count a call of a channel and return it."""
@@ -181,16 +182,21 @@ class DeadlockDetector:
 
     def report(self, store: dist.Store, stage: str) -> None:
         """Publish the stage and the number of calls of this rank. Another thread may call it, with its own store."""
+        self._reports = True
         store.set(_stage_key(self._rank), json.dumps([stage[:200], dict(self._begun)]))
 
     def missing(self, call: Call | None) -> str:
-        """Return a text that names the ranks that are behind this one, with their last stages; "" if none is known.
+        """Return a text that names the ranks that are behind this one, with their last stages.
+
+        "" if none is known, or if this rank does not report: then the others do not, either.
 
         Args:
             call: whose wait has reached the time-out; None for a collective that torch has called: then ranks are
                 behind that have made fewer calls of any channel.
         """
         found: list[str] = []
+        if not self._reports:
+            return ""
         for rank in call.ranks if call is not None else range(self._size):
             if rank == self._rank or len(found) == _NAMED:
                 continue

@@ -346,7 +346,7 @@ class ProcessGroupComms(Group):
             missing = self._watch.missing(call)
             if missing:
                 # The end of this rank closes its connections; peers then read this text in place of that error.
-                missing = f"no end within the time-out. {missing[0].upper()}{missing[1:]}."
+                missing = f"no end within the time-out. {missing[0].upper()}{missing[1:]}. See its log."
                 self._watch.leave_words(f"{title}: {missing}")
                 return CommsError(f"{where}: {missing}")
             return CommsError(

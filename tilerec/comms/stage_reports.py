@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import final
 
+import torch.distributed as dist
+
 from tilerec.comms.deadlock import DeadlockDetector
 
 _INTERVAL_S = 2.0
@@ -47,6 +49,9 @@ class StageReports:
     def _report(self) -> None:
         # A store that died with its host ends the reports; the calls of this rank fail with its error.
         with contextlib.suppress(RuntimeError):
-            store = self._detector.store.clone()  # type: ignore[attr-defined] # the main thread may wait in its own
+            store: dist.Store | None = None
             while not self._ended.wait(self._interval_s):
+                if store is None:  # a client of its own: the main thread may wait in a call of the other one
+                    clone = getattr(self._detector.store, "clone", None)
+                    store = self._detector.store if clone is None else clone()
                 self._detector.report(store, self._where())

@@ -162,7 +162,7 @@ class World:
 
     def reporting(self, where: Callable[[], str]) -> AbstractContextManager[object]:
         """Return a context in which the other ranks can read what this rank does; see `ProcessGroupComms.reporting`."""
-        return nullcontext() if self._group is None else self._group.reporting(where)
+        return nullcontext() if self._group is None or self.size == 1 else self._group.reporting(where)
 
     def failure(self, title: str, error: RuntimeError) -> RuntimeError:
         """Return the error, or what it means if torch has lost a rank in a collective of its own."""
