@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -80,6 +81,7 @@ def test_processes() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes: nightly")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.timeout(1800)
 def test_two_hundred_steps_of_every_pipeline_and_tiling(ranks: int) -> None:
