@@ -8,13 +8,16 @@ call `announce_write`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from tilerec.checkpoint.job_tables import known_rows, versions_of
+from tilerec.checkpoint.pieces import Box
+from tilerec.checkpoint.planned_save import Changed
+from tilerec.comms.group import Group
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.storage.table_rows import TableRows
 
@@ -55,14 +58,22 @@ class JobChanges:
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[TableRows, RowChanges] = WeakKeyDictionary()
 
-    def begin_anew(self, parts: Mapping[str, Any]) -> dict[TableRows, Tensor]:
+    def begin_anew(
+        self, parts: Mapping[str, Any], tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], ranks: Group
+    ) -> Changed:  # fmt: skip
         """Return the changed rows of each leaf, and begin anew; leaves of which any row may have changed are left out.
 
         Args:
             parts: of the job. Tables are found in those that are modules.
+            tensors, boxes, ranks: of the save, which writes all but these tables whole.
         """
+        tables = list(known_rows(parts))
+        return Changed(tables, self.begin_tables(tables), {})
+
+    def begin_tables(self, tables: Iterable[TableRows]) -> dict[TableRows, Tensor]:
+        """Return the changed rows of some leaves, and begin anew, as `begin_anew`."""
         found: dict[TableRows, Tensor] = {}
-        for table in known_rows(parts):
+        for table in tables:
             if table not in self._of:
                 self._of[table] = RowChanges(table)
                 table.observers.append(self._of[table])
@@ -76,3 +87,10 @@ class JobChanges:
         """Count all rows as changed: a save failed."""
         for changes in self._of.values():
             changes.forget()
+
+    def close(self) -> None:
+        """End the observation of the tables."""
+        for table, changes in self._of.items():
+            if changes in table.observers:
+                table.observers.remove(changes)
+        self._of.clear()
