@@ -1,7 +1,7 @@
 """`DeltaNotes`: what has changed in a model since its last published state.
 
 state                                   how a change is found
-rows of tables with known writes        marks, one byte per row (checkpoint/row_changes.py)
+rows of tables with known writes        marks, one bit per row (checkpoint/row_changes.py)
 all other tensors: ids, dense weights   a copy of what was published
 neither (a new writer, another tiling)  what was published is read from the log
 
