@@ -3,7 +3,8 @@
     python benchmarks/delta.py [--rounds 7] [--rows 100000] [--folder FOLDER]
 
 tracking    26 tables of 64 columns, batches of 2,048 samples with 10 ids per feature (Zipf law of exponent 1.05),
-            row-wise Adagrad. Steps with a writer that observes the tables, and without, in turns; medians.
+            row-wise Adagrad: the tables alone, and within a DLRM (512-256-64, 512-256-1). Steps with a writer that
+            observes the tables, and without, in turns; medians of processor time.
 delta       bytes and seconds of a delta after 1, 10 and 100 such steps, beside the model
 follower    one thread applies a delta of a million rows of 68 bytes (64 int8 numbers, scale and bias) to a table
             of that form, and one of 64 float32 columns. Seconds from the open of the delta to its last row.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward
 from tilerec.delta import DeltaWriter, EntryName, Follower
+from tilerec.models.dlrm import DLRM
 from tilerec.spec.optimizer import RowWiseAdagrad
 
 TABLES, DIM, BATCH, LENGTH, EXPONENT = 26, 64, 2048, 10, 1.05
@@ -54,26 +56,32 @@ def batches(rows: int, count: int, samples: int = BATCH, length: int = LENGTH) -
     return made
 
 
-def step(module: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> float:
-    began = time.perf_counter()
-    module(batch).values().sum().backward()
-    return time.perf_counter() - began
+def step(module: nn.Module, batch: KeyedJaggedTensor, dense: Tensor | None = None) -> float:
+    began = time.process_time()
+    out = module(batch).values() if dense is None else module(dense, batch)
+    out.sum().backward()
+    return time.process_time() - began
 
 
 def tracking(rows: int, folder: Path, rounds: int) -> None:
-    module, some = model_of(rows), batches(rows, 10)
-    ratios, alone_ms = [], []
-    for number in range(rounds):
-        alone = median(step(module, batch) for batch in some)
-        writer = DeltaWriter(folder / f"tracking-{number}", module)
-        writer.publish(0)
-        tracked = median(step(module, batch) for batch in some)
-        writer.close()
-        shutil.rmtree(folder / f"tracking-{number}")
-        ratios.append(tracked / alone)
-        alone_ms.append(alone * 1e3)
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    print(f"tracking   step {median(alone_ms):6.1f} ms alone, {median(ratios):.3f} of it with a writer ({spread})")
+    some = batches(rows, 10)
+    for what in ("tables", "DLRM"):
+        tables = model_of(rows)
+        model = tables if what == "tables" else DLRM(tables, 13, [512, 256, 64], [512, 256, 1])
+        dense = None if what == "tables" else torch.rand(BATCH, 13)
+        ratios, alone_ms = [], []
+        for number in range(rounds):
+            alone = [step(model, batch, dense) for batch in some]
+            writer = DeltaWriter(folder / f"{what}-{number}", tables)
+            writer.publish(0)
+            tracked = [step(model, batch, dense) for batch in some]
+            writer.close()
+            shutil.rmtree(folder / f"{what}-{number}")
+            alone += [step(model, batch, dense) for batch in some]  # both before and after
+            ratios.append(median(tracked) / median(alone))
+            alone_ms.append(median(alone) * 1e3)
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"tracking   {what:6}: {median(alone_ms):6.1f} ms, {median(ratios):.3f} of it with a writer ({spread})")
 
 
 def deltas(rows: int, folder: Path) -> None:

@@ -73,7 +73,7 @@ class Follower:
         return self.record.sequence
 
     def poll(self) -> list[DeltaRecord]:
-        """Apply the deltas that have been published since the last call; return what they say of themselves.
+        """Apply the deltas that have been published since the last call; return their records.
 
         If the next delta has been removed, or cannot follow, and a later base is whole, that is loaded.
 

@@ -36,7 +36,7 @@ class EntryName(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry with its manifest and what it says of itself."""
+    """An entry with its manifest and its record."""
 
     name: EntryName
     folder: CheckpointFolder
@@ -99,7 +99,7 @@ class DeltaLog:
         """Return an entry whose files all have the right sizes.
 
         Raises:
-            FileError: it is not there, or not complete. InputError: it is damaged, or another one than its name says.
+            FileError: it is not there, or not complete. InputError: it is damaged, or has another name than its record.
         """
         folder = self.folder(name)
         manifest = open_manifest(folder)

@@ -1,4 +1,4 @@
-"""`DeltaRecord`: what an entry of a log says of itself, in the metadata of its manifest.
+"""`DeltaRecord`: sequence number, step and state of an entry, in the metadata of its manifest.
 
 run         random, one per log: entries of another run never fit
 sequence    0, 1, 2, …, without gaps
