@@ -41,6 +41,8 @@ def strike(
         here, ended = 0, False
         while not ended:
             attempt = len(resumed) + 1
+            # Two kills may strike loads of one checkpoint. Then the one before it would be loaded, by design.
+            (run / "load_attempts.json").unlink(missing_ok=True)
             resumed[attempt] = newest(run)
             world = dice.choice(worlds)
             args = (run_ranks, str(run), attempt, STEPS, incremental)
