@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tilerec.checkpoint.chain import Wanted, open_chain, unreadable
+from tilerec.checkpoint.chain import Chain, Wanted, open_chain, unreadable
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.job_tables import announce_write
-from tilerec.checkpoint.pieces import Piece, pieces_of
+from tilerec.checkpoint.pieces import Box, Piece, pieces_of
+from tilerec.delta.compare import published_blocks, unequal_rows
 from tilerec.delta.log import DeltaLog, Entry, EntryName
 from tilerec.delta.record import DeltaRecord
 from tilerec.delta.staged import StagedRows, stage
@@ -185,7 +186,7 @@ class Follower:
 
     @torch.no_grad()
     def _load_base(self) -> DeltaRecord:
-        """Write the newest whole base to the target."""
+        """Write the rows of the newest whole base that the target has not; a mapped file stays clean elsewhere."""
         entry = self.log.newest_base()
         if entry is None:
             raise FileError(
@@ -199,10 +200,23 @@ class Follower:
         chain = open_chain(entry.folder)
         try:
             for name, pieces in own.items():
-                chain.read([Wanted(piece, name) for piece in pieces])
+                for piece in pieces:
+                    self._write_base(chain, name, piece)
         except OSError as error:
             raise unreadable(entry.folder, error) from error
         return entry.record
+
+    def _write_base(self, chain: Chain, name: str, piece: Piece) -> None:
+        box, memory = piece
+        if not box.sizes or not box.cells:
+            with self._lock:
+                chain.read([Wanted(piece, name)])
+            return
+        for first, held in published_blocks(chain, name, box, memory):
+            rows_U = unequal_rows(held, memory[first - box.offsets[0] :])
+            if rows_U.numel():
+                part = Box((first, *box.offsets[1:]), tuple(held.shape))
+                self._write(StagedRows(first + rows_U, part, _bytes_of(held)[rows_U], ""), piece)
 
     def _write(self, part: StagedRows, piece: Piece) -> None:
         """Write the rows of a part that a piece holds, some at a time."""

@@ -10,25 +10,23 @@ The last way needs no memory of the earlier process, so a log goes on after a cr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilerec.checkpoint.chain import Chain, Wanted, open_chain
+from tilerec.checkpoint.chain import Chain, open_chain
 from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.job_tables import known_rows
-from tilerec.checkpoint.pieces import Box, Piece, pieces_of
+from tilerec.checkpoint.pieces import Box, pieces_of
 from tilerec.checkpoint.planned_save import Changed, Leaves, Place
 from tilerec.checkpoint.row_changes import JobChanges
-from tilerec.checkpoint.row_snapshot import row_bytes
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.delta.budget import Budget
+from tilerec.delta.compare import published_blocks, unequal_rows
 from tilerec.storage.table_rows import TableRows
-
-_BLOCK_BYTES = 1 << 24  # that are compared at a time
 
 Boxes = Sequence[tuple[str, Box]]
 
@@ -111,9 +109,10 @@ class DeltaNotes:
         if not self._has(name, whole):
             return torch.arange(place.first, place.first + box.sizes[0])
         changed: list[Tensor] = []
-        for first, held in self._read(name, box, memory):
+        assert self._chain is not None
+        for first, held in published_blocks(self._chain, name, box, memory):
             at = first - box.offsets[0]
-            changed.append(place.first + at + _unequal(held, memory[at:]))
+            changed.append(place.first + at + unequal_rows(held, memory[at:]))
             if self.budget is not None:
                 self.budget.note(place.table, place.first + at, held)
         return torch.cat(changed)
@@ -122,10 +121,11 @@ class DeltaNotes:
         """Return the changed rows of a box of another tensor, and copy it; None: all."""
         copy = self._copies.get((name, box))
         if copy is None and self._has(name, whole):
-            copy = torch.cat([held for _, held in self._read(name, box, memory)]).to(memory.device)
+            assert self._chain is not None
+            copy = torch.cat([held for _, held in published_blocks(self._chain, name, box, memory)]).to(memory.device)
         now = memory.detach().clone()
         self._copies[name, box] = now
-        return None if copy is None else box.offsets[0] + _unequal(copy, now).cpu()
+        return None if copy is None else box.offsets[0] + unequal_rows(copy, now).cpu()
 
     def _has(self, name: str, whole: Tensor) -> bool:
         """Return True if the newest published state has a tensor of this name, dtype and shape."""
@@ -133,20 +133,3 @@ class DeltaNotes:
             self._chain = open_chain(self.published)
         saved = self._chain.tensors.get(name) if self._chain is not None else None
         return saved is not None and (saved.dtype, saved.shape) == (whole.dtype, tuple(whole.shape))
-
-    def _read(self, name: str, box: Box, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the published values of a box in blocks of whole rows, each with the number of its first row."""
-        assert self._chain is not None
-        step = max(1, _BLOCK_BYTES // max(1, memory.nbytes // memory.shape[0]))
-        for first in range(box.offsets[0], box.offsets[0] + box.sizes[0], step):
-            count = min(step, box.offsets[0] + box.sizes[0] - first)
-            part = Box((first, *box.offsets[1:]), (count, *box.sizes[1:]))
-            held = torch.empty(part.sizes, dtype=memory.dtype)
-            self._chain.read([Wanted(Piece(part, held), name)])
-            yield first, held
-
-
-def _unequal(held: Tensor, memory: Tensor) -> Tensor:
-    """Return the rows of some values whose bits differ from those of the first rows of some memory, int64 [U]."""
-    now = memory[: held.shape[0]].detach().to(held.device).contiguous()
-    return (row_bytes(held.contiguous()) != row_bytes(now)).any(1).nonzero()[:, 0]
