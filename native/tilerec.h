@@ -16,11 +16,12 @@
 
 #include <stdint.h>
 
-#define TR_ABI_VERSION 7
+#define TR_ABI_VERSION 8
 #define TR_API extern "C" __attribute__((visibility("default")))
 
-// Data types of numbers, and of ids.
+// Data types of numbers, of quantized rows (row_reader.h: 8, 4 or 2 bits per number, read only), and of ids.
 enum { TR_F32 = 0, TR_BF16 = 1, TR_F16 = 2 };
+enum { TR_CODES8 = 3, TR_CODES4 = 4, TR_CODES2 = 5 };
 enum { TR_I32 = 0, TR_I64 = 1 };
 
 // Status of a call.

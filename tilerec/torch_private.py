@@ -71,6 +71,9 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 """Return the number of active `TorchFunctionMode`s. No public substitute."""
 
+profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return whether a profiler records the ops that run. `torch.autograd` has it under a private name only."""
+
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether a transform of `torch.func` is active. No public substitute."""
 
