@@ -50,5 +50,8 @@ TR_API int32_t tr_isa_choose(int32_t level);
 // a table's memory, and with small pages every lookup also misses the processor's TLB. This is only a hint: on a system
 // without such pages nothing happens. Returns 0 if the system accepted it.
 TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes);
+// Returns the memory of whole pages in [data, data + bytes) to the system. The addresses stay valid; their contents are lost.
+// Returns 0 if the system accepted it.
+TR_API int32_t tr_release_pages(void* data, int64_t bytes);
 // Number of threads that a call with threads = n would use now (1 without an OpenMP runtime, or in a forked child).
 TR_API int32_t tr_threads(int32_t n);

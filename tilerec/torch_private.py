@@ -131,6 +131,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """Return the number of owners of a storage: tensors on it, and its Python object. No public substitute."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor's memory was written, as torch counts; 0 for inference tensors, which have no counter.
 

@@ -18,6 +18,7 @@ from tilerec.ops.quantized import definition as quantized
 from tilerec.ops.random import renew
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import library
+from tilerec.ops.runtime.cpu.library import release_pages as release_pages
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
 from tilerec.ops.update import definition as update

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilerec.errors import InputError
+from tilerec.ops.lookup.checks import raise_other_dim
 from tilerec.ops.quantized.row_format import BITS, row_bytes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,3 +33,10 @@ def check_rows(
                 f"Table {t} of a quantized lookup: got {dtype} of shape {list(shape)}; expected {kind} for {dim} "
                 f"columns of {own or 'whole'} bits. Load rows of this format."
             )
+
+
+def check_one_dim(dims: Sequence[int], tables: Sequence[int], names: str) -> None:
+    """Raise an `InputError` for features of a sequence lookup whose tables have several dims; `dims` per table."""
+    for feature, table in enumerate(tables):
+        if dims[table] != dims[tables[0]]:
+            raise_other_dim(names, tables, feature, dims[table], dims[tables[0]])
