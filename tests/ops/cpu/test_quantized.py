@@ -141,6 +141,17 @@ def test_a_profiler_records_the_op() -> None:
     served = ServedTables([quantize_rows(torch.randn(5, 8), 8)])
     with torch.profiler.profile() as seen:
         quantized_pooled_lookup(
-            served, (8,), (8,), torch.tensor([0]), torch.tensor([0, 1]), None, (0,), (0,), (0,), [1], torch.float32, "f@t"
+            served,
+            (8,),
+            (8,),
+            torch.tensor([0]),
+            torch.tensor([0, 1]),
+            None,
+            (0,),
+            (0,),
+            (0,),
+            [1],
+            torch.float32,
+            "f@t",
         )
     assert "tilerec::quantized_pooled_lookup" in {event.key for event in seen.key_averages()}

@@ -128,8 +128,7 @@ def _pooled_autograd(*args: Any) -> Tensor:
         out: Tensor = _NoGradient.apply(args, sample_weights)
         return out
     with BelowAutograd():
-        out = _OPS.quantized_pooled_lookup.default(*args)
-    return out
+        return _OPS.quantized_pooled_lookup.default(*args)
 
 
 def _sequence_autograd(*args: Any) -> Tensor:
@@ -170,8 +169,7 @@ def quantized_pooled_lookup(
     if _bypasses(weights, ids, offsets, sample_weights):
         out: Tensor = LIBRARY.cpu_kernels["quantized_pooled_lookup"](*args)
         return out
-    out = _OPS.quantized_pooled_lookup.default(*args)
-    return out
+    return _OPS.quantized_pooled_lookup.default(*args)
 
 
 def quantized_sequence_lookup(
@@ -182,5 +180,4 @@ def quantized_sequence_lookup(
     if _bypasses(weights, ids, starts, None):
         out: Tensor = LIBRARY.cpu_kernels["quantized_sequence_lookup"](*args)
         return out
-    out = _OPS.quantized_sequence_lookup.default(*args)
-    return out
+    return _OPS.quantized_sequence_lookup.default(*args)
