@@ -133,7 +133,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """Return the number of owners of a storage: tensors on it, and its Python object. No public substitute."""
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def version_of(tensor: Tensor) -> int:

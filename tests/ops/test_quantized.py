@@ -133,8 +133,12 @@ def call(weights: Any, dims: Any = (9,), bits: Any = (8,), ids: Any = (0, 1), na
 
 def test_rows_of_another_format_are_refused() -> None:
     packed = quantize_rows(rows_of(1.0, 5, 9), 8)
-    for function in (call, lambda *a: POOLED(*a[:3], torch.tensor([0, 1]), torch.tensor([0, 2]), None, [0], [0], [0], [1],
-                                             torch.float32, "f@t")):  # fmt: skip
+    ids, offsets = torch.tensor([0, 1]), torch.tensor([0, 2])
+
+    def reference(*tables: Any) -> Tensor:
+        return POOLED(*tables, ids, offsets, None, [0], [0], [0], [1], torch.float32, "f@t")
+
+    for function in (call, reference):
         with pytest.raises(InputError, match=r"got torch.uint8 of shape \[5, 16\]; expected uint8 \[rows, 12\]"):
             function([packed], [9], [4])
         with pytest.raises(InputError, match="expected float32, bfloat16 or float16"):

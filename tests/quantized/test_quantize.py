@@ -90,23 +90,23 @@ def test_rows_that_another_tensor_reads_are_kept() -> None:
     assert (numbers == 1).all()
 
 
-def test_rows_tied_to_a_table_of_another_model_are_kept() -> None:
-    first, second = (
-        EmbeddingBagCollection([table()]),
-        EmbeddingCollection([EmbeddingConfig(50, 8, "a", feature_names=["f"])]),
-    )
+def tied() -> tuple[EmbeddingBagCollection, EmbeddingCollection]:
+    """Two collections of one table."""
+    first = EmbeddingBagCollection([table()])
+    second = EmbeddingCollection([EmbeddingConfig(50, 8, "a", feature_names=["f"])])
     second.embeddings["a"].weight = first.embedding_bags["a"].weight
+    return first, second
+
+
+def test_rows_tied_to_a_table_of_another_model_are_kept() -> None:
+    first, second = tied()
     want = second(batch(3))["f"].values()
     quantize_tables(nn.Sequential(first), "int8", inplace=True)
     assert torch.equal(second(batch(3))["f"].values(), want)
 
 
 def test_tied_tables_become_one() -> None:
-    first, second = (
-        EmbeddingBagCollection([table()]),
-        EmbeddingCollection([EmbeddingConfig(50, 8, "a", feature_names=["f"])]),
-    )
-    second.embeddings["a"].weight = first.embedding_bags["a"].weight
+    first, second = tied()
     made = quantize_tables(nn.ModuleList([first, second]), "int8", inplace=True)
     assert isinstance(made, nn.ModuleList)
     assert made[0].embedding_bags["a"] is made[1].embeddings["a"]
@@ -203,7 +203,7 @@ def test_peak_memory_in_place(owned: bool, monkeypatch: pytest.MonkeyPatch) -> N
     quantize_tables(model, "int8", inplace=True)
     result = model[0].size_in_bytes()
     assert result == 4 * 65_536 * 68
-    slack = 4 << 20  # temporaries of a chunk
+    slack = 8 << 20  # temporaries of a chunk, and the heap's growth
     # A table's pages go back before the next one is converted: its own result is all that comes on top.
     assert max(seen) <= before + (result / 4 if owned else result * 1.05) + slack
     assert (resident() < before - (32 << 20)) == (also_read is None)

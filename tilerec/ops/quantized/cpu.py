@@ -1,4 +1,4 @@
-"""Lookups in quantized rows on the native library. Same functions and layouts as `ops/lookup/cpu.py`, other row types."""
+"""Lookups in quantized rows on the native library: the functions and layouts of `ops/lookup/cpu.py`."""
 
 from __future__ import annotations
 

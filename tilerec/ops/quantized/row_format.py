@@ -49,7 +49,7 @@ def check_quantizable(rows_RD: Tensor, name: str) -> None:
             worst = part_rD[row][~(part_rD[row].float().abs() <= LARGEST)][0]
             raise InputError(
                 f"Table '{name}': got {float(worst)} in row {start + row}; expected numbers in [-{LARGEST:.0f}, "
-                f"{LARGEST:.0f}], as scales are fp16. Mend the row, or keep this table in fp32 (per_table_weight_dtype)."
+                f"{LARGEST:.0f}], as scales are fp16. Mend the row, or keep this table in fp32."
             )
 
 
@@ -82,7 +82,7 @@ def quantize_rows(rows_RD: Tensor, bits: int, out_Rk: Tensor | None = None) -> T
 
 
 def dequantize_rows(rows_Rk: Tensor, dim: int, bits: int) -> Tensor:
-    """Return the numbers of quantized rows as fp32 `[R, dim]`. Raises `ConfigError` for bytes that are not such rows."""
+    """Return the numbers of quantized rows as fp32 `[R, dim]`. Raises `ConfigError` for other bytes."""
     check_bits("dequantize_rows", bits)
     if rows_Rk.dtype != torch.uint8 or rows_Rk.dim() != 2 or rows_Rk.shape[1] != row_bytes(dim, bits):
         raise ConfigError(

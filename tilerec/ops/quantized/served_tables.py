@@ -1,7 +1,7 @@
 """`ServedTables`: the tables of consecutive lookups, checked once.
 
-A lookup of one sample in 26 tables takes 2 us in native code. Checks of each table's device, shape, dtype and strides in
-Python take ten times as long. Tables of a served model do not change, so a list of them keeps the outcome.
+A lookup of one sample in 26 tables takes 2 us in native code. Checks of each table's device, shape, dtype and strides
+in Python take ten times as long. Tables of a served model do not change, so a list of them keeps the outcome.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class OpLibrary(torch.library.Library):
         self.references: dict[str, Kernel] = {}
         """Reference kernels by op name, as functions of the ops' arguments. Tests compare every backend with them."""
         self.cpu_kernels: dict[str, Kernel] = {}
-        """The kernels that run for CPU tensors by op name, as functions of the ops' arguments, without device checks."""
+        """Kernels of CPU tensors by op name, as functions of the ops' arguments, without device checks."""
 
     def op(
         self, schema: str, fake: Kernel | None = None, *, unpack: Kernel | None = None, check: Kernel | None = None,
