@@ -33,10 +33,13 @@ class TableConverter:
     Args:
         collections: all that will be converted.
         consume: free the float rows; the float tables then have no memory.
+        device: of the served tables; None: that of the float ones.
     """
 
-    def __init__(self, collections: Iterable[TableCollection], consume: bool) -> None:
-        self._consume = consume
+    def __init__(
+        self, collections: Iterable[TableCollection], consume: bool, device: torch.device | None = None
+    ) -> None:
+        self._consume, self._device = consume, device
         self._tables = {table for collection in collections for table in collection._tables.values()}
         self._made: dict[TableRows, QuantTable] = {}
 
@@ -48,14 +51,18 @@ class TableConverter:
         configs = [tables[t].config for t in new]
         leaves = [cast(Tensor, tables[t].weight).detach() for t in new]  # settles caches
         device = leaves[0].device if leaves else None
-        memory = row_memory(configs, [row_types[t] for t in new], device)
+        memory = row_memory(configs, [row_types[t] for t in new], self._device or device)
         # A table that is tied to one of another model is still read.
         freed = _owned(leaves) if self._consume and all(tables[t].rows.holders <= self._tables for t in new) else {}
         for t, leaf, rows in zip(new, leaves, memory, strict=True):
-            if row_types[t].bits and not leaf.is_meta:
+            if leaf.is_meta:
+                pass  # its rows are to be loaded
+            elif not row_types[t].bits:
+                rows.copy_(leaf)
+            elif rows.device == leaf.device:
                 quantize_rows(leaf, row_types[t].bits, rows)
             else:
-                rows.copy_(leaf)
+                rows.copy_(quantize_rows(leaf, row_types[t].bits))
             if leaf.untyped_storage().data_ptr() in freed:
                 release_pages(leaf)
             self._made[tables[t].rows] = QuantTable(tables[t].config, row_types[t], rows)

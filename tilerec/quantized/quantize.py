@@ -33,6 +33,7 @@ def quantize_tables(
     processed_dtype: AnyRowType | None = None,
     output_dtype: torch.dtype = torch.float32,
     inplace: bool = False,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """Replace a model's embedding collections by quantized ones, for inference.
 
@@ -45,6 +46,8 @@ def quantize_tables(
         inplace: change this model, and free each table's float rows once it is converted. Peak memory stays that of the
             float model if its tables are the only owners of their storage; otherwise the result comes on top. False
             copies the dense part, and leaves this model as it is.
+        device: of the quantized tables; None: that of the float ones. Rows of float tables on "meta" stay
+            uninitialised: load a state dict.
 
     Returns:
         The model; for a collection, the quantized one.
@@ -73,7 +76,7 @@ def quantize_tables(
     }
     for collection, row_types in types.items():
         check(collection, row_types)
-    converter = TableConverter(types, inplace)
+    converter = TableConverter(types, inplace, device)
     made = {
         id(collection): _quantized(collection, row_types, output_dtype, converter)
         for collection, row_types in types.items()
