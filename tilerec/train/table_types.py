@@ -162,8 +162,8 @@ def _costs(name: str, leaves: list[Tensor], types: Sequence[RowType], change: Ca
     for leaf in leaves:
         check_quantizable(leaf, name)
     before = [leaf.clone() for leaf in leaves]
-    for row_type in types:
-        if size(row_type) >= size(trained):
+    for row_type in sorted(types, key=lambda own: own.bits or 16, reverse=True):
+        if size(row_type) >= found[-1].bytes:  # of as many bytes, the type of more bits is the better one
             continue
         try:
             for leaf in leaves:
@@ -172,7 +172,6 @@ def _costs(name: str, leaves: list[Tensor], types: Sequence[RowType], change: Ca
         finally:
             for leaf, rows in zip(leaves, before, strict=True):
                 leaf.copy_(rows)
-    found[1:] = sorted(found[1:], key=lambda cost: -cost.bytes)
     return TableCosts(name, sum(leaf.shape[0] for leaf in leaves), leaves[0].shape[1], tuple(found))
 
 
