@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.batch_format import check_format
+from tilerec.modules.collection import TableCollection
 from tilerec.modules.feature_reads import feature_reads, key_positions
 from tilerec.modules.id_clamp import IdClamp, OnBadId
 from tilerec.ops.quantized.served_tables import ServedTables
+from tilerec.quantized.convert import TableConverter, check
 from tilerec.quantized.row_type import AnyRowType, RowType, row_type
-from tilerec.quantized.table import QuantTable, QuantTables
+from tilerec.quantized.table import QuantTable, QuantTables, row_memory
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
-from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.flat_storage import flat_memory
+from tilerec.spec.table import AnyTableConfig, DataType
 from tilerec.torch_private import buffers, submodules
 
 
@@ -163,13 +164,23 @@ class QuantTableCollection(nn.Module):
         return {**self.__dict__, "_routes": {}, "_served": ServedTables(())}
 
 
-def row_memory(
-    configs: Sequence[AnyTableConfig], row_types: Sequence[RowType], device: torch.device | str | None
-) -> list[Tensor]:
-    """Return uninitialised memory for tables' rows, contiguous in one storage per data type."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(own.dtype for own in row_types):
-        members = [t for t, own in enumerate(row_types) if own.dtype == dtype]
-        shapes = [(configs[t].num_embeddings, row_types[t].width(configs[t].embedding_dim)) for t in members]
-        found.update(zip(members, flat_memory(shapes, dtype, device), strict=True))
-    return [found[t] for t in range(len(configs))]
+def converted(
+    module: TableCollection, row_types: AnyRowType | Sequence[AnyRowType], converter: TableConverter | None
+) -> tuple[list[QuantTable], list[RowType]]:
+    """Return the served tables of a float collection and their row types, for `from_float`.
+
+    Args:
+        row_types: one for all tables, or one per table.
+        converter: of several collections, after `check`; None: of this one alone.
+    """
+    count, kind = len(module._configs), f"{type(module).__name__}: row_types"
+    if isinstance(row_types, (str, RowType, DataType, torch.dtype)):
+        row_types = [row_types] * count
+    if len(row_types) != count:
+        raise ConfigError(f"{kind}: got {len(row_types)} for {count} tables; expected one, or one per table.")
+    types = [row_type(value, kind) for value in row_types]
+    if converter is None:
+        check(module, types)
+        converter = TableConverter([module], consume=False)
+    tables = converter.convert(module, types)
+    return tables, [table.row_type for table in tables]  # of a tied table: that of the first collection

@@ -20,9 +20,8 @@ from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.ops.backends import release_pages
 from tilerec.ops.quantized.row_format import check_quantizable, quantize_rows
-from tilerec.quantized.collection import row_memory
 from tilerec.quantized.row_type import RowType
-from tilerec.quantized.table import QuantTable
+from tilerec.quantized.table import QuantTable, row_memory
 from tilerec.storage.table_rows import TableRows
 from tilerec.torch_private import storage_holders
 

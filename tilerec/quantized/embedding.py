@@ -7,10 +7,12 @@ from itertools import accumulate
 
 import torch
 
+from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.id_clamp import OnBadId, key_starts
 from tilerec.ops.quantized.definition import quantized_sequence_lookup
 from tilerec.ops.runtime.upload import constants
-from tilerec.quantized.collection import QuantTableCollection
+from tilerec.quantized.collection import QuantTableCollection, converted
+from tilerec.quantized.convert import TableConverter
 from tilerec.quantized.row_type import AnyRowType
 from tilerec.quantized.table import QuantTable, QuantTables
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -43,6 +45,23 @@ class QuantEmbeddingCollection(QuantTableCollection):
     ) -> None:
         super().__init__(tables, row_types, device, "embeddings", output_dtype, on_bad_id, modules)
         self._need_indices = need_indices
+
+    @classmethod
+    def from_float(
+        cls,
+        module: EmbeddingCollection,
+        row_types: AnyRowType | Sequence[AnyRowType] = "int8",
+        *,
+        output_dtype: torch.dtype = torch.float32,
+        converter: TableConverter | None = None,
+    ) -> QuantEmbeddingCollection:
+        """Quantize the tables of a float collection; see `QuantEmbeddingBagCollection.from_float`."""
+        tables, types = converted(module, row_types, converter)
+        made = cls(
+            module.embedding_configs(), types, need_indices=module.need_indices(), output_dtype=output_dtype,
+            on_bad_id=module._on_bad_id, modules=tables,
+        )  # fmt: skip
+        return made.train(module.training)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Look up the row of every id; results and errors as of `EmbeddingCollection.forward`."""

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.id_clamp import OnBadId
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.ops.quantized.definition import quantized_pooled_lookup
-from tilerec.quantized.collection import QuantLookup, QuantTableCollection
+from tilerec.quantized.collection import QuantLookup, QuantTableCollection, converted
+from tilerec.quantized.convert import TableConverter
 from tilerec.quantized.row_type import AnyRowType
 from tilerec.quantized.table import QuantTable, QuantTables
 from tilerec.sparse.columns import Columns
@@ -60,6 +62,31 @@ class QuantEmbeddingBagCollection(QuantTableCollection):
         self._is_weighted = is_weighted
         self._dims = [read.dim for read in self._reads]
         self._columns = Columns([read.name for read in self._reads], self._dims)
+
+    @classmethod
+    def from_float(
+        cls,
+        module: EmbeddingBagCollection,
+        row_types: AnyRowType | Sequence[AnyRowType] = "int8",
+        *,
+        output_dtype: torch.dtype = torch.float32,
+        converter: TableConverter | None = None,
+    ) -> QuantEmbeddingBagCollection:
+        """Quantize the tables of a float collection, which stays as it is.
+
+        Args:
+            row_types: one for all tables, or one per table.
+            converter: of a whole model; see `quantize_tables`.
+
+        Raises:
+            ConfigError, InputError: as of `quantize_tables`.
+        """
+        tables, types = converted(module, row_types, converter)
+        made = cls(
+            module.embedding_bag_configs(), types, module.is_weighted(), output_dtype=output_dtype,
+            on_bad_id=module._on_bad_id, modules=tables,
+        )  # fmt: skip
+        return made.train(module.training)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool; shapes and errors as of `EmbeddingBagCollection.forward`."""

@@ -97,23 +97,12 @@ def _collections(module: nn.Module) -> dict[TableCollection, bool]:
 def _quantized(
     collection: TableCollection, row_types: list[RowType], output_dtype: torch.dtype, converter: TableConverter
 ) -> nn.Module:
-    tables = converter.convert(collection, row_types)
-    common: dict[str, Any] = {
-        "output_dtype": output_dtype,
-        "on_bad_id": collection._on_bad_id,
-        "modules": tables,
-    }
-    types = [table.row_type for table in tables]  # of a tied table: that of the first collection
-    made: nn.Module
     if isinstance(collection, EmbeddingBagCollection):
-        configs = collection.embedding_bag_configs()
-        made = QuantEmbeddingBagCollection(configs, types, collection.is_weighted(), **common)
-    else:
-        assert isinstance(collection, EmbeddingCollection)
-        made = QuantEmbeddingCollection(
-            collection.embedding_configs(), types, need_indices=collection.need_indices(), **common
+        return QuantEmbeddingBagCollection.from_float(
+            collection, row_types, output_dtype=output_dtype, converter=converter
         )
-    return made.train(collection.training)
+    assert isinstance(collection, EmbeddingCollection)
+    return QuantEmbeddingCollection.from_float(collection, row_types, output_dtype=output_dtype, converter=converter)
 
 
 def _managed(module: nn.Module) -> Iterator[ManagedCollisionEmbeddings]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tilerec.quantized.row_type import RowType
 from tilerec.spec.table import AnyTableConfig
+from tilerec.storage.flat_storage import flat_memory
 from tilerec.torch_private import submodules
 
 
@@ -62,3 +63,15 @@ class QuantTables(nn.Module):
         table = submodules(self)[name]
         assert isinstance(table, QuantTable)
         return table
+
+
+def row_memory(
+    configs: Sequence[AnyTableConfig], row_types: Sequence[RowType], device: torch.device | str | None
+) -> list[Tensor]:
+    """Return uninitialised memory for tables' rows, contiguous in one storage per data type."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(own.dtype for own in row_types):
+        members = [t for t, own in enumerate(row_types) if own.dtype == dtype]
+        shapes = [(configs[t].num_embeddings, row_types[t].width(configs[t].embedding_dim)) for t in members]
+        found.update(zip(members, flat_memory(shapes, dtype, device), strict=True))
+    return [found[t] for t in range(len(configs))]
