@@ -165,6 +165,11 @@ def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dict of parameters."""
+    return module._parameters
+
+
 def buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's own dict of buffers, to replace one by a tensor of another size."""
     return module._buffers

@@ -114,6 +114,11 @@ def _replaced(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     for managed in _managed(module):
         tables = made[id(managed._embedding_module)]
         made[id(managed)] = _managed_quantized(managed, tables, managed._managed_collision_collection)
+    return replace_modules(module, made)
+
+
+def replace_modules(module: nn.Module, made: Mapping[int, nn.Module]) -> nn.Module:
+    """Put modules into the place of those below `module` with these ids, and return it; for itself its replacement."""
     if id(module) in made:
         return made[id(module)]
     places: list[_Place] = [
