@@ -64,7 +64,7 @@ def shard_quant_model(
 
     Raises:
         ConfigError: there is no quantized collection or no such device, a device has too little memory, or a table
-            cannot be cut as its plan says. Nothing has changed then.
+            cannot be cut as its plan demands. Nothing has changed then.
     """
     given = {"sharding_device": None if sharding_device == "cpu" else sharding_device, "sharders": sharders}
     warn_ignored_settings("shard_quant_model", given, _WITHOUT_EFFECT, 1)
@@ -76,17 +76,17 @@ def shard_quant_model(
             "quantize_inference_model first."
         )
     topology = Topology(world_size, "cpu")
-    asked = sharding_plan.plan if sharding_plan is not None else _by_size(found, world_size, constraints or {})
+    wanted = sharding_plan.plan if sharding_plan is not None else _by_size(found, world_size, constraints or {})
     made = {}
     for path, module in found.items():
-        if path not in asked or set(asked[path]) != {config.name for config in _configs(module)}:
+        if path not in wanted or set(wanted[path]) != {config.name for config in _configs(module)}:
             raise ConfigError(
                 f"shard_quant_model: got a plan without the tables of module '{path}'; expected one for each of them. "
                 "Leave sharding_plan out, or plan this model."
             )
         made[path] = {
             config.name: complete(
-                asked[path][config.name], config.name, config.num_embeddings, config.embedding_dim, topology
+                wanted[path][config.name], config.name, config.num_embeddings, config.embedding_dim, topology
             )
             for config in _configs(module)
         }

@@ -7,7 +7,6 @@ tilerec predict served test.parquet --out scores.parquet
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,11 +53,12 @@ def quantize(
     """Quantize the tables of a trained run: few bytes for little loss, measured table by table on held-out samples."""
     from tilerec.quantized.row_type import row_type
     from tilerec.spec.byte_text import bytes_of
+    from tilerec.train.quantized_folder import check_new, write_quantized
     from tilerec.train.table_types import choose_types
     from tilerec.train.trained_run import find_trained
 
     try:
-        _check_out(out)
+        check_new(out)
         limit = None if budget is None else bytes_of("--budget", budget)
         loss = None if max_ne is None else _share("--max-ne", max_ne)
         if limit is None and loss is None:
@@ -67,7 +67,7 @@ def quantize(
         trained = find_trained(run).with_settings(set_ or [])
         model, score = _model_and_score(trained, data, samples, device or trained.config.train.device)
         choice, made = choose_types(model, score, chosen, limit, loss)
-        _write(out, trained, choice, made)
+        write_quantized(out, trained, choice, made)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
@@ -76,11 +76,6 @@ def quantize(
         f"wrote {out}: NE {choice.float_ne:.6f} -> {choice.ne:.6f} ({choice.ne_change:+.4%}), tables "
         f"{choice.bytes / choice.float_bytes:.1%} of {trained.folder}"
     )
-
-
-def _check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out: got {out}, which exists; expected a new or an empty folder. Name another one.")
 
 
 def _share(option: str, text: str) -> float:
@@ -145,47 +140,6 @@ class _Score:
         for batch in self._batches:
             yield batch
             progress(batch.batch_size)
-
-
-def _write(out: Path, trained: TrainedRun, choice: TypeChoice, model: nn.Module) -> None:
-    """Write the run's files and the quantized model; the model last, as it makes the folder a run."""
-    from dataclasses import replace
-
-    from tilerec.errors import FileError
-    from tilerec.train.log_folder import VOCABULARY_FOLDER, write_json
-    from tilerec.train.quantized_model import save_quantized
-    from tilerec.train.run_file import RUN_FILE, write_run_file
-    from tilerec.train.saved_model import MODEL_FILE
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if (trained.folder / VOCABULARY_FOLDER).is_dir():
-            shutil.copytree(trained.folder / VOCABULARY_FOLDER, out / VOCABULARY_FOLDER)
-    except OSError as error:
-        raise FileError(
-            f"--out: got {out}, which cannot be written ({error.strerror}); expected a folder on a disk with space. "
-            "Name another one.",
-            error.errno,
-        ) from error
-    write_run_file(out / RUN_FILE, replace(trained.config, log_dir=""))
-    write_json(out / "quantization.json", _record(choice))
-    save_quantized(out / MODEL_FILE, model, choice.types, {})
-
-
-def _record(choice: TypeChoice) -> dict[str, object]:
-    return {
-        "float_ne": choice.float_ne,
-        "ne": choice.ne,
-        "float_bytes": choice.float_bytes,
-        "bytes": choice.bytes,
-        "tables": {
-            table.name: {
-                "row_type": choice.types[table.name],
-                "measured": {cost.row_type: {"bytes": cost.bytes, "ne_change": cost.ne_change} for cost in table.types},
-            }
-            for table in choice.costs
-        },
-    }
 
 
 def _table(choice: TypeChoice) -> Table:
