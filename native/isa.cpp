@@ -11,6 +11,7 @@
 #include <dirent.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace tilerec {
@@ -80,13 +81,34 @@ TR_API int32_t tr_isa_choose(int32_t level) {
   return tr_isa();
 }
 
+namespace {
+
+// Gives advice on the whole pages of `page` bytes in [data, data + bytes): pages shared with neighbours stay as they are.
+[[maybe_unused]] int32_t advise_whole_pages(void* data, int64_t bytes, uintptr_t page, [[maybe_unused]] int advice) {
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(page - 1);
+  if (last <= first) return -1;
+#if defined(__linux__)
+  return madvise(reinterpret_cast<void*>(first), last - first, advice);
+#else
+  return -1;
+#endif
+}
+
+}  // namespace
+
 TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHuge = uintptr_t(2) << 20;  // whole huge pages only: neighbouring memory keeps its pages
-  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kHuge - 1);
-  if (last <= first) return -1;
-  return madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  return advise_whole_pages(data, bytes, uintptr_t(2) << 20, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+  return -1;
+#endif
+}
+
+TR_API int32_t tr_release_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  return advise_whole_pages(data, bytes, static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), MADV_DONTNEED);
 #else
   (void)data, (void)bytes;
   return -1;

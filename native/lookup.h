@@ -8,6 +8,8 @@
 
 #include "tilerec.h"
 
+// Rows may be quantized: a number is then scale * code + bias, two roundings, before anything else.
+//
 // One call. Arrays of features: tables, keys, means. Arrays of tables: rows, dims, types, data.
 typedef struct {
   int64_t features;
@@ -35,7 +37,8 @@ enum {
   TR_LOOKUP_BAD_TABLE = 2,    // a table outside [0, table_count)
   TR_LOOKUP_BAD_KEY = 3,      // a key outside [0, batch_count)
   TR_LOOKUP_NO_ROWS = 4,      // a table whose rows have no memory
-  TR_LOOKUP_BAD_DIM = 5       // sequence: a table whose dim is not the first feature's
+  TR_LOOKUP_BAD_DIM = 5,      // sequence: a table whose dim is not the first feature's
+  TR_LOOKUP_BAD_TYPE = 6      // a type that the function does not read
 };
 
 // Each returns report.status.
@@ -57,7 +60,7 @@ namespace tilerec {
 struct LookupFeature {
   const void* data;
   uint64_t rows;
-  int64_t dim;
+  int64_t dim, row_bytes;
   int32_t type;
   bool mean;
   int64_t bags;

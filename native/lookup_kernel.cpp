@@ -6,7 +6,7 @@
 // the page of a row in the TLB.
 #include "lookup.h"
 
-#include "rows.h"
+#include "row_reader.h"
 
 namespace tilerec {
 namespace TILEREC_ISA {
@@ -22,7 +22,8 @@ inline int64_t ahead(int64_t bytes) {
 
 template <int kBytes>
 TR_INLINE void ask_for(const char* at) {
-  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+  // Rows begin at multiples of 4 bytes, so 4 bytes beyond a whole number of lines need no more than the line at the end.
+  for (int i = 0; i == 0 || i < kBytes - 4; i += 64) __builtin_prefetch(at + i, 0, 3);
   // A block that is no multiple of a cache line may end in one more line.
   if (kBytes % 64) __builtin_prefetch(at + kBytes - 1, 0, 3);
 }
@@ -58,11 +59,11 @@ TR_INLINE void put_all(E* at, const vf* sums, int tail) {
   for (int v = 0; v < kVectors; v++) store(at + v * kLanes, sums[v]);
 }
 
-template <class E, class I>
+template <class I>
 struct Bags {
-  const E* data;
+  const char* data;
   uint64_t rows;
-  int64_t dim;
+  int64_t dim, row_bytes;
   const I* ids;
   int64_t id_count;
   const int64_t* offsets;
@@ -77,12 +78,14 @@ struct Bags {
 // ends the part.
 template <int kVectors, bool kWeighted, class E, class I>
 __attribute__((noinline))  // a separate function, so that the loop has all registers
-bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin, int64_t end) {
+bool sum_columns(const Bags<I>& bags, int64_t column, int tail, int64_t begin, int64_t end) {
   constexpr int kRegisters = kVectors > 0 ? kVectors : 1;
-  constexpr int kBytes = kRegisters * kLanes * (int)sizeof(E);
-  const E* const data = bags.data + column;
-  const uint64_t rows = bags.rows;
-  const int64_t dim = bags.dim, last = bags.last - 1, far = ahead(kBytes);
+  using Row = RowReader<E>;
+  constexpr int kBytes = kRegisters * kLanes * Row::kBits / 8 + Row::kHeadBytes;
+  const char* const data = bags.data;
+  const uint64_t rows = bags.rows, row_bytes = (uint64_t)bags.row_bytes;
+  const uint64_t block = (uint64_t)(column * Row::kBits / 8);  // of later blocks, `kBytes` begins at the row's last head bytes
+  const int64_t last = bags.last - 1, far = ahead(kBytes);
   const I* const ids = bags.ids;
   const int64_t* const offsets = bags.offsets;
   const float* const weights = bags.weights;
@@ -101,21 +104,21 @@ bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin
     for (int v = 0; v < kRegisters; v++) sums[v] = vf{};
     for (int64_t p = start; p < stop; p++) {
       const int64_t later = p + far < last ? p + far : last;
-      ask_for<kBytes>((const char*)((uintptr_t)data + (uint64_t)(int64_t)ids[later] * (uint64_t)dim * sizeof(E)));
+      ask_for<kBytes>((const char*)((uintptr_t)data + (uint64_t)(int64_t)ids[later] * row_bytes + block));
       const uint64_t id = (uint64_t)(int64_t)ids[p];
       if (__builtin_expect(id >= rows, 0)) {
         *bags.fault = {TR_BAD_ID, p, (int64_t)id};
         return false;
       }
-      const E* const row = data + (int64_t)id * dim;
+      const Row row(data + id * row_bytes, column);
       if (kVectors == 0) {
-        vf x = load(row, tail);
+        vf x = row.first(tail);
         sums[0] += kWeighted ? splat(weights[p]) * x : x;
       } else if (kWeighted) {
         const vf w = splat(weights[p]);
-        for (int v = 0; v < kRegisters; v++) sums[v] += w * load(row + v * kLanes);
+        for (int v = 0; v < kRegisters; v++) sums[v] += w * row.get(v);
       } else {
-        for (int v = 0; v < kRegisters; v++) sums[v] += load(row + v * kLanes);
+        for (int v = 0; v < kRegisters; v++) sums[v] += row.get(v);
       }
     }
     if (mean && stop - start > 1) {
@@ -135,27 +138,27 @@ bool sum_columns(const Bags<E, I>& bags, int64_t column, int tail, int64_t begin
 }
 
 template <bool kWeighted, class E, class I>
-bool sum_group(const Bags<E, I>& bags, int64_t begin, int64_t end) {
+bool sum_group(const Bags<I>& bags, int64_t begin, int64_t end) {
   int64_t column = 0;
   for (int64_t left = bags.dim; left > 0; left = bags.dim - column) {
     bool fine;
     if (left >= 20 * kLanes) {  // wide rows: fewer passes over the ids
-      fine = sum_columns<12, kWeighted>(bags, column, 0, begin, end);
+      fine = sum_columns<12, kWeighted, E>(bags, column, 0, begin, end);
       column += 12 * kLanes;
     } else if (left >= 8 * kLanes) {
-      fine = sum_columns<8, kWeighted>(bags, column, 0, begin, end);
+      fine = sum_columns<8, kWeighted, E>(bags, column, 0, begin, end);
       column += 8 * kLanes;
     } else if (left >= 4 * kLanes) {
-      fine = sum_columns<4, kWeighted>(bags, column, 0, begin, end);
+      fine = sum_columns<4, kWeighted, E>(bags, column, 0, begin, end);
       column += 4 * kLanes;
     } else if (left >= 2 * kLanes) {
-      fine = sum_columns<2, kWeighted>(bags, column, 0, begin, end);
+      fine = sum_columns<2, kWeighted, E>(bags, column, 0, begin, end);
       column += 2 * kLanes;
     } else if (left >= kLanes) {
-      fine = sum_columns<1, kWeighted>(bags, column, 0, begin, end);
+      fine = sum_columns<1, kWeighted, E>(bags, column, 0, begin, end);
       column += kLanes;
     } else {
-      fine = sum_columns<0, kWeighted>(bags, column, (int)left, begin, end);
+      fine = sum_columns<0, kWeighted, E>(bags, column, (int)left, begin, end);
       column += left;
     }
     if (!fine) return false;
@@ -177,14 +180,15 @@ LookupFault pooled(const LookupPart& part) {
   const int64_t size = call.number_type == TR_F32 ? 4 : 2;
   int64_t last = f.offsets[part.end];
   last = last < 1 ? 1 : last > call.id_count ? call.id_count : last;
-  Bags<E, I> bags = {(const E*)f.data, f.rows, f.dim, (const I*)call.ids, call.id_count, f.offsets, call.sample_weights,
-                     f.mean, last, {(char*)call.numbers + f.numbers_start * size, call.number_type, f.numbers_stride}, &fault};
+  Bags<I> bags = {(const char*)f.data, f.rows, f.dim, f.row_bytes, (const I*)call.ids, call.id_count, f.offsets,
+                  call.sample_weights, f.mean, last,
+                  {(char*)call.numbers + f.numbers_start * size, call.number_type, f.numbers_stride}, &fault};
   int64_t begin = part.begin;
   while (begin < part.end) {
     int64_t end = part.end;
     if (!one_pass(f.dim))
       for (end = begin + 1; end < part.end && f.offsets[end + 1] - f.offsets[begin] <= kGroupRows;) end++;
-    if (!(call.sample_weights ? sum_group<true>(bags, begin, end) : sum_group<false>(bags, begin, end))) break;
+    if (!(call.sample_weights ? sum_group<true, E>(bags, begin, end) : sum_group<false, E>(bags, begin, end))) break;
     begin = end;
   }
   return fault;
@@ -279,7 +283,7 @@ LookupFault sequence_same(const LookupPart& part) {
   const LookupFeature& f = *part.feature;
   const tr_lookup& call = *part.call;
   LookupFault fault = {TR_OK, 0, 0};
-  const int64_t bytes = f.dim * (f.type == TR_F32 ? 4 : 2);
+  const int64_t bytes = f.row_bytes;
   const Rows<I> rows = {(const char*)f.data, f.rows, bytes, (const I*)call.ids, (char*)call.numbers, &fault};
   switch (bytes) {
     case 32: copy_rows<32>(rows, part.begin, part.end, part.stream); break;
@@ -299,16 +303,19 @@ LookupFault sequence_other(const LookupPart& part) {
   const tr_lookup& call = *part.call;
   const I* ids = (const I*)call.ids;
   const Out out = {call.numbers, call.number_type, f.dim};
-  const int64_t dim = f.dim, bytes = dim * (int64_t)sizeof(E), far = ahead(bytes);
+  const int64_t dim = f.dim, bytes = f.row_bytes, far = ahead(bytes);
   for (int64_t p = part.begin; p < part.end; p++) {
     const int64_t later = p + far < part.end ? p + far : part.end - 1;
     prefetch_row((const char*)((uintptr_t)f.data + (uint64_t)(int64_t)ids[later] * (uint64_t)bytes), (size_t)bytes);
     const uint64_t id = (uint64_t)(int64_t)ids[p];
     if (__builtin_expect(id >= f.rows, 0)) return {TR_BAD_ID, p, (int64_t)id};
-    const E* row = (const E*)f.data + (int64_t)id * dim;
-    int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) put(out, p * dim + c, load(row + c));
-    if (c < dim) put(out, p * dim + c, load(row + c, (int)(dim - c)), (int)(dim - c));
+    const RowReader<E> row((const char*)f.data + (int64_t)id * bytes, 0);
+    const int whole = (int)(dim / kLanes), rest = (int)(dim % kLanes);
+    for (int v = 0; v < whole; v++) put(out, p * dim + v * kLanes, row.get(v));
+    if (rest) {
+      const RowReader<E> end((const char*)f.data + (int64_t)id * bytes, whole * kLanes);
+      put(out, p * dim + whole * kLanes, end.first(rest), rest);
+    }
   }
   return {TR_OK, 0, 0};
 }
@@ -378,24 +385,33 @@ LookupFault sample_grads(const LookupPart& part) {
 
 }  // namespace
 
-#define TR_BY_TYPES(name, part)                                                                       \
-  (part.call->index_type == TR_I32                                                                    \
-       ? (part.feature->type == TR_F32    ? name<float, int32_t>(part)                                \
-          : part.feature->type == TR_BF16 ? name<bf16, int32_t>(part)                                 \
-                                          : name<fp16, int32_t>(part))                                \
-       : (part.feature->type == TR_F32    ? name<float, int64_t>(part)                                \
-          : part.feature->type == TR_BF16 ? name<bf16, int64_t>(part)                                 \
-                                          : name<fp16, int64_t>(part)))
+// Calls `name` for the types of rows and ids; quantized rows have no gradients.
+#define TR_BY_FLOATS(name, part, I, others) \
+  (part.feature->type == TR_F32 ? name<float, I>(part) : part.feature->type == TR_BF16 ? name<bf16, I>(part) : others)
+#define TR_BY_TYPES(name, part, I)                                           \
+  TR_BY_FLOATS(name, part, I,                                                \
+               (part.feature->type == TR_F16      ? name<fp16, I>(part)      \
+                : part.feature->type == TR_CODES8 ? name<codes<8>, I>(part)  \
+                : part.feature->type == TR_CODES4 ? name<codes<4>, I>(part)  \
+                                                  : name<codes<2>, I>(part)))
 
-LookupFault pooled_part(const LookupPart& part) { return TR_BY_TYPES(pooled, part); }
+LookupFault pooled_part(const LookupPart& part) {
+  if (part.call->index_type == TR_I32) return TR_BY_TYPES(pooled, part, int32_t);
+  return TR_BY_TYPES(pooled, part, int64_t);
+}
 
 LookupFault sequence_part(const LookupPart& part) {
   if (part.feature->type == part.call->number_type)
     return part.call->index_type == TR_I32 ? sequence_same<int32_t>(part) : sequence_same<int64_t>(part);
-  return TR_BY_TYPES(sequence_other, part);
+  if (part.call->index_type == TR_I32) return TR_BY_TYPES(sequence_other, part, int32_t);
+  return TR_BY_TYPES(sequence_other, part, int64_t);
 }
 
-LookupFault sample_weight_part(const LookupPart& part) { return TR_BY_TYPES(sample_grads, part); }
+LookupFault sample_weight_part(const LookupPart& part) {
+  if (part.call->index_type == TR_I32)
+    return TR_BY_FLOATS(sample_grads, part, int32_t, (sample_grads<fp16, int32_t>(part)));
+  return TR_BY_FLOATS(sample_grads, part, int64_t, (sample_grads<fp16, int64_t>(part)));
+}
 
 }  // namespace TILEREC_ISA
 }  // namespace tilerec

@@ -42,6 +42,7 @@ constexpr int kLanes = 4;
 #endif
 
 #define TR_INLINE static inline __attribute__((always_inline))
+#define TR_INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int32_t vi __attribute__((vector_size(4 * kLanes)));

@@ -16,11 +16,12 @@
 
 #include <stdint.h>
 
-#define TR_ABI_VERSION 7
+#define TR_ABI_VERSION 8
 #define TR_API extern "C" __attribute__((visibility("default")))
 
-// Data types of numbers, and of ids.
+// Data types of numbers, of quantized rows (row_reader.h: 8, 4 or 2 bits per number, read only), and of ids.
 enum { TR_F32 = 0, TR_BF16 = 1, TR_F16 = 2 };
+enum { TR_CODES8 = 3, TR_CODES4 = 4, TR_CODES2 = 5 };
 enum { TR_I32 = 0, TR_I64 = 1 };
 
 // Status of a call.
@@ -49,5 +50,8 @@ TR_API int32_t tr_isa_choose(int32_t level);
 // a table's memory, and with small pages every lookup also misses the processor's TLB. This is only a hint: on a system
 // without such pages nothing happens. Returns 0 if the system accepted it.
 TR_API int32_t tr_advise_huge_pages(void* data, int64_t bytes);
+// Returns the memory of whole pages in [data, data + bytes) to the system. The addresses stay valid; their contents are lost.
+// Returns 0 if the system accepted it.
+TR_API int32_t tr_release_pages(void* data, int64_t bytes);
 // Number of threads that a call with threads = n would use now (1 without an OpenMP runtime, or in a forked child).
 TR_API int32_t tr_threads(int32_t n);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -130,3 +131,47 @@ def test_recipes_leave_models_too_and_name_the_kind_of_data_that_predicts(tmp_pa
     code, text = _invoke("predict", str(tmp_path / "log"), "x.parquet", "--out", str(tmp_path / "out.parquet"))
     assert code == 1
     assert "expected a run with data.kind = 'files'" in text
+
+
+def test_a_quantized_run_is_evaluated_and_predicts(folder: Path) -> None:
+    out = folder / "served"
+    code, text = _invoke("quantize", str(folder / "run.toml"), "--max-ne", "1%", "--out", str(out))
+    assert code == 0, text
+    assert "NE alone" in text
+    assert {path.name for path in out.iterdir()} >= {"run.toml", "model.safetensors", "quantization.json"}
+    facts = json.loads((out / "quantization.json").read_text())
+    assert facts["bytes"] < facts["float_bytes"] / 2
+    assert facts["ne"] <= facts["float_ne"] * 1.01
+    code, text = _invoke("eval", str(out))
+    assert code == 0, text
+    assert f"{facts['ne']:.4f}" in text
+    scores = []
+    for run in (out, folder / "run.toml"):
+        code, text = _invoke("predict", str(run), str(folder / "new.parquet"), "--out", str(folder / "q.parquet"))
+        assert code == 0, text
+        scores.append(parquet.read_table(folder / "q.parquet")["score"].to_numpy())
+    assert 0 < np.abs(scores[0] - scores[1]).max() < 0.1
+    code, text = _invoke("quantize", str(out), "--max-ne", "1%", "--out", str(folder / "twice"))
+    assert code == 1
+    assert "expected one as it was trained" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "x"], "--budget, --max-ne: got neither; expected one or both"),
+        (["--out", "x", "--max-ne", "lots"], "--max-ne: got 'lots'; expected a share below 1"),
+        (["--out", "x", "--budget", "2 gallons"], "--budget: got '2 gallons'; expected a number of bytes"),
+        (["--out", "x", "--budget", "10"], "--budget: got 10 B; expected at least"),
+        (["--out", "x", "--max-ne", "1%", "--types", "int3"], "--types: got 'int3'; expected one of"),
+        (["--out", ".", "--max-ne", "1%"], "which exists; expected a new or an empty folder"),
+    ],
+)
+def test_mistakes_of_quantize_are_named(
+    folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    code, text = _invoke("quantize", "run.toml", *arguments)
+    assert code == 1
+    assert message in " ".join(text.split())
+    assert not (folder / "x").exists()

@@ -10,6 +10,7 @@ tilerec init clicks.parquet                         write a first run file for a
 tilerec train run.toml                              train it
 tilerec eval run.toml test.parquet                  score its newest model
 tilerec predict run.toml test.parquet --out scores.parquet
+tilerec quantize run.toml --max-ne 0.01% --out served  quantize its tables, by data
 tilerec export-index run.toml --out index           write the item vectors of a retrieval run
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner (calibrate_cli.py)
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner (stats_cli.py)
@@ -37,6 +38,7 @@ from tilerec.run_cli.evaluate import evaluate
 from tilerec.run_cli.export_index import export_index
 from tilerec.run_cli.init import init
 from tilerec.run_cli.predict import predict
+from tilerec.run_cli.quantize import quantize
 from tilerec.run_cli.train import train
 from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
@@ -77,6 +79,7 @@ def recipes() -> None:
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(predict)
+app.command()(quantize)
 app.command("export-index")(export_index)
 app.command()(init)
 app.command()(calibrate)

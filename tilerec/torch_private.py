@@ -71,6 +71,9 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 """Return the number of active `TorchFunctionMode`s. No public substitute."""
 
+profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return whether a profiler records the ops that run. `torch.autograd` has it under a private name only."""
+
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether a transform of `torch.func` is active. No public substitute."""
 
@@ -128,6 +131,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """Return the number of owners of a storage: tensors on it, and its Python object. No public substitute."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor's memory was written, as torch counts; 0 for inference tensors, which have no counter.
 
@@ -155,6 +163,11 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's own dict of submodules, read in a tenth of the time that `module.name` takes."""
     return module._modules
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dict of parameters."""
+    return module._parameters
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor | None]:

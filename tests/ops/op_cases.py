@@ -16,6 +16,7 @@ from tests.ops.hash_pair import assign_call, resize_call
 from tilerec.ops import backends as backends
 from tilerec.ops.cache.definition import NONE
 from tilerec.ops.hash.definition import empty_state
+from tilerec.ops.quantized.row_format import row_bytes
 
 Arguments = tuple[Any, ...]
 
@@ -100,6 +101,10 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         weights, slots = [rand(3, 4), rand(2, 3)], [rand(3), rand(2)]
         return weights, slots, [whole(1, 2), whole(0)], [rand(2, 4), rand(1, 3)], scalars
 
+    def served() -> Arguments:
+        rows = [torch.zeros(10, row_bytes(4, bits), dtype=torch.uint8, device=device) for bits in (8, 4)]
+        return rows, [4, 4], [8, 4], whole(1, 2, 3, 4, 0, 1), whole(0, 2, 2, 5, 6)
+
     sums: Arguments = ([0], [2], [0], [4], [0])  # starts, bags, where gradients begin, their strides, means
     return {
         "offsets_from_lengths": lambda: (whole(2, 0, 1, dtype=torch.int32),),
@@ -160,6 +165,10 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "pack_segments": lambda: (rand(13), [2, 1], [5, 3], "int8"),
         "unpack_segments": lambda: (
             torch.ops.tilerec.pack_segments(rand(13), [2, 1], [5, 3], "int8"), [2, 1], [5, 3], "int8", torch.float32
+        ),
+        "quantized_pooled_lookup": lambda: (*served(), None, [0, 1], [0, 1], [0, 1], [2], torch.float32, "a@x,b@y"),
+        "quantized_sequence_lookup": lambda: (
+            *served()[:4], whole(0, 2, 6), [0, 1], torch.float32, "a@x,b@y"
         ),
         "random_fill_": lambda: (rand(3, 5), [3, 4], 0, 0, "uniform", 0.0, 1.0),
         "random_rows_": lambda: (rand(3, 5), whole(4, 1, 4), [3, 4], 0, "uniform", 0.0, 1.0),

@@ -37,10 +37,9 @@ def output_names(tables: Sequence[EmbeddingBagConfig]) -> list[str]:
 
 def pooled(tables: Bags, features: KeyedJaggedTensor) -> KeyedTensor:
     """Return the pooled vectors of a batch. In training mode, managed collision gives rows to new ids."""
-    found: KeyedTensor = (
-        tables(features)[0] if isinstance(tables, ManagedCollisionEmbeddingBagCollection) else tables(features)
-    )
-    return found
+    found = tables(features)
+    out: KeyedTensor = found[0] if isinstance(found, tuple) else found  # managed collision, quantized or not
+    return out
 
 
 def prefetched(tables: Bags | None, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from tilerec.errors import ConfigError
 from tilerec.planner.report.variation import world
+from tilerec.spec.byte_text import bytes_of
 from tilerec.spec.topology import Topology
-
-_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
 
 def topology_of(
@@ -44,16 +42,3 @@ def topology_of(
             "--ranks-per-host (and --hosts), or --topology with a file that tilerec calibrate wrote."
         )
     return Topology((hosts or 1) * per_host, device or "cuda", local_world_size=per_host, **caps)  # type: ignore[arg-type]
-
-
-def bytes_of(option: str, text: str) -> int:
-    word = text.strip().lower().replace(" ", "")
-    number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = word[len(number) :]
-    try:
-        value = float(number) * _BYTES[unit]
-        if not 0 <= value < 2**62:
-            raise ValueError
-    except (KeyError, ValueError):
-        raise ConfigError(f"{option}: got {text!r}; expected a number of bytes. Write 80GB, 79GiB, or bytes.") from None
-    return int(value)

@@ -9,13 +9,13 @@ import typer
 
 from tilerec.plan_cli.diff import side_by_side
 from tilerec.plan_cli.errors import exit_on_error
-from tilerec.plan_cli.machines import bytes_of
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
 from tilerec.plan_cli.plan_files import check_writable, load_request, save_plan
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
+from tilerec.spec.byte_text import bytes_of
 from tilerec.spec.plan import ShardingPlan
 from tilerec.terminal import print_plain
 

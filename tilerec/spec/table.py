@@ -48,6 +48,8 @@ class DataType(Enum):
     INT32 = "INT32"
     INT8 = "INT8"
     UINT8 = "UINT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
 
 
 _TORCH_DTYPES: dict[DataType, torch.dtype] = {
@@ -60,6 +62,9 @@ _TORCH_DTYPES: dict[DataType, torch.dtype] = {
     DataType.INT32: torch.int32,
     DataType.INT8: torch.int8,
     DataType.UINT8: torch.uint8,
+    # torch's names for packed rows of codes; no tensor has these dtypes here.
+    DataType.INT4: torch.quint4x2,
+    DataType.INT2: torch.quint2x4,
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _TORCH_DTYPES.items()}
 

@@ -188,6 +188,30 @@ def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None
     return out
 
 
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Return the metadata of a file of `save_model`; raise as `load_model` does."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+    return metadata
+
+
+def _unreadable(path: str | Path, error: OSError) -> FileError:
+    return FileError(
+        f"Model {path}: got '{error.strerror or error}'; expected a readable file. Train the run first.", error.errno
+    )
+
+
+def _damaged(path: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(f"Model {path}: got '{error}'; expected a complete safetensors file. Copy or train it again.")
+
+
 def load_model(path: str | Path, model: nn.Module) -> dict[str, str]:
     """Load a file of `save_model` into a model, sharded or not; return the file's metadata.
 
@@ -205,14 +229,9 @@ def load_model(path: str | Path, model: nn.Module) -> dict[str, str]:
             metadata: dict[str, str] = file.metadata() or {}
             result = model.load_state_dict(state, strict=False)
     except OSError as error:
-        raise FileError(
-            f"Model {path}: got '{error.strerror or error}'; expected a readable file. Train the run first.",
-            error.errno,
-        ) from error
+        raise _unreadable(path, error) from error
     except SafetensorError as error:
-        raise ConfigError(
-            f"Model {path}: got '{error}'; expected a complete safetensors file. Copy or train it again."
-        ) from error
+        raise _damaged(path, error) from error
     except RuntimeError as error:
         raise ConfigError(
             f"Model {path}: {' '.join(str(error).split())} The run's model or its tables have changed since; use the "

@@ -4,6 +4,7 @@ clicks.toml                                 a run file
 runs/clicks/20260301-120000/run.toml        the run as it was trained
 runs/clicks/20260301-120000/model.safetensors
 runs/clicks/20260301-120000/vocabulary/      values of features with a vocabulary
+runs/clicks/20260301-120000/checkpoints/step-1000
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tilerec.checkpoint.loading import load
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
 from tilerec.train.log_folder import VOCABULARY_FOLDER
 from tilerec.train.override import override_all
+from tilerec.train.quantized_model import load_quantized, row_types_in
+from tilerec.train.run_checkpoints import FOLDER as CHECKPOINTS
 from tilerec.train.run_file import RUN_FILE, read_run_file
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.world import World
@@ -33,10 +37,12 @@ class TrainedRun:
     Attributes:
         config: the run as it was trained.
         folder: its log folder.
+        checkpoint: folder of the checkpoint to load; None: the model file.
     """
 
     config: RunConfig
     folder: Path
+    checkpoint: Path | None = None
 
     @property
     def model_file(self) -> Path:
@@ -48,10 +54,25 @@ class TrainedRun:
         return replace(self, config=override_all(self.config, assignments))
 
     def load(self, dataset: Dataset, device: torch.device, world: World) -> nn.Module:
-        """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective."""
+        """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective.
+
+        Raises:
+            ConfigError: several ranks, for a model with quantized tables.
+        """
         torch.manual_seed(self.config.train.seed)
+        row_types = None if self.checkpoint else row_types_in(self.model_file)
+        if row_types is not None:
+            if world.size > 1:
+                raise ConfigError(
+                    f"{self.folder}: got {world.size} processes for a model with quantized tables; expected one. Leave "
+                    "--nproc out."
+                )
+            return load_quantized(self.model_file, row_types, self.config, dataset, device).eval()
         model = world.build(self.config, dataset, device)
-        load_model(self.model_file, model)
+        if self.checkpoint is not None:
+            load(self.checkpoint, {"model": model}, group=world.group)
+        else:
+            load_model(self.model_file, model)
         return model.eval()
 
 
@@ -66,13 +87,16 @@ def find_trained(path: str | Path) -> TrainedRun:
     """Return the newest model of a run.
 
     Args:
-        path: a log folder; or a run file: the model beside it, in its `log_dir`, or the newest in `runs/<name>`.
+        path: a log folder; or a run file: the model beside it, in its `log_dir`, or the newest in `runs/<name>`; or a
+            checkpoint in a log folder.
 
     Raises:
         ConfigError: there is none; the message has the next move.
         FileError: a file cannot be read.
     """
     given = Path(path)
+    if given.parent.name == CHECKPOINTS and (given.parent.parent / RUN_FILE).is_file():
+        return _of_folder(given.parent.parent, given)
     if given.is_dir():
         return _trained(given)
     if (given.parent / MODEL_FILE).is_file() and given.name == RUN_FILE:
@@ -97,5 +121,9 @@ def _trained(folder: Path) -> TrainedRun:
             f"{folder}: got a folder without {' and '.join(missing)}; expected the log folder of a finished run. Train "
             "the run to its end, or pass another folder."
         )
+    return _of_folder(folder)
+
+
+def _of_folder(folder: Path, checkpoint: Path | None = None) -> TrainedRun:
     config = read_run_file(folder / RUN_FILE)
-    return TrainedRun(replace(config, data=config.data.with_vocabulary(folder / VOCABULARY_FOLDER)), folder)
+    return TrainedRun(replace(config, data=config.data.with_vocabulary(folder / VOCABULARY_FOLDER)), folder, checkpoint)

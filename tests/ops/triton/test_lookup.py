@@ -282,7 +282,7 @@ def test_what_kernels_are_told_of_alignments_is_true(dtype: torch.dtype, shift: 
                         assert (key, plane < family.planes) == (feature, True)
                 batches = [5] if uniform else [5, 3, 1][: len(dims)]
                 offsets = torch.zeros(16, dtype=torch.int64)
-                batch = lookup._batch_of(layout, offsets, offsets, given._replace(batches=batches))
+                batch = lookup.batch_of(layout.dims, offsets, offsets, given._replace(batches=batches))
                 if batch.runs is not None:
                     runs = batch.runs.view(-1, 3)
                     assert all(not (runs[:, 2] % family.out_vec).any() for family in layout.families)
@@ -374,12 +374,12 @@ def test_sequences_without_ids_or_features() -> None:
 
 
 def test_starts_that_the_host_knows_are_checked_there() -> None:
-    raise_report = lookup._RaiseReport("f@t,g@u", (0, 1), (5, 5), 6, pooled=False)
+    raise_report = lookup.RaiseReport("f@t,g@u", (0, 1), (5, 5), 6, pooled=False)
     cpu = torch.device("cpu")
-    assert lookup._known_starts(torch.tensor([0, 2, 6]), raise_report, cpu).tolist() == [0, 2, 6]
+    assert lookup.known_starts(torch.tensor([0, 2, 6]), raise_report, cpu).tolist() == [0, 2, 6]
     for starts, message in WRONG_STARTS.items():
         with pytest.raises(InputError, match=message):
-            lookup._known_starts(torch.tensor(starts), raise_report, cpu)
+            lookup.known_starts(torch.tensor(starts), raise_report, cpu)
 
 
 WRONG_STARTS = {

@@ -47,7 +47,7 @@ from tilerec.torch_private import dtype_of
 
 
 @dataclass(frozen=True)
-class _Layout:
+class LookupLayout:
     """Constants shared by consecutive calls; `head` are the first fields of `LookupRecord`, addresses of `arrays`."""
 
     head: tuple[int, ...]
@@ -56,26 +56,34 @@ class _Layout:
     pointers: type[ctypes.Array[ctypes.c_void_p]]
     arrays: tuple[ctypes.Array[ctypes.c_int64], ...]
 
+    @staticmethod
+    def of(
+        tables: Sequence[int], keys: Sequence[int], means: Sequence[int], rows: Sequence[int], dims: Sequence[int],
+        types: Sequence[int],
+    ) -> LookupLayout:  # fmt: skip
+        """Return the layout; rows, dims and types (native/tilerec.h) are per table."""
+        arrays = tuple(int64_array(values) for values in (tables, keys, means, rows, dims, types))
+        places = [ctypes.addressof(array) for array in arrays]
+        head = (len(tables), *places[:3], len(rows), *places[3:])
+        own = tuple(dims[t] for t in tables)
+        return LookupLayout(head, own, max(keys, default=-1), ctypes.c_void_p * len(rows), arrays)
+
 
 @functools.lru_cache(maxsize=128)
 def _layout(
     tables: tuple[int, ...], keys: tuple[int, ...], means: tuple[int, ...], shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...], pooled: bool,
-) -> _Layout | None:  # fmt: skip
+) -> LookupLayout | None:  # fmt: skip
     if any(dtype not in DTYPES for dtype in dtypes):
         return None
     check_layout(shapes, tables, keys, means, pooled)
     rows, columns = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
-    arrays = tuple(int64_array(v) for v in (tables, keys, means, rows, columns, [DTYPES[d] for d in dtypes]))
-    places = [ctypes.addressof(array) for array in arrays]
-    dims = tuple(columns[t] for t in tables)
-    head = (len(tables), *places[:3], len(shapes), *places[3:])
-    return _Layout(head, dims, max(keys, default=-1), ctypes.c_void_p * len(shapes), arrays)
+    return LookupLayout.of(tables, keys, means, rows, columns, [DTYPES[d] for d in dtypes])
 
 
 def _layout_of(
     weights: Sequence[Tensor], tables: Sequence[int], keys: Sequence[int], means: Sequence[int], pooled: bool
-) -> _Layout | None:
+) -> LookupLayout | None:
     check_contiguous(weights)
     shapes, dtypes = tuple(map(Tensor.size, weights)), tuple(map(dtype_of, weights))
     return _layout(tuple(tables), tuple(keys), tuple(means), shapes, dtypes, pooled)
@@ -85,7 +93,7 @@ def _layout_of(
 _NO_ROWS, _BAD_DIM = 4, 5
 
 
-def _raise(
+def raise_report(
     report: ReportRecord, names: str, weights: Sequence[Tensor], tables: Sequence[int], ids: Tensor,
     pooled: bool = True,
 ) -> None:  # fmt: skip
@@ -105,11 +113,13 @@ def _raise(
     raise AssertionError(f"A lookup has inconsistent arguments (feature {report.feature}, check {report.value})")
 
 
-def _ids(ids: Tensor) -> Tensor:
+def contiguous_ids(ids: Tensor) -> Tensor:
+    """Return the ids contiguous and in a type that kernels read."""
     return (ids if ids.dtype in INDEX_TYPES else ids.to(torch.int64)).contiguous()
 
 
-def _int64(offsets: Tensor) -> Tensor:
+def contiguous_int64(offsets: Tensor) -> Tensor:
+    """Return the offsets contiguous and in int64."""
     return (offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)).contiguous()
 
 
@@ -121,7 +131,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
         if layout is None or dtype not in DTYPES:
             return pooled_lookup_reference(call)
         out = reused_empty(pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, names), dtype)
-        ids, offsets = _ids(ids), _int64(offsets)
+        ids, offsets = contiguous_ids(ids), contiguous_int64(offsets)
         if sample_weights is not None:
             sample_weights = sample_weights.to(torch.float32).contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
@@ -133,7 +143,7 @@ def _pooled_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor, 
             torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(record)):
-            _raise(record.report, names, weights, tables, ids)
+            raise_report(record.report, names, weights, tables, ids)
         return out, new_ticket()
 
     return pooled_lookup
@@ -148,14 +158,14 @@ def _sequence_lookup(function: Callable[..., int]) -> Callable[..., tuple[Tensor
         if layout is None or not tables or dtype not in DTYPES:
             return sequence_lookup_reference(call)
         out = reused_empty((ids.shape[0], layout.dims[0]), dtype)
-        ids, starts = _ids(ids), _int64(starts)
+        ids, starts = contiguous_ids(ids), contiguous_int64(starts)
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         record = LookupRecord(
             *layout.head, ctypes.addressof(data), 0, None, ids.data_ptr(), INDEX_TYPES[ids.dtype], ids.numel(),
             starts.data_ptr(), starts.numel(), None, out.data_ptr(), DTYPES[dtype], None, torch.get_num_threads(),
         )  # fmt: skip
         if function(ctypes.byref(record)):
-            _raise(record.report, names, weights, tables, ids, pooled=False)
+            raise_report(record.report, names, weights, tables, ids, pooled=False)
         return out, new_ticket()
 
     return sequence_lookup
@@ -171,7 +181,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         wanted = pooled_shape(layout.dims, layout.last_key, keys, batches, offsets, "")
         check_gradient(grad, wanted, math.prod(wanted))
         out_N = torch.zeros(ids.numel(), dtype=torch.float32)
-        ids, offsets, grad = _ids(ids), _int64(offsets), grad.contiguous()
+        ids, offsets, grad = contiguous_ids(ids), contiguous_int64(offsets), grad.contiguous()
         data = layout.pointers(*map(Tensor.data_ptr, weights))
         sizes = array("q", batches)
         record = LookupRecord(
@@ -181,7 +191,7 @@ def _sample_weight_grad(function: Callable[..., int]) -> Callable[..., Tensor]:
         )  # fmt: skip
         if function(ctypes.byref(record)):
             names = ",".join(f"{f}@{t}" for f, t in enumerate(tables))
-            _raise(record.report, names, weights, tables, ids)
+            raise_report(record.report, names, weights, tables, ids)
         return out_N
 
     return sample_weight_grad

@@ -65,7 +65,8 @@ def raise_bad_id(names: str, feature: int, position: int, id_: int, rows: int) -
     )
 
 
-def _check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
+def check_ids(ids: Tensor, begin: int, rows: int, names: str, feature: int) -> None:
+    """Raise an `InputError` for the first of a feature's ids [n] outside its table; they begin at position `begin`."""
     bad = (ids < 0) | (ids >= rows)
     if bool(bad.any()):
         position = int(bad.nonzero()[0])
@@ -97,7 +98,7 @@ def pooled_lookup_reference(call: PooledCall) -> tuple[Tensor, Tensor]:
         bounds = offsets[starts[feature] : starts[feature] + bags[feature] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         ids_n = ids[begin:end].to(torch.int64)
-        _check_ids(ids_n, begin, weight.shape[0], names, feature)
+        check_ids(ids_n, begin, weight.shape[0], names, feature)
         accum_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         rows_nD = weight[ids_n].to(accum_dtype)
         if sample_weights is not None:
@@ -137,7 +138,7 @@ def sequence_lookup_reference(call: SequenceCall) -> tuple[Tensor, Tensor]:
     rows = []
     for feature, table in enumerate(tables):
         ids_n = ids[bounds[feature] : bounds[feature + 1]].to(torch.int64)
-        _check_ids(ids_n, bounds[feature], weights[table].shape[0], names, feature)
+        check_ids(ids_n, bounds[feature], weights[table].shape[0], names, feature)
         rows.append(weights[table][ids_n].to(dtype))
     return torch.cat(rows), new_ticket()
 

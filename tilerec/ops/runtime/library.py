@@ -38,6 +38,8 @@ class OpLibrary(torch.library.Library):
         self._forms: dict[str, _Form] = {}
         self.references: dict[str, Kernel] = {}
         """Reference kernels by op name, as functions of the ops' arguments. Tests compare every backend with them."""
+        self.cpu_kernels: dict[str, Kernel] = {}
+        """Kernels of CPU tensors by op name, as functions of the ops' arguments, without device checks."""
 
     def op(
         self, schema: str, fake: Kernel | None = None, *, unpack: Kernel | None = None, check: Kernel | None = None,
@@ -88,6 +90,8 @@ class OpLibrary(torch.library.Library):
         Autograd and Meta kernels need no check: the former call a checked kernel, torch derives the latter from the
         fake kernel.
         """
+        if dispatch_key in ("CPU", "CompositeExplicitAutograd"):  # a CPU kernel is registered over the reference
+            self.cpu_kernels[op_name] = fn
         if dispatch_key not in ("Autograd", "Meta"):
             fn = self._on_one_device(op_name, fn)
         super().impl(op_name, fn, dispatch_key, **options)

@@ -116,13 +116,13 @@ def _serves(rows: tuple[torch.dtype, ...], dtype: torch.dtype, device: torch.dev
     return dtype in OUTPUTS and all(reads(own, device) for own in rows)
 
 
-def _flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
+def flat(values: Tensor, dtypes: Sequence[torch.dtype] = INDEX_TYPES) -> Tensor:
     """Return the values contiguous and in one of these dtypes (else in the first)."""
     return (values if values.dtype in dtypes else values.to(dtypes[0])).contiguous()
 
 
 @dataclass(slots=True)
-class _RaiseReport:
+class RaiseReport:
     """Function that raises the error of a taken report."""
 
     names: str
@@ -138,7 +138,7 @@ class _RaiseReport:
         raise_bad_id(self.names, feature, position, value, self.rows[feature])
 
 
-class _Batch(NamedTuple):
+class PooledBatch(NamedTuple):
     """A pooled batch as kernel arguments; `runs` of variable batches: first bag, bags, place per feature."""
 
     ids: Tensor
@@ -152,19 +152,20 @@ class _Batch(NamedTuple):
     split: bool  # the batch may have a long bag
 
 
-def _batch_of(shared: LookupConstants, ids: Tensor, offsets: Tensor, layout: PooledLayout) -> _Batch:
+def batch_of(dims: Sequence[int], ids: Tensor, offsets: Tensor, layout: PooledLayout) -> PooledBatch:
+    """Return a checked batch as kernel arguments; `dims` are per feature."""
     batches = layout.batches
-    ids, offsets = _flat(ids), _flat(offsets, (torch.int64,))
+    ids, offsets = flat(ids), flat(offsets, (torch.int64,))
     bags = most = batches[0] if batches else 0
     runs = None
     if not layout.uniform:
         starts, bags_F = bag_starts(layout.keys, batches)
-        places, _ = pooled_blocks(shared.dims, bags_F, False)
+        places, _ = pooled_blocks(dims, bags_F, False)
         numbers = [number for run in zip(starts, bags_F, places, strict=True) for number in run]
         bags, most, runs = 0, max(bags_F, default=0), upload(numbers, ids.device)
     count = ids.shape[0]
     slots = -(-count // CHUNK.value)
-    return _Batch(ids, offsets, count, bags, most, runs, slots, count < offsets.shape[0], count > LONG.value)
+    return PooledBatch(ids, offsets, count, bags, most, runs, slots, count < offsets.shape[0], count > LONG.value)
 
 
 def _shape_of(shared: LookupConstants, layout: PooledLayout, offsets: Tensor, names: str) -> tuple[int, ...]:
@@ -189,14 +190,14 @@ def pooled_lookup(call: PooledCall) -> tuple[Tensor, Tensor]:
         if offsets.shape[0] == 1 and ids.shape[0] and layout.tables:
             raise_uncovered(1, 0, ids.shape[0])
         return out, new_ticket()
-    batch = _batch_of(shared, ids, offsets, layout)
+    batch = batch_of(shared.dims, ids, offsets, layout)
     if sample_weights is not None:
-        sample_weights = _flat(sample_weights, (torch.float32,))
+        sample_weights = flat(sample_weights, (torch.float32,))
     report = new_report(device)
     for family in shared.families:
         last = offsets.shape[0] - 1 if family is shared.families[-1] else -1
         _sum_family(family, weights[family.table], out, batch, sample_weights, report, last)
-    post(report, _RaiseReport(names, shared.tables, shared.rows, batch.id_count))
+    post(report, RaiseReport(names, shared.tables, shared.rows, batch.id_count))
     return out, new_ticket()
 
 
@@ -206,7 +207,7 @@ def _chunk_steps(family: Family) -> int:
 
 
 def _sum_family(
-    family: Family, base: Tensor, out: Tensor, batch: _Batch, sample_weights: Tensor | None, report: Tensor,
+    family: Family, base: Tensor, out: Tensor, batch: PooledBatch, sample_weights: Tensor | None, report: Tensor,
     last: int,
 ) -> None:  # fmt: skip
     """Sum a family's rows; `last` as in `pooled_kernel`."""
@@ -246,7 +247,7 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
     wanted = _shape_of(shared, layout, offsets, "")
     check_gradient(grad, wanted, math.prod(wanted))
     out = torch.zeros(ids.shape[0], dtype=torch.float32, device=device)
-    batch = _batch_of(shared, ids, offsets, layout)
+    batch = batch_of(shared.dims, ids, offsets, layout)
     if not batch.most_bags:
         return out
     grad = grad.contiguous()
@@ -256,9 +257,7 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
     names = ",".join(f"{f}@{t}" for f, t in enumerate(layout.tables))
     # On a GPU the lookup of the same batch reports bad ids, with names; here only interpreted kernels raise.
     raise_report = (
-        _RaiseReport(names, shared.tables, shared.rows, batch.id_count)
-        if runs_synchronously(device)
-        else _ignore_report
+        RaiseReport(names, shared.tables, shared.rows, batch.id_count) if runs_synchronously(device) else _ignore_report
     )
     post(report, raise_report)
     return out
@@ -267,7 +266,9 @@ def sample_weight_grad(call: WeightGradCall) -> Tensor:
 def _ignore_report(*_: int) -> None: ...
 
 
-def _multiply_family(family: Family, base: Tensor, out: Tensor, batch: _Batch, grad: Tensor, report: Tensor) -> None:
+def _multiply_family(
+    family: Family, base: Tensor, out: Tensor, batch: PooledBatch, grad: Tensor, report: Tensor
+) -> None:
     ids, offsets, variable = batch.ids, batch.offsets, batch.runs is not None
     runs = family.parts if batch.runs is None else batch.runs
     if batch.split:
@@ -348,12 +349,12 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     check_tables(weights, ids, tables, names, 0 in pointers)
     if not layout.fits:
         return sequence_lookup_reference(call)
-    raise_report = _RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
+    raise_report = RaiseReport(names, own, layout.rows, ids.shape[0], pooled=False)
     known = starts.device != device
-    starts = _known_starts(starts, raise_report, device) if known else _flat(starts, (torch.int64,))
+    starts = known_starts(starts, raise_report, device) if known else flat(starts, (torch.int64,))
     count = ids.shape[0]
     out = torch.empty((count, layout.dim), dtype=dtype, device=device)
-    ids = _flat(ids)
+    ids = flat(ids)
     report = new_report(device)
     for number, family in enumerate(layout.families):
         group = group_rows(family.tile, family.vec) * _STEPS
@@ -367,7 +368,7 @@ def sequence_lookup(call: SequenceCall) -> tuple[Tensor, Tensor]:
     return out, new_ticket()
 
 
-def _known_starts(starts: Tensor, raise_report: _RaiseReport, device: torch.device) -> Tensor:
+def known_starts(starts: Tensor, raise_report: RaiseReport, device: torch.device) -> Tensor:
     """Check starts that the host has and upload them; raise an `InputError` for wrong ones."""
     if starts.device.type != "cpu":
         raise InputError(f"A lookup's starts are on {starts.device}, the ids on {device}; move one of them with .to().")

@@ -26,7 +26,7 @@ def sequence_kernel(
     Example: rows [[1, 2], [3, 4]], ids [0, 1, 1] -> [[1, 2], [3, 4], [3, 4]].
     """
     if CHECK and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        _check_starts(report, starts, feature_count, id_count)
+        check_starts_of(report, starts, feature_count, id_count)
     dim = tl.multiple_of(tl.load(features + 2), VEC)
     columns, inside = tile_columns(tl.program_id(1) * TILE, dim, TILE, VEC)
     begin = tl.program_id(0).to(tl.int64) * GROUP
@@ -47,7 +47,7 @@ def sequence_kernel(
 
 
 @triton.jit
-def _check_starts(report, starts, feature_count, id_count):
+def check_starts_of(report, starts, feature_count, id_count):
     """Report the first start that falls, lies outside of the ids, or is the first or last and not at their end."""
     wrong = tl.full((), NEVER, tl.int64)
     for i in range(0, feature_count + 1, 128):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tilerec.ops.runtime.cpu.records import layout
 
-ABI_VERSION = 7  # TR_ABI_VERSION of native/tilerec.h
+ABI_VERSION = 8  # TR_ABI_VERSION of native/tilerec.h
 _REBUILD = "Build it again (make native)"
 LOG = logging.getLogger("tilerec.native")
 
@@ -148,3 +148,15 @@ def advise_huge_pages(memory: Tensor) -> bool:
     if found is None or memory.device.type != "cpu":
         return False
     return int(found.tr_advise_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0
+
+
+def release_pages(memory: Tensor) -> bool:
+    """Return the pages of a contiguous CPU tensor to the system, before its storage is freed; True if it accepts.
+
+    The tensor's contents are lost; it must own its memory, and share none of it with a tensor in use. Pages that it
+    shares with its neighbours stay. For large storages that are read once from front to back.
+    """
+    found = library()
+    if found is None or memory.device.type != "cpu":
+        return False
+    return int(found.tr_release_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(memory.nbytes))) == 0

@@ -1,0 +1,159 @@
+"""`tilerec quantize`: a trained run with quantized tables, whose types are chosen per table by data.
+
+tilerec quantize run.toml --max-ne 0.01% --out served
+tilerec quantize run.toml --budget 2GiB --max-ne 0.05% --out served
+tilerec predict served test.parquet --out scores.parquet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.run_cli.progress import row_progress
+from tilerec.terminal import SafeConsole, print_plain, print_rank_error
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from tilerec.data.batch import Batch
+    from tilerec.data.dataset import Dataset
+    from tilerec.train.table_types import TypeChoice
+    from tilerec.train.task import Task
+    from tilerec.train.trained_run import TrainedRun
+
+
+def quantize(
+    run: Annotated[
+        str,
+        typer.Argument(help="A run file, for its newest model; the log folder of a run; or one of its checkpoints."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write; `tilerec eval` and `predict` read it.")],
+    budget: Annotated[str | None, typer.Option(help="Most bytes of all tables: 2GiB, 500MB, or bytes.")] = None,
+    max_ne: Annotated[
+        str | None, typer.Option(help="Most increase of the normalized entropy, relative: 0.01%, or 0.0001.")
+    ] = None,
+    types: Annotated[
+        str, typer.Option(help="Row types to choose from: int8, int4, int2, fp16, bf16, comma-separated.")
+    ] = "int8,int4,int2",
+    data: Annotated[
+        str | None, typer.Option(help="File, folder or URL with labelled samples. Default: the run's held-out part.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Most samples to evaluate on; 0: all.", min=0)] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
+) -> None:
+    """Quantize the tables of a trained run: few bytes for little loss, measured table by table on held-out samples."""
+    from tilerec.quantized.row_type import row_type
+    from tilerec.spec.byte_text import bytes_of
+    from tilerec.train.quantized_folder import check_new, write_quantized
+    from tilerec.train.table_types import choose_types
+    from tilerec.train.trained_run import find_trained
+
+    try:
+        check_new(out)
+        limit = None if budget is None else bytes_of("--budget", budget)
+        loss = None if max_ne is None else _share("--max-ne", max_ne)
+        if limit is None and loss is None:
+            raise ConfigError("--budget, --max-ne: got neither; expected one or both. Try --max-ne 0.01%.")
+        chosen = [row_type(name.strip(), "--types") for name in types.split(",")]
+        trained = find_trained(run).with_settings(set_ or [])
+        model, score = _model_and_score(trained, data, samples, device or trained.config.train.device)
+        choice, made = choose_types(model, score, chosen, limit, loss)
+        write_quantized(out, trained, choice, made)
+    except TilerecError as error:
+        print_rank_error(error)
+        raise typer.Exit(1) from None
+    SafeConsole().print(_table(choice))
+    print_plain(
+        f"wrote {out}: NE {choice.float_ne:.6f} -> {choice.ne:.6f} ({choice.ne_change:+.4%}), tables "
+        f"{choice.bytes / choice.float_bytes:.1%} of {trained.folder}"
+    )
+
+
+def _share(option: str, text: str) -> float:
+    """Return a share: "0.01%" -> 0.0001."""
+    word = text.strip()
+    try:
+        value = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+        if not 0 <= value < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{option}: got {text!r}; expected a share below 1. Write 0.01% or 0.0001.") from None
+    return value
+
+
+def _model_and_score(trained: TrainedRun, data: str | None, samples: int, device: str) -> tuple[nn.Module, _Score]:
+    from tilerec.train.device import run_device
+    from tilerec.train.quantized_model import row_types_in
+    from tilerec.train.world import World
+
+    if trained.checkpoint is None and row_types_in(trained.model_file) is not None:
+        raise ConfigError(
+            f"{trained.folder}: got a model with quantized tables; expected one as it was trained. Pass the log folder "
+            "of the training run."
+        )
+    config, world = trained.config, World(None)
+    size, place = config.train.eval_batch_size, run_device(device, 1)
+    dataset: Dataset
+    if data is None:
+        dataset = config.data.open()
+        batches = dataset.held_out(size)
+    else:
+        rows = config.data.open_rows((data,), labels=True)
+        dataset, batches = rows, (batch for batch, _ in rows.rows(size))
+    kept, count = [], 0
+    for batch in batches:
+        if samples and count >= samples:
+            break
+        kept.append(batch)
+        count += batch.batch_size
+    task = config.task.build(dataset, config.train, place, world)
+    return trained.load(dataset, place, world).requires_grad_(False), _Score(trained, task, kept, count)
+
+
+class _Score:
+    """Returns the normalized entropy of a model on the kept batches, the mean over tasks."""
+
+    def __init__(self, trained: TrainedRun, task: Task, batches: list[Batch], samples: int) -> None:
+        self._trained, self._task, self._batches, self._samples = trained, task, batches, samples
+
+    def __call__(self, model: nn.Module) -> float:
+        with row_progress("score", self._samples) as progress:
+            scores = self._task.evaluate(model, self._counted(progress)).tasks.values()
+        found = [one.numbers["ne"] for one in scores if "ne" in one.numbers]
+        if not found:
+            raise ConfigError(
+                f"{self._trained.folder}: got a task without normalized entropy; expected task.kind = 'click'. "
+                "Quantize other models by tilerec.quantized.quantize_tables."
+            )
+        return sum(found) / len(found)
+
+    def _counted(self, progress: Callable[[int], object]) -> Iterator[Batch]:
+        for batch in self._batches:
+            yield batch
+            progress(batch.batch_size)
+
+
+def _table(choice: TypeChoice) -> Table:
+    """Return the chosen types as a table, the largest tables first."""
+    from rich.table import Table
+
+    from tilerec.spec.byte_text import byte_text
+
+    out = Table("table", "rows", "dim", "as trained", "type", "bytes", "NE alone")
+    for table in sorted(choice.costs, key=lambda table: -table.types[0].bytes):
+        cost = choice.chosen(table)
+        out.add_row(
+            table.name, f"{table.rows:,}", str(table.dim), byte_text(table.types[0].bytes), cost.row_type,
+            byte_text(cost.bytes), f"{cost.ne_change:+.4%}",
+        )  # fmt: skip
+    out.add_row("all", "", "", byte_text(choice.float_bytes), "", byte_text(choice.bytes), f"{choice.ne_change:+.4%}")
+    return out
