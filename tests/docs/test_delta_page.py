@@ -20,12 +20,14 @@ def test_the_code_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    publish, budget, left_out, follow = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    publish, budget, left_out, served, follow = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     job: dict[str, Any] = {"model": ebc(RowWiseAdagrad())}
     exec(publish.replace("1001", "301"), job)
     exec(budget + left_out, job)
     assert job["made"].sequence == 3
     job["writer"].publish(400)
+    exec(served.replace("runs/a/deltas", "quantized"), job)
+    assert job["writer"].publish(400).bytes < 10_000
     server: dict[str, Any] = {"model": ebc(None), "serving": True}
     exec(follow.replace("while serving", "if serving"), server)
     assert "state 4 of step 400" in capsys.readouterr().out

@@ -19,12 +19,10 @@ from torch import Tensor
 from tilerec.checkpoint.blocks import BLOCK
 from tilerec.checkpoint.data_file import CHUNK_BYTES, Entry, bytes_of, chunks_of, key_of
 from tilerec.checkpoint.pieces import Box, is_spread, pieces_of, written_boxes
+from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
 from tilerec.storage.table_rows import TableRows
-
-Form = tuple[torch.dtype, tuple[int, ...]]
-"""Dtype and shape of a tensor."""
 
 
 class PlannedChunk(NamedTuple):
@@ -67,13 +65,15 @@ class PlannedSave:
         changed: since the base.
         in_base: names, dtypes and shapes of the base's tensors; other tensors are written whole.
         ahead: True if another thread will write while training goes on.
+        encodings: of tensors whose rows are saved in another form, by name.
     """
 
     def __init__(
         self, tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], changed: Changed,
-        in_base: Mapping[str, Form], *, ahead: bool,
+        in_base: Mapping[str, Form], *, ahead: bool, encodings: Mapping[str, RowEncoding] | None = None,
     ) -> None:  # fmt: skip
         self._changed, self._in_base, self._ahead = changed, in_base, ahead
+        self._encodings = encodings or {}
         self._leaves = Leaves(changed.tables)
         self._snapshots: dict[TableRows, RowSnapshot] = {}
         self._numbers: dict[tuple[Any, ...], Entry] = {}
@@ -113,38 +113,49 @@ class PlannedSave:
 
     def _plan(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor) -> None:
         place = self._leaves.take(memory) if box.cells else None
-        is_in_base = self._in_base.get(name) == (memory.dtype, shape)
+        encoding = self._encodings.get(name)
+        form = (memory.dtype, shape) if encoding is None else encoding.form((memory.dtype, shape))
+        is_in_base = self._in_base.get(name) == form
         rows_U = self._changed.boxes.get((name, box)) if is_in_base and place is None else None
         if rows_U is not None:
-            self._plan_listed(name, shape, box, memory, rows_U)
+            self._plan_listed(name, shape, box, memory, rows_U, encoding)
         elif place is None:
             held = memory.detach().to("cpu", copy=True) if self._ahead else memory
             for chunk in chunks_of(box, memory.dtype):
                 part = box.within(held, chunk)
-                entry = Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, _bytes_of(part))
-                self.own.append(PlannedChunk(name, chunk, entry))
+                saved = chunk if encoding is None else encoding.box(chunk)
+                key = key_of(name, form[1], saved)
+                entry = Entry(key, form[0], saved.sizes, _bytes_of(part, encoding))
+                self.own.append(PlannedChunk(name, saved, entry))
         elif place.table in self._changed.rows and is_in_base:
-            self._plan_rows(name, shape, box, memory, place)
+            self._plan_rows(name, shape, box, memory, place, encoding)
         else:
             for chunk in chunks_of(box, memory.dtype):
                 first = place.first + chunk.offsets[0] - box.offsets[0]
-                data = self._read(place, memory, first, chunk.sizes[0], None)
-                self.own.append(
-                    PlannedChunk(name, chunk, Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, data))
-                )
+                data = self._read(place, memory, first, chunk.sizes[0], None, encoding)
+                saved = chunk if encoding is None else encoding.box(chunk)
+                entry = Entry(key_of(name, form[1], saved), form[0], saved.sizes, data)
+                self.own.append(PlannedChunk(name, saved, entry))
 
-    def _plan_listed(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, rows_U: Tensor) -> None:
+    def _plan_listed(
+        self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, rows_U: Tensor,
+        encoding: RowEncoding | None,
+    ) -> None:  # fmt: skip
         """Plan the given rows of a box that belongs to no known table."""
         step = max(1, CHUNK_BYTES // max(1, memory.nbytes // memory.shape[0]))
         for first in range(0, rows_U.numel(), step):
             some = rows_U[first : first + step]
             held = memory.detach().index_select(0, (some - box.offsets[0]).to(memory.device)).cpu()
+            held = held if encoding is None else encoding.encode(held)
             key = f"{key_of(name, shape, box)}.{first}"
             numbers = Entry(f"{key}.rows", torch.int64, (some.numel(),), _bytes_of(some))
-            values = Entry(f"{key}.values", memory.dtype, tuple(held.shape), _bytes_of(held))
-            self.own.append(PlannedRows(name, box, numbers, values))
+            values = Entry(f"{key}.values", held.dtype, tuple(held.shape), _bytes_of(held))
+            saved = box if encoding is None else encoding.box(box)
+            self.own.append(PlannedRows(name, saved, numbers, values))
 
-    def _plan_rows(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, place: Place) -> None:
+    def _plan_rows(
+        self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, place: Place, encoding: RowEncoding | None
+    ) -> None:  # fmt: skip
         """Plan the changed rows of a box."""
         rows_U = self._changed.rows[place.table]
         edges = torch.tensor([place.first, place.first + box.sizes[0]])
@@ -160,13 +171,16 @@ class PlannedSave:
             if mark not in self._numbers:
                 numbers = rows_U[first : first + count] + shift
                 self._numbers[mark] = Entry(f"{key}.rows", torch.int64, (count,), _bytes_of(numbers))
-            data = self._read(place, memory, first, count, rows_U)
-            values = Entry(f"{key}.values", memory.dtype, (count, *box.sizes[1:]), data)
-            self.own.append(PlannedRows(name, box, self._numbers[mark], values))
+            data = self._read(place, memory, first, count, rows_U, encoding)
+            saved = box if encoding is None else encoding.box(box)
+            dtype = memory.dtype if encoding is None else encoding.row_type.dtype
+            values = Entry(f"{key}.values", dtype, (count, *saved.sizes[1:]), data)
+            self.own.append(PlannedRows(name, saved, self._numbers[mark], values))
 
     def _read(
-        self, place: Place, memory: Tensor, first: int, count: int, rows_U: Tensor | None
-    ) -> Callable[[], Iterator[memoryview]]:
+        self, place: Place, memory: Tensor, first: int, count: int, rows_U: Tensor | None,
+        encoding: RowEncoding | None,
+    ) -> Callable[[], Iterator[memoryview]]:  # fmt: skip
         """Return a function that yields the bytes of rows number `first` to `first + count`, of `rows_U` or of all."""
         step = max(1, BLOCK // max(1, memory.nbytes // memory.shape[0]))
         if self._ahead:
@@ -187,14 +201,18 @@ class PlannedSave:
 
         def parts() -> Iterator[memoryview]:
             for at in range(first, first + count, step):
-                yield read(at, min(step, first + count - at))
+                rows = read(at, min(step, first + count - at))
+                if encoding is not None:
+                    held = torch.frombuffer(rows, dtype=memory.dtype).view(-1, *memory.shape[1:])
+                    rows = bytes_of(encoding.encode(held))
+                yield rows
 
         return parts
 
 
-def _bytes_of(memory: Tensor) -> Callable[[], Iterator[memoryview]]:
+def _bytes_of(memory: Tensor, encoding: RowEncoding | None = None) -> Callable[[], Iterator[memoryview]]:
     def parts() -> Iterator[memoryview]:
-        yield bytes_of(memory)
+        yield bytes_of(memory if encoding is None else encoding.encode(memory))
 
     return parts
 

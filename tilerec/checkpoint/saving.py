@@ -32,13 +32,13 @@ from tilerec.checkpoint.parts import ranks_of_job, states_of
 from tilerec.checkpoint.pieces import Box, check_tensor
 from tilerec.checkpoint.planned_save import (
     Changed,
-    Form,
     PlannedChunk,
     PlannedRows,
     PlannedSave,
     boxes_of_rank,
     offers_of,
 )
+from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.tree import Json, flatten
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.comms.group import Group
@@ -144,10 +144,15 @@ class Planned:
 
     def __init__(
         self, folder: CheckpointFolder, tree: Json, tensors: Mapping[str, Tensor], files: PlannedSave, nonce: str,
-        metadata: Mapping[str, Json], base: Base | None,
+        metadata: Mapping[str, Json], base: Base | None, encodings: Mapping[str, RowEncoding],
     ) -> None:  # fmt: skip
         self._folder, self._tree, self._files = folder, tree, files
-        self._tensors = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._tensors = {
+            name: encodings[name].form((tensor.dtype, tuple(tensor.shape)))
+            if name in encodings
+            else (tensor.dtype, tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
         self._nonce, self._metadata, self._base = nonce, metadata, base
         self.copied_bytes = 0
 
@@ -221,13 +226,14 @@ class Planned:
 @torch.no_grad()
 def plan(
     path: str | Path, parts: Mapping[str, Any], ranks: Group, metadata: Mapping[str, Json], *, ahead: bool,
-    since: Since | None = None,
+    since: Since | None = None, encodings: Mapping[str, RowEncoding] | None = None,
 ) -> Planned:  # fmt: skip
     """Return a checkpoint to write. Collective.
 
     Args:
         ahead: True if it is written while the state changes.
         since: for an incremental save.
+        encodings: of tensors whose rows are saved in another form, by name.
     """
     with agreeing(ranks, "the checkpoint's state") as found:
         folder = folder_at(path)
@@ -249,12 +255,12 @@ def plan(
             changed = since.changes.begin_anew(parts, tensors, boxes, ranks)
         with on_all_ranks(ranks, "the checkpoint", "its plan"):
             in_base = since.tensors if since is not None and base is not None else {}
-            files = PlannedSave(tensors, boxes, changed, in_base, ahead=ahead)
+            files = PlannedSave(tensors, boxes, changed, in_base, ahead=ahead, encodings=encodings)
     except BaseException:
         if files is not None:  # another rank failed
             files.close()
         raise
-    return Planned(folder, tree, tensors, files, nonce, metadata, base)
+    return Planned(folder, tree, tensors, files, nonce, metadata, base, encodings or {})
 
 
 def _row_list(own: PlannedRows, places: Mapping[str, tuple[str, int]]) -> RowList:

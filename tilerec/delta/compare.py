@@ -14,17 +14,14 @@ from tilerec.checkpoint.row_snapshot import row_bytes
 _BLOCK_BYTES = 1 << 24
 
 
-def published_blocks(chain: Chain, name: str, box: Box, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the published values of a box in blocks of whole rows, each with the number of its first row.
-
-    Args:
-        memory: of the box, for its dtype.
-    """
-    step = max(1, _BLOCK_BYTES // max(1, memory.nbytes // max(1, memory.shape[0])))
+def published_blocks(chain: Chain, name: str, box: Box) -> Iterator[tuple[int, Tensor]]:
+    """Yield the published values of a box in blocks of whole rows, each with the number of its first row."""
+    dtype = chain.tensors[name].dtype
+    step = max(1, _BLOCK_BYTES // max(1, box.cells // box.sizes[0] * dtype.itemsize))
     last = box.offsets[0] + box.sizes[0]
     for first in range(box.offsets[0], last, step):
         part = Box((first, *box.offsets[1:]), (min(step, last - first), *box.sizes[1:]))
-        held = torch.empty(part.sizes, dtype=memory.dtype)
+        held = torch.empty(part.sizes, dtype=dtype)
         chain.read([Wanted(Piece(part, held), name)])
         yield first, held
 

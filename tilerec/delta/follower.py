@@ -23,10 +23,10 @@ from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.job_tables import announce_write
 from tilerec.checkpoint.pieces import Box, Piece, pieces_of
 from tilerec.delta.compare import published_blocks, unequal_rows
+from tilerec.delta.encodings import PART
 from tilerec.delta.log import DeltaLog, Entry, EntryName
 from tilerec.delta.record import DeltaRecord
 from tilerec.delta.staged import StagedRows, stage
-from tilerec.delta.writer import PART
 from tilerec.errors import ConfigError, FileError, InputError
 
 ROWS = 256
@@ -212,7 +212,7 @@ class Follower:
             with self._lock:
                 chain.read([Wanted(piece, name)])
             return
-        for first, held in published_blocks(chain, name, box, memory):
+        for first, held in published_blocks(chain, name, box):
             rows_U = unequal_rows(held, memory[first - box.offsets[0] :])
             if rows_U.numel():
                 part = Box((first, *box.offsets[1:]), tuple(held.shape))

@@ -10,7 +10,7 @@ The last way needs no memory of the earlier process, so a log goes on after a cr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tilerec.checkpoint.job_tables import known_rows
 from tilerec.checkpoint.pieces import Box, pieces_of
 from tilerec.checkpoint.planned_save import Changed, Leaves, Place
 from tilerec.checkpoint.row_changes import JobChanges
+from tilerec.checkpoint.row_encoding import RowEncoding
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.delta.budget import Budget
@@ -37,10 +38,11 @@ class DeltaNotes:
     Args:
         model: whose tables are observed.
         budget: chooses the rows that are published; None: all that have changed.
+        encodings: of tensors that are published in another form, by name.
     """
 
-    def __init__(self, model: nn.Module, budget: Budget | None) -> None:
-        self._model, self.budget = model, budget
+    def __init__(self, model: nn.Module, budget: Budget | None, encodings: Mapping[str, RowEncoding]) -> None:
+        self._model, self.budget, self._encodings = model, budget, encodings
         self._tables = JobChanges()
         self._copies: dict[tuple[str, Box], Tensor] = {}
         self._next: Boxes | None = None
@@ -63,16 +65,17 @@ class DeltaNotes:
             tensors, boxes, ranks: of the save.
         """
         tables = list(known_rows({"model": self._model}))
+        before, self._boxes = self._boxes, None  # until the save is complete: marks are gone now
         marked = self._tables.begin_tables(tables)
         with on_all_ranks(ranks, "the delta log", "comparing with its newest state"):
-            if boxes != self._boxes:
+            if boxes != before:
                 marked = {}
                 self._copies.clear()
                 if self.budget is not None:
                     self.budget.forget()
             found = self._compare(tables, marked, tensors, boxes)
         self._chain = None
-        self._next, self._boxes = boxes, None  # until the save is complete
+        self._next = boxes
         if self.budget is not None:
             found = self.budget.choose(found, ranks)
         return found
@@ -106,30 +109,40 @@ class DeltaNotes:
 
     def _unmarked(self, name: str, whole: Tensor, box: Box, memory: Tensor, place: Place) -> Tensor:
         """Return the changed rows of the leaf that a box belongs to, by a look into the log."""
+        shift = place.first - box.offsets[0]
         if not self._has(name, whole):
             return torch.arange(place.first, place.first + box.sizes[0])
         changed: list[Tensor] = []
-        assert self._chain is not None
-        for first, held in published_blocks(self._chain, name, box, memory):
-            at = first - box.offsets[0]
-            changed.append(place.first + at + unequal_rows(held, memory[at:]))
+        for first, held, rows_U in self._differences(name, box, memory):
+            changed.append(first + shift + rows_U)
             if self.budget is not None:
-                self.budget.note(place.table, place.first + at, held)
+                encoding = self._encodings.get(name)
+                self.budget.note(place.table, first + shift, held if encoding is None else encoding.decode(held))
         return torch.cat(changed)
 
     def _unlisted(self, name: str, whole: Tensor, box: Box, memory: Tensor) -> Tensor | None:
         """Return the changed rows of a box of another tensor, and copy it; None: all."""
-        copy = self._copies.get((name, box))
-        if copy is None and self._has(name, whole):
-            assert self._chain is not None
-            copy = torch.cat([held for _, held in published_blocks(self._chain, name, box, memory)]).to(memory.device)
-        now = memory.detach().clone()
+        copy, now = self._copies.get((name, box)), memory.detach().clone()
         self._copies[name, box] = now
-        return None if copy is None else box.offsets[0] + unequal_rows(copy, now).cpu()
+        if copy is not None:
+            return box.offsets[0] + unequal_rows(copy, now).cpu()
+        if not self._has(name, whole):
+            return None
+        return torch.cat([first + rows_U for first, _, rows_U in self._differences(name, box, now)])
 
     def _has(self, name: str, whole: Tensor) -> bool:
         """Return True if the newest published state has a tensor of this name, dtype and shape."""
         if self._chain is None and self.published is not None:
             self._chain = open_chain(self.published)
         saved = self._chain.tensors.get(name) if self._chain is not None else None
-        return saved is not None and (saved.dtype, saved.shape) == (whole.dtype, tuple(whole.shape))
+        form = whole.dtype, tuple(whole.shape)
+        encoding = self._encodings.get(name)
+        return saved is not None and (saved.dtype, saved.shape) == (form if encoding is None else encoding.form(form))
+
+    def _differences(self, name: str, box: Box, memory: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield blocks of published rows: the number of the first, the rows, and which of them differ, int64 [U]."""
+        assert self._chain is not None
+        encoding = self._encodings.get(name)
+        for first, held in published_blocks(self._chain, name, box if encoding is None else encoding.box(box)):
+            own = memory[first - box.offsets[0] :][: held.shape[0]].detach()
+            yield first, held, unequal_rows(held, own if encoding is None else encoding.encode(own.cpu()))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.pieces import Box
+from tilerec.delta.encodings import PART
 from tilerec.delta.log import DeltaLog, Entry
 from tilerec.delta.staged import stage
-from tilerec.delta.writer import PART
 from tilerec.errors import InputError
 from tilerec.ops.hash.definition import HashRange, HashState, zch_find
 

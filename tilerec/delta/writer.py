@@ -24,20 +24,20 @@ from torch import nn
 
 from tilerec.checkpoint.manifest import Base
 from tilerec.checkpoint.parts import ranks_of_job, states_of
-from tilerec.checkpoint.planned_save import Form
+from tilerec.checkpoint.row_encoding import Form
 from tilerec.checkpoint.saving import Since, file_errors, plan
 from tilerec.checkpoint.tree import flatten
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.delta.budget import Budget
+from tilerec.delta.encodings import PART, encodings_of
 from tilerec.delta.log import DeltaLog, EntryName
 from tilerec.delta.notes import DeltaNotes
 from tilerec.delta.record import DeltaRecord, LeftOut
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
+from tilerec.quantized.row_type import AnyRowType
 
-PART = "model"
-"""Name of the model among the parts of an entry."""
 _MOST_LINKS = 64
 _STATISTICS = ("since", "last", "hits", "expires", "admission", "step")
 
@@ -78,6 +78,9 @@ class DeltaWriter:
             tables is kept in host memory. None: all changed rows.
         base_every: deltas between two bases. None: a base once the deltas since the last one are as large as it.
         keep_bases: number of newest bases to keep, with the deltas after the oldest of them; 0 keeps all.
+        row_type: type of the published rows of all tables, "int8" or "int4" for example, for models that were
+            quantized (tilerec.quantized); None: that of the table.
+        per_table: row types of some tables, by name.
         statistics: True: publish the use counts of managed ids, too, which lookups do not read.
         group: the ranks; None for those of the default process group, or for this process alone.
 
@@ -87,7 +90,8 @@ class DeltaWriter:
 
     def __init__(
         self, folder: str | Path, model: nn.Module, *, max_bytes: int | None = None, base_every: int | None = None,
-        keep_bases: int = 2, statistics: bool = False, group: dist.ProcessGroup | Any = None,
+        keep_bases: int = 2, row_type: AnyRowType | None = None, per_table: Mapping[str, AnyRowType] | None = None,
+        statistics: bool = False, group: dist.ProcessGroup | Any = None,
     ) -> None:  # fmt: skip
         if keep_bases < 0 or (base_every is not None and base_every < 1):
             raise ConfigError(
@@ -98,7 +102,8 @@ class DeltaWriter:
         self._ranks = ranks_of_job(group)
         self._state = _State(model, () if statistics else _statistics_of(model))
         budget = None if max_bytes is None else Budget(max_bytes, _managed_tables(model))
-        self._notes = DeltaNotes(model, budget)
+        self._encodings = encodings_of(model, row_type, per_table or {})
+        self._notes = DeltaNotes(model, budget, self._encodings)
         self._base_every, self._keep_bases = base_every, keep_bases
         self._newest: _Newest | None = None
         self._run, self.sequence = "", 0  # number of the next entry
@@ -192,7 +197,9 @@ class DeltaWriter:
 
     def _base_is_due(self, before: Mapping[str, Form]) -> bool:
         now = flatten(states_of({PART: self._state}))[1]
-        if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in now.items()} != before:
+        forms: dict[str, Form] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in now.items()}
+        forms |= {name: encoding.form(forms[name]) for name, encoding in self._encodings.items()}
+        if forms != before:
             return True  # a table was resized: those who start later need its shape
         if self._base_every is not None:
             return len(self._since_base) + 1 >= self._base_every
@@ -204,7 +211,9 @@ class DeltaWriter:
         again = before is None and self._newest is not None and self._newest.state == record.state
         base = None if before is None else Base(str(before.name), before.id)
         since = None if again else Since(self._notes, base, before.forms if before else {})
-        planned = plan(folder.path, {PART: self._state}, self._ranks, {}, ahead=False, since=since)
+        planned = plan(
+            folder.path, {PART: self._state}, self._ranks, {}, ahead=False, since=since, encodings=self._encodings
+        )
         left_out = budget.left_out if budget is not None and not again else {}
         saved = planned.write(self._ranks, replace(record, left_out=left_out).metadata())
         self._newest = _Newest(name, record.state, saved.id, saved.tensors)
