@@ -10,12 +10,14 @@ Functions that run in every call of an op are plain references to torch's own, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +63,31 @@ BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 `torch.library.register_autograd` does the same and costs 100 us more a call (docs/design.md).
 """
+
+_EXCLUDED_BY_DEFAULT = torch._C._dispatch_tls_local_exclude_set()
+with BelowAutograd():
+    _AUTOGRAD = torch._C._dispatch_tls_local_exclude_set() - _EXCLUDED_BY_DEFAULT
+
+
+def autograd_visible() -> AbstractContextManager[None]:
+    """Return a context in which ops record autograd's graph, for eager code inside of an op's kernel.
+
+    Kernels run with autograd's dispatch keys excluded. No public substitute.
+    """
+    included = torch._C._dispatch_tls_local_include_set()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        included, torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    )
+    return guard
+
+
+def keep_order(op: Any) -> None:
+    """Have compilers keep all calls of an op, in the order of the program, although its schema shows no effects.
+
+    Substitute: none for ops without mutated arguments; a compiler drops a call whose result is not used.
+    """
+    torch.library._register_effectful_op(op, EffectType.ORDERED)
+
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called. torch's documentation names it."""

@@ -11,7 +11,8 @@ Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,19 +26,20 @@ from tilerec.modules.id_clamp import key_starts
 from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
+from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
-from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
 from tilerec.sparse.keyed_tensor import KeyedTensor
 
 # Collectives and ctypes cannot be traced: a compiled model has one graph break around its tables.
 _eager = graph_break
 
 
-class ShardedCollection(TableCollection):
+class ShardedCollection(TableCollection, TracedModule):
     """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
@@ -55,6 +57,10 @@ class ShardedCollection(TableCollection):
 
     def _lay_flat(self) -> None:
         """Do nothing: tiles keep the memory that the conversion gave them."""
+
+    def _renew_sinks(self) -> None:
+        super()._renew_sinks()
+        self.renew_handle()
 
     @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -194,25 +200,58 @@ class ShardedCollection(TableCollection):
             leaves = self._leaves.follow_first()
             routed.stages.combiner.order(routed.routed, leaves.sinks(), leaves.trained())
 
-    def _flat(self, looked: LookedUpBatch, output: Output) -> Tensor:
-        """Return the flat output, differentiable."""
+    @abstractmethod
+    def _combination(self, looked: LookedUpBatch) -> Combination:
+        """Return the parts of `combine`."""
+
+    def _combined(self, looked: LookedUpBatch) -> Tensor:
+        """Return the output of a lookup as one tensor, differentiable."""
+        found = self._combination(looked)
+        return found.tail(combine(found.looked, found.output, found.leaves, found.exchange, found.current))
+
+    def _parts(self, looked: LookedUpBatch, output: Output, tail: Callable[[Tensor], Tensor]) -> Combination:
         exchange = self.exchange
         exchange.check_made(looked.batch.stages, type(self).__name__)
         leaves = self._leaves.follow_first()
-        return combine(looked, output, leaves, exchange, lambda: self.exchange is exchange)
+        return Combination(looked, output, leaves, exchange, lambda: self.exchange is exchange, tail)
+
+    # -- compiled programs -------------------------------------------------------------------------------------
+
+    def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
+        return Begun(self._combination(self.lookup(self._routed(features))))
+
+    def _finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor, size: Sequence[int]) -> Tensor:
+        weights = features.weights_or_none() if getattr(self, "_is_weighted", False) else None
+        leaves = self._leaves
+        return finish(
+            ticket, self.exchange.anchor, weights, leaves.dense(), size, self._dtype(leaves.first), features.device()
+        )  # fmt: skip
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     """`EmbeddingBagCollection` whose rows are sharded over ranks."""
 
-    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
+        if is_traceable(features):
+            return self.finish_traced(features, begin(self, features))
+        return self._forward(features)
+
+    @_eager
+    def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         return self.combine(self.lookup(self._routed(features)))
+
+    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor) -> KeyedTensor:
+        """Return the output of a lookup that has begun in a compiled program."""
+        size = [features.stride(), sum(self._dims)]
+        return KeyedTensor.from_columns(self._columns, self._finish_traced(features, ticket, size))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch."""
+        return KeyedTensor.from_columns(self._columns, self._combined(looked))
+
+    def _combination(self, looked: LookedUpBatch) -> Combination:
         features = looked.batch.features
         dtype = self._dtype(self._leaves.first)
         variable = features.variable_stride_per_key()
@@ -221,21 +260,30 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         batches = features.stride_per_key() if variable else [features.stride()] * len(position)
         bags = [batches[k] for k in own]
         if self.exchange.exact:
-            flat = self._pool_at_home(looked, own, bags, variable)
+            sizes = features.length_per_key()
+            output = pooled_output(self._dims, [sizes[k] for k in own], False, [None] * len(own))
         else:
             output = pooled_output(self._dims, bags, not variable, list(looked.batch.divisors))
-            flat = self._flat(looked, output)
-        flat = flat.to(dtype)
-        if not variable:
-            size = features.stride()
-            return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
+
+        def tail(flat: Tensor) -> Tensor:
+            if self.exchange.exact:
+                flat = self._pool_at_home(features, flat, own, variable)
+            flat = flat.to(dtype)
+            if not variable:
+                return flat.view(features.stride(), sum(self._dims))
+            return self._expanded_bags(features, flat, bags)
+
+        return self._parts(looked, output, tail)
+
+    def _expanded_bags(self, features: KeyedJaggedTensor, flat: Tensor, bags: Sequence[int]) -> Tensor:
+        """Return the rows of each sample of a variable batch."""
         bag_of = sample_bags(features)  # checked before the batch was routed
         parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
         blocks = [
             part.view(count, dim)[bag_of[read.feature]]
             for part, count, dim, read in zip(parts, bags, self._dims, self._reads, strict=True)
         ]
-        return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))
+        return torch.cat(blocks, dim=1)
 
     def _batch(self, features: KeyedJaggedTensor, leaves: TileLeaves) -> tuple[RouteInput, list[int]]:
         batch = super()._batch(features, leaves)
@@ -261,13 +309,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             lengths[starts[k] : starts[k + 1]] if read.mean else None for k, read in zip(own, self._reads, strict=True)
         ]
 
-    def _pool_at_home(self, looked: LookedUpBatch, own: Sequence[int], bags: Sequence[int], variable: bool) -> Tensor:
+    def _pool_at_home(self, features: KeyedJaggedTensor, flat: Tensor, own: Sequence[int], variable: bool) -> Tensor:
         """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
-        features = looked.batch.features
         sizes = features.length_per_key()
         counts = [sizes[k] for k in own]
-        output = pooled_output(self._dims, counts, False, [None] * len(own))
-        flat = self._flat(looked, output)
         rows = [
             block.view(count, dim)
             for block, count, dim in zip(
@@ -296,20 +341,44 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
 class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     """`EmbeddingCollection` whose rows are sharded over ranks."""
 
-    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
+        if is_traceable(features):
+            return self.finish_traced(features, begin(self, features))
+        return self._forward(features)
+
+    @_eager
+    def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         return self.combine(self.lookup(self._routed(features)))
+
+    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor) -> dict[str, JaggedTensor]:
+        """Return the output of a lookup that has begun in a compiled program."""
+        # Without the batch's own numbers of ids, which a compiled program guards one by one, it reads them itself.
+        features = from_leaves(*leaves_of(features))
+        counts = self._counts(features)
+        size = sum([count * dim for count, dim in zip(counts, self._dims, strict=True)])
+        return self._jagged(features, counts, self._finish_traced(features, ticket, [size]))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
+        return self._jagged(features, self._counts(features), self._combined(looked))
+
+    def _counts(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the number of ids of each read."""
         sizes = features.length_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
-        counts = [sizes[position[read.feature]] for read in self._reads]
+        return [sizes[position[read.feature]] for read in self._reads]
+
+    def _combination(self, looked: LookedUpBatch) -> Combination:
+        counts, dtype = self._counts(looked.batch.features), self._dtype(self._leaves.first)
         output = pooled_output(self._dims, counts, False, [None] * len(counts))
-        flat = self._flat(looked, output).to(self._dtype(self._leaves.first))
+        return self._parts(looked, output, lambda flat: flat.to(dtype))
+
+    def _jagged(
+        self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor
+    ) -> dict[str, JaggedTensor]:
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
         results = {}
         for read, part, count in zip(self._reads, parts, counts, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.table import Table
@@ -61,6 +61,16 @@ class TileLeaves:
             for table in self.tables
             for rows, leaf, _ in zip(table.tile_rows, table.leaves(), table.tiles, strict=False)
         ]
+
+    def dense(self) -> list[Tensor]:
+        """Return the leaves whose gradients become a dense `.grad`: those with rows, then empty ones."""
+        leaves = [*self.held(), *[first for first, table in zip(self.first, self.tables, strict=True) if not table.tiles]]
+        return [leaves[i] for i in self.dense_places()]
+
+    def dense_places(self) -> list[int]:
+        """Return the places of the leaves of `dense` among the leaves with rows, then the empty ones."""
+        attached = [rows.takes_gradients for rows in [*self.rows(), *self.bare_rows()]]
+        return [i for i, own in enumerate(attached) if not own]
 
     def trained(self) -> list[bool]:
         """Return per table whether its weight requires a gradient."""

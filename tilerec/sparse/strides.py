@@ -29,6 +29,9 @@ class Strides:
 
     def __init__(self, counts: tuple[tuple[int, ...], ...] | None, tensor_FR: Tensor | None = None) -> None:
         self._counts = counts
+        # A compiled program takes the tensor, so it is made before: numbers would be guarded one by one.
+        if tensor_FR is None and not torch.compiler.is_compiling():
+            tensor_FR = torch.tensor(counts, dtype=torch.int64).view(len(counts), len(counts[0]) if counts else 0)
         self._tensor_FR = tensor_FR
 
     @staticmethod
