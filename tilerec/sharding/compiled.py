@@ -108,11 +108,12 @@ def is_traceable(features: object) -> bool:
 
 
 def _arguments(module: TracedModule, features: KeyedJaggedTensor) -> tuple[Any, ...]:
-    leaves, context = leaves_of(features)
+    leaves, (keys, present, _, inverse_keys) = leaves_of(features)
+    context = repr((keys, present, 0, inverse_keys))  # lookups do not read the stride, a number to guard
     weights = features.weights_or_none()
     trains = torch.is_grad_enabled()
     return (
-        module.handle, [leaf.detach() for leaf in leaves], repr(context), trains,
+        module.handle, [leaf.detach() for leaf in leaves], context, trains,
         trains and weights is not None and weights.requires_grad,
     )  # fmt: skip
 
@@ -131,9 +132,11 @@ def begin_managed(
         *_arguments(module, features), mutate, drops, features.values(), features.lengths()
     )
     known = features.weights_or_none()
+    if known is not None and drops:
+        known = weights
     strides = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
     remapped = KeyedJaggedTensor(
-        features.keys(), values, None if known is None else weights, lengths, stride_per_key_per_rank=strides,
+        features.keys(), values, known, lengths, stride_per_key_per_rank=strides,
         inverse_indices=features.inverse_indices_or_none(),
     )  # fmt: skip
     return ticket, remapped

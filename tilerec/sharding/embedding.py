@@ -201,12 +201,12 @@ class ShardedCollection(TableCollection, TracedModule):
             routed.stages.combiner.order(routed.routed, leaves.sinks(), leaves.trained())
 
     @abstractmethod
-    def _combination(self, looked: LookedUpBatch) -> Combination:
+    def combination(self, looked: LookedUpBatch) -> Combination:
         """Return the parts of `combine`."""
 
     def _combined(self, looked: LookedUpBatch) -> Tensor:
         """Return the output of a lookup as one tensor, differentiable."""
-        found = self._combination(looked)
+        found = self.combination(looked)
         return found.tail(combine(found.looked, found.output, found.leaves, found.exchange, found.current))
 
     def _parts(self, looked: LookedUpBatch, output: Output, tail: Callable[[Tensor], Tensor]) -> Combination:
@@ -218,11 +218,13 @@ class ShardedCollection(TableCollection, TracedModule):
     # -- compiled programs -------------------------------------------------------------------------------------
 
     def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
-        return Begun(self._combination(self.lookup(self._routed(features))))
+        return Begun(self.combination(self.lookup(self._routed(features))))
 
-    def _finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor, size: Sequence[int]) -> Tensor:
-        weights = features.weights_or_none() if getattr(self, "_is_weighted", False) else None
+    def _finish_traced(
+        self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
+    ) -> Tensor:
         leaves = self._leaves
+        weights = weights if getattr(self, "_is_weighted", False) else None
         return finish(
             ticket, self.exchange.anchor, weights, leaves.dense(), size, self._dtype(leaves.first), features.device()
         )  # fmt: skip
@@ -234,24 +236,24 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
         if is_traceable(features):
-            return self.finish_traced(features, begin(self, features))
+            return self.finish_traced(features, begin(self, features), features.weights_or_none())
         return self._forward(features)
 
     @_eager
     def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         return self.combine(self.lookup(self._routed(features)))
 
-    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor) -> KeyedTensor:
-        """Return the output of a lookup that has begun in a compiled program."""
+    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None) -> KeyedTensor:
+        """Return the output of a lookup that has begun in a compiled program, and has these sample weights."""
         size = [features.stride(), sum(self._dims)]
-        return KeyedTensor.from_columns(self._columns, self._finish_traced(features, ticket, size))
+        return KeyedTensor.from_columns(self._columns, self._finish_traced(features, ticket, weights, size))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch."""
         return KeyedTensor.from_columns(self._columns, self._combined(looked))
 
-    def _combination(self, looked: LookedUpBatch) -> Combination:
+    def combination(self, looked: LookedUpBatch) -> Combination:
         features = looked.batch.features
         dtype = self._dtype(self._leaves.first)
         variable = features.variable_stride_per_key()
@@ -344,20 +346,22 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
         if is_traceable(features):
-            return self.finish_traced(features, begin(self, features))
+            return self.finish_traced(features, begin(self, features), features.weights_or_none())
         return self._forward(features)
 
     @_eager
     def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         return self.combine(self.lookup(self._routed(features)))
 
-    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor) -> dict[str, JaggedTensor]:
-        """Return the output of a lookup that has begun in a compiled program."""
+    def finish_traced(
+        self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None
+    ) -> dict[str, JaggedTensor]:
+        """Return the output of a lookup that has begun in a compiled program; `weights` is not used."""
         # Without the batch's own numbers of ids, which a compiled program guards one by one, it reads them itself.
         features = from_leaves(*leaves_of(features))
         counts = self._counts(features)
         size = sum([count * dim for count, dim in zip(counts, self._dims, strict=True)])
-        return self._jagged(features, counts, self._finish_traced(features, ticket, [size]))
+        return self._jagged(features, counts, self._finish_traced(features, ticket, None, [size]))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> dict[str, JaggedTensor]:
@@ -371,7 +375,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         position = {key: k for k, key in enumerate(features.keys())}
         return [sizes[position[read.feature]] for read in self._reads]
 
-    def _combination(self, looked: LookedUpBatch) -> Combination:
+    def combination(self, looked: LookedUpBatch) -> Combination:
         counts, dtype = self._counts(looked.batch.features), self._dtype(self._leaves.first)
         output = pooled_output(self._dims, counts, False, [None] * len(counts))
         return self._parts(looked, output, lambda flat: flat.to(dtype))
@@ -381,8 +385,9 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     ) -> dict[str, JaggedTensor]:
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
         results = {}
+        by_key = features.to_dict() if torch.compiler.is_compiling() else features  # one split in place of many slices
         for read, part, count in zip(self._reads, parts, counts, strict=True):
-            feature = features[read.feature]
+            feature = by_key[read.feature]
             results[read.name] = JaggedTensor(
                 part.view(count, read.dim),
                 feature.values() if self._need_indices else None,
