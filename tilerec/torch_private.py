@@ -223,6 +223,27 @@ def ddp_parameters(wrapper: DistributedDataParallel) -> Iterable[nn.Parameter]:
     return wrapper._module_parameters
 
 
+def begin_ddp_forward(wrapper: DistributedDataParallel) -> None:
+    """Do the work of a `DistributedDataParallel` around the forward of its module, of which it needs no result.
+
+    Substitute: none in a compiled program, where its own `forward` breaks the graph.
+    """
+    wrapper._pre_forward()
+    wrapper._post_forward(())
+
+
+def defers_first_reduction(wrapper: DistributedDataParallel) -> bool:
+    """Return whether gradients are still to be reduced at the end of a backward: the first one of a static graph."""
+    return bool(wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued)
+
+
+def reduce_deferred(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    """Return the function that reduces all gradients at the end of the first backward of a static graph."""
+    wrapper._static_graph_delay_allreduce_enqueued = True
+    reduce: Callable[[], None] = wrapper.reducer._delay_all_reduce
+    return reduce
+
+
 def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
     """Have `DistributedDataParallel` leave parameters and buffers of a module alone.
 
