@@ -9,6 +9,7 @@ Functions that run in every call of an op are plain references to torch's own, s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -87,6 +88,24 @@ def keep_order(op: Any) -> None:
     Substitute: none for ops without mutated arguments; a compiler drops a call whose result is not used.
     """
     torch.library._register_effectful_op(op, EffectType.ORDERED)
+
+
+def change_inductor_graphs(op: Any, change: Callable[[torch.fx.Node], None]) -> bool:
+    """Have inductor call a function for every call of an op in its graphs, after its other passes.
+
+    Returns False as long as inductor is not loaded. Substitute: `torch._inductor.config.post_grad_custom_post_pass`, a
+    setting of the user's.
+    """
+    if "torch._inductor.fx_passes.post_grad" not in sys.modules:
+        return False
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, register_graph_pattern
+
+    def changed(match: Match, *_: Any, **__: Any) -> None:
+        change(match.output_node())
+
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=pass_patterns[-1])(changed)  # type: ignore[arg-type]
+    return True
 
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
