@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.fx.experimental._config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._library.effects import EffectType
@@ -88,6 +89,16 @@ def keep_order(op: Any) -> None:
     Substitute: none for ops without mutated arguments; a compiler drops a call whose result is not used.
     """
     torch.library._register_effectful_op(op, EffectType.ORDERED)
+
+
+def size_oblivious() -> AbstractContextManager[None]:
+    """Return a context in which a tracer does not take sizes of 0 and 1 for constants.
+
+    Substitute: `torch._dynamo.decorators.mark_unbacked` of every tensor of a batch, which fails where a model compares
+    sizes.
+    """
+    context: AbstractContextManager[None] = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    return context
 
 
 def change_inductor_graphs(op: Any, change: Callable[[torch.fx.Node], None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import cast
 
@@ -63,14 +64,26 @@ class TileLeaves:
         ]
 
     def dense(self) -> list[Tensor]:
-        """Return the leaves whose gradients become a dense `.grad`: those with rows, then empty ones."""
-        leaves = [*self.held(), *[first for first, table in zip(self.first, self.tables, strict=True) if not table.tiles]]
-        return [leaves[i] for i in self.dense_places()]
+        """Return the leaves whose gradients become a dense `.grad`, with rows or empty, table by table.
+
+        Compiled programs trace it, and guard each attribute that it reads.
+        """
+        return [
+            leaf
+            for table in self.tables
+            for rows, leaf in zip(table.tile_rows, table.leaves(), strict=True)
+            if not rows.takes_gradients
+        ]
 
     def dense_places(self) -> list[int]:
-        """Return the places of the leaves of `dense` among the leaves with rows, then the empty ones."""
-        attached = [rows.takes_gradients for rows in [*self.rows(), *self.bare_rows()]]
-        return [i for i, own in enumerate(attached) if not own]
+        """Return the places of the leaves of `dense` in the list of leaves with rows, then empty ones."""
+        held, bare = itertools.count(), itertools.count(len(self.held()))
+        return [
+            place
+            for table in self.tables
+            for rows, place in zip(table.tile_rows, held if table.tiles else bare, strict=False)
+            if not rows.takes_gradients
+        ]
 
     def trained(self) -> list[bool]:
         """Return per table whether its weight requires a gradient."""

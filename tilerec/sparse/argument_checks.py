@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def checked_parts(
     """Return the parts of a tensor with these arguments of `KeyedJaggedTensor`."""
     check_items("KeyedJaggedTensor", values, weights)
     check_ids("KeyedJaggedTensor", values)
+    if not torch.compiler.is_compiling() and values.shape[0] == 0:
+        values, weights, lengths = _with_own_stride(values), _with_own_stride(weights), _with_own_stride(lengths)
     names = Keys.of(keys)
     counts = stride_per_key_per_rank
     if counts is not None and len(counts) == 0:
@@ -50,6 +53,16 @@ def checked_parts(
     )
     _check_stride(parts, stride)
     return parts
+
+
+_T = TypeVar("_T")
+
+
+def _with_own_stride(part: _T) -> _T:
+    """Return an empty tensor with the strides that torch gives it. NumPy's have strides of 0; a compiler guards them."""
+    if isinstance(part, Tensor) and part.numel() == 0 and 0 in part.stride() and not part.requires_grad:
+        return part.new_empty(part.shape)
+    return part
 
 
 def _check_stride(parts: Parts, stride: int | None) -> None:
