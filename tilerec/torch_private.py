@@ -97,7 +97,8 @@ def size_oblivious() -> AbstractContextManager[None]:
     Substitute: `torch._dynamo.decorators.mark_unbacked` of every tensor of a batch, which fails where a model compares
     sizes.
     """
-    context: AbstractContextManager[None] = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+    config: Any = torch.fx.experimental._config
+    context: AbstractContextManager[None] = config.patch(backed_size_oblivious=True, use_duck_shape=False)
     return context
 
 
@@ -115,7 +116,7 @@ def change_inductor_graphs(op: Any, change: Callable[[torch.fx.Node], None]) -> 
     def changed(match: Match, *_: Any, **__: Any) -> None:
         change(match.output_node())
 
-    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=pass_patterns[-1])(changed)  # type: ignore[arg-type]
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=pass_patterns[-1])(changed)
     return True
 
 
@@ -270,7 +271,8 @@ def defers_first_reduction(wrapper: DistributedDataParallel) -> bool:
 def reduce_deferred(wrapper: DistributedDataParallel) -> Callable[[], None]:
     """Return the function that reduces all gradients at the end of the first backward of a static graph."""
     wrapper._static_graph_delay_allreduce_enqueued = True
-    reduce: Callable[[], None] = wrapper.reducer._delay_all_reduce
+    reducer: Any = wrapper.reducer
+    reduce: Callable[[], None] = reducer._delay_all_reduce
     return reduce
 
 

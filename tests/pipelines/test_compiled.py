@@ -6,7 +6,6 @@ import copy
 import threading
 from typing import Any
 
-import pytest
 import torch
 import torch._dynamo.testing
 
@@ -64,7 +63,6 @@ def test_without_configs_the_model_stays_eager() -> None:
     want = plain_loop(plain, dense_optimizer(plain), iter(batches()))
     for a, b in zip(pipelined(pipeline, iter(batches())), want, strict=True):
         assert torch.equal(a, b)
-
 
 
 def test_a_compiled_model_takes_the_batches_that_a_pipeline_has_routed() -> None:

@@ -78,7 +78,10 @@ def _tables(case: Case) -> tuple[nn.Module, int]:
     if case.managed:
         return build(case.form.split(": ")[1], weighted=case.weighted), 8 + 8 + 16 + 3
     if case.form == "sequence":
-        configs = [EmbeddingConfig(20, 8, "ab", feature_names=["a", "b"]), EmbeddingConfig(9, 4, "c", feature_names=["c"])]
+        configs = [
+            EmbeddingConfig(20, 8, "ab", feature_names=["a", "b"]),
+            EmbeddingConfig(9, 4, "c", feature_names=["c"]),
+        ]
         return EmbeddingCollection(configs), 20
     pooling = PoolingType.MEAN if "mean" in case.form else PoolingType.SUM
     bags = [
@@ -157,5 +160,3 @@ def run(case: Case) -> int:
         assert_same(eager, twin)
     assert not counters["graph_break"], counters["graph_break"]
     return int(counter.frame_count)
-
-

@@ -1,7 +1,7 @@
 """`TrainPipelinePT2`: TorchRec's pipeline for compiled models.
 
-    steps 0 … k - 1    eager
-    step k             the model is compiled; batch i + 1 is copied to the device while step i runs
+steps 0 … k - 1    eager
+step k             the model is compiled; batch i + 1 is copied to the device while step i runs
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TrainPipelinePT2(TrainPipeline):
         self, model: nn.Module, optimizer: Any, device: torch.device | str,
         input_transformer: Callable[[Any], Any] | None = None,
         pre_compile_fn: Callable[[nn.Module], Any] | None = None,
-        compile_configs: TorchCompileConfig | None = TorchCompileConfig(),  # noqa: B008 - frozen
+        compile_configs: TorchCompileConfig | None = TorchCompileConfig(),
         **options: Any,
     ) -> None:  # fmt: skip
         self._transform, self._before, self._configs = input_transformer, pre_compile_fn, compile_configs

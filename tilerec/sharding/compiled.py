@@ -24,7 +24,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class Begun(NamedTuple):
     """A looked-up batch whose rows are in flight."""
 
     combination: Combination
+    weights: Tensor | None  # the batch's sample weights
     remapped: KeyedJaggedTensor | None = None  # of managed collision: the batch of row numbers
 
 
@@ -85,9 +86,8 @@ class _Flight:
 
     begun: Begun
     trains: bool
-    weights: Tensor | None  # the batch's sample weights; a leaf
-    lookup: CombinedLookup | None = None  # after `finish`, if anything trains
-    flat: Tensor | None = None  # with `edge`: the input of the tail, a leaf
+    lookup: CombinedLookup | None = None  # after `finish`, if the tables or the weights train
+    flat: Tensor | None = None  # with `edge`: the input of the tail
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
 
 
@@ -99,12 +99,10 @@ _FLIGHTS: dict[int, tuple[_Flight, weakref.ref[Tensor]]] = {}
 # ------------------------------------------------------------------------------------------------ traced code
 
 
-def is_traceable(features: object) -> bool:
+def is_traceable(features: object) -> TypeGuard[KeyedJaggedTensor]:
     """Return True in a compiled program that can have the lookup of these features in its graph."""
     return (
-        torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
-        and isinstance(features, KeyedJaggedTensor)
+        torch.compiler.is_compiling() and not torch.compiler.is_exporting() and isinstance(features, KeyedJaggedTensor)
     )
 
 
@@ -170,21 +168,19 @@ def _fake_ticket(*_: Any) -> Tensor:
     "begin_sharded_lookup(Tensor collection, Tensor[] features, str context, bool trains, bool weights) -> Tensor",
     _fake_ticket,
 )
-def _begin(
-    collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool, *options: bool
-) -> Tensor:
+def _begin(collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool) -> Tensor:
     return _begun(collection, features, context, trains, weights)[0]
 
 
 def _begun(
     collection: Tensor, features: Sequence[Tensor], context: str, trains: bool, weights: bool, *options: bool
 ) -> tuple[Tensor, _Flight]:
+    leaves, known = list(features), _context(context)
     with autograd_visible(), torch.set_grad_enabled(trains):
-        batch = from_leaves(features, _context(context))
-        own = batch.weights_or_none()
-        if own is not None and weights:
-            own.requires_grad_()
-        flight = _Flight(_MODULES[int(collection)].begin_traced(batch, *options), trains, own)
+        if weights:
+            at = known[1].index("weights")
+            leaves[at] = leaves[at].detach().requires_grad_()
+        flight = _Flight(_MODULES[int(collection)].begin_traced(from_leaves(leaves, known), *options), trains)
     number = next(_TICKETS)
     ticket = torch.tensor([number])
     _FLIGHTS[number] = flight, weakref.ref(ticket, lambda _: _FLIGHTS.pop(number, None))
@@ -197,7 +193,7 @@ def _context(text: str) -> Any:
 
 
 def _fake_managed(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    features, drops, values, lengths = args[1], *args[6:]
+    drops, values, lengths = args[6:]
     count = torch.library.get_ctx().new_dynamic_size() if drops else values.shape[0]
     return (
         _fake_ticket(), values.new_empty(count, dtype=torch.int64), torch.empty_like(lengths),
@@ -247,10 +243,8 @@ def _finish(ticket: Tensor, *_: Any) -> Tensor:
         flight.lookup = combined_lookup(looked, output, leaves, exchange, current)
         with torch.no_grad():
             flat = combined(looked.looked, output, combiner)
-        if flight.lookup is None:
-            return tail(flat)
-        out = tail(flat.requires_grad_())
-        if out.dtype != flat.dtype or out.data_ptr() != flat.data_ptr():
+        out = tail(flat.requires_grad_(flight.lookup is not None))
+        if out.requires_grad and (out.dtype != flat.dtype or out.data_ptr() != flat.data_ptr()):
             flight.flat, flight.edge = flat, get_gradient_edge(out)
         return out.detach()
 
@@ -312,34 +306,34 @@ def _backward(
 ) -> list[Tensor]:
     """Return gradients of the anchor (zero), of the sample weights (none unless `needs`) and of the dense leaves."""
     flight = _FLIGHTS[int(ticket)][0]
-    anchor, lookup = torch.zeros((), device="cpu"), flight.lookup
-    if lookup is None:
-        return [anchor, grad.new_zeros(count if needs else 0, dtype=dtype), *map(torch.zeros_like, dense)]
-    gradients = lookup.gradients
-    weights, sample_grad = flight.weights, None
+    begun, lookup = flight.begun, flight.lookup
+    flat_grad, weight_grad = grad.reshape(-1), None
+    grads: list[Tensor | None] = [None] * len(dense)
     with autograd_visible():
-        flat_grad, tail_grad = grad.reshape(-1), None
         if flight.edge is not None:
-            assert flight.flat is not None, "the input of the tail"
-            inputs = [flight.flat, *([weights] if needs and weights is not None else [])]
-            flat_grad, *others = torch.autograd.grad([flight.edge], inputs, [grad], allow_unused=True)
-            tail_grad = others[0] if others else None
-        reached = [True] * len(gradients.trained)  # a compiled graph computes all gradients or none
-        with torch.no_grad():
-            sample_grad, leaves = lookup.backward(flat_grad, reached, sample_weights=needs)
-        routed = flight.begun.combination.looked.batch.sample_weights
-        if sample_grad is not None and weights is not None and routed is not weights:
-            # Managed collision has dropped ids.
-            (sample_grad,) = torch.autograd.grad([routed], [weights], [sample_grad])
-    if tail_grad is not None:
-        sample_grad = tail_grad if sample_grad is None else sample_grad + tail_grad
-    grads = [leaves[i] for i in flight.begun.combination.leaves.dense_places()]
-    empty = grad.new_zeros(count if needs else 0, dtype=dtype)
-    return [
-        anchor,
-        empty if sample_grad is None else sample_grad,
-        *(torch.zeros_like(leaf) if own is None else own for leaf, own in zip(dense, grads, strict=True)),
-    ]
+            flat_grad, weight_grad = _tail_grads(flight.edge, [flight.flat, begun.weights if needs else None], grad)
+        if lookup is not None:
+            reached = [True] * len(lookup.gradients.trained)  # a compiled graph computes all gradients or none
+            with torch.no_grad():
+                own, leaves = lookup.backward(flat_grad, reached, sample_weights=needs)
+            grads = [leaves[i] for i in begun.combination.leaves.dense_places()]
+            routed = begun.combination.looked.batch.sample_weights
+            if (
+                own is not None and routed is not None and routed is not begun.weights
+            ):  # managed collision has dropped ids
+                (own,) = _tail_grads(get_gradient_edge(routed), [begun.weights], own)
+            weight_grad = own if weight_grad is None else weight_grad
+    if weight_grad is None:
+        weight_grad = grad.new_zeros(count if needs else 0, dtype=dtype)
+    given = [torch.zeros_like(leaf) if own is None else own for leaf, own in zip(dense, grads, strict=True)]
+    return [torch.zeros((), device="cpu"), weight_grad, *given]
+
+
+def _tail_grads(edge: GradientEdge, inputs: Sequence[Tensor | None], grad: Tensor) -> list[Any]:
+    """Return the gradients of the inputs, where they are tensors that require one and are used."""
+    wanted = [own for own in inputs if own is not None and own.requires_grad]
+    found = iter(torch.autograd.grad([edge], wanted, [grad], allow_unused=True) if wanted else ())
+    return [next(found) if own is not None and own.requires_grad else None for own in inputs]
 
 
 for _op in (_OPS.begin_sharded_lookup, _OPS.begin_managed_lookup, _OPS.sharded_lookup_backward):

@@ -218,7 +218,8 @@ class ShardedCollection(TableCollection, TracedModule):
     # -- compiled programs -------------------------------------------------------------------------------------
 
     def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
-        return Begun(self.combination(self.lookup(self._routed(features))))
+        looked = self.lookup(self._routed(features))
+        return Begun(self.combination(looked), looked.batch.features.weights_or_none())
 
     def _finish_traced(
         self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
@@ -380,9 +381,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         output = pooled_output(self._dims, counts, False, [None] * len(counts))
         return self._parts(looked, output, lambda flat: flat.to(dtype))
 
-    def _jagged(
-        self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor
-    ) -> dict[str, JaggedTensor]:
+    def _jagged(self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor) -> dict[str, JaggedTensor]:
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
         results = {}
         by_key = features.to_dict() if torch.compiler.is_compiling() else features  # one split in place of many slices

@@ -1,7 +1,7 @@
 """Order of calls in a graph: a call that waits runs right before its result is used.
 
-    begin, finish, view, dense 1, dense 2, cat      as traced
-    begin, dense 1, dense 2, finish, view, cat      after `run_late`: the messages travel while the dense part runs
+begin, finish, view, dense 1, dense 2, cat      as traced
+begin, dense 1, dense 2, finish, view, cat      after `run_late`: the messages travel while the dense part runs
 """
 
 from __future__ import annotations

@@ -259,9 +259,10 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings, TracedModule
 
     def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
         (mutate,) = options
-        looked = self.lookup(self._routed_now(features, mutate))
+        routed = self._routed_now(features, mutate)
+        looked = self.lookup(routed)
         tables = cast(ShardedCollection, self._embedding_module)
-        return Begun(tables.combination(looked.looked), looked.remapped)
+        return Begun(tables.combination(looked.looked), routed.features.weights_or_none(), looked.remapped)
 
     def _forward(self, features: Any, mutate: bool) -> tuple[Any, KeyedJaggedTensor | None]:
         if is_traceable(features):

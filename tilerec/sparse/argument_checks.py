@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,9 @@ def checked_parts(
     check_items("KeyedJaggedTensor", values, weights)
     check_ids("KeyedJaggedTensor", values)
     if not torch.compiler.is_compiling() and values.shape[0] == 0:
-        values, weights, lengths = _with_own_stride(values), _with_own_stride(weights), _with_own_stride(lengths)
+        values = _with_own_stride(values)
+        weights = None if weights is None else _with_own_stride(weights)
+        lengths = _with_own_stride(lengths) if isinstance(lengths, Tensor) else lengths
     names = Keys.of(keys)
     counts = stride_per_key_per_rank
     if counts is not None and len(counts) == 0:
@@ -55,14 +56,11 @@ def checked_parts(
     return parts
 
 
-_T = TypeVar("_T")
-
-
-def _with_own_stride(part: _T) -> _T:
-    """Return an empty tensor with the strides that torch gives it. NumPy's have strides of 0; a compiler guards them."""
-    if isinstance(part, Tensor) and part.numel() == 0 and 0 in part.stride() and not part.requires_grad:
-        return part.new_empty(part.shape)
-    return part
+def _with_own_stride(part: Tensor) -> Tensor:
+    """Return an empty tensor with torch's own strides. NumPy's have strides of 0, which compiled programs guard."""
+    if part.numel() or part.requires_grad or 0 not in part.stride():
+        return part
+    return part.new_empty(part.shape)
 
 
 def _check_stride(parts: Parts, stride: int | None) -> None:

@@ -14,9 +14,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.torch_private import device_of
 
-OTHER_DEVICE_ARGUMENTS = frozenset(
-    {"sinks", "ticket", "starts", "bounds", "host", "collection", "anchor", "features"}
-)
+OTHER_DEVICE_ARGUMENTS = frozenset({"sinks", "ticket", "starts", "bounds", "host", "collection", "anchor", "features"})
 """Tensor arguments that may be on another device: numbers that the host reads, table rows in host memory that a cache
 reads, and the parts of a batch."""
 
