@@ -9,6 +9,7 @@ Functions that run in every call of an op are plain references to torch's own, s
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -66,9 +67,16 @@ BelowAutograd = torch._C._AutoDispatchBelowAutograd
 `torch.library.register_autograd` does the same and costs 100 us more a call (docs/design.md).
 """
 
-_EXCLUDED_BY_DEFAULT = torch._C._dispatch_tls_local_exclude_set()
-with BelowAutograd():
-    _AUTOGRAD = torch._C._dispatch_tls_local_exclude_set() - _EXCLUDED_BY_DEFAULT
+
+@functools.cache
+def _autograd_keys() -> Any:
+    """Return the dispatch keys that are excluded below autograd. First called outside of kernels, at import."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with BelowAutograd():
+        return torch._C._dispatch_tls_local_exclude_set() - before
+
+
+_autograd_keys()
 
 
 def autograd_visible() -> AbstractContextManager[None]:
@@ -76,9 +84,9 @@ def autograd_visible() -> AbstractContextManager[None]:
 
     Kernels run with autograd's dispatch keys excluded. No public substitute.
     """
-    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _autograd_keys()
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
-        included, torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+        torch._C._dispatch_tls_local_include_set(), excluded
     )
     return guard
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
-from tilerec.parallel.data_parallel import DataParallelWrapper
+from tilerec.parallel.data_parallel import DataParallelWrapper, handle_of, prepare
 from tilerec.parallel.dense_part import DenseOptions, dense_tensors, move_dense, reset_dense
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import Ranks, ShardingEnv, env_of
@@ -25,7 +25,6 @@ from tilerec.parallel.model_tables import warn_of_no_tables
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
-from tilerec.parallel.traced_ddp import handle_of, prepare
 from tilerec.parallel.traffic import traffic
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan

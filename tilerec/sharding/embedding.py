@@ -22,13 +22,12 @@ from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_reads import key_positions
-from tilerec.modules.id_clamp import key_starts
-from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
 from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
+from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -270,28 +269,18 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
 
         def tail(flat: Tensor) -> Tensor:
             if self.exchange.exact:
-                flat = self._pool_at_home(features, flat, own, variable)
+                wide, weighted = self._leaves.accum_dtype(), self._is_weighted
+                flat = pooled_at_home(self._reads, features, flat, own, wide, weighted=weighted)
             flat = flat.to(dtype)
             if not variable:
                 return flat.view(features.stride(), sum(self._dims))
-            return self._expanded_bags(features, flat, bags)
+            return rows_of_samples(self._reads, features, flat, bags)
 
         return self._parts(looked, output, tail)
 
-    def _expanded_bags(self, features: KeyedJaggedTensor, flat: Tensor, bags: Sequence[int]) -> Tensor:
-        """Return the rows of each sample of a variable batch."""
-        bag_of = sample_bags(features)  # checked before the batch was routed
-        parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
-        blocks = [
-            part.view(count, dim)[bag_of[read.feature]]
-            for part, count, dim, read in zip(parts, bags, self._dims, self._reads, strict=True)
-        ]
-        return torch.cat(blocks, dim=1)
-
     def _batch(self, features: KeyedJaggedTensor, leaves: TileLeaves) -> tuple[RouteInput, list[int]]:
         batch = super()._batch(features, leaves)
-        if features.variable_stride_per_key():
-            check_samples(type(self).__name__, [read.feature for read in self._reads], features)
+        check_variable(type(self).__name__, self._reads, features)
         return batch
 
     def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
@@ -311,34 +300,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         return [
             lengths[starts[k] : starts[k + 1]] if read.mean else None for k, read in zip(own, self._reads, strict=True)
         ]
-
-    def _pool_at_home(self, features: KeyedJaggedTensor, flat: Tensor, own: Sequence[int], variable: bool) -> Tensor:
-        """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
-        sizes = features.length_per_key()
-        counts = [sizes[k] for k in own]
-        rows = [
-            block.view(count, dim)
-            for block, count, dim in zip(
-                flat.split([c * d for c, d in zip(counts, self._dims, strict=True)]),
-                counts,
-                self._dims,
-                strict=True,
-            )
-        ]
-        weights = features.weights() if self._is_weighted else None
-        starts = key_starts(features)
-        ids = torch.arange(features.values().shape[0], device=flat.device)
-        key_N = torch.ops.tilerec.segment_ids(starts, ids.shape[0])
-        slots = list(range(len(own)))
-        batches = features.stride_per_key() if variable else [features.stride()]
-        out, _ = torch.ops.tilerec.pooled_lookup(
-            rows, self._no_sinks, ids - starts[key_N], features.offsets(), weights, slots,
-            list(own), [int(read.mean) for read in self._reads], batches, self._leaves.accum_dtype(),
-            ",".join(f"{read.feature}@{read.table}" for read in self._reads),
-        )  # fmt: skip
-        if variable and len(batches) == 1:  # one key: the op treated the batch as uniform
-            out = torch.cat([part.reshape(-1) for part in out.split(self._dims, dim=1)])
-        return out.reshape(-1)
 
 
 class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
