@@ -4,7 +4,8 @@
                                           `begin_route(features).finish()` is the same in two parts
     lookup(routed) -> LookedUpBatch       owners pool rows and send them to their homes
     combine(looked) -> output             turns the rows into the unsharded module's output
-    forward                               runs the three in a row; takes features, or a routed batch
+    forward                               runs the three in a row; takes features, or a routed batch. In a compiled
+                                          program it is the ops of `compiled.py`, which do the same
 
 Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns of a read.
 """
@@ -34,7 +35,7 @@ from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
 from tilerec.sparse.keyed_tensor import KeyedTensor
 
-# Collectives and ctypes cannot be traced: a compiled model has one graph break around its tables.
+# Collectives and ctypes cannot be traced. Compiled forwards call the ops of `compiled.py`; other calls break the graph.
 _eager = graph_break
 
 
