@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -347,6 +351,81 @@ def test_the_flag_of_onednn_can_be_read() -> None:
     assert private.onednn_is_enabled()
     with torch.backends.mkldnn.flags(enabled=False):
         assert not private.onednn_is_enabled()
+
+
+def test_autograd_records_inside_of_a_kernel_where_it_is_visible() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with private.BelowAutograd():  # as in a kernel
+        assert not (x * 2).requires_grad
+        with private.autograd_visible():
+            assert (x * 2).requires_grad
+    assert private._autograd_keys() is private._autograd_keys()
+
+
+def _program() -> tuple[torch.library.Library, list[str], Callable[[Tensor], Tensor]]:
+    """A program that calls two ops without using their results, and the names of the ops that run."""
+    library = torch.library.Library("tilerec_order", "FRAGMENT")
+    calls: list[str] = []
+    for name in ("dropped", "kept"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, lambda x, name=name: calls.append(name) or x.clone(), "CPU")
+        torch.library.register_fake(f"tilerec_order::{name}", torch.empty_like, lib=library)
+    private.keep_order(torch.ops.tilerec_order.kept.default)
+
+    def program(x: Tensor) -> Tensor:
+        torch.ops.tilerec_order.kept(x)
+        torch.ops.tilerec_order.dropped(x)
+        return torch.mm(x, x)
+
+    return library, calls, program
+
+
+def test_compiled_programs_keep_calls_whose_order_is_kept() -> None:
+    torch._dynamo.reset()
+    library, calls, program = _program()
+    torch.compile(program, fullgraph=True, backend="aot_eager")(torch.ones(2, 2))
+    assert calls == ["kept"]
+    library._destroy()
+
+
+@pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="inductor's start takes seconds: nightly")
+def test_inductor_passes_its_calls_of_an_op_to_a_function() -> None:
+    torch._dynamo.reset()
+    changed: list[str] = []
+    importlib.import_module("torch._inductor.fx_passes.post_grad")
+    assert private.change_inductor_graphs(torch.ops.aten.mm.default, lambda node: changed.append(node.name))
+    torch.compile(lambda x: torch.mm(x, x), fullgraph=True, backend="inductor")(torch.ones(2, 2))
+    assert changed == ["mm"]
+
+
+def test_sizes_of_0_and_1_need_no_graph_of_their_own_where_a_tracer_is_oblivious_of_them() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x: x * 2, fullgraph=True, dynamic=True, backend=counter)
+    for size in (1, 5, 0):
+        with private.size_oblivious():
+            assert compiled(torch.ones(size)).shape == (size,)
+    assert counter.frame_count == 1
+
+
+def test_a_wrapper_is_prepared_apart_from_the_forward_of_its_module(one_rank) -> None:  # type: ignore[no-untyped-def]
+    wrapped = DistributedDataParallel(nn.Linear(2, 1), static_graph=True)
+    assert private.defers_first_reduction(wrapped)
+    ends: list[str] = []
+    for _ in range(2):
+        private.begin_ddp_forward(wrapped)
+        out = wrapped.module(torch.ones(1, 2)).sum()
+        if private.defers_first_reduction(wrapped):
+            reduce = private.reduce_deferred(wrapped)
+
+            def end(reduce: Callable[[], None] = reduce) -> None:
+                ends.append("reduced")
+                reduce()
+
+            out = _Watch.apply(lambda _, end=end: private.after_backward(end), [], out)
+        out.backward()
+    assert ends == ["reduced"]
+    assert torch.equal(wrapped.module.bias.grad, torch.full((1,), 2.0))
 
 
 def test_every_name_of_the_file_has_a_test() -> None:

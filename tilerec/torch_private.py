@@ -9,13 +9,18 @@ Functions that run in every call of an op are plain references to torch's own, s
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.fx.experimental._config
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -61,6 +66,67 @@ BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 `torch.library.register_autograd` does the same and costs 100 us more a call (docs/design.md).
 """
+
+
+@functools.cache
+def _autograd_keys() -> Any:
+    """Return the dispatch keys that are excluded below autograd. First called outside of kernels, at import."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with BelowAutograd():
+        return torch._C._dispatch_tls_local_exclude_set() - before
+
+
+_autograd_keys()
+
+
+def autograd_visible() -> AbstractContextManager[None]:
+    """Return a context in which ops record autograd's graph, for eager code inside of an op's kernel.
+
+    Kernels run with autograd's dispatch keys excluded. No public substitute.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _autograd_keys()
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), excluded
+    )
+    return guard
+
+
+def keep_order(op: Any) -> None:
+    """Have compilers keep all calls of an op, in the order of the program, although its schema shows no effects.
+
+    Substitute: none for ops without mutated arguments; a compiler drops a call whose result is not used.
+    """
+    torch.library._register_effectful_op(op, EffectType.ORDERED)
+
+
+def size_oblivious() -> AbstractContextManager[None]:
+    """Return a context in which a tracer does not take sizes of 0 and 1 for constants.
+
+    Substitute: `torch._dynamo.decorators.mark_unbacked` of every tensor of a batch, which fails where a model compares
+    sizes.
+    """
+    config: Any = torch.fx.experimental._config
+    context: AbstractContextManager[None] = config.patch(backed_size_oblivious=True, use_duck_shape=False)
+    return context
+
+
+def change_inductor_graphs(op: Any, change: Callable[[torch.fx.Node], None]) -> bool:
+    """Have inductor call a function for every call of an op in its graphs, after its other passes.
+
+    Returns False as long as inductor is not loaded. Substitute: `torch._inductor.config.post_grad_custom_post_pass`, a
+    setting of the user's.
+    """
+    if "torch._inductor.fx_passes.post_grad" not in sys.modules:
+        return False
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, register_graph_pattern
+
+    def changed(match: Match, *_: Any, **__: Any) -> None:
+        change(match.output_node())
+
+    register_graph_pattern(CallFunctionVarArgs(op), pass_dict=pass_patterns[-1])(changed)
+    return True
+
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called. torch's documentation names it."""
@@ -207,6 +273,28 @@ def active_ddp() -> DistributedDataParallel | None:
 def ddp_parameters(wrapper: DistributedDataParallel) -> Iterable[nn.Parameter]:
     """Return the parameters whose gradients a `DistributedDataParallel` reduces. No public substitute."""
     return wrapper._module_parameters
+
+
+def begin_ddp_forward(wrapper: DistributedDataParallel) -> None:
+    """Do the work of a `DistributedDataParallel` around the forward of its module, of which it needs no result.
+
+    Substitute: none in a compiled program, where its own `forward` breaks the graph.
+    """
+    wrapper._pre_forward()
+    wrapper._post_forward(())
+
+
+def defers_first_reduction(wrapper: DistributedDataParallel) -> bool:
+    """Return whether gradients are still to be reduced at the end of a backward: the first one of a static graph."""
+    return bool(wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued)
+
+
+def reduce_deferred(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    """Return the function that reduces all gradients at the end of the first backward of a static graph."""
+    wrapper._static_graph_delay_allreduce_enqueued = True
+    reducer: Any = wrapper.reducer
+    reduce: Callable[[], None] = reducer._delay_all_reduce
+    return reduce
 
 
 def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:

@@ -23,6 +23,11 @@ Arguments = tuple[Any, ...]
 EXEMPT = {
     "submit_pooled_": "it hands a gradient to a table: a second call with the same ticket is an error",
     "submit_sequence_": "the same",
+    "begin_sharded_lookup": "it is collective, and names a sharded module; tests/sharding/test_compiled.py runs it",
+    "begin_managed_lookup": "the same",
+    "finish_sharded_lookup": "the same",
+    "sharded_lookup_backward": "the same",
+    "prepare_ddp": "it names a DistributedDataParallel; tests/parallel/test_compiled_ddp.py runs it",
 }
 
 # The ticket counts lookups, so two runs differ in it by design: everything but the comparison of values.

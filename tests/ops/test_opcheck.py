@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.ops.op_cases import EXEMPT, cases, check
+from tilerec.parallel import data_parallel as data_parallel  # defines an op
+from tilerec.sharding import compiled as compiled  # defines ops
 
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="half a minute: nightly")
 ELSEWHERE_UNCHECKED = ("sum_row_gradients_of_tables", "zch_assign_each_")

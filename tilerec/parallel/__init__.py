@@ -20,6 +20,7 @@ from tilerec.compat.sharders import EmbeddingCollectionSharder as EmbeddingColle
 from tilerec.compat.sharders import ModuleSharder as ModuleSharder
 from tilerec.compat.sharders import get_default_sharders as get_default_sharders
 from tilerec.parallel.check_replicas import check_replicas as check_replicas
+from tilerec.parallel.compiled_model import compile_model as compile_model
 from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWrapper
 from tilerec.parallel.data_parallel import DefaultDataParallelWrapper as DefaultDataParallelWrapper
 from tilerec.parallel.env import ShardingEnv as ShardingEnv

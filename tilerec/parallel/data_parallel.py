@@ -1,22 +1,40 @@
-"""Wrappers that average the gradients of dense parameters: torch's `DistributedDataParallel`, or a user's own."""
+"""Wrappers that average the gradients of dense parameters: torch's `DistributedDataParallel`, or a user's own.
+
+torch's own `forward` of a wrapper breaks a compiled graph. There, one op stands for its work around the module's:
+
+    prepare(handle)      compiled: an op
+    module(...)          traced
+    backward             hooks of the parameters average their gradients, as in eager mode
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.ops.runtime.gpu import is_gpu
+from tilerec.ops.runtime.library import LIBRARY
 from tilerec.parallel.env import ShardingEnv
 from tilerec.sharding.broadcast import broadcast_tensor
-from tilerec.torch_private import ignore_in_ddp
+from tilerec.torch_private import (
+    after_backward,
+    begin_ddp_forward,
+    ddp_parameters,
+    defers_first_reduction,
+    ignore_in_ddp,
+    keep_order,
+    reduce_deferred,
+)
 
 
 class Wrappable(Protocol):
@@ -154,3 +172,55 @@ def _low_precision_hook(dtype: torch.dtype, size: int) -> Callable[[dist.Process
         return sent.get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
 
     return hook
+
+
+# ------------------------------------------------------------------------------------------------ compiled programs
+
+_HANDLES = itertools.count(1)
+_WRAPPERS: weakref.WeakValueDictionary[int, DistributedDataParallel] = weakref.WeakValueDictionary()
+_WAITING: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def handle_of(wrapper: DistributedDataParallel) -> Tensor:
+    """Return a new handle of a wrapper, for `prepare`."""
+    handle = next(_HANDLES)
+    _WRAPPERS[handle] = wrapper
+    return torch.tensor([handle], device="cpu")
+
+
+def prepare(handle: Tensor) -> None:
+    """Prepare the wrapper for a forward of its module and the backward after it, in a compiled program."""
+    torch.ops.tilerec.prepare_ddp(handle, torch.is_grad_enabled())
+
+
+@LIBRARY.op("prepare_ddp(Tensor collection, bool trains) -> ()")
+def _prepare(collection: Tensor, trains: bool) -> None:
+    wrapper = _WRAPPERS[int(collection)]
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        raise ConfigError(
+            "DistributedModelParallel: got find_unused_parameters=True in a compiled program; expected "
+            "static_graph=True, the default, or find_unused_parameters=False. A compiled graph does not change."
+        )
+    with torch.set_grad_enabled(trains):
+        begin_ddp_forward(wrapper)
+    if trains and defers_first_reduction(wrapper) and wrapper not in _WAITING:
+        _WAITING.add(wrapper)
+        _reduce_after_first_backward(wrapper)
+
+
+def _reduce_after_first_backward(wrapper: DistributedDataParallel) -> None:
+    """Reduce all gradients at the end of the first backward, in which a static graph learns the use of parameters."""
+    hooks: list[Any] = []
+
+    def first(*_: Any) -> None:
+        while hooks:
+            hooks.pop().remove()
+        if defers_first_reduction(wrapper):
+            after_backward(reduce_deferred(wrapper))
+
+    for parameter in ddp_parameters(wrapper):
+        if parameter.requires_grad:
+            hooks.append(parameter.register_hook(first))
+
+
+keep_order(torch.ops.tilerec.prepare_ddp.default)

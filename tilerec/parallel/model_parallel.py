@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
 from tilerec.compat.sharders import ModuleSharder
-from tilerec.parallel.data_parallel import DataParallelWrapper
+from tilerec.parallel.data_parallel import DataParallelWrapper, handle_of, prepare
 from tilerec.parallel.dense_part import DenseOptions, dense_tensors, move_dense, reset_dense
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import Ranks, ShardingEnv, env_of
@@ -109,12 +109,16 @@ class DistributedModelParallel(nn.Module):
         self.device = device_of(device, who)
         self._group = group
         self._dmp_wrapped_module: nn.Module = module
+        self._ddp_handle: Tensor | None = None  # for compiled programs
         move_dense(module, self.device, group, dense.init_parameters)
         if dense.init_data_parallel:
             self.init_data_parallel()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model."""
+        if torch.compiler.is_compiling() and self._ddp_handle is not None:
+            prepare(self._ddp_handle)
+            return self.module(*args, **kwargs)
         return self._dmp_wrapped_module(*args, **kwargs)
 
     @property
@@ -146,7 +150,12 @@ class DistributedModelParallel(nn.Module):
         """Wrap the dense part, and set its parameters to rank 0's. Collective; later calls do nothing."""
         if not self._wrapped_once:
             self._wrapped_once = True
-            self._wrapper.wrap(self, self._env, self.device)
+            self._wrap()
+
+    def _wrap(self) -> None:
+        self._wrapper.wrap(self, self._env, self.device)
+        wrapped = self._dmp_wrapped_module
+        self._ddp_handle = handle_of(wrapped) if isinstance(wrapped, DistributedDataParallel) else None
 
     def _apply(self, fn: Any, recurse: bool = True) -> DistributedModelParallel:
         """Apply `fn`; wrap the dense part again if its dtype or device changes, which is a collective."""
@@ -156,7 +165,7 @@ class DistributedModelParallel(nn.Module):
             wrapped, self._dmp_wrapped_module = self._dmp_wrapped_module, self.module
             if wrapped is not self.module:
                 del wrapped  # removes its hooks from the parameters before the new wrapper adds others
-                self._wrapper.wrap(self, self._env, self.device)
+                self._wrap()
         return self
 
     def reset_parameters(self) -> None:
@@ -170,7 +179,7 @@ class DistributedModelParallel(nn.Module):
         twin.register_load_state_dict_pre_hook(_with_wrappers)
         twin._env, twin._group, twin._wrapper = self._env, self._group, self._wrapper
         twin.device = torch.device(device)
-        twin._wrapped_once = False
+        twin._wrapped_once, twin._ddp_handle = False, None
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
             vars(parameter).pop("_ddp_ignored", None)

@@ -1,6 +1,7 @@
 """Training pipelines: stages of later batches overlap with the step of the current one."""
 
 from tilerec.pipelines.batch_in_flight import Origin
+from tilerec.pipelines.compiled_pipeline import TorchCompileConfig, TrainPipelinePT2
 from tilerec.pipelines.pipeline import Stage
 from tilerec.pipelines.routes_ahead import RouteReport
 from tilerec.pipelines.staged import PipelineStage, StagedTrainPipeline, StageOut
@@ -22,6 +23,8 @@ __all__ = [
     "TrainPipelineSparseDistLite",
     "PrefetchTrainPipelineSparseDist",
     "EvalPipelineSparseDist",
+    "TrainPipelinePT2",
+    "TorchCompileConfig",
     "StagedTrainPipeline",
     "PipelineStage",
     "StageOut",

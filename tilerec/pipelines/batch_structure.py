@@ -68,6 +68,29 @@ def path_of(batch: Any, part: Any) -> Path | None:
     return next((path for path, leaf in leaves_of(batch) if leaf is part), None)
 
 
+def original_of(batch: Any, features: Any) -> Any:
+    """Return the features of a batch that hold the same tensors as these; these themselves if there are none.
+
+    A compiled program passes the tensors of a batch's features, in another object.
+    """
+    if not isinstance(features, KeyedJaggedTensor):
+        return features
+    for _, leaf in leaves_of(batch):
+        if leaf is features or (isinstance(leaf, KeyedJaggedTensor) and _has_same_tensors(leaf, features)):
+            return leaf
+    return features
+
+
+def _has_same_tensors(one: KeyedJaggedTensor, other: KeyedJaggedTensor) -> bool:
+    return one.keys() == other.keys() and _feature_marks(one) == _feature_marks(other)
+
+
+def _feature_marks(features: KeyedJaggedTensor) -> list[Any]:
+    lengths = features.lengths_or_none()
+    parts = (features.values(), features.weights_or_none(), features.offsets() if lengths is None else lengths)
+    return [None if part is None else mark_of(part) for part in parts]
+
+
 def part_at(batch: Any, path: Path) -> Any:
     """Return the part of a batch at a path, or None if the batch has no such path."""
     try:

@@ -26,7 +26,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import InputError
 from tilerec.modules.collection import TableCollection
 from tilerec.pipelines.batch_in_flight import BatchInFlight
-from tilerec.pipelines.batch_structure import Marks, Path, part_at, path_of, path_text, tensors_of
+from tilerec.pipelines.batch_structure import Marks, Path, original_of, part_at, path_of, path_text, tensors_of
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.managed_collision import ShardedManagedCollisionEmbeddings
@@ -245,6 +245,7 @@ class RoutesAhead:
         self, batch: BatchInFlight, calls: list[LearnedRoute], collection: Collection, features: Any, options: Any
     ) -> Any:  # fmt: skip
         """Return the features as routed, or None."""
+        features = original_of(batch.batch, features)
         waiting = batch.routed.get((id(collection), id(features)))
         if waiting and waiting[0].learned.options == options:
             begun = waiting.popleft()

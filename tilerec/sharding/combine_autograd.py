@@ -20,7 +20,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.lookup.saved_rows import kept_for_retained_graph
 from tilerec.sharding.dense_gradients import dense_grads
 from tilerec.sharding.exchange import Exchange, LookedUpBatch
-from tilerec.sharding.row_exchange import BagLocation
+from tilerec.sharding.row_exchange import BagLocation, PooledRows, RowExchange
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sharding.update import TileRows
 from tilerec.spec.optimizer import OptimizerSpec
@@ -147,42 +147,46 @@ def is_elementwise(spec: OptimizerSpec | None) -> bool:
     return spec is not None and not spec.phases
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        combiner, looked, output, gradients, _anchor, sample_weights, *_leaves = args
-        ctx.combiner, ctx.looked, ctx.output, ctx.gradients = (
-            combiner,
-            looked.without_rows(),
-            output,
-            gradients,
-        )
-        ctx.weights = None if sample_weights is None else (sample_weights.shape[0], sample_weights.dtype)
-        ctx.spent = False
-        return output.divide_(combiner.combine(looked, output.places, output.size))
+@dataclass
+class CombinedLookup:
+    """A lookup from its combine to its backward. Eager and compiled programs share it."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        gradients: Gradients = ctx.gradients
-        reached = _reached(ctx, gradients)
-        if ctx.spent:
+    combiner: RowExchange
+    looked: PooledRows | None  # without rows; None once a backward has applied gradients
+    output: Output
+    gradients: Gradients
+    weights: tuple[int, torch.dtype] | None  # number and dtype of this rank's sample weights
+
+    def backward(
+        self, grad: Tensor, reached: Sequence[bool], *, sample_weights: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Send gradients to the owners of the rows, and submit those of the rows that this rank holds. Collective.
+
+        Args:
+            grad: gradient of the flat output.
+            reached: per table, whether the running backward pass includes it.
+            sample_weights: whether this rank needs gradients of its sample weights.
+
+        Returns:
+            Gradients of the sample weights, and of the leaves: those with rows, then bare ones.
+        """
+        gradients, combiner = self.gradients, self.combiner
+        if self.looked is None:
             raise RuntimeError(
                 "A sharded lookup's backward ran a second time (retain_graph=True), but the first one already applied "
                 "the gradients of its tables (an attached optimizer updates, a sparse .grad adds up): look the "
                 "features up again, or give the tables dense gradients and step them with your own optimizer."
             )
-        combiner, routed = ctx.combiner, ctx.looked.routed
+        routed, reader = self.looked.routed, self.looked.reader
         routed.check()
         if not gradients.current():
             raise RuntimeError(
                 "A sharded lookup's backward came after its tables were resharded, so its rows may be on other ranks: "
                 "reshard between two steps, after the backward."
             )
-        if any(sizes is not None for sizes in ctx.output.bag_sizes):
-            grad = ctx.output.divide_(grad.clone())
-        grad = ctx.output.spread_non_finite(grad, gradients.guarded)
-        reader = ctx.looked.reader
+        if any(sizes is not None for sizes in self.output.bag_sizes):
+            grad = self.output.divide_(grad.clone())
+        grad = self.output.spread_non_finite(grad, gradients.guarded)
         if routed.weights_need_grad and reader is None:
             raise RuntimeError(
                 "A sharded lookup's backward ran a second time, and the rows that the gradients of its sample weights "
@@ -191,28 +195,40 @@ class _Combine(torch.autograd.Function):
         as_read = None if reader is None else reader.rows()  # raises, if at all, before anything is sent
         # Gradients of sample weights need the gradients of all rows.
         live = [True] * len(gradients.trained) if routed.weights_need_grad else gradients.trained
-        looked = combiner.thawed(ctx.looked, live)
-        rows = combiner.send_back(looked, grad.contiguous(), ctx.output.places)
+        looked = combiner.thawed(self.looked, live)
+        rows = combiner.send_back(looked, grad.contiguous(), self.output.places)
         sample_grad = None
         if routed.weights_need_grad:  # true if any rank needs them: a collective
-            count, dtype = ctx.weights
+            assert self.weights is not None, "all ranks have weights"
+            count, dtype = self.weights
             sample_grad = combiner.sample_weight_grads(routed, rows, gradients.rows, gradients.leaves, count, as_read)
-            sample_grad = sample_grad.to(dtype) if ctx.needs_input_grad[5] else None
+            sample_grad = sample_grad.to(dtype) if sample_weights else None
         sinks = [sink if reached[t] else -1 for sink, t in zip(gradients.sinks, gradients.tables, strict=False)]
         record = combiner.record(looked.routed, rows, sinks, routed.present)
         submit(record)
         dense = gradients.dense(record, combiner.leaf_order)
         if any(a and r for a, r in zip(gradients.attached, reached, strict=True)):
-            ctx.spent, ctx.looked = True, None
+            self.looked = None
         else:
-            ctx.looked = replace(ctx.looked, reader=kept_for_retained_graph(reader))
+            self.looked = replace(self.looked, reader=kept_for_retained_graph(reader))
         bare = [_no_rows(leaf, gradients.attached[t]) for leaf, t in gradients.bare_tables()]
-        return (
-            *(None,) * 5,
-            sample_grad,
-            *(dense.get(i) for i in range(len(gradients.leaves))),
-            *bare,
-        )
+        return sample_grad, [*(dense.get(i) for i in range(len(gradients.leaves))), *bare]
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        lookup, rows, _anchor, _sample_weights, *_leaves = args
+        ctx.lookup = lookup
+        return combined(rows, lookup.output, lookup.combiner)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        lookup: CombinedLookup = ctx.lookup
+        reached = _reached(ctx, lookup.gradients)
+        sample_grad, leaves = lookup.backward(grad, reached, sample_weights=ctx.needs_input_grad[3])
+        return None, None, None, sample_grad, *leaves
 
 
 def _no_rows(leaf: Tensor, attached: bool) -> Tensor | None:
@@ -245,6 +261,29 @@ def _reached(ctx: Any, gradients: Gradients) -> list[bool]:
     return [a or not attached for a, attached in zip(included, gradients.attached, strict=True)]
 
 
+def combined(rows: PooledRows, output: Output, combiner: RowExchange) -> Tensor:
+    """Wait for the rows of a lookup, and return its flat output."""
+    return output.divide_(combiner.combine(rows, output.places, output.size))
+
+
+def combined_lookup(
+    looked: LookedUpBatch, output: Output, own: TileLeaves, exchange: Exchange, current: Callable[[], bool]
+) -> CombinedLookup | None:
+    """Return the record for a lookup's backward; None if nothing trains.
+
+    Args:
+        current: returns False after a reshard.
+    """
+    batch = looked.batch
+    if not torch.is_grad_enabled() or not (any(own.trained()) or batch.routed.weights_need_grad):
+        return None
+    weights = batch.sample_weights if batch.stages.router.weighted else None
+    return CombinedLookup(
+        batch.stages.combiner, looked.looked.without_rows(), output, Gradients.of(own, exchange, current),
+        None if weights is None else (weights.shape[0], weights.dtype),
+    )  # fmt: skip
+
+
 def combine(
     looked: LookedUpBatch, output: Output, own: TileLeaves, exchange: Exchange, current: Callable[[], bool]
 ) -> Tensor:
@@ -255,13 +294,11 @@ def combine(
     Args:
         current: returns False after a reshard.
     """
-    batch, rows = looked.batch, looked.looked
-    combiner = batch.stages.combiner
-    if not torch.is_grad_enabled() or not (any(own.trained()) or batch.routed.weights_need_grad):
+    batch = looked.batch
+    lookup = combined_lookup(looked, output, own, exchange, current)
+    if lookup is None:
         with torch.no_grad():
-            return output.divide_(combiner.combine(rows, output.places, output.size))
-    gradients = Gradients.of(own, exchange, current)
+            return combined(looked.looked, output, batch.stages.combiner)
     sample_weights = batch.sample_weights if batch.stages.router.weighted else None
-    return _Combine.apply(
-        combiner, rows, output, gradients, exchange.anchor, sample_weights, *gradients.leaves, *gradients.bare
-    )
+    gradients = lookup.gradients
+    return _Combine.apply(lookup, looked.looked, exchange.anchor, sample_weights, *gradients.leaves, *gradients.bare)

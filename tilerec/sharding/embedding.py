@@ -4,14 +4,16 @@
                                           `begin_route(features).finish()` is the same in two parts
     lookup(routed) -> LookedUpBatch       owners pool rows and send them to their homes
     combine(looked) -> output             turns the rows into the unsharded module's output
-    forward                               runs the three in a row; takes features, or a routed batch
+    forward                               runs the three in a row; takes features, or a routed batch. In a compiled
+                                          program it is the ops of `compiled.py`, which do the same
 
 Legend: B samples, C columns of the output, K keys of a batch, N ids, D columns of a read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,23 +23,23 @@ from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_reads import key_positions
-from tilerec.modules.id_clamp import key_starts
-from tilerec.modules.inverse_indices import check_samples, sample_bags
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
+from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
+from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
-from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
 from tilerec.sparse.keyed_tensor import KeyedTensor
 
-# Collectives and ctypes cannot be traced: a compiled model has one graph break around its tables.
+# Collectives and ctypes cannot be traced. Compiled forwards call the ops of `compiled.py`; other calls break the graph.
 _eager = graph_break
 
 
-class ShardedCollection(TableCollection):
+class ShardedCollection(TableCollection, TracedModule):
     """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
@@ -55,6 +57,10 @@ class ShardedCollection(TableCollection):
 
     def _lay_flat(self) -> None:
         """Do nothing: tiles keep the memory that the conversion gave them."""
+
+    def _renew_sinks(self) -> None:
+        super()._renew_sinks()
+        self.renew_handle()
 
     @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -194,25 +200,61 @@ class ShardedCollection(TableCollection):
             leaves = self._leaves.follow_first()
             routed.stages.combiner.order(routed.routed, leaves.sinks(), leaves.trained())
 
-    def _flat(self, looked: LookedUpBatch, output: Output) -> Tensor:
-        """Return the flat output, differentiable."""
+    @abstractmethod
+    def combination(self, looked: LookedUpBatch) -> Combination:
+        """Return the parts of `combine`."""
+
+    def _combined(self, looked: LookedUpBatch) -> Tensor:
+        """Return the output of a lookup as one tensor, differentiable."""
+        found = self.combination(looked)
+        return found.tail(combine(found.looked, found.output, found.leaves, found.exchange, found.current))
+
+    def _parts(self, looked: LookedUpBatch, output: Output, tail: Callable[[Tensor], Tensor]) -> Combination:
         exchange = self.exchange
         exchange.check_made(looked.batch.stages, type(self).__name__)
         leaves = self._leaves.follow_first()
-        return combine(looked, output, leaves, exchange, lambda: self.exchange is exchange)
+        return Combination(looked, output, leaves, exchange, lambda: self.exchange is exchange, tail)
+
+    # -- compiled programs -------------------------------------------------------------------------------------
+
+    def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
+        looked = self.lookup(self._routed(features))
+        return Begun(self.combination(looked), looked.batch.features.weights_or_none())
+
+    def _finish_traced(
+        self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
+    ) -> Tensor:
+        leaves = self._leaves
+        weights = weights if getattr(self, "_is_weighted", False) else None
+        return finish(
+            ticket, self.exchange.anchor, weights, leaves.dense(), size, self._dtype(leaves.first), features.device()
+        )  # fmt: skip
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     """`EmbeddingBagCollection` whose rows are sharded over ranks."""
 
-    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
+        if is_traceable(features):
+            return self.finish_traced(features, begin(self, features), features.weights_or_none())
+        return self._forward(features)
+
+    @_eager
+    def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> KeyedTensor:
         return self.combine(self.lookup(self._routed(features)))
+
+    def finish_traced(self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None) -> KeyedTensor:
+        """Return the output of a lookup that has begun in a compiled program, and has these sample weights."""
+        size = [features.stride(), sum(self._dims)]
+        return KeyedTensor.from_columns(self._columns, self._finish_traced(features, ticket, weights, size))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> KeyedTensor:
         """Return the unsharded module's output for this rank's batch."""
+        return KeyedTensor.from_columns(self._columns, self._combined(looked))
+
+    def combination(self, looked: LookedUpBatch) -> Combination:
         features = looked.batch.features
         dtype = self._dtype(self._leaves.first)
         variable = features.variable_stride_per_key()
@@ -221,26 +263,25 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         batches = features.stride_per_key() if variable else [features.stride()] * len(position)
         bags = [batches[k] for k in own]
         if self.exchange.exact:
-            flat = self._pool_at_home(looked, own, bags, variable)
+            sizes = features.length_per_key()
+            output = pooled_output(self._dims, [sizes[k] for k in own], False, [None] * len(own))
         else:
             output = pooled_output(self._dims, bags, not variable, list(looked.batch.divisors))
-            flat = self._flat(looked, output)
-        flat = flat.to(dtype)
-        if not variable:
-            size = features.stride()
-            return KeyedTensor.from_columns(self._columns, flat.view(size, sum(self._dims)))
-        bag_of = sample_bags(features)  # checked before the batch was routed
-        parts = flat.split([count * dim for count, dim in zip(bags, self._dims, strict=True)])
-        blocks = [
-            part.view(count, dim)[bag_of[read.feature]]
-            for part, count, dim, read in zip(parts, bags, self._dims, self._reads, strict=True)
-        ]
-        return KeyedTensor.from_columns(self._columns, torch.cat(blocks, dim=1))
+
+        def tail(flat: Tensor) -> Tensor:
+            if self.exchange.exact:
+                wide, weighted = self._leaves.accum_dtype(), self._is_weighted
+                flat = pooled_at_home(self._reads, features, flat, own, wide, weighted=weighted)
+            flat = flat.to(dtype)
+            if not variable:
+                return flat.view(features.stride(), sum(self._dims))
+            return rows_of_samples(self._reads, features, flat, bags)
+
+        return self._parts(looked, output, tail)
 
     def _batch(self, features: KeyedJaggedTensor, leaves: TileLeaves) -> tuple[RouteInput, list[int]]:
         batch = super()._batch(features, leaves)
-        if features.variable_stride_per_key():
-            check_samples(type(self).__name__, [read.feature for read in self._reads], features)
+        check_variable(type(self).__name__, self._reads, features)
         return batch
 
     def _divisors(self, features: KeyedJaggedTensor) -> Sequence[Tensor | None]:
@@ -261,59 +302,53 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             lengths[starts[k] : starts[k + 1]] if read.mean else None for k, read in zip(own, self._reads, strict=True)
         ]
 
-    def _pool_at_home(self, looked: LookedUpBatch, own: Sequence[int], bags: Sequence[int], variable: bool) -> Tensor:
-        """Pool unpooled rows on the home rank, in the unsharded order (exact mode)."""
-        features = looked.batch.features
-        sizes = features.length_per_key()
-        counts = [sizes[k] for k in own]
-        output = pooled_output(self._dims, counts, False, [None] * len(own))
-        flat = self._flat(looked, output)
-        rows = [
-            block.view(count, dim)
-            for block, count, dim in zip(
-                flat.split([c * d for c, d in zip(counts, self._dims, strict=True)]),
-                counts,
-                self._dims,
-                strict=True,
-            )
-        ]
-        weights = features.weights() if self._is_weighted else None
-        starts = key_starts(features)
-        ids = torch.arange(features.values().shape[0], device=flat.device)
-        key_N = torch.ops.tilerec.segment_ids(starts, ids.shape[0])
-        slots = list(range(len(own)))
-        batches = features.stride_per_key() if variable else [features.stride()]
-        out, _ = torch.ops.tilerec.pooled_lookup(
-            rows, self._no_sinks, ids - starts[key_N], features.offsets(), weights, slots,
-            list(own), [int(read.mean) for read in self._reads], batches, self._leaves.accum_dtype(),
-            ",".join(f"{read.feature}@{read.table}" for read in self._reads),
-        )  # fmt: skip
-        if variable and len(batches) == 1:  # one key: the op treated the batch as uniform
-            out = torch.cat([part.reshape(-1) for part in out.split(self._dims, dim=1)])
-        return out.reshape(-1)
-
 
 class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     """`EmbeddingCollection` whose rows are sharded over ranks."""
 
-    @_eager
     def forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch; `features` may be routed already."""
+        if is_traceable(features):
+            return self.finish_traced(features, begin(self, features), features.weights_or_none())
+        return self._forward(features)
+
+    @_eager
+    def _forward(self, features: KeyedJaggedTensor | RoutedFeatures) -> dict[str, JaggedTensor]:
         return self.combine(self.lookup(self._routed(features)))
+
+    def finish_traced(
+        self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None
+    ) -> dict[str, JaggedTensor]:
+        """Return the output of a lookup that has begun in a compiled program; `weights` is not used."""
+        # Without the batch's own numbers of ids, which a compiled program guards one by one, it reads them itself.
+        features = from_leaves(*leaves_of(features))
+        counts = self._counts(features)
+        size = sum([count * dim for count, dim in zip(counts, self._dims, strict=True)])
+        return self._jagged(features, counts, self._finish_traced(features, ticket, None, [size]))
 
     @_eager
     def combine(self, looked: LookedUpBatch) -> dict[str, JaggedTensor]:
         """Return the unsharded module's output for this rank's batch."""
         features = looked.batch.features
+        return self._jagged(features, self._counts(features), self._combined(looked))
+
+    def _counts(self, features: KeyedJaggedTensor) -> list[int]:
+        """Return the number of ids of each read."""
         sizes = features.length_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
-        counts = [sizes[position[read.feature]] for read in self._reads]
+        return [sizes[position[read.feature]] for read in self._reads]
+
+    def combination(self, looked: LookedUpBatch) -> Combination:
+        counts, dtype = self._counts(looked.batch.features), self._dtype(self._leaves.first)
         output = pooled_output(self._dims, counts, False, [None] * len(counts))
-        flat = self._flat(looked, output).to(self._dtype(self._leaves.first))
+        return self._parts(looked, output, lambda flat: flat.to(dtype))
+
+    def _jagged(self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor) -> dict[str, JaggedTensor]:
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
         results = {}
+        by_key = features.to_dict() if torch.compiler.is_compiling() else features  # one split in place of many slices
         for read, part, count in zip(self._reads, parts, counts, strict=True):
-            feature = features[read.feature]
+            feature = by_key[read.feature]
             results[read.name] = JaggedTensor(
                 part.view(count, read.dim),
                 feature.values() if self._need_indices else None,

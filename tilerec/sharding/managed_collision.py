@@ -20,6 +20,7 @@ from tilerec.modules.managed_embedding import (
 )
 from tilerec.modules.remapped_bags import remapped_batch
 from tilerec.ops.runtime.graph_break import graph_break
+from tilerec.sharding.compiled import Begun, TracedModule, begin_managed, is_traceable
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.exchange import LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.id_exchange import IdExchange
@@ -150,7 +151,7 @@ class LookedUpManaged:
     looked: LookedUpBatch
 
 
-class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
+class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings, TracedModule):
     """Common base of the two sharded modules.
 
     Ids are mapped when a batch is routed, which may be early. Rows that lose their id in this step are reset when that
@@ -256,16 +257,39 @@ class ShardedManagedCollisionEmbeddings(ManagedCollisionEmbeddings):
         tables = cast(Any, self._embedding_module)
         return tables.combine(looked.looked), looked.remapped if self._return_remapped_features else None
 
+    def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
+        (mutate,) = options
+        routed = self._routed_now(features, mutate)
+        looked = self.lookup(routed)
+        tables = cast(ShardedCollection, self._embedding_module)
+        return Begun(tables.combination(looked.looked), routed.features.weights_or_none(), looked.remapped)
+
     def _forward(self, features: Any, mutate: bool) -> tuple[Any, KeyedJaggedTensor | None]:
+        if is_traceable(features):
+            tables = cast(Any, self._embedding_module)
+            drops = self._managed_collision_collection._drops
+            ticket, remapped = begin_managed(self, features, mutate, drops)
+            out = tables.finish_traced(remapped, ticket, features.weights_or_none())
+            return out, remapped if self._return_remapped_features else None
+        return self._eager_forward(features, mutate)
+
+    @_eager
+    def _eager_forward(self, features: Any, mutate: bool) -> tuple[Any, KeyedJaggedTensor | None]:
+        return self._combined(self.lookup(self._routed_now(features, mutate)))
+
+    def _routed_now(self, features: Any, mutate: bool) -> RoutedManaged:
+        """Return a batch as routed: by the caller, by a pipeline ahead of its step, or now."""
         if isinstance(features, RoutedManaged):
-            routed = features
-        else:
-            found = None if self.routed_ahead is None else self.routed_ahead(self, features, mutate)
-            routed = self.route(features, mutate) if found is None else found
-        return self._combined(self.lookup(routed))
+            return features
+        found = None if self.routed_ahead is None else self.routed_ahead(self, features, mutate)
+        return self.route(features, mutate) if found is None else found
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_resets": deque(self._resets)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.renew_handle()
 
 
 def settle_ids(model: nn.Module) -> None:
@@ -280,7 +304,6 @@ class ShardedManagedCollisionEmbeddingBagCollection(
 ):
     """`ManagedCollisionEmbeddingBagCollection` whose ids and rows are sharded over ranks."""
 
-    @_eager
     def forward(
         self, features: KeyedJaggedTensor | RoutedManaged, mutate_miss_lengths: bool = True
     ) -> tuple[KeyedTensor, KeyedJaggedTensor | None]:
@@ -301,7 +324,6 @@ class ShardedManagedCollisionEmbeddingCollection(
 ):
     """`ManagedCollisionEmbeddingCollection` whose ids and rows are sharded over ranks."""
 
-    @_eager
     def forward(
         self, features: KeyedJaggedTensor | RoutedManaged, mutate_miss_lengths: bool = True
     ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:

@@ -129,6 +129,7 @@ def shard_ids(found: Mapping[str, IdsBelow], over: IdRanks, device: torch.device
         )
         sharded = cast(ShardedManagedCollisionEmbeddings, reader)
         sharded._routed, sharded._resets = 0, deque()
+        sharded.renew_handle()
 
 
 def _take_from_rank_0(group: Group, collection: ManagedCollisionCollection) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.table import Table
@@ -60,6 +61,28 @@ class TileLeaves:
             rows.handle if rows.takes_gradients and leaf.requires_grad and rows.leaf is leaf else -1
             for table in self.tables
             for rows, leaf, _ in zip(table.tile_rows, table.leaves(), table.tiles, strict=False)
+        ]
+
+    def dense(self) -> list[Tensor]:
+        """Return the leaves whose gradients become a dense `.grad`, with rows or empty, table by table.
+
+        Compiled programs trace it, and guard each attribute that it reads.
+        """
+        return [
+            leaf
+            for table in self.tables
+            for rows, leaf in zip(table.tile_rows, table.leaves(), strict=True)
+            if not rows.takes_gradients
+        ]
+
+    def dense_places(self) -> list[int]:
+        """Return the places of the leaves of `dense` in the list of leaves with rows, then empty ones."""
+        held, bare = itertools.count(), itertools.count(len(self.held()))
+        return [
+            place
+            for table in self.tables
+            for rows, place in zip(table.tile_rows, held if table.tiles else bare, strict=False)
+            if not rows.takes_gradients
         ]
 
     def trained(self) -> list[bool]:

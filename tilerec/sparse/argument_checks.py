@@ -33,6 +33,10 @@ def checked_parts(
     """Return the parts of a tensor with these arguments of `KeyedJaggedTensor`."""
     check_items("KeyedJaggedTensor", values, weights)
     check_ids("KeyedJaggedTensor", values)
+    if not torch.compiler.is_compiling() and values.shape[0] == 0:
+        values = _with_own_stride(values)
+        weights = None if weights is None else _with_own_stride(weights)
+        lengths = _with_own_stride(lengths) if isinstance(lengths, Tensor) else lengths
     names = Keys.of(keys)
     counts = stride_per_key_per_rank
     if counts is not None and len(counts) == 0:
@@ -50,6 +54,13 @@ def checked_parts(
     )
     _check_stride(parts, stride)
     return parts
+
+
+def _with_own_stride(part: Tensor) -> Tensor:
+    """Return an empty tensor with torch's own strides. NumPy's have strides of 0, which compiled programs guard."""
+    if part.numel() or part.requires_grad or 0 not in part.stride():
+        return part
+    return part.new_empty(part.shape)
 
 
 def _check_stride(parts: Parts, stride: int | None) -> None:

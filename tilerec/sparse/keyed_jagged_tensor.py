@@ -481,7 +481,8 @@ def kjt_is_equal(kjt_1: object, kjt_2: object) -> bool:
     return jt_is_equal(one.as_jagged(), other.as_jagged())
 
 
-def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Any], Context]:
+def leaves_of(kjt: KeyedJaggedTensor) -> tuple[list[Any], Context]:
+    """Return the given tensors of a batch, and the static rest; `from_leaves` is the inverse, without key offsets."""
     return flatten(kjt._parts)
 
 
@@ -490,14 +491,15 @@ def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], C
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[1], leaves, strict=True)], context
 
 
-def _unflatten(leaves: Any, context: Context) -> KeyedJaggedTensor:
+def from_leaves(leaves: Any, context: Context) -> KeyedJaggedTensor:
+    """Rebuild a batch from the results of `leaves_of`."""
     return _made(unflatten(leaves, context))
 
 
 pytree.register_pytree_node(
     KeyedJaggedTensor,
-    _flatten,
-    _unflatten,
+    leaves_of,
+    from_leaves,
     serialized_type_name="tilerec.KeyedJaggedTensor",
     to_dumpable_context=dump_context,
     from_dumpable_context=load_context,

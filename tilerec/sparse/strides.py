@@ -23,12 +23,15 @@ from tilerec.errors import InputError
 
 @final
 class Strides:
-    """Bags per key and rank; immutable."""
+    """Bags per key and rank; immutable. At least one of the two forms is given."""
 
     __slots__ = ("_counts", "_tensor_FR")
 
     def __init__(self, counts: tuple[tuple[int, ...], ...] | None, tensor_FR: Tensor | None = None) -> None:
         self._counts = counts
+        # A compiled program takes the tensor, so it is made before: numbers would be guarded one by one.
+        if tensor_FR is None and counts is not None and not torch.compiler.is_compiling():
+            tensor_FR = torch.tensor(counts, dtype=torch.int64).view(len(counts), len(counts[0]) if counts else 0)
         self._tensor_FR = tensor_FR
 
     @staticmethod

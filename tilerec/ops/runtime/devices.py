@@ -14,9 +14,9 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.torch_private import device_of
 
-OTHER_DEVICE_ARGUMENTS = frozenset({"sinks", "ticket", "starts", "bounds", "host"})
-"""Tensor arguments that may be on another device: numbers that the host reads, and table rows in host memory that a
-cache reads."""
+OTHER_DEVICE_ARGUMENTS = frozenset({"sinks", "ticket", "starts", "bounds", "host", "collection", "anchor", "features"})
+"""Tensor arguments that may be on another device: numbers that the host reads, table rows in host memory that a cache
+reads, and the parts of a batch."""
 
 LISTS_WITH_HOST_TENSOR = frozenset({"ordered"})
 """Tensor-list arguments whose last tensor is read by the host."""
