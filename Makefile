@@ -68,9 +68,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
-$(LIBRARY): $(VENV)/.installed CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+$(LIBRARY): $(VENV)/.installed CMakeLists.txt $(wildcard native/*.h native/*.cpp native/torch/*)
 	$(call say,native CPU library)
-	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build build/native
 	touch $@
 
