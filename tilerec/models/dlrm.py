@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import Proxy
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.models.tables import Bags, common_dim, output_names, pooled, prefetched, table_configs
@@ -74,7 +75,7 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         vectors = pooled(self.embedding_bag_collection, features)
-        if vectors.keys() == self._sparse_feature_names:
+        if not isinstance(vectors, Proxy) and vectors.keys() == self._sparse_feature_names:
             return vectors.values().reshape(-1, self.F, self.D)
         return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
 

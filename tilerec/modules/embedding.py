@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, TableCollection
@@ -72,6 +73,8 @@ class EmbeddingCollection(TableCollection):
         Raises:
             InputError: a feature is missing, an id is outside its table, or ids are not integers.
         """
+        if isinstance(features, Proxy):
+            return self._record(features)  # type: ignore[return-value]
         if torch.compiler.is_compiling() and self._has_caches():
             found: dict[str, JaggedTensor] = eager_forward(self, features)
             return found

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, TableCollection
@@ -78,6 +79,8 @@ class EmbeddingBagCollection(TableCollection):
         Raises:
             InputError: a feature is missing, an id is outside its table, ids are not integers, or weights are missing.
         """
+        if isinstance(features, Proxy):
+            return self._record(features)  # type: ignore[return-value]
         if torch.compiler.is_compiling() and self._has_caches():
             pooled: KeyedTensor = eager_forward(self, features)
             return pooled

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.fx import Proxy
 
 from tilerec.errors import ConfigError, InputError
 
@@ -27,6 +28,8 @@ def check_size(what: str, value: object, least: int = 1) -> int:
 
 def check_last_dim(what: str, tensor: torch.Tensor, wanted: int, dims: int | None = None) -> None:
     """Raise `InputError` unless `tensor`'s last dimension is `wanted` (and it has `dims` dimensions, if given)."""
+    if isinstance(tensor, Proxy):  # of a symbolic trace, which has no shapes
+        return
     if tensor.dim() == 0 or tensor.shape[-1] != wanted or (dims is not None and tensor.dim() != dims):
         shape = "[…, " if dims is None else "[" + "batch, " * (dims - 1)
         raise InputError(
