@@ -185,7 +185,7 @@ check-wheel: wheel
 TORCHES ?= 2.11.0 2.12.1 2.13.0
 CROSS_SECTION := tests/test_torch_private.py tests/sharding/test_tiled_tensor.py tests/sharding/test_embedding.py \
 	tests/parallel/test_model_parallel.py tests/parallel/test_checkpoint.py tests/parallel/two_d/test_dmp_collection.py \
-	tests/optim tests/golden tests/ops/test_gradient.py tests/ops/test_opcheck.py
+	tests/optim tests/golden tests/ops/test_gradient.py tests/ops/test_opcheck.py tests/export
 
 .PHONY: check-torch
 check-torch: wheel

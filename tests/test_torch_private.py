@@ -362,7 +362,7 @@ def test_a_program_of_any_sizes_takes_no_sample_and_one() -> None:
     assert [program.module()(torch.ones(size, 2)).shape[0] for size in (0, 1, 5)] == [0, 1, 5]
 
 
-# `private.compile_package` and `private.package_loader`: tests/export/test_package.py
+# `private.compile_package`, `private.readable_op_calls` and `private.package_loader`: tests/export/test_package.py
 
 
 def test_every_name_of_the_file_has_a_test() -> None:

@@ -9,6 +9,7 @@ Functions that run in every call of an op are plain references to torch's own, s
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -301,6 +302,18 @@ def compile_package(program: ExportedProgram, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+
+
+def readable_op_calls(data: bytes) -> bytes:
+    """Return a compiled archive's list of op calls (JSON) such that this torch reads the dtypes in it as meant.
+
+    The list has the numbers of torch.export's own enumeration of dtypes. torch 2.11 takes them for those of C++, so that
+    an op that should return float32 returns float64.
+    """
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):
+        return data
+    in_cpp = {number: number - 1 for number in range(1, 13)} | {13: 15}  # bfloat16
+    return re.sub(rb'("as_scalar_type": )(\d+)', lambda own: own[1] + b"%d" % in_cpp[int(own[2])], data)
 
 
 def package_loader(path: str) -> Any:

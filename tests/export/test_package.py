@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import struct
@@ -27,6 +28,10 @@ from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 ROOT = Path(__file__).parents[2]
 SAMPLES = (0, 1, 2, 64)
 MANIFEST = "model/extra/tilerec.json"
+BAD_ID = (  # the compiler chooses the order of lookups
+    r"Table '(user|item|seen)': id \d+ of feature '(user|item)' \(position \d+ of the batch's values\) is outside "
+    r"\[0, 24\)\. Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'\."
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +124,8 @@ def test_the_weights_are_stored_once(package: Package, path: Path) -> None:
         (lambda b: (b.dense, b.pooled), r"got the arguments \(…, …\); expected \['dense', 'pooled', 'managed'\]"),
         (
             lambda b: (b.dense, with_ids(b.pooled, b.pooled.values() + 99), b.managed),
-            r"Table 'user': id \d+ of feature 'user' \(position 0 of the batch's values\) is outside \[0, 24\)",
+            # torch < 2.13 passes on only that a call of an op has failed
+            BAD_ID if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else f"{BAD_ID}|API call failed",
         ),
     ],
 )  # fmt: skip
@@ -271,17 +277,14 @@ def test_a_cpp_program_names_what_is_wrong_with_a_batch_and_goes_on(
     batch, manifest = every_batch(3, 3), package.manifest
     tensors = flat_tensors(manifest.signature, batch.args())
     bad_ids = [tensors[0], tensors[1] + 99, *tensors[2:]]
-    assert server.ask(bad_ids, manifest.outputs) == (
-        f"Table 'user': id {int(bad_ids[1][0])} of feature 'user' (position 0 of the batch's values) is outside "
-        "[0, 24). Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'."
-    )
+    assert re.fullmatch(BAD_ID, str(server.ask(bad_ids, manifest.outputs)))
     bad_sizes = [torch.zeros(4, 3), *tensors[1:]]
     assert server.ask(bad_sizes, manifest.outputs) == (
         "Input 'pooled.lengths': got Int [2, 3]; expected contiguous int32 [2, batch] on the CPU, with one size per "
         "name."
     )
     short = [*tensors[:2], tensors[2] + 1, *tensors[3:]]
-    assert "offsets must not fall" in str(server.ask(short, manifest.outputs))
+    assert re.search(r"offsets?\b.* (descends|must not fall)", str(server.ask(short, manifest.outputs)))
     found = server.ask(tensors, manifest.outputs)
     assert torch.equal(found[0], wanted(model, batch)["logits"])  # type: ignore[arg-type]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.manifest import Manifest, Weight
 from tilerec.export.signature import dtype_name, dtype_of_name
+from tilerec.torch_private import readable_op_calls
 
 WEIGHTS_AT = 4096
 """First byte of the weights in the file."""
@@ -78,6 +79,8 @@ def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: M
                 data = code.read(name)
                 if name.endswith("_metadata.json"):
                     data = json.dumps({**json.loads(data), **manifest.lines()}).encode()
+                elif name.endswith(".json"):
+                    data = readable_op_calls(data)
                 archive.writestr(_part(name), data)
 
 
