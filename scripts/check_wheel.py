@@ -30,7 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "tilerec/ops/runtime/cpu/libtilerec_cpu.so"
-OPS_LIBRARY = "tilerec/export/lib/libtilerec_ops.so"  # on torch's stable ABI: built with one version, it runs with others
+OPS_LIBRARY = (
+    "tilerec/export/lib/libtilerec_ops.so"  # on torch's stable ABI: built with one version, it runs with others
+)
 OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 14)
 LOADED = """

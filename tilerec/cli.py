@@ -10,6 +10,7 @@ tilerec init clicks.parquet                         write a first run file for a
 tilerec train run.toml                              train it
 tilerec eval run.toml test.parquet                  score its newest model
 tilerec predict run.toml test.parquet --out scores.parquet
+tilerec export run.toml --out model.pt2             write the model to one file that runs without Python
 tilerec export-index run.toml --out index           write the item vectors of a retrieval run
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner (calibrate_cli.py)
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner (stats_cli.py)
@@ -33,6 +34,7 @@ from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.plan_cli.app import plan_app
 from tilerec.run_cli.evaluate import evaluate
+from tilerec.run_cli.export import export
 from tilerec.run_cli.export_index import export_index
 from tilerec.run_cli.init import init
 from tilerec.run_cli.predict import predict
@@ -75,6 +77,7 @@ def recipes() -> None:
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(predict)
+app.command()(export)
 app.command("export-index")(export_index)
 app.command()(init)
 app.command()(calibrate)

@@ -307,10 +307,10 @@ def compile_package(program: ExportedProgram, path: str) -> None:
 def readable_op_calls(data: bytes) -> bytes:
     """Return a compiled archive's list of op calls (JSON) such that this torch reads the dtypes in it as meant.
 
-    The list has the numbers of torch.export's own enumeration of dtypes. torch 2.11 takes them for those of C++, so that
-    an op that should return float32 returns float64.
+    The list has the numbers of torch.export's own enumeration of dtypes. torch 2.11 takes them for those of C++, so
+    that an op that should return float32 returns float64.
     """
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 12):
+    if tuple(map(int, str(torch.__version__).split(".")[:2])) >= (2, 12):
         return data
     in_cpp = {number: number - 1 for number in range(1, 13)} | {13: 15}  # bfloat16
     return re.sub(rb'("as_scalar_type": )(\d+)', lambda own: own[1] + b"%d" % in_cpp[int(own[2])], data)

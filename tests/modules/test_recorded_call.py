@@ -47,12 +47,11 @@ def test_a_collection_that_is_traced_itself_is_a_child_of_the_trace(make: Callab
                        module(batch)["user"] if make is bags else module(batch)["user"].values())  # fmt: skip
 
 
-def test_managed_ids_sequences_and_position_weights_are_traced() -> None:
-    model = every_kind()
-    traced = torch.fx.symbolic_trace(model)
-    batch = every_batch(4, 4).args()
-    for name, value in model(*batch).items():
-        assert torch.equal(traced(*batch)[name], value)
+def test_a_collection_with_position_weights_is_traced() -> None:
+    module = every_kind().weighted
+    traced = torch.fx.symbolic_trace(module)
+    batch = every_batch(4, 4).pooled
+    assert torch.equal(traced(batch).values(), module(batch).values())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")

@@ -27,7 +27,7 @@ def ops_library() -> Path:
 def cpp_flags() -> list[str]:
     """Return the options that compile and link a program which includes `tilerec/export/cpp/model.h`, with this torch.
 
-    Example: `g++ -O2 server.cpp $(python -c "from tilerec.export import cpp_flags; print(*cpp_flags())") -o server`
+    Example: `g++ -O2 SOURCE $(python -c "from tilerec.export import cpp_flags; print(*cpp_flags())")`
 
     Raises:
         ConfigError: this installation has no `libtilerec_ops.so`.

@@ -25,7 +25,6 @@ from tilerec.modules.data_parallel import check_not_in_ddp
 from tilerec.modules.feature_reads import feature_reads, key_positions
 from tilerec.modules.id_clamp import IdClamp, OnBadId
 from tilerec.modules.initial_values import draw_seed
-from tilerec.modules.recorded_call import RecordedCall
 from tilerec.modules.table import Table, Tables, tables_below
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.optim.fused import FusedOptimizer
@@ -65,7 +64,7 @@ class Operands(NamedTuple):
     no_sinks: Tensor
 
 
-class TableCollection(RecordedCall, nn.Module):
+class TableCollection(nn.Module):
     """Tables of one collection and the routing of a batch's features to them (abstract; see the two collections)."""
 
     def __init__(

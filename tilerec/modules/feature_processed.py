@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.fx import Proxy
 
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -14,7 +13,7 @@ from tilerec.modules.feature_processor import (
     FeatureProcessorsCollection,
     apply_feature_processors_to_kjt,
 )
-from tilerec.modules.recorded_call import RecordedCall
+from tilerec.modules.recorded_call import RecordedCall, is_proxy
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -85,8 +84,8 @@ class FeatureProcessedEmbeddingBagCollection(RecordedCall, nn.Module):
         return FeatureProcessorDictWrapper(processors), self._embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        if isinstance(features, Proxy):
-            return self._record(features)  # type: ignore[return-value]
+        if is_proxy(features):
+            return self._record(features)
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processed = apply_feature_processors_to_kjt(features, dict(processors.items()))

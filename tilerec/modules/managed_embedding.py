@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from tilerec.errors import ConfigError
 from tilerec.modules.batch_checks import check_batch
@@ -23,7 +22,6 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.id_counts import IdPlace, IdStats
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_collection import ManagedCollisionCollection
-from tilerec.modules.recorded_call import RecordedCall
 from tilerec.modules.row_reset import reset_rows
 from tilerec.modules.table_resize import check_resizable, resize_table
 from tilerec.ops.runtime.graph_break import graph_break
@@ -33,7 +31,7 @@ from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.ignored_settings import warn_ignored_settings
 
 
-class ManagedCollisionEmbeddings(RecordedCall, nn.Module):
+class ManagedCollisionEmbeddings(nn.Module):
     """Base class of the two modules below (abstract)."""
 
     _kind: type[TableCollection]
@@ -173,8 +171,6 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddings):
         Returns:
             The pooled rows, and the batch of row numbers (None unless `return_remapped_features`).
         """
-        if isinstance(features, Proxy):
-            return self._record(features)  # type: ignore[return-value]
         remapped = self._remap(features, mutate_miss_lengths)
         pooled = self._embedding_module(remapped)
         return pooled, remapped if self._return_remapped_features else None
@@ -205,8 +201,6 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisionEmbeddings):
         self, features: KeyedJaggedTensor, mutate_miss_lengths: bool = True
     ) -> tuple[dict[str, JaggedTensor], KeyedJaggedTensor | None]:
         """Map ids to rows, then look up one row per id; see `ManagedCollisionEmbeddingBagCollection.forward`."""
-        if isinstance(features, Proxy):
-            return self._record(features)  # type: ignore[return-value]
         remapped = self._remap(features, mutate_miss_lengths)
         rows = self._embedding_module(remapped)
         return rows, remapped if self._return_remapped_features else None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.fx import Proxy
 
 from tilerec.errors import ConfigError
+
+
+def is_proxy(value: object) -> bool:
+    """Return True for a value of `torch.fx.symbolic_trace`."""
+    return isinstance(value, Proxy)
 
 
 class RecordedCall:
@@ -20,10 +25,10 @@ class RecordedCall:
         """The module. If it is the root of a trace, the traced module has it as its child of this name."""
         return self
 
-    def _record(self, features: Proxy) -> Proxy:
-        """Return the proxy of a call of this module."""
+    def _record(self, features: Any) -> Any:
+        """Return the proxy of a call of this module with a proxy."""
         tracer = features.tracer
-        path = "itself" if tracer.root is self else tracer.path_of_module(self)  # type: ignore[attr-defined]
+        path = "itself" if tracer.root is self else tracer.path_of_module(self)
         return tracer.create_proxy("call_module", path, (features,), {})
 
     def __prepare_scriptable__(self) -> NoReturn:
