@@ -195,5 +195,5 @@ check-torch: wheel
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(PEER) $(LIBRARY) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEER) $(LIBRARY) tilerec/export/lib build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

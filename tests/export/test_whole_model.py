@@ -15,6 +15,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.export.exporting import export, prepared
 from tilerec.export.whole_model import whole_model
+from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel
@@ -125,6 +126,17 @@ def test_an_export_that_fails_raises_on_every_rank(tmp_path: Path) -> None:
     first, second = run_virtual_ranks(2, on_rank)
     assert first.endswith("missing/model.pt2; expected a file in an existing folder. Name a file.")
     assert second.startswith("The export: its file failed on rank 0 with ConfigError: export: got ")
+
+
+def test_a_cached_table_is_exported_with_the_rows_of_its_cache() -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(20, DIM, "t", feature_names=["f"])])
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    cache_tables(model, 0.5)
+    batch = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    model(batch).values().sum().backward()
+    found = prepared(whole_model(model), batch)
+    assert torch.equal(found.weights["embedding_bags.t.weight"], model.embedding_bags["t"].weight)
+    assert found.manifest.output_keys == {"output": ["f"]}
 
 
 def test_a_model_without_memory_is_refused() -> None:
