@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,7 @@ def test_any_number_of_processes_predicts_the_same(folder: Path) -> None:
     np.testing.assert_allclose(alone["score"].to_numpy(), two["score"].to_numpy(), rtol=1e-5)
 
 
+@pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles a model; tests/export does so, too")
 def test_an_exported_model_scores_as_predict(folder: Path) -> None:
     out, scores = folder / "model.pt2", folder / "expected.parquet"
     code, text = _invoke("export", str(folder / "run.toml"), "--out", str(out))
