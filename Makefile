@@ -68,9 +68,9 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[dev]'
 	touch $@
 
-$(LIBRARY): $(VENV)/.installed CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+$(LIBRARY): $(VENV)/.installed CMakeLists.txt $(wildcard native/*.h native/*.cpp native/torch/*)
 	$(call say,native CPU library)
-	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING
+	$(BIN)/cmake -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING -DPython3_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(BIN)/cmake --build build/native
 	touch $@
 
@@ -185,7 +185,7 @@ check-wheel: wheel
 TORCHES ?= 2.11.0 2.12.1 2.13.0
 CROSS_SECTION := tests/test_torch_private.py tests/sharding/test_tiled_tensor.py tests/sharding/test_embedding.py \
 	tests/parallel/test_model_parallel.py tests/parallel/test_checkpoint.py tests/parallel/two_d/test_dmp_collection.py \
-	tests/optim tests/golden tests/ops/test_gradient.py tests/ops/test_opcheck.py
+	tests/optim tests/golden tests/ops/test_gradient.py tests/ops/test_opcheck.py tests/export
 
 .PHONY: check-torch
 check-torch: wheel
@@ -195,5 +195,5 @@ check-torch: wheel
 
 .PHONY: clean
 clean:
-	rm -rf $(VENV) $(PEER) $(LIBRARY) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEER) $(LIBRARY) tilerec/export/lib build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@
 #include <new>
 
 #include "parallel.h"
-#include "tilerec.h"
+#include "jagged.h"
 
 namespace {
 

@@ -30,6 +30,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = "tilerec/ops/runtime/cpu/libtilerec_cpu.so"
+OPS_LIBRARY = (
+    "tilerec/export/lib/libtilerec_ops.so"  # on torch's stable ABI: built with one version, it runs with others
+)
 OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 14)
 LOADED = """
@@ -88,6 +91,8 @@ def check_file(wheel: Path) -> None:
         names = archive.namelist()
         if LIBRARY not in names:
             raise SystemExit(f"{wheel.name}: no {LIBRARY} in it; was the C++ build skipped?")
+        if OPS_LIBRARY not in names:
+            raise SystemExit(f"{wheel.name}: no {OPS_LIBRARY} in it; was torch missing where it was built?")
         foreign = [n for n in names if not n.startswith(("tilerec/", "tilerec-"))]
         if foreign:
             raise SystemExit(f"{wheel.name}: files that do not belong into a wheel: {foreign[:5]}")
@@ -120,6 +125,7 @@ def check_environment(
         run([*pip, f"torch=={environment.torch}", f"{wheel}[test]"])
         # Tests and configuration are copied out of the working tree, so `import tilerec` can only find the wheel.
         shutil.copytree(ROOT / "tests", here / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "examples" / "cpp_server", here / "examples" / "cpp_server")
         shutil.copy(ROOT / "pyproject.toml", here)
         clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         run([str(python), "-c", LOADED, "native" if native else "reference"], cwd=here, env=clean)

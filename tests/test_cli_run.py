@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilerec.cli import app
+from tilerec.export import load
+from tilerec.train.trained_run import find_trained
 
 
 def _invoke(*arguments: str) -> tuple[int, str]:
@@ -77,9 +81,29 @@ def test_any_number_of_processes_predicts_the_same(folder: Path) -> None:
     np.testing.assert_allclose(alone["score"].to_numpy(), two["score"].to_numpy(), rtol=1e-5)
 
 
+@pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles a model; tests/export does so, too")
+def test_an_exported_model_scores_as_predict(folder: Path) -> None:
+    out, scores = folder / "model.pt2", folder / "expected.parquet"
+    code, text = _invoke("export", str(folder / "run.toml"), "--out", str(out))
+    assert code == 0, text
+    assert "input   sparse_features.lengths int32 3 batch" in text
+    assert _invoke("predict", str(folder / "run.toml"), str(folder / "new.parquet"), "--out", str(scores))[0] == 0
+    data = find_trained(folder / "run.toml").config.data.open_rows((str(folder / "new.parquet"),), labels=False)
+    package = load(out)
+    logits = [package(batch.dense_features, batch.sparse_features) for batch, _ in data.rows(30, ())]
+    expected = parquet.read_table(scores)["score"].to_numpy()
+    np.testing.assert_allclose(torch.cat(logits).flatten().sigmoid().numpy(), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["export", "{}/run.toml", "--out", "{}/no/model.pt2"], "expected a file in an existing folder"),
+        (
+            ["export", "{}/run.toml", "--out", "{}/x.pt2", "--tower", "query"],
+            "expected a run with model.kind",
+        ),
+        (["export", "{}/none.toml", "--out", "{}/x.pt2"], "got 'No such file or directory'"),
         (["init", "{}/none.parquet", "--out", "{}/x.toml"], "a path that does not exist"),
         (["init", "{}/clicks.parquet", "--out", "{}/run.toml"], "exists; expected a new file"),
         (["init", "{}/clicks.parquet", "--out", "{}/no/run.toml"], "expected a file in an existing folder"),

@@ -428,6 +428,22 @@ def test_a_wrapper_is_prepared_apart_from_the_forward_of_its_module(one_rank) ->
     assert torch.equal(wrapped.module.bias.grad, torch.full((1,), 2.0))
 
 
+def test_the_hooks_of_a_module_s_state_are_listed() -> None:
+    module = nn.Linear(1, 1)
+    module.register_state_dict_pre_hook(lambda *_: None)
+    assert [len(hooks) for hooks in private.state_hooks(module)] == [0, 1, 0, 0]
+
+
+def test_a_program_of_any_sizes_takes_no_sample_and_one() -> None:
+    shapes = ({0: torch.export.Dim("batch", min=0)},)
+    with private.any_sizes():
+        program = torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),), dynamic_shapes=shapes)
+    assert [program.module()(torch.ones(size, 2)).shape[0] for size in (0, 1, 5)] == [0, 1, 5]
+
+
+# `private.compile_package`, `private.readable_op_calls` and `private.package_loader`: tests/export/test_package.py
+
+
 def test_every_name_of_the_file_has_a_test() -> None:
     tree = ast.parse(Path(private.__file__).read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -11,6 +11,7 @@ tilerec train run.toml                              train it
 tilerec eval run.toml test.parquet                  score its newest model
 tilerec predict run.toml test.parquet --out scores.parquet
 tilerec quantize run.toml --max-ne 0.01% --out served  quantize its tables, by data
+tilerec export run.toml --out model.pt2             write the model to one file that runs without Python
 tilerec export-index run.toml --out index           write the item vectors of a retrieval run
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner (calibrate_cli.py)
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner (stats_cli.py)
@@ -34,12 +35,7 @@ from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
 from tilerec.plan_cli.app import plan_app
-from tilerec.run_cli.evaluate import evaluate
-from tilerec.run_cli.export_index import export_index
-from tilerec.run_cli.init import init
-from tilerec.run_cli.predict import predict
-from tilerec.run_cli.quantize import quantize
-from tilerec.run_cli.train import train
+from tilerec.run_cli.commands import add_run_commands
 from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
 
@@ -76,12 +72,7 @@ def recipes() -> None:
     SafeConsole().print(table)
 
 
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(predict)
-app.command()(quantize)
-app.command("export-index")(export_index)
-app.command()(init)
+add_run_commands(app)
 app.command()(calibrate)
 app.command()(stats)
 

@@ -28,6 +28,7 @@ from tilerec.modules.interaction import (
     pair_count,
 )
 from tilerec.modules.mlp import MLP
+from tilerec.modules.recorded_call import is_proxy
 from tilerec.modules.utils import check_size
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -74,7 +75,7 @@ class SparseArch(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         vectors = pooled(self.embedding_bag_collection, features)
-        if vectors.keys() == self._sparse_feature_names:
+        if not is_proxy(vectors) and vectors.keys() == self._sparse_feature_names:
             return vectors.values().reshape(-1, self.F, self.D)
         return torch.stack([vectors[name] for name in self._sparse_feature_names], dim=1)
 

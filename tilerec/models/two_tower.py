@@ -9,6 +9,7 @@ Source of the names: TorchRec's retrieval example. Legend: B samples, D outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -89,6 +90,59 @@ class TwoTower(nn.Module):
         if self._normalize:
             return normalize(query_BD, dim=1), normalize(item_BD, dim=1)
         return query_BD, item_BD
+
+
+class Tower(nn.Module):
+    """One tower of a `TwoTower`, for servers that compute queries and items apart; it shares all weights.
+
+    Args:
+        two_tower: unsharded.
+        side: "query" or "candidate".
+
+    Attributes:
+        features: names of the features that this tower reads.
+
+    Shape: a `KeyedJaggedTensor` of B samples, with at least the tower's features, to [B, D].
+
+    State: as in `TwoTower`, without tables that only the other tower reads.
+
+    Raises:
+        ConfigError: another side, or tables that are sharded or have managed ids.
+    """
+
+    def __init__(self, two_tower: TwoTower, side: str) -> None:
+        super().__init__()
+        bags = two_tower.embedding_bag_collection
+        if side not in ("query", "candidate"):
+            raise ConfigError(f"Tower: got side='{side}'; expected 'query' or 'candidate'.")
+        if type(bags) is not EmbeddingBagCollection:
+            raise ConfigError(
+                f"Tower: got tables in a {type(bags).__name__}; expected an unsharded EmbeddingBagCollection. "
+                "Export both towers together."
+            )
+        query = side == "query"
+        self.features = list(two_tower.query_features if query else two_tower.candidate_features)
+        own = [
+            replace(table, feature_names=[name for name in table.feature_names if name in self.features])
+            for table in bags.embedding_bag_configs()
+            if any(name in self.features for name in table.feature_names)
+        ]
+        self.embedding_bag_collection = EmbeddingBagCollection(
+            own, bags.is_weighted(), torch.device("meta"), output_dtype=bags._output_dtype, on_bad_id=bags._on_bad_id
+        )
+        for table in own:
+            self.embedding_bag_collection.embedding_bags[table.name] = bags.embedding_bags[table.name]
+        self.query_proj = two_tower.query_proj if query else None
+        self.candidate_proj = None if query else two_tower.candidate_proj
+        self._normalize = two_tower._normalize
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Return the vectors of this tower [B, D]."""
+        pooled = self.embedding_bag_collection(sparse_features).to_dict()
+        projection = self.candidate_proj if self.query_proj is None else self.query_proj
+        assert projection is not None
+        vector_BD: Tensor = projection(torch.cat([pooled[name] for name in self.features], dim=1))
+        return normalize(vector_BD, dim=1) if self._normalize else vector_BD
 
 
 class _Batch(Protocol):

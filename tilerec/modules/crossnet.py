@@ -227,10 +227,18 @@ class LowRankMixtureCrossNet(_CrossLayers):
         for u_EIR, v_ERI, c_ERR, bias_I1 in zip(self.U_kernels, self.V_kernels, self.C_kernels, self.bias, strict=True):
             hidden_BER = self._activation(linear(x_BI, v_ERI.reshape(experts * rank, width)))
             hidden_BER = hidden_BER.view(-1, experts, rank)
-            hidden_BER = self._activation(torch.einsum("ber,esr->bes", hidden_BER, c_ERR))
+            hidden_BER = self._activation(_by_expert(hidden_BER, c_ERR))
             if gates_EI is not None:
                 hidden_BER = hidden_BER * linear(x_BI, gates_EI).softmax(dim=1).unsqueeze(2)
             u_IER = u_EIR.transpose(0, 1).reshape(width, experts * rank)
             cross_BI = linear(hidden_BER.reshape(-1, experts * rank), u_IER, bias_I1.squeeze(1))
             x_BI = _crossed(x_BI, input, cross_BI)
         return x_BI
+
+
+def _by_expert(hidden_BER: torch.Tensor, c_ERR: torch.Tensor) -> torch.Tensor:
+    """Return each expert's vectors times its matrix: `out[b, e, s] = sum_r hidden[b, e, r] * c[e, s, r]`."""
+    if torch.compiler.is_exporting():  # einsum decides by sizes, and would refuse batches of one sample
+        product_EBR = torch.bmm(hidden_BER.transpose(0, 1), c_ERR.transpose(1, 2))
+        return product_EBR.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return torch.einsum("ber,esr->bes", hidden_BER, c_ERR)

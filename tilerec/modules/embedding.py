@@ -14,6 +14,7 @@ from torch import Tensor
 from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, TableCollection
 from tilerec.modules.id_clamp import OnBadId, key_starts
+from tilerec.modules.recorded_call import RecordedCall, is_proxy
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import sort_in_advance
 from tilerec.ops.gradient.record import GradientRecord
@@ -25,7 +26,7 @@ from tilerec.spec.table import DataType, EmbeddingConfig
 from tilerec.storage.prefetched_results import MAX_RESULTS, PrefetchedResults, Sources
 
 
-class EmbeddingCollection(TableCollection):
+class EmbeddingCollection(RecordedCall, TableCollection):
     """Rows of a batch of sparse features, one per id (sequence embeddings).
 
     Args:
@@ -72,6 +73,8 @@ class EmbeddingCollection(TableCollection):
         Raises:
             InputError: a feature is missing, an id is outside its table, or ids are not integers.
         """
+        if is_proxy(features):
+            return self._record(features)
         if torch.compiler.is_compiling() and self._has_caches():
             found: dict[str, JaggedTensor] = eager_forward(self, features)
             return found

@@ -17,6 +17,7 @@ from tilerec.modules.cached_lookup import eager_forward
 from tilerec.modules.collection import Lookup, TableCollection
 from tilerec.modules.id_clamp import OnBadId
 from tilerec.modules.inverse_indices import check_samples, sample_bags
+from tilerec.modules.recorded_call import RecordedCall, is_proxy
 from tilerec.modules.table import Tables
 from tilerec.ops.gradient.definition import bag_starts, pooled_blocks, sort_in_advance
 from tilerec.ops.gradient.record import GradientRecord
@@ -28,7 +29,7 @@ from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.storage.located_batch import FeatureBatch
 
 
-class EmbeddingBagCollection(TableCollection):
+class EmbeddingBagCollection(RecordedCall, TableCollection):
     """Pooled embeddings of a batch of sparse features.
 
     Args:
@@ -78,6 +79,8 @@ class EmbeddingBagCollection(TableCollection):
         Raises:
             InputError: a feature is missing, an id is outside its table, ids are not integers, or weights are missing.
         """
+        if is_proxy(features):
+            return self._record(features)
         if torch.compiler.is_compiling() and self._has_caches():
             pooled: KeyedTensor = eager_forward(self, features)
             return pooled

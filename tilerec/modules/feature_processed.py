@@ -13,12 +13,13 @@ from tilerec.modules.feature_processor import (
     FeatureProcessorsCollection,
     apply_feature_processors_to_kjt,
 )
+from tilerec.modules.recorded_call import RecordedCall, is_proxy
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 
 
-class FeatureProcessedEmbeddingBagCollection(nn.Module):
+class FeatureProcessedEmbeddingBagCollection(RecordedCall, nn.Module):
     """Feature processors, followed by a pooled lookup with the weights that they return.
 
     Args:
@@ -83,6 +84,8 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return FeatureProcessorDictWrapper(processors), self._embedding_bag_collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        if is_proxy(features):
+            return self._record(features)
         processors = self._feature_processors
         if isinstance(processors, nn.ModuleDict):
             processed = apply_feature_processors_to_kjt(features, dict(processors.items()))

@@ -237,6 +237,8 @@ def weigh_by_position(features: KeyedJaggedTensor, weights: Mapping[str, Tensor]
 def _per_bag(rows_F: Tensor, features: KeyedJaggedTensor) -> Tensor:
     """Expand one entry per feature to one per bag."""
     if not features.variable_stride_per_key():
+        if torch.compiler.is_exporting():  # a reshape of expanded rows would refuse batches of one sample
+            return rows_F.new_zeros(rows_F.shape[0], features.stride()).add(rows_F.unsqueeze(1)).view(-1)
         return rows_F.unsqueeze(1).expand(-1, features.stride()).reshape(-1)
     strides = features.stride_per_key()
     return rows_F.repeat_interleave(upload(strides, rows_F.device), output_size=sum(strides))

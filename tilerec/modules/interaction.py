@@ -93,6 +93,11 @@ def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: t
     return torch.cat([dense_BD.unsqueeze(1), sparse_BFD], dim=1)
 
 
+# `torch.fx.symbolic_trace` records their calls: they check shapes.
+torch.fx.wrap("_stacked")
+torch.fx.wrap("pair_dots")
+
+
 class InteractionArch(nn.Module):
     """The dense vector, followed by dot products of all pairs of dense and sparse vectors (DLRM, 1906.00091).
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tilerec.errors import ConfigError, InputError
+from tilerec.modules.recorded_call import is_proxy
 
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 ModuleFactory = Callable[[], nn.Module]
@@ -27,6 +28,8 @@ def check_size(what: str, value: object, least: int = 1) -> int:
 
 def check_last_dim(what: str, tensor: torch.Tensor, wanted: int, dims: int | None = None) -> None:
     """Raise `InputError` unless `tensor`'s last dimension is `wanted` (and it has `dims` dimensions, if given)."""
+    if is_proxy(tensor):  # it has no shape
+        return
     if tensor.dim() == 0 or tensor.shape[-1] != wanted or (dims is not None and tensor.dim() != dims):
         shape = "[…, " if dims is None else "[" + "batch, " * (dims - 1)
         raise InputError(

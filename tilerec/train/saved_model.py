@@ -31,6 +31,7 @@ from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.table import Table
 from tilerec.sharding.buckets_view import full_state_of
 from tilerec.sharding.logical import LogicalTensor
+from tilerec.sharding.rank_0_rows import rows_on_rank_0
 from tilerec.sharding.table import ShardedTable
 from tilerec.torch_private import state_dict_pre_hooks
 
@@ -153,39 +154,6 @@ def _row_chunks(whole: LogicalTensor) -> Callable[[], Iterator[Tensor | None]]:
 def _rows_per_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     row = torch.Size(shape[1:]).numel() * dtype.itemsize
     return max(1, _CHUNK_BYTES // max(1, row))
-
-
-def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None:
-    """Return the rows [first, last) of a logical matrix on rank 0; None on other ranks. Collective."""
-    group, cover = whole.group, whole.cover
-    own = {piece.tile: piece.memory for piece in reversed(whole.pieces)}
-    out = whole.like.new_empty((last - first, *cover.shape[1:])) if group.rank == 0 else None
-    receives: dict[int, list[Tensor]] = {}
-    sends: list[Tensor] = []
-    for t in cover.written:
-        tile = cover.tiles[t]
-        low, high = max(first, tile.r0), min(last, tile.r1)
-        if low >= high:
-            continue
-        sender = 0 if 0 in tile.owners else tile.owners[0]
-        here = own[t][low - tile.r0 : high - tile.r0] if t in own else None
-        if out is not None:
-            place = out[low - first : high - first, tile.c0 : tile.c1]
-            if here is not None:
-                place.copy_(here)
-            else:
-                receives.setdefault(sender, []).append(place)
-        elif sender == group.rank and here is not None:
-            sends.append(here.reshape(-1))
-    received = {rank: whole.like.new_empty(sum(place.numel() for place in places)) for rank, places in receives.items()}
-    if received or sends:
-        group.exchange("rows of a model file", received, {0: torch.cat(sends)} if sends else {}).wait()
-    for rank, places in receives.items():
-        at = 0
-        for place in places:
-            place.copy_(received[rank][at : at + place.numel()].view(place.shape))
-            at += place.numel()
-    return out
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:

@@ -28,6 +28,8 @@ def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_exporting():  # a program has no graph breaks
+            return function(*args, **kwargs)
         # The first condition is a constant for a tracer, so the tracer never evaluates the second.
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             return disabled(*args, **kwargs)

@@ -10,6 +10,7 @@ Without the check, one tensor on meta would make the dispatcher choose the fake 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -54,7 +55,8 @@ class OpLibrary(torch.library.Library):
             check_fake: also check before the fake kernel.
         """
         name = schema.partition("(")[0]
-        self.define(schema)
+        if not hasattr(getattr(torch.ops, self.ns), name):  # else libtilerec_ops.so has defined it (native/torch)
+            self.define(schema)
         self._forms[name] = _Form(unpack, check)
 
         def register(reference: Function) -> Function:
@@ -81,8 +83,11 @@ class OpLibrary(torch.library.Library):
 
     def serve(self, key: str, kernels: Mapping[str, Kernel], around: Callable[[Kernel], Kernel] | None = None) -> None:
         """Register a backend's kernels, by op name, for tensors of a dispatch key; `around` wraps each of them."""
-        for name, kernel in self.taking_arguments(kernels).items():
-            self.impl(name, around(kernel) if around else kernel, key, allow_override=True)
+        with warnings.catch_warnings():
+            # torch warns where libtilerec_ops.so has a kernel of the same results, but for fewer dtypes.
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name, kernel in self.taking_arguments(kernels).items():
+                self.impl(name, around(kernel) if around else kernel, key, allow_override=True)
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
         """Register a kernel behind the device check.

@@ -1,0 +1,84 @@
+"""Whole models: their programs take batches of 0, 1 and many samples, and call ops that the library for C++ has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.click_models import BOTH, MODELS
+from tests.models.test_dlrm import MODELS as DLRMS
+from tests.models.test_dlrm import batch as dlrm_batch
+from tests.models.test_dlrm import tables as dlrm_tables
+from tilerec.export.cpp_flags import ops_library
+from tilerec.export.exporting import prepared
+from tilerec.export.signature import flat_tensors
+from tilerec.export.whole_model import whole_model
+from tilerec.models.two_tower import Tower, TwoTower
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.torch_private import pytree
+
+OFTEN = ("dcn, mixture, crosses alone", "ple", "DLRM_Projection")
+
+
+def _name(model: str) -> Any:
+    seldom = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="traces a model like others here")
+    return model if model in OFTEN else pytest.param(model, marks=seldom)
+
+
+def _library_ops() -> set[str]:
+    library = ctypes.CDLL(str(ops_library()))
+    library.tilerec_ops_schemas.restype = ctypes.c_char_p
+    return {text.partition("(")[0] for text in library.tilerec_ops_schemas().decode().splitlines()}
+
+
+def _check(model: nn.Module, example: Any, batches: Sequence[Sequence[Any]], *, strict: bool = False) -> None:
+    found = prepared(whole_model(model), example, strict=strict)
+    program = found.program.module()
+    for batch in batches:
+        with torch.no_grad():
+            wanted = pytree.tree_leaves(model(*batch))
+        got = pytree.tree_leaves(program(*flat_tensors(found.manifest.signature, batch)))
+        assert all(map(torch.equal, got, wanted))
+    targets = {str(node.target) for node in found.program.graph.nodes if str(node.target).startswith("tilerec.")}
+    assert targets
+    assert {target.split(".")[1] for target in targets} <= _library_ops()
+
+
+@pytest.mark.parametrize("name", [_name(model) for model in MODELS])
+def test_click_models(name: str) -> None:
+    model = MODELS[name][0](BOTH.bags(), BOTH.dense, 2).eval()
+    _check(model, BOTH.batch(7), [BOTH.batch(size, seed=size) for size in (0, 1, 9)])
+
+
+@pytest.mark.parametrize("name", [_name(model) for model in DLRMS])
+def test_dlrm_and_its_relatives(name: str) -> None:
+    batches = [dlrm_batch(size) for size in (1, 2, 9)]
+    args = [(batch.dense_features, batch.sparse_features) for batch in batches]
+    _check(DLRMS[name](dlrm_tables()).eval(), args[-1], args, strict=name == "DLRM_Projection")
+
+
+@pytest.mark.parametrize("side", ["query", "candidate"])
+def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> None:
+    configs = [
+        EmbeddingBagConfig(20, 4, "user", feature_names=["u", "v"]),
+        EmbeddingBagConfig(20, 4, "item", feature_names=["i"]),
+    ]
+    both = TwoTower(EmbeddingBagCollection(configs), [8, 3], query_features=["u", "v"], candidate_features=["i"])
+    tower = Tower(both.eval(), side).eval()
+    features = KeyedJaggedTensor.from_lengths_sync(["u", "v", "i"], torch.arange(9), torch.ones(9, dtype=torch.int64))
+    with torch.no_grad():
+        wanted = both(torch.zeros(3, 0), features)[side == "candidate"]
+        assert torch.equal(tower(features), wanted)
+    own = features.permute([0, 1] if side == "query" else [2])
+    manifest = prepared(whole_model(tower), own).manifest
+    table = "user" if side == "query" else "item"
+    assert [entry.name for entry in manifest.tables] == [f"embedding_bag_collection.embedding_bags.{table}"]
+    _check(tower, own, [(own,)])

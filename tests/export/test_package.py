@@ -1,0 +1,301 @@
+"""A package: the model's bits in Python and C++ for any batch size, and clear errors for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.export.export_models import EveryBatch, EveryKind, every_batch, every_kind, kjt
+from tilerec.errors import ConfigError, FileError, InputError
+from tilerec.export import Package, cpp_flags, export, load
+from tilerec.export.cpp_flags import ops_library
+from tilerec.export.signature import TensorSpec, flat_tensors
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = (0, 1, 2, 64)
+MANIFEST = "model/extra/tilerec.json"
+BAD_ID = (  # the compiler chooses the order of lookups
+    r"Table '(user|item|seen)': id \d+ of feature '(user|item)' \(position \d+ of the batch's values\) is outside "
+    r"\[0, 24\)\. Remap the ids, enlarge num_embeddings, or build the collection with on_bad_id='clamp'\."
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> EveryKind:
+    return every_kind()
+
+
+@pytest.fixture(scope="module")
+def path(model: EveryKind, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled once for all tests of this file: that takes seconds."""
+    path = tmp_path_factory.mktemp("package") / "model.pt2"
+    export(model, every_batch(3).args(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def package(path: Path) -> Package:
+    return load(path)
+
+
+def wanted(model: EveryKind, batch: EveryBatch) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return model(*batch.args())
+
+
+def with_ids(batch: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(batch.keys(), ids, lengths=batch.lengths())
+
+
+# ------------------------------------------------------------------------------------------------------------ in Python
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_a_package_returns_the_model_s_bits(model: EveryKind, package: Package, samples: int) -> None:
+    batch = every_batch(samples, samples)
+    found = package(*batch.args())
+    for name, value in wanted(model, batch).items():
+        assert torch.equal(found[name], value)
+
+
+def test_arguments_pass_by_name_and_keys_in_any_order(model: EveryKind, package: Package) -> None:
+    batch = every_batch(5, 5)
+    reordered = batch.pooled.permute([1, 0])
+    found = package(batch.dense, managed=batch.managed, pooled=reordered)
+    assert torch.equal(found["logits"], wanted(model, batch)["logits"])
+
+
+def test_bags_without_ids_and_a_batch_without_any(model: EveryKind, package: Package) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = torch.zeros(8, dtype=torch.int32)
+    batch = EveryBatch(
+        torch.ones(4, 3),
+        KeyedJaggedTensor.from_lengths_sync(["user", "item"], none, lengths),
+        KeyedJaggedTensor.from_lengths_sync(["raw"], none, lengths[:4]),
+    )
+    assert torch.equal(package(*batch.args())["seen"], wanted(model, batch)["seen"])
+
+
+def test_a_row_that_is_written_is_served_by_the_next_call(path: Path) -> None:
+    own = load(path)
+    batch = every_batch(2, 2)
+    before = own(*batch.args())["logits"]
+    (table,) = (entry for entry in own.manifest.tables if entry.name == "pooled.embedding_bags.user")
+    own.weights[table.weight].add_(1)
+    assert not torch.equal(own(*batch.args())["logits"], before)
+    assert torch.equal(load(path)(*batch.args())["logits"], before)
+
+
+def test_the_weights_are_stored_once(package: Package, path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        stored = archive.getinfo("model/data/weights/tilerec.bin").file_size
+    assert stored <= sum(weight.nbytes for weight in package.weights.values()) + 64 * len(package.weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda b: (b.dense.double(), b.pooled, b.managed), "Input 'dense': got float64; expected float32"),
+        (lambda b: (b.dense[:1], b.pooled, b.managed), r"Input 'pooled.lengths': got shape \[2, 3\]; expected \[2, "),
+        (lambda b: (b.dense, b.pooled.values(), b.managed), "Input 'pooled': got a Tensor; expected a Keyed"),
+        (lambda b: (b.dense, b.managed, b.managed), r"Input 'pooled': got no feature \['user', 'item'\]"),
+        (
+            lambda b: (b.dense, kjt(("user", "item", "more"), 3, torch.Generator()), b.managed),
+            r"Input 'pooled': got the unknown features \['more'\]",
+        ),
+        (
+            lambda b: (b.dense, with_ids(b.pooled, b.pooled.values().int()), b.managed),
+            "Input 'pooled.values': got int32; expected int64",
+        ),
+        (lambda b: (b.dense, b.pooled), r"got the arguments \(…, …\); expected \['dense', 'pooled', 'managed'\]"),
+        (
+            lambda b: (b.dense, with_ids(b.pooled, b.pooled.values() + 99), b.managed),
+            # torch < 2.13 passes on only that a call of an op has failed
+            BAD_ID if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13) else f"{BAD_ID}|API call failed",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_batch_is_named(package: Package, change: Callable[[EveryBatch], Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        package(*change(every_batch(3, 3)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def repacked(source: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """Write a package with another manifest."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for i, part in enumerate(old.infolist()):
+            data = old.read(part)
+            if part.filename == MANIFEST:
+                manifest = json.loads(data)
+                edit(manifest)
+                data = json.dumps(manifest).encode()
+            with new.open(part, "w", force_zip64=i == 0) as out:
+                out.write(data)
+    return target
+
+
+def _table(manifest: dict[str, Any], **values: Any) -> None:
+    manifest["tables"][0] |= values
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda m: m.update(abi=99), "got a package for version 99 of tilerec's ops; expected 1"),
+        (lambda m: m.update(torch="1.0"), "got a package of torch 1.0; expected torch 2"),
+        (lambda m: m.update(cpu="SVE"), "got a package for SVE; expected code for "),
+        (lambda m: m.update(version=9), "version: got 9; expected 1"),
+        (lambda m: m.pop("outputs"), 'got an object without "outputs"'),
+        (lambda m: _table(m, rows=5), r"table '.*' has the shape \[24, 4\]; expected \[5, 4\]"),
+        (lambda m: _table(m, weight="x"), "table '.*' has no weight; expected"),
+        (lambda m: m["weights"][-1].update(start=1 << 40), "begins at byte 1099511627776; expected a place in"),
+        (lambda m: m["weights"][0].update(sha256="0" * 64), "weight '.*' has other bytes than the manifest states"),
+        (lambda m: m.update(base="0" * 64), "its manifest describes another model than its compiled part"),
+        (lambda m: m["signature"]["inputs"][0]["tensors"][0].update(dtype="int8"), "describes another model"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_does_not_fit_is_refused(
+    path: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(repacked(path, tmp_path / "other.pt2", edit))
+
+
+def test_files_that_are_no_package_are_refused(path: Path, tmp_path: Path) -> None:
+    whole = path.read_bytes()
+    torn, text, other = tmp_path / "torn.pt2", tmp_path / "text.pt2", tmp_path / "other.pt2"
+    for size in (len(whole) // 2, len(whole) - 30, 5000):
+        torn.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match="got a part of a package, or a damaged one"):
+            load(torn)
+    text.write_text("hello")
+    with pytest.raises(ConfigError, match="got no archive; expected a file of tilerec"):
+        load(text)
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("a", "b")
+    with pytest.raises(ConfigError, match=r"got an archive without model/extra/tilerec\.json"):
+        load(other)
+    with pytest.raises(FileError, match="got 'No such file or directory'; expected a readable file"):
+        load(tmp_path / "missing.pt2")
+
+
+def test_a_changed_weight_is_found(path: Path, package: Package, tmp_path: Path) -> None:
+    changed = bytearray(path.read_bytes())
+    changed[4096 + package.manifest.weights[-1].start] ^= 1
+    other = tmp_path / "changed.pt2"
+    other.write_bytes(bytes(changed))
+    with pytest.raises(ConfigError, match=r"weight '.*' has other bytes than the manifest states"):
+        load(other)
+
+
+# --------------------------------------------------------------------------------------------------------------- in C++
+
+
+class Server:
+    """A connection to the program of examples/cpp_server."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self._answers = self._socket.makefile("rb")
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+
+    def ask(self, tensors: list[Tensor], outputs: tuple[TensorSpec, ...]) -> list[Tensor] | str:
+        for tensor in tensors:
+            self._socket.sendall(
+                struct.pack(f"<{tensor.dim()}q", *tensor.shape) + tensor.contiguous().numpy().tobytes()
+            )
+        (length,) = struct.unpack("<q", self._answers.read(8))
+        if length:
+            return self._answers.read(length).decode()
+        return [self._tensor(spec) for spec in outputs]
+
+    def _tensor(self, spec: TensorSpec) -> Tensor:
+        sizes = struct.unpack(f"<{len(spec.shape)}q", self._answers.read(8 * len(spec.shape)))
+        out = torch.empty(sizes, dtype=getattr(torch, spec.dtype))
+        if out.numel():
+            out.view(-1).view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(self._answers.read(out.nbytes)), dtype=torch.uint8)
+            )
+        return out
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    binary = tmp_path_factory.mktemp("server") / "server"
+    source = ROOT / "examples" / "cpp_server" / "server.cpp"
+    subprocess.run([compiler, source, "-o", binary, *cpp_flags()], check=True)
+    return binary
+
+
+@pytest.fixture(scope="module")
+def server(binary: Path, path: Path) -> Iterator[Server]:
+    with subprocess.Popen([binary, path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        with closing(Server(int(process.stdout.readline().split()[1]))) as server:
+            yield server
+        process.kill()
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_a_cpp_program_returns_the_model_s_bits(
+    server: Server, model: EveryKind, package: Package, samples: int
+) -> None:
+    batch = every_batch(samples, samples)
+    manifest = package.manifest
+    found = server.ask(flat_tensors(manifest.signature, batch.args()), manifest.outputs)
+    for value, want in zip(found, wanted(model, batch).values(), strict=True):
+        assert isinstance(value, Tensor)
+        assert torch.equal(value, want)
+
+
+def test_a_cpp_program_names_what_is_wrong_with_a_batch_and_goes_on(
+    server: Server, model: EveryKind, package: Package
+) -> None:
+    batch, manifest = every_batch(3, 3), package.manifest
+    tensors = flat_tensors(manifest.signature, batch.args())
+    bad_ids = [tensors[0], tensors[1] + 99, *tensors[2:]]
+    assert re.fullmatch(BAD_ID, str(server.ask(bad_ids, manifest.outputs)))
+    bad_sizes = [torch.zeros(4, 3), *tensors[1:]]
+    assert server.ask(bad_sizes, manifest.outputs) == (
+        "Input 'pooled.lengths': got Int [2, 3]; expected contiguous int32 [2, batch] on the CPU, with one size per "
+        "name."
+    )
+    short = [*tensors[:2], tensors[2] + 1, *tensors[3:]]
+    assert re.search(r"offsets?\b.* (descends|must not fall)", str(server.ask(short, manifest.outputs)))
+    found = server.ask(tensors, manifest.outputs)
+    assert torch.equal(found[0], wanted(model, batch)["logits"])  # type: ignore[arg-type]
+
+
+def test_a_cpp_program_refuses_half_a_package(binary: Path, path: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.pt2"
+    torn.write_bytes(path.read_bytes()[:9000])
+    done = subprocess.run([binary, torn], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "expected the whole file of tilerec.export.export()" in done.stderr
+
+
+def test_the_op_library_is_there_with_a_checkout_or_a_wheel() -> None:
+    assert ops_library().stat().st_size < 1 << 20

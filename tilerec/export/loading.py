@@ -1,0 +1,141 @@
+"""`load`: a package as a callable with the model's own arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError, InputError
+from tilerec.export.exporting import torch_version
+from tilerec.export.manifest import OPS_ABI, Manifest
+from tilerec.export.package_file import check_weights, open_package
+from tilerec.export.signature import flat_tensors, is_input
+from tilerec.torch_private import package_loader, pytree
+
+_LEVELS = ("DEFAULT", "AVX2", "AVX512")
+_AGAIN = "Export the model again, or copy the file again."
+
+
+class Package:
+    """A loaded package: call it as the model.
+
+    Attributes:
+        manifest: inputs, outputs, tables, weights and versions.
+        weights: the tensors that calls read, by name. They are mapped from the file: a row written here is read by the
+            next call of this process, and the file does not change.
+    """
+
+    def __init__(self, manifest: Manifest, weights: dict[str, Tensor], runner: Any) -> None:
+        self.manifest, self.weights = manifest, weights
+        self._runner = runner
+        spec = runner.get_call_spec()
+        self._out_spec = pytree.treespec_loads(spec[1])
+        self._structure = pytree.treespec_loads(manifest.signature.structure)
+        self._specs = manifest.signature.specs()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs for a batch.
+
+        Args: those of the model's `forward`, by position or name. Keys of a `KeyedJaggedTensor` may be in any order.
+
+        Raises:
+            InputError: an input is missing or has another dtype or shape, features are missing or unknown, or an id is
+                outside its table.
+        """
+        sizes: dict[str, int] = {}
+        tensors = self._flat(self._bound(args, kwargs))
+        for spec, tensor in zip(self._specs, tensors, strict=True):
+            spec.check(tensor, sizes)
+        try:
+            with torch.no_grad():
+                outputs = self._runner.boxed_run([tensor.contiguous() for tensor in tensors])
+        except RuntimeError as error:
+            raise _cause(error) from error
+        return pytree.tree_unflatten(outputs, self._out_spec)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        names = self.manifest.signature.arguments
+        rest = names[len(args) :]
+        if len(args) > len(names) or set(kwargs) != set(rest):
+            got = [*(["…"] * len(args)), *kwargs]
+            raise InputError(f"Package: got the arguments ({', '.join(got)}); expected {list(names)}. Pass each once.")
+        return (*args, *(kwargs[name] for name in rest))
+
+    def _flat(self, args: tuple[Any, ...]) -> list[Tensor]:
+        values, structure = pytree.tree_flatten(args, is_leaf=is_input)
+        if structure != self._structure:
+            raise InputError(
+                f"Package: got arguments of the structure {structure}; expected {self._structure}, as in the example "
+                "of the export."
+            )
+        return flat_tensors(self.manifest.signature, values)
+
+
+def _cause(error: RuntimeError) -> InputError:
+    """Return the error of an op, which torch passes on as text, or the text of another error."""
+    text = str(error).partition("\n\nAt:")[0]  # then the lines of the op's Python code
+    name, found, own = text.partition(": ")
+    if found and name == InputError.__name__:
+        return InputError(own)
+    return InputError(f"Package: got '{' '.join(text.split()):.600}'; expected a batch that the model can take.")
+
+
+def load(path: str | Path, *, verify: bool = True) -> Package:
+    """Load a package of `export`: a callable with the model's arguments, and the bits of its outputs.
+
+    Weights are mapped into memory: processes that load one file share its pages.
+
+    Args:
+        verify: compare the digests of all weights with the manifest, which reads the file once. False starts in well
+            under a second for any size.
+
+    Raises:
+        FileError: the file cannot be read.
+        ConfigError: it is no package, not all of one, its manifest does not describe it, or it was made for other ops,
+            another torch or wider vectors than this machine has.
+    """
+    what = f"Package {path}"
+    package = open_package(path)
+    manifest = package.manifest
+    _check_versions(manifest, what)
+    if verify:
+        check_weights(package, what)
+    try:
+        runner = package_loader(str(path))
+        stated = runner.get_metadata()
+        wanted = set(runner.get_constant_fqns())
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{what}: got '{' '.join(str(error).split()):.400}' from torch; expected a compiled model. {_AGAIN}"
+        ) from error
+    if any(stated.get(name) != text for name, text in manifest.lines().items()) or not wanted <= set(package.tensors):
+        raise ConfigError(
+            f"{what}: its manifest describes another model than its compiled part; expected the manifest of the "
+            f"export. {_AGAIN}"
+        )
+    runner.load_constants({name: package.tensors[name] for name in wanted}, False, True, True)
+    return Package(manifest, package.tensors, runner)
+
+
+def _check_versions(manifest: Manifest, what: str) -> None:
+    if manifest.abi != OPS_ABI:
+        raise ConfigError(
+            f"{what}: got a package for version {manifest.abi} of tilerec's ops; expected {OPS_ABI}. Export the model "
+            "again with this release."
+        )
+    if manifest.torch != torch_version():
+        raise ConfigError(
+            f"{what}: got a package of torch {manifest.torch}; expected torch {torch_version()}, which runs here. "
+            f"Export the model again, or install torch {manifest.torch}."
+        )
+    here = torch.backends.cpu.get_cpu_capability()
+    if manifest.cpu != here and not (
+        manifest.cpu in _LEVELS and here in _LEVELS and _LEVELS.index(manifest.cpu) < _LEVELS.index(here)
+    ):
+        raise ConfigError(
+            f"{what}: got a package for {manifest.cpu}; expected code for {here}, which this processor has. Export the "
+            "model on such a machine."
+        )

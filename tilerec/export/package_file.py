@@ -1,0 +1,228 @@
+"""A package as a file: a zip archive (PT2) of uncompressed parts, the weights first.
+
+    byte 0      header of the first part, padded
+    4096        weights: each tensor once, at a multiple of 64 bytes, ready to be mapped into memory
+    ...         manifest.json
+    ...         the compiled model, as AOTInductor packages it
+
+A reader in any language finds the weights without reading the archive. torch's loader extracts only the compiled model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError, FileError
+from tilerec.export.manifest import Manifest, Weight
+from tilerec.export.signature import dtype_name, dtype_of_name
+from tilerec.torch_private import readable_op_calls
+
+WEIGHTS_AT = 4096
+"""First byte of the weights in the file."""
+
+_WEIGHTS = "model/data/weights/tilerec.bin"
+_MANIFEST = "model/extra/tilerec.json"
+_CODE = "model/data/aotinductor/"
+_ALIGNMENT = 64
+_CHUNK_BYTES = 1 << 24
+_AGAIN = "Export the model again, or copy the file again."
+
+
+def weight_places(tensors: Mapping[str, Tensor]) -> list[Weight]:
+    """Return the places of tensors in a package, in the order of their names, with their digests.
+
+    Raises:
+        ConfigError: a tensor is on another device than the CPU, or not contiguous.
+    """
+    out: list[Weight] = []
+    places: dict[tuple[object, ...], tuple[int, str]] = {}
+    end = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ConfigError(
+                f"export: got the weight '{name}' on {tensor.device} with strides {tensor.stride()}; expected "
+                "contiguous memory of the CPU. Call .cpu() on the model, or .contiguous() on the weight."
+            )
+        key = tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+        if key not in places or not tensor.numel():
+            places[key] = -(-end // _ALIGNMENT) * _ALIGNMENT, _digest(tensor)
+            end = places[key][0] + tensor.nbytes
+        start, digest = places[key]
+        out.append(Weight(name, dtype_name(tensor), tuple(tensor.shape), start, digest))
+    return out
+
+
+def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Write a package.
+
+    Args:
+        compiled: archive of AOTInductor.
+        tensors: the weights by name.
+    """
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with archive.open(_first_part(), "w", force_zip64=True) as out:
+            _write_weights(out, manifest, tensors)
+        archive.writestr(_part(_MANIFEST), manifest.to_json())
+        with zipfile.ZipFile(compiled) as code:
+            for name in sorted(code.namelist()):
+                data = code.read(name)
+                if name.endswith("_metadata.json"):
+                    data = json.dumps({**json.loads(data), **manifest.lines()}).encode()
+                elif name.endswith(".json"):
+                    data = readable_op_calls(data)
+                archive.writestr(_part(name), data)
+
+
+def _part(name: str) -> zipfile.ZipInfo:
+    part = zipfile.ZipInfo(name)  # with a fixed time
+    part.external_attr = 0o644 << 16
+    return part
+
+
+def _first_part() -> zipfile.ZipInfo:
+    """Return the entry of the weights; its header ends at `WEIGHTS_AT`."""
+    part = _part(_WEIGHTS)
+    used = 30 + len(_WEIGHTS) + 20  # header, name, sizes of 64 bits
+    padding = WEIGHTS_AT - used - 4
+    part.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding)
+    return part
+
+
+def _write_weights(out: IO[bytes], manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    end = 0
+    for own in manifest.weights:
+        if own.start < end:  # shares the memory of an earlier one
+            continue
+        out.write(bytes(own.start - end))
+        tensor = tensors[own.name]
+        for chunk in _bytes_of(tensor).split(_CHUNK_BYTES):
+            out.write(chunk.numpy().data)
+        end = own.start + tensor.nbytes
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256()
+    for chunk in _bytes_of(tensor).split(_CHUNK_BYTES):
+        digest.update(chunk.numpy().data)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class OpenPackage(NamedTuple):
+    """A package whose weights are mapped.
+
+    Attributes:
+        tensors: weights by name. Pages are read when they are used, and shared with other processes; this process alone
+            sees its writes.
+    """
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+
+
+def open_package(path: str | Path) -> OpenPackage:
+    """Map the weights of a package and read its manifest.
+
+    Raises:
+        FileError: the file cannot be read.
+        ConfigError: it is no package, not all of one, or its manifest does not fit it.
+    """
+    what = f"Package {path}"
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+            if start != b"PK\x03\x04":
+                raise ConfigError(f"{what}: got no archive; expected a file of tilerec.export.export(). {_AGAIN}")
+            text, size = _parts(file, what)
+            manifest = _manifest(text, what)
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise FileError(
+            f"{what}: got '{error.strerror or error}'; expected a readable file. Check the path.", error.errno
+        ) from error
+    return OpenPackage(manifest, _mapped(manifest, memory, size, what))
+
+
+def _parts(file: BinaryIO, what: str) -> tuple[bytes, int]:
+    """Return the text of the manifest, and the size of the weights."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            parts = {part.filename: part for part in archive.infolist()}
+            if _MANIFEST not in parts or _WEIGHTS not in parts:
+                raise ConfigError(
+                    f"{what}: got an archive without {_MANIFEST}; expected a file of tilerec.export.export(). Load "
+                    "files of torch.export.save() or aoti_compile_and_package() with torch's functions."
+                )
+            first = parts[_WEIGHTS]
+            wrong = first.header_offset != 0 or first.compress_type != zipfile.ZIP_STORED
+            file.seek(26)
+            name, extra = struct.unpack("<HH", file.read(4))
+            if wrong or 30 + name + extra != WEIGHTS_AT or not any(own.startswith(_CODE) for own in parts):
+                raise ConfigError(f"{what}: got an archive that was packed again; expected the exported file. {_AGAIN}")
+            return archive.read(_MANIFEST), first.file_size
+    except zipfile.BadZipFile as error:
+        raise ConfigError(
+            f"{what}: got a part of a package, or a damaged one ({error}); expected the whole file. {_AGAIN}"
+        ) from error
+
+
+def _manifest(text: bytes, what: str) -> Manifest:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{what}: its manifest: got '{error}'; expected JSON. {_AGAIN}") from error
+    return Manifest.of(data, f"{what}: manifest")
+
+
+def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for own in manifest.weights:
+        dtype = dtype_of_name(own.dtype)
+        count = torch.Size(own.shape).numel()
+        if own.start % _ALIGNMENT or own.start + count * dtype.itemsize > size:
+            raise ConfigError(
+                f"{what}: manifest: weight '{own.name}' of shape {list(own.shape)} begins at byte {own.start}; "
+                f"expected a place in the {size} bytes of the weights. {_AGAIN}"
+            )
+        flat = torch.empty(0, dtype=dtype)
+        if count:
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=WEIGHTS_AT + own.start)
+        out[own.name] = flat.view(own.shape)
+    for table in manifest.tables:
+        rows = out.get(table.weight)
+        if rows is None or tuple(rows.shape) != (table.rows, table.dim):
+            got = "no weight" if rows is None else f"the shape {list(rows.shape)}"
+            raise ConfigError(
+                f"{what}: manifest: table '{table.name}' has {got}; expected {[table.rows, table.dim]} in "
+                f"'{table.weight}'. {_AGAIN}"
+            )
+    return out
+
+
+def check_weights(package: OpenPackage, what: str) -> None:
+    """Raise a `ConfigError` if the weights are not those that the manifest describes. Reads all of them."""
+    for own in package.manifest.weights:
+        if _digest(package.tensors[own.name]) != own.sha256:
+            raise ConfigError(
+                f"{what}: weight '{own.name}' has other bytes than the manifest states; expected digest "
+                f"{own.sha256[:16]}. {_AGAIN}"
+            )

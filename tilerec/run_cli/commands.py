@@ -1,0 +1,24 @@
+"""The commands of runs and of the models that they leave."""
+
+from __future__ import annotations
+
+import typer
+
+from tilerec.run_cli.evaluate import evaluate
+from tilerec.run_cli.export import export
+from tilerec.run_cli.export_index import export_index
+from tilerec.run_cli.init import init
+from tilerec.run_cli.predict import predict
+from tilerec.run_cli.quantize import quantize
+from tilerec.run_cli.train import train
+
+
+def add_run_commands(app: typer.Typer) -> None:
+    """Add the commands, in the order of the help."""
+    app.command()(train)
+    app.command("eval")(evaluate)
+    app.command()(predict)
+    app.command()(quantize)
+    app.command()(export)
+    app.command("export-index")(export_index)
+    app.command()(init)

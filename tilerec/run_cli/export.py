@@ -1,0 +1,91 @@
+"""`tilerec export`: the trained model of a run as one file, for Python and C++ programs that serve it.
+
+tilerec export run.toml --out model.pt2
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.terminal import print_plain, print_rank_error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tilerec.data.batch import Batch
+    from tilerec.train.trained_run import TrainedRun
+
+EXAMPLE_SAMPLES = 7
+"""Samples of the example batch: a number that no layer has as its width."""
+
+
+def export(
+    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    out: Annotated[Path, typer.Option(help="The file to write, such as model.pt2.")],
+    data: Annotated[
+        str | None, typer.Option(help="File with samples, for the names and types of inputs. Default: the run's data.")
+    ] = None,
+    tower: Annotated[
+        str, typer.Option(help="Of a two-tower run: export the 'query' or the 'candidate' tower alone.")
+    ] = "",
+    strict: Annotated[bool, typer.Option(help="Trace with Dynamo instead of running the Python code.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting of the run: name=value. Repeatable.")
+    ] = None,
+) -> None:
+    """Write the newest model of a run, with its weights, to one file that runs without Python."""
+    from tilerec.train.trained_run import find_trained
+
+    try:
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Name a file.")
+        trained = find_trained(run).with_settings(set_ or [])
+        _export(trained, out, data, tower, strict)
+    except TilerecError as error:
+        print_rank_error(error)
+        raise typer.Exit(1) from None
+
+
+def _export(trained: TrainedRun, out: Path, data: str | None, tower: str, strict: bool) -> None:
+    import torch
+
+    from tilerec.export.exporting import export as write
+    from tilerec.export.loading import load
+    from tilerec.train.world import World
+
+    config = trained.config
+    if data is None:
+        dataset = config.data.open()
+        batch = next(iter(dataset.held_out(EXAMPLE_SAMPLES)))
+    else:
+        rows = config.data.open_rows((data,), labels=False)
+        dataset, (batch, _) = rows, next(iter(rows.rows(EXAMPLE_SAMPLES, ())))
+    model = trained.load(dataset, torch.device("cpu"), World(None))
+    model, example = _part(model, batch, tower)
+    write(model, example, out, strict=strict)
+    manifest = load(out, verify=False).manifest
+    print_plain(f"wrote {out}: {out.stat().st_size:,} bytes, {len(manifest.tables)} tables of {trained.folder}")
+    for line in (spec.line() for spec in manifest.signature.specs()):
+        print_plain(f"  input   {line}")
+    for line in (spec.line() for spec in manifest.outputs):
+        print_plain(f"  output  {line}")
+
+
+def _part(model: nn.Module, batch: Batch, tower: str) -> tuple[nn.Module, object]:
+    """Return the module to export, and its example."""
+    from tilerec.models.two_tower import Tower, TwoTower
+
+    if not tower:
+        return model, {"dense_features": batch.dense_features, "sparse_features": batch.sparse_features}
+    if not isinstance(model, TwoTower):
+        raise ConfigError(
+            f"--tower: got '{tower}' for a run of {type(model).__name__}; expected a run with model.kind = "
+            "'two_tower'. Leave it out."
+        )
+    part = Tower(model, tower)
+    keys = batch.sparse_features.keys()
+    return part, batch.sparse_features.permute([keys.index(name) for name in part.features])

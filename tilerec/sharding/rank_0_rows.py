@@ -1,0 +1,41 @@
+"""`rows_on_rank_0`: rows of a sharded matrix, gathered on one rank in chunks, so that no other rank holds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilerec.sharding.logical import LogicalTensor
+
+
+def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None:
+    """Return the rows [first, last) of a logical matrix on rank 0; None on other ranks. Collective."""
+    group, cover = whole.group, whole.cover
+    own = {piece.tile: piece.memory for piece in reversed(whole.pieces)}
+    out = whole.like.new_empty((last - first, *cover.shape[1:])) if group.rank == 0 else None
+    receives: dict[int, list[Tensor]] = {}
+    sends: list[Tensor] = []
+    for t in cover.written:
+        tile = cover.tiles[t]
+        low, high = max(first, tile.r0), min(last, tile.r1)
+        if low >= high:
+            continue
+        sender = 0 if 0 in tile.owners else tile.owners[0]
+        here = own[t][low - tile.r0 : high - tile.r0] if t in own else None
+        if out is not None:
+            place = out[low - first : high - first, tile.c0 : tile.c1]
+            if here is not None:
+                place.copy_(here)
+            else:
+                receives.setdefault(sender, []).append(place)
+        elif sender == group.rank and here is not None:
+            sends.append(here.reshape(-1))
+    received = {rank: whole.like.new_empty(sum(place.numel() for place in places)) for rank, places in receives.items()}
+    if received or sends:
+        group.exchange("rows of a model file", received, {0: torch.cat(sends)} if sends else {}).wait()
+    for rank, places in receives.items():
+        at = 0
+        for place in places:
+            place.copy_(received[rank][at : at + place.numel()].view(place.shape))
+            at += place.numel()
+    return out
