@@ -230,6 +230,24 @@ def test_submodules_and_buffers_are_the_modules_own() -> None:
     assert inner is module[0]
     private.buffers(inner)["running_mean"] = torch.ones(5)
     assert module[0].running_mean.shape == (5,)
+    assert private.parameters(inner)["weight"] is module[0].weight
+
+
+def test_holders_of_a_storage_are_its_tensors_and_its_python_object() -> None:
+    whole = torch.zeros(4)
+    storage = whole.untyped_storage()
+    assert private.storage_holders(storage) == 2
+    part = whole[1:]
+    assert private.storage_holders(storage) == 3
+    del part
+    assert private.storage_holders(storage) == 2
+
+
+def test_an_active_profiler_is_seen() -> None:
+    assert not private.profiler_is_active()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiler_is_active()
+    assert not private.profiler_is_active()
 
 
 def test_hooks_around_a_modules_state_are_listed() -> None:
