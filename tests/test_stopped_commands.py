@@ -30,14 +30,18 @@ def command(folder: Path, launcher: str) -> list[str]:
 
 def run(folder: Path, launcher: str, lines: int, whole_group: bool) -> int:
     """Start a run, send SIGTERM after so many of its lines, and return its exit code."""
-    with subprocess.Popen(
-        command(folder, launcher),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    ) as started:
+    folder.parent.mkdir(exist_ok=True)
+    with (
+        (folder.parent / "errors.txt").open("a") as errors,
+        subprocess.Popen(
+            command(folder, launcher),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as started,
+    ):
         assert started.stdout is not None
         for _ in range(lines):
             started.stdout.readline()
@@ -66,7 +70,7 @@ def test_a_stopped_command_goes_on_with_the_same_bits(tmp_path: Path, launcher: 
     dice = random.Random(len(launcher) + 10 * whole_group)
     code = run(tmp_path / "stopped", launcher, dice.randrange(3, 12), whole_group)
     # torchrun ends with 1 on every signal; its workers with 143.
-    assert code == (1 if launcher == "torchrun" else 143)
+    assert code == (1 if launcher == "torchrun" else 143), (tmp_path / "errors.txt").read_text()
     found = latest(tmp_path / "stopped" / "checkpoints")
     assert found is not None
     assert found.step < 1000

@@ -31,6 +31,7 @@ from tilerec.calibrate_cli import calibrate
 from tilerec.checkpoint_cli import checkpoint_app
 from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
+from tilerec.delta_cli import delta_app
 from tilerec.plan_cli.app import plan_app
 from tilerec.run_cli.evaluate import evaluate
 from tilerec.run_cli.export_index import export_index
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(delta_app, name="delta")
 
 
 @app.callback()

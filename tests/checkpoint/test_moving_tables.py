@@ -15,6 +15,7 @@ from tests.sharding.managed_models import build, sizes_of, train
 from tests.storage.cached_tables import ebc
 from tilerec.checkpoint import CheckpointManager, save, save_ahead
 from tilerec.checkpoint.contents import SavedContents, differences, value_differences
+from tilerec.checkpoint.job_tables import known_rows
 from tilerec.checkpoint.row_changes import JobChanges
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.process import ProcessGroupComms
@@ -135,7 +136,7 @@ def test_each_incremental_save_of_replicas_equals_a_whole_one(pool: Pool, tmp_pa
 
 def test_copies_of_a_module_are_not_observed() -> None:
     module = ebc(Adam(lr=0.1))
-    JobChanges().begin_anew({"model": module})
+    JobChanges().begin_tables(known_rows({"model": module}))
     assert all(rows.observers for _, rows in iter_table_rows(module))
     assert not any(rows.observers for _, rows in iter_table_rows(copy.deepcopy(module)))
     assert torch.equal(copy.deepcopy(module).embedding_bags["a"].weight, module.embedding_bags["a"].weight)

@@ -166,6 +166,7 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "renew_rows_": lambda: (
             whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
         ),
+        "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
         "zch_buckets": lambda: (whole(0, 1, -1), 7),
         "hash_rows_": lambda: (whole(0, 1, -1), 7, 1, whole(0, 0, 0)),
         "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),

@@ -18,6 +18,7 @@ from tilerec.spec.optimizer import SGD
 from tilerec.train.config import ClickConfig, DataConfig, RunConfig, TrainConfig
 from tilerec.train.loop import train
 from tilerec.train.loss import click_loss
+from tilerec.train.run_saves import RunSaves
 from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
@@ -134,7 +135,9 @@ def test_a_run_continues_at_its_position_with_the_same_batches() -> None:
             "a", TableData(), MLPConfig(layers=()), TrainConfig(batch_size=16, epochs=2, max_steps=max_steps)
         )
         dataset = config.data.open()
-        run = Run(config, dataset, config.model.build(dataset, CPU), CPU, World(None), [])
+        world = World(None)
+        saves = RunSaves(config, world, None)
+        run = Run(config, dataset, config.model.build(dataset, CPU), CPU, world, [], saves)
         if state is not None:
             run.load_state_dict(state)
         run._step_module.register_forward_pre_hook(lambda _, batch: seen[-1].append(float(batch[0].sum())))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
+from tilerec.checkpoint.job_tables import known_rows
 from tilerec.checkpoint.loading import load
 from tilerec.checkpoint.manifest import Base, Manifest
 from tilerec.checkpoint.parts import ranks_of_job
@@ -294,7 +295,7 @@ class CheckpointManager:
             for name, link in zip(names, chain.links, strict=True)
         ]
         self._chain = links[::-1] if fits and all(saved.id for _, saved in links) else []
-        self._changes.begin_anew(parts)
+        self._changes.begin_tables(known_rows(parts))
 
     def _remove_damaged(self, step: int) -> None:
         """Remove the checkpoint of a step if it is damaged."""

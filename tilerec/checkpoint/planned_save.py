@@ -44,24 +44,37 @@ class PlannedRows(NamedTuple):
     values: Entry
 
 
+class Changed(NamedTuple):
+    """What has changed since the base; everything else of a tensor that the base has is left out.
+
+    Args:
+        tables: whose writes are announced; some tensors share their memory.
+        rows: of some of these tables, the changed rows of the leaf, int64 ascending.
+        boxes: of some boxes of other tensors, the changed rows of the tensor, int64 ascending.
+    """
+
+    tables: Sequence[TableRows]
+    rows: Mapping[TableRows, Tensor]
+    boxes: Mapping[tuple[str, Box], Tensor]
+
+
 class PlannedSave:
     """What this rank writes.
 
     Args:
         tensors: of the job, by name.
         boxes: those that this rank writes, by tensor; see `boxes_of_rank`.
-        tables: whose changes are known; some tensors share their memory.
-        changed: of some tables, the rows that have changed since the base, int64 ascending.
+        changed: since the base.
         in_base: names, dtypes and shapes of the base's tensors; other tensors are written whole.
         ahead: True if another thread will write while training goes on.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], tables: Sequence[TableRows],
-        changed: Mapping[TableRows, Tensor], in_base: Mapping[str, Form], *, ahead: bool,
+        self, tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], changed: Changed,
+        in_base: Mapping[str, Form], *, ahead: bool,
     ) -> None:  # fmt: skip
         self._changed, self._in_base, self._ahead = changed, in_base, ahead
-        self._leaves = _Leaves(tables)
+        self._leaves = Leaves(changed.tables)
         self._snapshots: dict[TableRows, RowSnapshot] = {}
         self._numbers: dict[tuple[Any, ...], Entry] = {}
         self.own: list[PlannedChunk | PlannedRows] = []
@@ -100,13 +113,17 @@ class PlannedSave:
 
     def _plan(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor) -> None:
         place = self._leaves.take(memory) if box.cells else None
-        if place is None:
+        is_in_base = self._in_base.get(name) == (memory.dtype, shape)
+        rows_U = self._changed.boxes.get((name, box)) if is_in_base and place is None else None
+        if rows_U is not None:
+            self._plan_listed(name, shape, box, memory, rows_U)
+        elif place is None:
             held = memory.detach().to("cpu", copy=True) if self._ahead else memory
             for chunk in chunks_of(box, memory.dtype):
                 part = box.within(held, chunk)
                 entry = Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, _bytes_of(part))
                 self.own.append(PlannedChunk(name, chunk, entry))
-        elif place.table in self._changed and self._in_base.get(name) == (memory.dtype, shape):
+        elif place.table in self._changed.rows and is_in_base:
             self._plan_rows(name, shape, box, memory, place)
         else:
             for chunk in chunks_of(box, memory.dtype):
@@ -116,9 +133,20 @@ class PlannedSave:
                     PlannedChunk(name, chunk, Entry(key_of(name, shape, chunk), memory.dtype, chunk.sizes, data))
                 )
 
-    def _plan_rows(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, place: _Place) -> None:
+    def _plan_listed(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, rows_U: Tensor) -> None:
+        """Plan the given rows of a box that belongs to no known table."""
+        step = max(1, CHUNK_BYTES // max(1, memory.nbytes // memory.shape[0]))
+        for first in range(0, rows_U.numel(), step):
+            some = rows_U[first : first + step]
+            held = memory.detach().index_select(0, (some - box.offsets[0]).to(memory.device)).cpu()
+            key = f"{key_of(name, shape, box)}.{first}"
+            numbers = Entry(f"{key}.rows", torch.int64, (some.numel(),), _bytes_of(some))
+            values = Entry(f"{key}.values", memory.dtype, tuple(held.shape), _bytes_of(held))
+            self.own.append(PlannedRows(name, box, numbers, values))
+
+    def _plan_rows(self, name: str, shape: tuple[int, ...], box: Box, memory: Tensor, place: Place) -> None:
         """Plan the changed rows of a box."""
-        rows_U = self._changed[place.table]
+        rows_U = self._changed.rows[place.table]
         edges = torch.tensor([place.first, place.first + box.sizes[0]])
         low, high = torch.searchsorted(rows_U, edges).tolist()
         widest = max(tensor.nbytes // tensor.shape[0] for tensor in place.table.host())
@@ -137,7 +165,7 @@ class PlannedSave:
             self.own.append(PlannedRows(name, box, self._numbers[mark], values))
 
     def _read(
-        self, place: _Place, memory: Tensor, first: int, count: int, rows_U: Tensor | None
+        self, place: Place, memory: Tensor, first: int, count: int, rows_U: Tensor | None
     ) -> Callable[[], Iterator[memoryview]]:
         """Return a function that yields the bytes of rows number `first` to `first + count`, of `rows_U` or of all."""
         step = max(1, BLOCK // max(1, memory.nbytes // memory.shape[0]))
@@ -171,7 +199,7 @@ def _bytes_of(memory: Tensor) -> Callable[[], Iterator[memoryview]]:
     return parts
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Rows of a leaf (tensor 0) or of one of its slots, from row `first` on."""
 
     table: TableRows
@@ -179,7 +207,7 @@ class _Place(NamedTuple):
     first: int
 
 
-class _Leaves:
+class Leaves:
     """Finds the leaf or slot whose memory a tensor shares."""
 
     def __init__(self, tables: Sequence[TableRows]) -> None:
@@ -190,7 +218,7 @@ class _Leaves:
                     key = tensor.device, tensor.untyped_storage().data_ptr()
                     self._of.setdefault(key, []).append((tensor, table, k))
 
-    def take(self, memory: Tensor) -> _Place | None:
+    def take(self, memory: Tensor) -> Place | None:
         """Return the place of some memory; None if it shares none, or for a second tensor of it (a tied table)."""
         key = memory.device, memory.untyped_storage().data_ptr()
         for i, (tensor, table, k) in enumerate(self._of.get(key, ())):
@@ -199,7 +227,7 @@ class _Leaves:
             whole = memory.is_contiguous() and memory.dim() and memory.nbytes == row * memory.shape[0]
             if whole and not rest and first >= 0 and first + memory.shape[0] <= tensor.shape[0]:
                 del self._of[key][i]
-                return _Place(table, k, first)
+                return Place(table, k, first)
         return None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,9 @@ from tilerec.checkpoint.folder import CheckpointFolder, folder_at
 from tilerec.checkpoint.job_tables import known_rows
 from tilerec.checkpoint.manifest import Base, Chunk, RowList, SavedFile, SavedTensor, manifest_text
 from tilerec.checkpoint.parts import ranks_of_job, states_of
-from tilerec.checkpoint.pieces import check_tensor
+from tilerec.checkpoint.pieces import Box, check_tensor
 from tilerec.checkpoint.planned_save import (
+    Changed,
     Form,
     PlannedChunk,
     PlannedRows,
@@ -38,7 +39,6 @@ from tilerec.checkpoint.planned_save import (
     boxes_of_rank,
     offers_of,
 )
-from tilerec.checkpoint.row_changes import JobChanges
 from tilerec.checkpoint.tree import Json, flatten
 from tilerec.comms.agreement import agreeing, on_all_ranks
 from tilerec.comms.group import Group
@@ -63,6 +63,19 @@ class Saved(NamedTuple):
     tensors: Mapping[str, Form]
 
 
+class ChangeNotes(Protocol):
+    """Notes what changes in a job between two saves."""
+
+    def begin_anew(
+        self, parts: Mapping[str, Any], tensors: Mapping[str, Tensor], boxes: Sequence[tuple[str, Box]], ranks: Group
+    ) -> Changed:  # fmt: skip
+        """Return what has changed since the last call, and begin anew. It may be collective.
+
+        Args:
+            parts: of the job. tensors: of their states, by name. boxes: those that this rank writes.
+        """
+
+
 class Since(NamedTuple):
     """What an incremental save leaves out: rows that have not changed since the base.
 
@@ -72,7 +85,7 @@ class Since(NamedTuple):
         tensors: those of the base that the job's tensors were equal to.
     """
 
-    changes: JobChanges
+    changes: ChangeNotes
     base: Base | None
     tensors: Mapping[str, Form]
 
@@ -139,9 +152,14 @@ class Planned:
         self.copied_bytes = 0
 
     @torch.no_grad()
-    def write(self, ranks: Group) -> Saved:
-        """Write it. Collective. Raises as `save`."""
+    def write(self, ranks: Group, metadata: Mapping[str, Json] | None = None) -> Saved:
+        """Write it. Collective. Raises as `save`.
+
+        Args:
+            metadata: further values for the manifest, which are known by now.
+        """
         folder = self._folder
+        self._metadata = {**self._metadata, **(metadata or {})}
         try:
             with on_all_ranks(ranks, "the checkpoint", "its folder"), file_errors(folder):
                 folder.begin(self._nonce, first=ranks.rank == 0)
@@ -225,10 +243,13 @@ def plan(
     base = None if since is None else since.base
     files: PlannedSave | None = None
     try:
+        if since is None:
+            changed = Changed(list(known_rows(parts)), {}, {})
+        else:
+            changed = since.changes.begin_anew(parts, tensors, boxes, ranks)
         with on_all_ranks(ranks, "the checkpoint", "its plan"):
-            changed = {} if since is None else since.changes.begin_anew(parts)
             in_base = since.tensors if since is not None and base is not None else {}
-            files = PlannedSave(tensors, boxes, list(known_rows(parts)), changed, in_base, ahead=ahead)
+            files = PlannedSave(tensors, boxes, changed, in_base, ahead=ahead)
     except BaseException:
         if files is not None:  # another rank failed
             files.close()

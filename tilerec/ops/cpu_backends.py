@@ -8,6 +8,7 @@ from tilerec.ops.exchange import cpu as exchange
 from tilerec.ops.hash import cpu as hash
 from tilerec.ops.jagged import cpu as jagged
 from tilerec.ops.lookup import cpu as lookup
+from tilerec.ops.marks import cpu as marks
 from tilerec.ops.random import cpu as random
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.update import cpu as update
@@ -15,5 +16,5 @@ from tilerec.ops.update import cpu as update
 
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
-    for family in (exchange, hash, jagged, lookup, random, update):
+    for family in (exchange, hash, jagged, lookup, marks, random, update):
         LIBRARY.serve("CPU", family.kernels(library))

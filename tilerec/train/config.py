@@ -276,6 +276,28 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Published states of a run, in the folder `deltas` of its `log_dir`, for models that serve.
+
+    Attributes:
+        every: steps between two published states; 0 for none. The last step has one, too.
+        max_bytes: most bytes of rows in one of them; those that have changed most come first. 0 for all changed rows.
+        base_every: states between two that hold everything; 0: one once the changes since the last are as large as it.
+        keep_bases: number of newest whole states to keep, with the changes since the oldest of them; 0 keeps all.
+    """
+
+    every: int = 0
+    max_bytes: int = 0
+    base_every: int = 0
+    keep_bases: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("every", "max_bytes", "base_every", "keep_bases"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"delta.{name}: got {getattr(self, name)}; expected at least 0.")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Config of a complete run.
 
@@ -290,6 +312,7 @@ class RunConfig:
         trace: file for the times of all stages, for Perfetto; "" for none.
         task: what the model learns.
         checkpoint: when to save the whole run, and whether to continue one.
+        delta: when to publish the model's state.
     """
 
     name: str
@@ -301,3 +324,4 @@ class RunConfig:
     trace: str = ""
     task: TaskConfig = field(default_factory=ClickConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    delta: DeltaConfig = field(default_factory=DeltaConfig)

@@ -70,7 +70,7 @@ class RankVotes:
     def _post(self, step: int, votes: Sequence[bool]) -> None:
         assert self._group is not None
         now = time.perf_counter()
-        # 0 says that the time is not known yet.
+        # 0: the time is not known yet.
         step_us = max(1, int(1e6 * (now - self._since) / max(step - self._last, 1))) if self._since else 0
         self._last, self._since = step, now
         numbers = torch.tensor([*map(int, votes), step_us], dtype=torch.int64)

@@ -11,6 +11,7 @@ from tilerec.train.config import RunConfig
 from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Watcher
 from tilerec.train.run_memory import RunMemory
+from tilerec.train.run_saves import RunSaves
 from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
@@ -30,7 +31,8 @@ def started_run(
         ConfigError: a killed rank is replaced, and neither memory nor checkpoints have its tables.
     """
     memory = RunMemory.of(config, world)
-    run = Run(config, dataset, model, device, world, watchers, checkpoints, memory)
+    saves = RunSaves(config, world, checkpoints)
+    run = Run(config, dataset, model, device, world, watchers, saves, memory)
     if memory is not None and memory.attempt:
         newest = -1 if checkpoints is None else checkpoints.newest()
         if not memory.recover(run, newest) and not (checkpoints is not None and checkpoints.resume(run)):

@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,9 @@ from tilerec.parallel.check_replicas import check_replicas
 from tilerec.pipelines.train_pipelines import PrefetchTrainPipelineSparseDist
 from tilerec.train.config import RunConfig
 from tilerec.train.optimizers import Optimizers
-from tilerec.train.run_checkpoints import RunCheckpoints
 from tilerec.train.run_logger import Event, Watcher
 from tilerec.train.run_memory import RunMemory
+from tilerec.train.run_saves import RunSaves
 from tilerec.train.scores import mean_scores
 from tilerec.train.table_stats import TableStats
 from tilerec.train.task import Evaluation, Task
@@ -48,7 +48,7 @@ class Run:
         device: torch.device,
         world: World,
         all_watchers: list[Watcher],
-        checkpoints: RunCheckpoints | None = None,
+        saves: RunSaves,
         memory: RunMemory | None = None,
     ) -> None:
         self._config = config
@@ -58,10 +58,10 @@ class Run:
         self._device = device
         self._world = world
         self._watchers = all_watchers
-        self._checkpoints = checkpoints
+        self._saves = saves
         self._memory = memory
         self._optimizers = Optimizers(model, config.train)
-        self._step_module = world.data_parallel(model, fixed_order=checkpoints is not None or memory is not None)
+        self._step_module = world.data_parallel(model, fixed_order=saves.can_continue or memory is not None)
         self._pipeline = PrefetchTrainPipelineSparseDist(
             model, self, device, custom_model_fwd=self._forward, group=world.group, even=False
         )  # every rank has a share of every global batch, so all have equally many
@@ -86,15 +86,12 @@ class Run:
         Raises:
             RunStopped: a signal has stopped the run, and it is saved.
         """
-        stops = nullcontext() if self._checkpoints is None else self._checkpoints.stops()
-        with self._world.reporting(self.where), stops:
+        with self._world.reporting(self.where), self._saves.stops():
             try:
                 if self._memory is not None:
                     self._memory.begin(self)
                 self._learn()
             except BaseException as error:
-                if self._checkpoints is not None:
-                    self._checkpoints.leave()
                 lost = (
                     self._world.failure(f"step {self.steps + 1}", error) if isinstance(error, RuntimeError) else error
                 )
@@ -119,10 +116,11 @@ class Run:
         self._model.train()
         shares = self._shares()
         self._since = time.perf_counter()
-        while self._steps_to_save(shares) and self._checkpoints is not None:
+        self._saves.begin(self._model)
+        while self._steps_to_save(shares):
             self._stop_clock()
             with self._doing("checkpoint"):
-                self._checkpoints.save(self)
+                self._saves.save(self)
             self._since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
@@ -130,9 +128,8 @@ class Run:
             values = self._progress()
             self._stop_clock()
             self._emit_train(values)
-        if self._checkpoints is not None:
-            with self._doing("checkpoint"):
-                self._checkpoints.save_last(self)
+        with self._doing("checkpoint"):
+            self._saves.save_last(self)
         if self._config.trace:
             try:
                 self._pipeline.write_trace(self._config.trace)
@@ -140,19 +137,18 @@ class Run:
                 warnings.warn(f"{error} The run continues without a trace.", stacklevel=2)
 
     def _steps_to_save(self, shares: Iterator[tuple[int, Share]]) -> bool:
-        """Train up to the step at which a checkpoint is due, or to the end; return False at the end.
+        """Train up to the step at which a checkpoint or a published state is due, or to the end; return False there.
 
         The pipeline works on later batches ahead of their steps. It gets none beyond that step: ids that managed
         collision has seen are part of the checkpoint.
         """
-        options, checkpoints = self._options, self._checkpoints
-        ended = True
+        options, ended = self._options, True
 
         def until_due() -> Iterator[tuple[int, Share]]:
             nonlocal ended
             for step, numbered in enumerate(shares, self.steps + 1):
                 yield numbered
-                if checkpoints is not None and checkpoints.due(step):
+                if self._saves.due(step):
                     ended = False
                     return
 

@@ -1,0 +1,238 @@
+"""`Follower`: brings a model's weights from one published state to the next, while others read them.
+
+    follower = Follower("deltas", model)         # at the newest base
+    while True:
+        follower.poll()                          # applies the deltas that have come
+
+A delta is read as a whole, with all of its checksums, before the first row is written. So a damaged one changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.checkpoint.chain import Wanted, open_chain, unreadable
+from tilerec.checkpoint.contents import SavedContents
+from tilerec.checkpoint.job_tables import announce_write
+from tilerec.checkpoint.pieces import Piece, pieces_of
+from tilerec.delta.log import DeltaLog, Entry, EntryName
+from tilerec.delta.record import DeltaRecord
+from tilerec.delta.staged import StagedRows, stage
+from tilerec.delta.writer import PART
+from tilerec.errors import ConfigError, FileError, InputError
+
+ROWS = 256
+"""Rows that are written while the lock is held: about 20 microseconds."""
+
+Reason = Literal["damaged", "gap", "repeated", "other base", "other model", "other run"]
+
+
+class DeltaRefused(InputError):
+    """An entry that a follower did not apply; its weights are unchanged. reason: why."""
+
+    def __init__(self, text: str, reason: Reason) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Follower:
+    """Weights that follow a log. One per process or rank; nothing is collective.
+
+    Args:
+        folder: of the log, or a URL of fsspec.
+        target: whose weights are written in place: a model, sharded or not, or tensors by their names in the model.
+        state: the published state that the target has already (`DeltaRecord.state`), for weights that were exported
+            from a base; "": the newest base is loaded.
+        lock: held while at most `ROWS` rows of a tensor are written. None: readers may see a row that is half new.
+        partial: True: the target lacks some tensors of the log, which are passed over.
+
+    Raises:
+        FileError: the log has no whole base, or cannot be read. DeltaRefused: the base does not fit the target.
+    """
+
+    def __init__(
+        self, folder: str | Path, target: nn.Module | Mapping[str, Tensor], *, state: str = "",
+        lock: AbstractContextManager[object] | None = None, partial: bool = False,
+    ) -> None:  # fmt: skip
+        self.log = DeltaLog(folder)
+        self._target = target
+        self._lock = lock if lock is not None else nullcontext()
+        self._partial = partial
+        self.record = self._entry_of(state).record if state else self._load_base()
+
+    @property
+    def sequence(self) -> int:
+        """Number of the published state that the target has."""
+        return self.record.sequence
+
+    def poll(self) -> list[DeltaRecord]:
+        """Apply the deltas that have been published since the last call; return their records.
+
+        If the next delta has been removed, or cannot follow, and a later base is whole, that is loaded.
+
+        Raises:
+            DeltaRefused: the next delta is damaged or does not follow, and there is no later base.
+        """
+        applied: list[DeltaRecord] = []
+        for name in self.log.names():
+            if name.sequence <= self.sequence:
+                continue
+            try:
+                if name.is_base:  # its delta is gone
+                    raise self._refused(name, "gap", f"got number {name.sequence} next; expected {self.sequence + 1}")
+                applied.append(self.apply(name))
+            except DeltaRefused as refused:
+                base = self.log.newest_base()
+                if base is None or base.record.sequence <= self.sequence:
+                    raise
+                if base.record.run != self.record.run:
+                    raise refused from None
+                self.record = self._load_base()
+                applied.append(self.record)
+        return applied
+
+    @torch.no_grad()
+    def apply(self, name: EntryName) -> DeltaRecord:
+        """Apply one delta.
+
+        Raises:
+            DeltaRefused: it is damaged, or not the one that follows. The weights are unchanged.
+        """
+        try:
+            entry = self.log.open(name)
+            self._check_order(entry)
+            staged = stage(entry)
+        except DeltaRefused:
+            raise
+        except (FileError, InputError) as error:
+            raise DeltaRefused(str(error), "damaged") from error
+        places = self._places(entry, staged)
+        if isinstance(self._target, nn.Module):
+            announce_write(self._target)
+        for part, pieces in places:
+            for piece in pieces:
+                self._write(part, piece)
+        self.record = entry.record
+        return entry.record
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _refused(self, name: EntryName, reason: Reason, text: str) -> DeltaRefused:
+        return DeltaRefused(
+            f"Delta log {self.log.path}/{name}: {text}. Make a new Follower at its newest base.", reason
+        )
+
+    def _check_order(self, entry: Entry) -> None:
+        own, new = self.record, entry.record
+        if new.run != own.run:
+            raise self._refused(entry.name, "other run", f"got the run {new.run}; expected {own.run}")
+        if new.sequence <= own.sequence:
+            raise self._refused(
+                entry.name, "repeated", f"got number {new.sequence} again; expected {own.sequence + 1}, the next one"
+            )
+        if new.sequence > own.sequence + 1:
+            raise self._refused(entry.name, "gap", f"got number {new.sequence}; expected {own.sequence + 1} before it")
+        if new.previous != own.state:
+            raise self._refused(
+                entry.name, "other base", f"got a delta for the state {new.previous}; expected one for {own.state}"
+            )
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        return self._target.state_dict() if isinstance(self._target, nn.Module) else self._target
+
+    def _own(self, entry: Entry) -> dict[str, list[Piece]]:
+        """Return the pieces of the target, by the names of the log."""
+        own, found = self._tensors(), {}
+        for name, saved in entry.manifest.tensors.items():
+            tensor = own.get(name.removeprefix(f"{PART}."))
+            if tensor is None and self._partial:
+                continue
+            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (saved.dtype, saved.shape):
+                got = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise DeltaRefused(
+                    f"Delta log {entry.path}: got {name} {saved.dtype} {list(saved.shape)} for {got} of the target; "
+                    "expected the same. Make the target from the model that is published.",
+                    "other model",
+                )
+            found[name] = pieces_of(name, tensor)
+        return found
+
+    def _places(
+        self, entry: Entry, staged: Mapping[str, list[StagedRows]]
+    ) -> list[tuple[StagedRows, list[Piece]]]:  # fmt: skip
+        own = self._own(entry)
+        return [(part, own[name]) for name, parts in staged.items() if name in own for part in parts]
+
+    def _entry_of(self, state: str) -> Entry:
+        """Return the entry of a published state."""
+        for name in reversed(self.log.names()):
+            entry = self.log.open(name)
+            if entry.record.state == state:
+                return entry
+        raise ConfigError(
+            f"Delta log {self.log.path}: got the state {state!r}; expected one of its entries. The log has moved on: "
+            "make the target from its newest base."
+        )
+
+    # -------------------------------------------------------------------------------------------------------- writes
+
+    @torch.no_grad()
+    def _load_base(self) -> DeltaRecord:
+        """Write the newest whole base to the target."""
+        entry = self.log.newest_base()
+        if entry is None:
+            raise FileError(
+                f"Delta log {self.log.path}: got no whole base in it; expected base-0 or a later one. Check the path, "
+                "or publish one with DeltaWriter."
+            )
+        own = self._own(entry)
+        SavedContents(entry.path).verify()
+        if isinstance(self._target, nn.Module):
+            announce_write(self._target)
+        chain = open_chain(entry.folder)
+        try:
+            for name, pieces in own.items():
+                chain.read([Wanted(piece, name) for piece in pieces])
+        except OSError as error:
+            raise unreadable(entry.folder, error) from error
+        return entry.record
+
+    def _write(self, part: StagedRows, piece: Piece) -> None:
+        """Write the rows of a part that a piece holds, some at a time."""
+        both = part.box.overlap(piece.box) if part.box.sizes else None
+        if both is None:
+            if not part.box.sizes:
+                with self._lock:
+                    piece.memory.copy_(part.values)
+            return
+        place, values = _bytes_of(piece.memory), part.values
+        first, size = both.offsets[0], both.sizes[0]
+        if part.rows_U is None:
+            low, high = first - part.box.offsets[0], first - part.box.offsets[0] + size
+        else:
+            low, high = torch.searchsorted(part.rows_U, torch.tensor([first, first + size])).tolist()
+        for dim in range(1, len(both.sizes)):
+            place = place.narrow(dim, both.offsets[dim] - piece.box.offsets[dim], both.sizes[dim])
+            values = values.narrow(dim, both.offsets[dim] - part.box.offsets[dim], both.sizes[dim])
+        values = _bytes_of(values)
+        for at in range(low, high, ROWS):
+            some = values[at : min(at + ROWS, high)].to(place.device)
+            with self._lock:
+                if part.rows_U is None:
+                    start = at + part.box.offsets[0] - piece.box.offsets[0]
+                    place[start : start + some.shape[0]].copy_(some)
+                else:
+                    rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
+                    place.index_copy_(0, rows, some)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of 8-bit floats as whole numbers: torch does not index all of them."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

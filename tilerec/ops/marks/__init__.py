@@ -1,0 +1,1 @@
+"""Marks of rows, one bit per row: which rows have been written."""
