@@ -37,6 +37,7 @@ from tilerec.run_cli.evaluate import evaluate
 from tilerec.run_cli.export_index import export_index
 from tilerec.run_cli.init import init
 from tilerec.run_cli.predict import predict
+from tilerec.run_cli.serve import bench_serve, serve
 from tilerec.run_cli.train import train
 from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
@@ -78,6 +79,8 @@ app.command()(train)
 app.command("eval")(evaluate)
 app.command()(predict)
 app.command("export-index")(export_index)
+app.command()(serve)
+app.command("bench-serve")(bench_serve)
 app.command()(init)
 app.command()(calibrate)
 app.command()(stats)
