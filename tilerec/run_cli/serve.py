@@ -81,8 +81,8 @@ def bench_serve(
             found = offer_load(address or _address(started), manifest, load)
         finally:
             if started is not None:
-                started.terminate()
-                started.wait()
+                with started:  # closes its pipe
+                    started.terminate()
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(1) from None
