@@ -12,6 +12,7 @@ tilerec eval run.toml test.parquet                  score its newest model
 tilerec predict run.toml test.parquet --out scores.parquet
 tilerec quantize run.toml --max-ne 0.01% --out served  quantize its tables, by data
 tilerec export run.toml --out model.pt2             write the model to one file that runs without Python
+tilerec serve model.pt2                             serve that file over HTTP
 tilerec export-index run.toml --out index           write the item vectors of a retrieval run
 tilerec calibrate --nproc 2 --out topology.json     measure this machine's speeds for the planner (calibrate_cli.py)
 tilerec stats ml-latest-small --out stats.json      measure the distribution of ids for the planner (stats_cli.py)

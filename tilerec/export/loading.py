@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,23 @@ class Package:
             InputError: an input is missing or has another dtype or shape, features are missing or unknown, or an id is
                 outside its table.
         """
+        outputs = self.run(self._flat(self._bound(args, kwargs)))
+        return pytree.tree_unflatten(outputs, self._out_spec)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of the outputs for the tensors of the inputs, both in the order of the manifest.
+
+        Raises as a call.
+        """
         sizes: dict[str, int] = {}
-        tensors = self._flat(self._bound(args, kwargs))
         for spec, tensor in zip(self._specs, tensors, strict=True):
             spec.check(tensor, sizes)
         try:
             with torch.no_grad():
-                outputs = self._runner.boxed_run([tensor.contiguous() for tensor in tensors])
+                outputs: list[Tensor] = self._runner.boxed_run([tensor.contiguous() for tensor in tensors])
         except RuntimeError as error:
             raise _cause(error) from error
-        return pytree.tree_unflatten(outputs, self._out_spec)
+        return outputs
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         names = self.manifest.signature.arguments

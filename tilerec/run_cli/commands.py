@@ -10,6 +10,7 @@ from tilerec.run_cli.export_index import export_index
 from tilerec.run_cli.init import init
 from tilerec.run_cli.predict import predict
 from tilerec.run_cli.quantize import quantize
+from tilerec.run_cli.serve import bench_serve, serve
 from tilerec.run_cli.train import train
 
 
@@ -21,4 +22,6 @@ def add_run_commands(app: typer.Typer) -> None:
     app.command()(quantize)
     app.command()(export)
     app.command("export-index")(export_index)
+    app.command()(serve)
+    app.command("bench-serve")(bench_serve)
     app.command()(init)

@@ -1,0 +1,113 @@
+"""`tilerec serve` and `tilerec bench-serve`: a package over HTTP, and its latency under load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from tilerec.errors import TilerecError
+from tilerec.terminal import SafeConsole, print_error, print_plain
+
+_INSTALL = "tilerec serve: needs fastapi, uvicorn and prometheus-client. Install tilerec[serve]."
+
+
+def serve(
+    package: Annotated[
+        str, typer.Argument(help="A package of `tilerec export`. Replace the file to serve another version.")
+    ],
+    deltas: Annotated[str, typer.Option(help="Folder of a log of published states that the weights follow.")] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = 8000,
+    workers: Annotated[int, typer.Option(help="Worker processes; they share the package's weights.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
+    every: Annotated[float, typer.Option(help="Seconds between two looks at the file and the log.")] = 1.0,
+    max_samples: Annotated[int, typer.Option(help="Most samples of a batch of several requests.")] = 1024,
+    wait_ms: Annotated[float, typer.Option(help="Milliseconds that a request waits for others.")] = 0.0,
+    max_waiting: Annotated[int, typer.Option(help="Most requests that wait; more get status 503.")] = 1000,
+) -> None:
+    """Serve a package over HTTP: POST /v1/predict, GET /v1/model, /healthz, /readyz and /metrics."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
+        print_error(_INSTALL)
+        raise typer.Exit(1) from None
+    from tilerec.serve.batcher import Batching
+    from tilerec.serve.server import ServerOptions, run_server
+
+    try:
+        batching = Batching(max_samples, wait_ms, max_waiting)
+        options = ServerOptions(package, deltas, host, port, workers, threads, every, batching=batching)
+        run_server(options, lambda address: print_plain(f"serving {package} on {address}"))
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    except OSError as error:
+        print_error(
+            f"serve: got '{error.strerror or error}' for {host}:{port}; expected a free port. Choose another one."
+        )
+        raise typer.Exit(1) from None
+
+
+def bench_serve(
+    package: Annotated[str, typer.Argument(help="A package of `tilerec export`.")],
+    address: Annotated[str, typer.Option(help="Of a running server, http://HOST:PORT; empty: one is started.")] = "",
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 50.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of load.")] = 10.0,
+    pairs: Annotated[str, typer.Option(help="Least and most samples of a request.")] = "100:700",
+    ids: Annotated[int, typer.Option(help="Ids of each feature and sample.")] = 1,
+    form: Annotated[str, typer.Option(help="safetensors or json.")] = "safetensors",
+    workers: Annotated[int, typer.Option(help="Worker processes of the server that is started.")] = 1,
+) -> None:
+    """Offer requests at a given rate, whether or not the server keeps up, and print the latency."""
+    from rich.table import Table
+
+    from tilerec.export.package_file import open_package
+    from tilerec.serve.load import BOUNDS_MS, Load, offer_load
+
+    try:
+        low, _, high = pairs.partition(":")
+        if not low.isdigit() or not (high or low).isdigit():
+            print_error(f"bench-serve: got --pairs {pairs!r}; expected two numbers such as 100:700. Correct it.")
+            raise typer.Exit(2)
+        load = Load(rate, seconds, (int(low), int(high or low)), ids, form)
+        manifest = open_package(package).manifest
+        started = None if address else _start(package, workers)
+        try:
+            found = offer_load(address or _address(started), manifest, load)
+        finally:
+            if started is not None:
+                with started:  # closes its pipe
+                    started.terminate()
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    table = Table("", "", title=f"{rate:g} requests/s of {pairs} pairs, {ids} ids per feature, {form}")
+    table.add_row("answered", f"{len(found.latency_ms):,} requests, {found.pairs / found.seconds:,.0f} pairs/s")
+    table.add_row("failed", ", ".join(f"{count} {status}" for status, count in found.failed.items()) or "none")
+    for percent in (50, 90, 99, 99.9):
+        table.add_row(f"p{percent:g}", f"{found.percentile(percent):.2f} ms")
+    for name, bound in BOUNDS_MS.items():
+        table.add_row(f"p99 within {bound:g} ms ({name})", "yes" if found.percentile(99) <= bound else "no")
+    SafeConsole().print(table)
+
+
+def _start(package: str, workers: int) -> subprocess.Popen[str]:
+    """Start a server on a free port."""
+    command = [sys.executable, "-m", "tilerec", "serve", package, "--port", "0", "--workers", str(workers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _address(started: subprocess.Popen[str] | None) -> str:
+    assert started is not None
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    if " on http" not in line:
+        started.wait()
+        print_error("bench-serve: the server did not start. See its error above.")
+        raise typer.Exit(1)
+    return line.rsplit(" ", 1)[-1].strip()

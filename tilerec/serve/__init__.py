@@ -1,0 +1,8 @@
+"""HTTP server for packages of `tilerec.export`: batches, swaps of versions, metrics, and a load generator."""
+
+from tilerec.serve.app import make_app
+from tilerec.serve.batcher import Batcher, Batching
+from tilerec.serve.load import Load, LoadReport, offer_load
+from tilerec.serve.served_model import ServedModel
+
+__all__ = ["Batcher", "Batching", "Load", "LoadReport", "ServedModel", "make_app", "offer_load"]

@@ -1,0 +1,161 @@
+"""`offer_load`: requests at given times, whether or not the server keeps up, and the latency of each.
+
+Requests come by a Poisson process. A request's latency begins at its time in that process, so waiting for a slow server
+counts. Each has a number of user-item pairs, as in MLPerf's server scenario of DLRM (100 to 700 pairs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilerec.errors import ConfigError
+from tilerec.export.manifest import Manifest
+from tilerec.export.signature import BATCH, dtype_of_name
+
+BOUNDS_MS = {"MLPerf DLRM v1": 30.0, "MLPerf DLRM-v2": 60.0}
+"""Bounds of p99 in MLPerf inference's server scenario, milliseconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is offered.
+
+    Attributes:
+        rate: requests per second, on average.
+        seconds: of the whole load.
+        pairs: least and most samples of a request; drawn uniformly.
+        ids: ids of each feature and sample.
+        form: "safetensors" or "json" (by columns).
+        seed: of all draws.
+    """
+
+    rate: float = 50.0
+    seconds: float = 10.0
+    pairs: tuple[int, int] = (100, 700)
+    ids: int = 1
+    form: str = "safetensors"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        low, high = self.pairs
+        if not (self.rate > 0 and self.seconds > 0 and 0 < low <= high and self.ids >= 0):
+            raise ConfigError(
+                f"Load: got {self}; expected a rate and seconds above 0, 0 < pairs[0] <= pairs[1], ids from 0."
+            )
+        if self.form not in ("safetensors", "json"):
+            raise ConfigError(f"Load: got the form {self.form!r}; expected 'safetensors' or 'json'. Correct it.")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was measured.
+
+    Attributes:
+        latency_ms: of each answered request, from the time at which it was due.
+        pairs: samples of all answered requests.
+        failed: requests that were not answered with status 200, by status or error.
+        seconds: from the first request to the last answer.
+    """
+
+    latency_ms: Sequence[float]
+    pairs: int
+    failed: Mapping[str, int]
+    seconds: float
+
+    def percentile(self, percent: float) -> float:
+        """Return a percentile of the latency in milliseconds; nan without answers."""
+        return float(np.percentile(self.latency_ms, percent)) if self.latency_ms else float("nan")
+
+
+def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return random inputs that a package takes, by the names of its tensors; ids are below their tables' rows."""
+    rows = {feature: table.rows for table in reversed(manifest.tables) for feature in table.features}
+    made: dict[str, Tensor] = {}
+    for own in manifest.signature.inputs:
+        keys = own.keys or (own.name,)
+        for spec in own.tensors:
+            dtype = dtype_of_name(spec.dtype)
+            part = spec.name.rpartition(".")[2] if own.kind != "Tensor" else ""
+            count = len(keys) * samples * ids
+            if part == "values":
+                parts = [torch.randint(0, rows.get(key, 1), (samples * ids,), generator=generator) for key in keys]
+                value = torch.cat(parts) if not spec.shape[1:] else torch.zeros(count, *map(int, spec.shape[1:]))
+            elif part == "lengths":
+                value = torch.full((len(keys), samples) if own.keys else (samples,), ids)
+            elif part == "weights":
+                value = torch.rand(count, generator=generator)
+            else:
+                sizes = [samples if size == BATCH else int(size) for size in spec.shape]
+                value = torch.rand(sizes, generator=generator)
+            made[spec.name] = value.to(dtype)
+    return made
+
+
+def body_of(manifest: Manifest, tensors: Mapping[str, Tensor], form: str) -> tuple[bytes, str]:
+    """Return a request's body and its content type."""
+    from tilerec.serve.wire import SAFETENSORS
+
+    if form == "safetensors":
+        from safetensors.torch import save
+
+        return save(dict(tensors)), SAFETENSORS
+    inputs: dict[str, Any] = {}
+    for own in manifest.signature.inputs:
+        lists = {spec.name.rpartition(".")[2]: tensors[spec.name].tolist() for spec in own.tensors}
+        inputs[own.name] = tensors[own.name].tolist() if own.kind == "Tensor" else lists
+    return json.dumps({"inputs": inputs}).encode(), "application/json"
+
+
+def offer_load(address: str, manifest: Manifest, load: Load) -> LoadReport:
+    """Send requests to a server, and return what was measured.
+
+    Args:
+        address: `http://127.0.0.1:8000`.
+    """
+    dice, generator = np.random.default_rng(load.seed), torch.Generator().manual_seed(load.seed)
+    count = max(1, int(load.rate * load.seconds))
+    times = np.cumsum(dice.exponential(1 / load.rate, count))
+    sizes = dice.integers(load.pairs[0], load.pairs[1] + 1, count)
+    # A few bodies of each size class are sent again and again: making them takes longer than serving them.
+    bodies = {
+        int(size): body_of(manifest, sample_inputs(manifest, int(size), load.ids, generator), load.form)
+        for size in {int(size) for size in sizes}
+    }
+    return asyncio.run(
+        _send(address, [(float(at), *bodies[int(size)], int(size)) for at, size in zip(times, sizes, strict=True)])
+    )
+
+
+async def _send(address: str, requests: Sequence[tuple[float, bytes, str, int]]) -> LoadReport:
+    import aiohttp
+
+    latency, failed, pairs = list[float](), dict[str, int](), 0
+    begin = time.perf_counter() + 0.05
+
+    async def one(at: float, body: bytes, kind: str, size: int) -> None:
+        nonlocal pairs
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        try:
+            async with session.post(f"{address}/v1/predict", data=body, headers={"content-type": kind}) as found:
+                await found.read()
+                status = "" if found.status == 200 else str(found.status)
+        except (aiohttp.ClientError, OSError) as error:
+            status = type(error).__name__
+        if status:
+            failed[status] = failed.get(status, 0) + 1
+        else:
+            latency.append(1e3 * (time.perf_counter() - begin - at))
+            pairs += size
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(one(*request) for request in requests))
+    return LoadReport(latency, pairs, failed, time.perf_counter() - begin)

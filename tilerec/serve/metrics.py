@@ -1,0 +1,47 @@
+"""Metrics of a server for Prometheus; those of several worker processes are added up."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import final
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.5, 1, 2)
+_SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def prepare_workers() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder that worker processes share; call it before prometheus_client is imported."""
+    folder = tempfile.TemporaryDirectory(prefix="tilerec-metrics-")
+    os.environ[FOLDER] = folder.name
+    return folder
+
+
+@final
+class ServerMetrics:
+    """Counters of one process."""
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
+
+        own = CollectorRegistry()
+        self.requests = Counter("tilerec_requests", "Requests by status code.", ["status"], registry=own)
+        self.seconds = Histogram("tilerec_request_seconds", "Seconds of a request.", buckets=_SECONDS, registry=own)
+        self.batch_samples = Histogram("tilerec_batch_samples", "Samples of a batch.", buckets=_SAMPLES, registry=own)
+        self.batch_seconds = Histogram("tilerec_batch_seconds", "Seconds of a batch.", buckets=_SECONDS, registry=own)
+        self.events = Counter("tilerec_model_events", "Packages and deltas, by event.", ["event"], registry=own)
+        self.sequence = Gauge(
+            "tilerec_delta_sequence", "Number of the published state that serves.", registry=own,
+            multiprocess_mode="livemin",
+        )  # fmt: skip
+        self._registry = own
+        if FOLDER in os.environ:
+            self._registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(self._registry)
+
+    def text(self) -> tuple[bytes, str]:
+        """Return the metrics of all processes, and their content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,219 @@
+"""Requests and answers as bytes: JSON by samples, JSON by columns, and safetensors.
+
+by samples      {"instances": [{"dense": [0.1, 2], "sparse": {"user": [17], "item": [3, 4]}}, …]}
+                -> {"predictions": [{"output": 0.7}, …], "version": "…"}
+by columns      {"inputs": {"dense": [[0.1, 2], …], "sparse": {"values": […], "lengths": [[…], …]}}}
+                -> {"outputs": {"output": [0.7, …]}, "version": "…"}
+safetensors     the tensors of the manifest by name: "dense", "sparse.values", "sparse.lengths"
+                -> the outputs by name; the version is in the header X-Model-Version
+
+Names are those of the model's arguments. `lengths` has a row per key, `values` the ids key by key. A sample may leave
+out features, which are then empty. A jagged input with weights has {"ids": [3, 4], "weights": [0.5, 1]} in a sample.
+
+Legend: B samples, K keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import InputError
+from tilerec.export.manifest import Manifest
+from tilerec.export.signature import BATCH, InputSpec, TensorSpec, dtype_of_name
+
+MOST_SAMPLES = 1 << 16
+SAFETENSORS = "application/octet-stream"
+
+
+class Query(NamedTuple):
+    """A request: the tensors of the manifest's inputs, its samples, and the form of its answer."""
+
+    tensors: list[Tensor]
+    samples: int
+    form: str
+
+
+def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
+    """Return the query of a request's body.
+
+    Raises:
+        InputError: it does not fit the model.
+    """
+    if content_type.partition(";")[0].strip() == SAFETENSORS:
+        return _of_tensors(body, manifest)
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"Request: got a body that is no JSON ({error}); expected a JSON object. Correct it."
+        ) from error
+    if not isinstance(data, dict) or len(data) != 1 or not {"instances", "inputs"} & set(data):
+        got = sorted(data)[:4] if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"Request: got {got}; expected an object with 'instances' or 'inputs'. See docs/serving.md.")
+    if "instances" in data:
+        return _of_instances(data["instances"], manifest)
+    return _of_columns(data["inputs"], manifest)
+
+
+def answer(query: Query, outputs: Sequence[Tensor], manifest: Manifest, version: str) -> tuple[bytes, str]:
+    """Return the body and the content type of an answer."""
+    named = {spec.name: tensor for spec, tensor in zip(manifest.outputs, outputs, strict=True)}
+    if query.form == "safetensors":
+        from safetensors.torch import save
+
+        return save({name: tensor.contiguous() for name, tensor in named.items()}), SAFETENSORS
+    lists = {
+        name: tensor.float().tolist() if tensor.is_floating_point() else tensor.tolist()
+        for name, tensor in named.items()
+    }
+    if query.form == "columns":
+        return json.dumps({"outputs": lists, "version": version}).encode(), "application/json"
+    samples = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return json.dumps({"predictions": samples, "version": version}).encode(), "application/json"
+
+
+# -------------------------------------------------------------------------------------------------------- safetensors
+
+
+def _of_tensors(body: bytes, manifest: Manifest) -> Query:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        found = load(body)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise InputError(
+            f"Request: got a body that is no safetensors file ({error}); expected one. Send it again."
+        ) from error
+    specs = manifest.signature.specs()
+    _check_names("the tensors", set(found), {spec.name for spec in specs}, complete=True)
+    tensors = [found[spec.name] for spec in specs]
+    return Query(tensors, _samples(tensors, specs), "safetensors")
+
+
+# ------------------------------------------------------------------------------------------------------------ columns
+
+
+def _of_columns(data: Any, manifest: Manifest) -> Query:
+    inputs = manifest.signature.inputs
+    _check_names("the inputs", _keys(data, "inputs"), {own.name for own in inputs}, complete=True)
+    tensors: list[Tensor] = []
+    for own in inputs:
+        value = data[own.name]
+        if own.kind == "Tensor":
+            tensors.append(_tensor(value, own.tensors[0]))
+            continue
+        parts = {spec.name.rpartition(".")[2]: spec for spec in own.tensors}
+        _check_names(f"input '{own.name}'", _keys(value, own.name), set(parts), complete=True)
+        tensors += [_tensor(value[part], spec) for part, spec in parts.items()]
+    return Query(tensors, _samples(tensors, manifest.signature.specs()), "columns")
+
+
+def _tensor(value: Any, spec: TensorSpec) -> Tensor:
+    dtype = dtype_of_name(spec.dtype)
+    try:
+        tensor = torch.tensor(value) if value or not isinstance(value, list) else torch.empty(0, dtype=dtype)
+        if tensor.numel() and tensor.is_floating_point() and not dtype.is_floating_point:
+            raise ValueError("numbers with a point")
+        tensor = torch.tensor(value, dtype=dtype)  # once more: not by way of float32
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(
+            f"Input '{spec.name}': got values that are no {spec.dtype} tensor ({error}); expected [{_shape(spec)}]. "
+            "Correct them."
+        ) from None
+    if not tensor.numel() and tensor.dim() < len(spec.shape):  # [] for no samples
+        tensor = tensor.reshape(*(0 if isinstance(size, str) else size for size in spec.shape))
+    return tensor
+
+
+def _shape(spec: TensorSpec) -> str:
+    return ", ".join(map(str, spec.shape))
+
+
+# ---------------------------------------------------------------------------------------------------------- instances
+
+
+def _of_instances(data: Any, manifest: Manifest) -> Query:
+    if not isinstance(data, list) or len(data) > MOST_SAMPLES:
+        got = f"{len(data)} samples" if isinstance(data, list) else type(data).__name__
+        raise InputError(f"Request: got {got} as 'instances'; expected a list of at most {MOST_SAMPLES}. Send fewer.")
+    inputs = manifest.signature.inputs
+    names = {own.name for own in inputs}
+    for sample in data:
+        _check_names("a sample", _keys(sample, "a sample"), names, complete=False)
+    tensors: list[Tensor] = []
+    for own in inputs:
+        values = [sample.get(own.name) for sample in data]
+        if own.kind == "Tensor":
+            if any(value is None for value in values):
+                raise InputError(f"Input '{own.name}': got a sample without it; expected numbers. Add them.")
+            tensors.append(_tensor(values, own.tensors[0]))
+        else:
+            tensors += _jagged(own, values)
+    return Query(tensors, len(data), "instances")
+
+
+def _jagged(own: InputSpec, values: list[Any]) -> list[Tensor]:
+    """Return the tensors of a jagged input: of each key the ids of all samples."""
+    specs = {spec.name.rpartition(".")[2]: spec for spec in own.tensors}
+    weighted = "weights" in specs
+    if own.keys:
+        for value in values:
+            _check_names(f"input '{own.name}'", _keys(value or {}, own.name), set(own.keys), complete=False)
+    ids: list[Any] = []
+    weights: list[Any] = []
+    lengths: list[list[int]] = []
+    for key in own.keys or ("",):
+        row: list[int] = []
+        for value in values:
+            bag: Any = ((value or {}).get(key) if own.keys else value) or []
+            if weighted:
+                bag = bag or {"ids": [], "weights": []}
+                _check_names(f"input '{own.name}'", _keys(bag, own.name), {"ids", "weights"}, complete=True)
+                weights.extend(bag["weights"])
+                bag = bag["ids"]
+            if not isinstance(bag, list):
+                raise InputError(
+                    f"Input '{own.name}': got {type(bag).__name__} as the ids of '{key}'; expected a list. Correct it."
+                )
+            ids.extend(bag)
+            row.append(len(bag))
+        lengths.append(row)
+    if weighted and len(weights) != len(ids):
+        raise InputError(
+            f"Input '{own.name}': got {len(weights)} weights for {len(ids)} ids; expected as many. Correct the samples."
+        )
+    found = {"values": ids, "weights": weights, "lengths": lengths if own.keys else lengths[0]}
+    made = {part: _tensor(found[part], spec) for part, spec in specs.items()}
+    if own.keys:
+        made["lengths"] = made["lengths"].reshape(len(own.keys), len(values))
+    return list(made.values())
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _keys(value: Any, what: str) -> set[str]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"Request: got {type(value).__name__} as {what}; expected an object. See docs/serving.md.")
+    return set(value)
+
+
+def _check_names(what: str, got: set[str], known: set[str], *, complete: bool) -> None:
+    unknown, missing = sorted(got - known), sorted(known - got) if complete else []
+    if unknown or missing:
+        found = f"the unknown {unknown[:4]}" if unknown else f"no {missing[:4]}"
+        raise InputError(f"Request: got {found} in {what}; expected {sorted(known)[:40]}. Correct the names.")
+
+
+def _samples(tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> int:
+    """Return the number of samples; shapes are checked when the package runs."""
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if BATCH in spec.shape and tensor.dim() > spec.shape.index(BATCH):
+            return tensor.shape[spec.shape.index(BATCH)]
+    raise InputError("Request: got no samples; expected inputs with samples. See docs/serving.md.")
