@@ -34,7 +34,7 @@ def test_the_reference_is_that_of_the_dataclasses(script: Any) -> None:
 
 
 def test_fields_of_a_run_have_descriptions(script: Any) -> None:
-    parts = {"name", "data", "model", "train", "log_dir", "parallel", "trace", "task", "checkpoint"}
+    parts = {"name", "data", "model", "train", "log_dir", "parallel", "trace", "task", "checkpoint", "delta"}
     assert script.descriptions(RunConfig).keys() == parts
     assert set(script.descriptions(FilesData)) >= {"path", "columns", "hold_out", "lanes", "keys"}
 
