@@ -4,6 +4,7 @@ clicks.toml                                 a run file
 runs/clicks/20260301-120000/run.toml        the run as it was trained
 runs/clicks/20260301-120000/model.safetensors
 runs/clicks/20260301-120000/vocabulary/      values of features with a vocabulary
+runs/clicks/20260301-120000/checkpoints/step-100   the model at another step
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tilerec.checkpoint.loading import load as load_checkpoint
+from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
@@ -33,10 +36,12 @@ class TrainedRun:
     Attributes:
         config: the run as it was trained.
         folder: its log folder.
+        checkpoint: the checkpoint with the model; None: the model file.
     """
 
     config: RunConfig
     folder: Path
+    checkpoint: Path | None = None
 
     @property
     def model_file(self) -> Path:
@@ -51,7 +56,10 @@ class TrainedRun:
         """Return the model with its weights, in eval mode; with several ranks, sharded over them. Collective."""
         torch.manual_seed(self.config.train.seed)
         model = world.build(self.config, dataset, device)
-        load_model(self.model_file, model)
+        if self.checkpoint is None:
+            load_model(self.model_file, model)
+        else:
+            load_checkpoint(self.checkpoint, {"model": model}, group=world.group)
         return model.eval()
 
 
@@ -66,13 +74,16 @@ def find_trained(path: str | Path) -> TrainedRun:
     """Return the newest model of a run.
 
     Args:
-        path: a log folder; or a run file: the model beside it, in its `log_dir`, or the newest in `runs/<name>`.
+        path: a log folder; a checkpoint in one; or a run file: the model beside it, in its `log_dir`, or the newest in
+            `runs/<name>`.
 
     Raises:
         ConfigError: there is none; the message has the next move.
         FileError: a file cannot be read.
     """
     given = Path(path)
+    if (given / MANIFEST).is_file():
+        return _of_checkpoint(given)
     if given.is_dir():
         return _trained(given)
     if (given.parent / MODEL_FILE).is_file() and given.name == RUN_FILE:
@@ -97,5 +108,20 @@ def _trained(folder: Path) -> TrainedRun:
             f"{folder}: got a folder without {' and '.join(missing)}; expected the log folder of a finished run. Train "
             "the run to its end, or pass another folder."
         )
+    return _in_folder(folder, None)
+
+
+def _of_checkpoint(checkpoint: Path) -> TrainedRun:
+    folder = checkpoint.absolute().parent.parent
+    if not (folder / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint}: got a checkpoint without {RUN_FILE} two folders above; expected one in the log folder of a "
+            "run (checkpoints/step-…). Pass that one, or load it in Python: tilerec.checkpoint.load."
+        )
+    return _in_folder(folder, checkpoint)
+
+
+def _in_folder(folder: Path, checkpoint: Path | None) -> TrainedRun:
     config = read_run_file(folder / RUN_FILE)
-    return TrainedRun(replace(config, data=config.data.with_vocabulary(folder / VOCABULARY_FOLDER)), folder)
+    data = config.data.with_vocabulary(folder / VOCABULARY_FOLDER)
+    return TrainedRun(replace(config, data=data), folder, checkpoint)
