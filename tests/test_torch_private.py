@@ -349,6 +349,12 @@ def test_the_flag_of_onednn_can_be_read() -> None:
         assert not private.onednn_is_enabled()
 
 
+def test_a_compiled_module_has_its_module_inside() -> None:
+    module = nn.Linear(1, 1)
+    assert private.uncompiled(torch.compile(module)) is module
+    assert private.uncompiled(module) is module
+
+
 def test_the_hooks_of_a_module_s_state_are_listed() -> None:
     module = nn.Linear(1, 1)
     module.register_state_dict_pre_hook(lambda *_: None)

@@ -128,6 +128,11 @@ def test_an_export_that_fails_raises_on_every_rank(tmp_path: Path) -> None:
     assert second.startswith("The export: its file failed on rank 0 with ConfigError: export: got ")
 
 
+def test_a_compiled_model_is_exported_as_the_model() -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(20, DIM, "t", feature_names=["f"])])
+    assert type(whole_model(torch.compile(model))) is EmbeddingBagCollection
+
+
 def test_a_cached_table_is_exported_with_the_rows_of_its_cache() -> None:
     model = EmbeddingBagCollection([EmbeddingBagConfig(20, DIM, "t", feature_names=["f"])])
     apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})

@@ -38,7 +38,7 @@ from tilerec.sharding.managed_collision import (
 )
 from tilerec.sharding.rank_0_rows import rows_on_rank_0
 from tilerec.sharding.table import ShardedTable
-from tilerec.torch_private import state_dict_pre_hooks, state_hooks
+from tilerec.torch_private import state_dict_pre_hooks, state_hooks, uncompiled
 
 _CHUNK_BYTES = 1 << 26
 
@@ -70,6 +70,7 @@ def whole_model(model: nn.Module) -> nn.Module | None:
     Raises:
         ConfigError: a table has no memory.
     """
+    model = uncompiled(model)
     if isinstance(model, (DistributedModelParallel, DistributedDataParallel)):
         model = model.module
     for before in state_dict_pre_hooks(model).values():
