@@ -20,6 +20,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -114,6 +115,17 @@ def test_a_wrapped_model_is_exported_without_its_wrapper() -> None:
         return [] if copy is None else sorted(copy.state_dict())
 
     assert run_virtual_ranks(2, on_rank)[0] == sorted(every_kind().state_dict())
+
+
+def test_one_rank_of_2d_parallelism_has_the_copy() -> None:
+    def on_rank(group: Group) -> nn.Module | None:
+        module = EmbeddingBagCollection([EmbeddingBagConfig(8, DIM, "t", feature_names=["f"])])
+        plan = {"t": row_wise()}
+        return whole_model(DMPCollection(module, None, plan, 4, 2, group, init_data_parallel=False))
+
+    first, *others = run_virtual_ranks(4, on_rank)
+    assert tuple(first.embedding_bags["t"].weight.shape) == (8, DIM)
+    assert others == [None] * 3
 
 
 def test_an_export_that_fails_raises_on_every_rank(tmp_path: Path) -> None:

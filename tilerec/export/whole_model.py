@@ -59,7 +59,9 @@ _DROPPED = object()
 
 
 def model_group(model: nn.Module) -> Group | None:
-    """Return the ranks of a sharded model; None for an unsharded one."""
+    """Return the ranks of a sharded model, in 2D parallelism those of all groups; None for an unsharded one."""
+    if isinstance(model, DistributedModelParallel):
+        return model.group
     return next((part.ranks for part in model.modules() if isinstance(part, ShardedTable)), None)
 
 
@@ -71,11 +73,11 @@ def whole_model(model: nn.Module) -> nn.Module | None:
         ConfigError: a table has no memory.
     """
     model = uncompiled(model)
+    group = model_group(model)
     if isinstance(model, (DistributedModelParallel, DistributedDataParallel)):
         model = model.module
     for before in state_dict_pre_hooks(model).values():
         before(model, "", False)
-    group = model_group(model)
     memo: dict[int, Any] = {}
     _share_tensors(model, memo)
     weights: dict[int, nn.Parameter] = {}
