@@ -95,6 +95,20 @@ def test_an_exported_model_scores_as_predict(folder: Path) -> None:
     np.testing.assert_allclose(torch.cat(logits).flatten().sigmoid().numpy(), expected, rtol=1e-5)
 
 
+def test_a_checkpoint_of_a_run_predicts_as_its_model(tmp_path: Path, folder: Path) -> None:
+    log, found = tmp_path / "log", []
+    settings = ("train.max_steps=8", "checkpoint.every=8", f"log_dir={log}")
+    code, text = _invoke("train", str(folder / "run.toml"), *(word for own in settings for word in ("--set", own)))
+    assert code == 0, text
+    (checkpoint,) = (log / "checkpoints").iterdir()
+    for source in (log, checkpoint):
+        out = tmp_path / "scores.parquet"
+        code, text = _invoke("predict", str(source), str(folder / "new.parquet"), "--out", str(out))
+        assert code == 0, text
+        found.append(parquet.read_table(out))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

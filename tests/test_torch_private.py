@@ -446,6 +446,12 @@ def test_a_wrapper_is_prepared_apart_from_the_forward_of_its_module(one_rank) ->
     assert torch.equal(wrapped.module.bias.grad, torch.full((1,), 2.0))
 
 
+def test_a_compiled_module_has_its_module_inside() -> None:
+    module = nn.Linear(1, 1)
+    assert private.uncompiled(torch.compile(module)) is module
+    assert private.uncompiled(module) is module
+
+
 def test_the_hooks_of_a_module_s_state_are_listed() -> None:
     module = nn.Linear(1, 1)
     module.register_state_dict_pre_hook(lambda *_: None)

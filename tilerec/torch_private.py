@@ -249,6 +249,12 @@ def state_dict_pre_hooks(module: nn.Module) -> dict[int, Any]:
     return module._state_dict_pre_hooks
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile(module)`, else the module. No public substitute."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
 def state_hooks(module: nn.Module) -> list[dict[int, Any]]:
     """Return the dicts of a module's hooks around `state_dict` and `load_state_dict`. No public substitute."""
     return [

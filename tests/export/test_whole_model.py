@@ -20,6 +20,7 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import column_wise, data_parallel, row_wise, table_wise
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -116,6 +117,17 @@ def test_a_wrapped_model_is_exported_without_its_wrapper() -> None:
     assert run_virtual_ranks(2, on_rank)[0] == sorted(every_kind().state_dict())
 
 
+def test_one_rank_of_2d_parallelism_has_the_copy() -> None:
+    def on_rank(group: Group) -> nn.Module | None:
+        module = EmbeddingBagCollection([EmbeddingBagConfig(8, DIM, "t", feature_names=["f"])])
+        plan = {"t": row_wise()}
+        return whole_model(DMPCollection(module, None, plan, 4, 2, group, init_data_parallel=False))
+
+    first, *others = run_virtual_ranks(4, on_rank)
+    assert tuple(first.embedding_bags["t"].weight.shape) == (8, DIM)
+    assert others == [None] * 3
+
+
 def test_an_export_that_fails_raises_on_every_rank(tmp_path: Path) -> None:
     def on_rank(group: Group) -> str:
         model = shard(every_kind(), row_wise(), group)
@@ -126,6 +138,11 @@ def test_an_export_that_fails_raises_on_every_rank(tmp_path: Path) -> None:
     first, second = run_virtual_ranks(2, on_rank)
     assert first.endswith("missing/model.pt2; expected a file in an existing folder. Name a file.")
     assert second.startswith("The export: its file failed on rank 0 with ConfigError: export: got ")
+
+
+def test_a_compiled_model_is_exported_as_the_model() -> None:
+    model = EmbeddingBagCollection([EmbeddingBagConfig(20, DIM, "t", feature_names=["f"])])
+    assert type(whole_model(torch.compile(model))) is EmbeddingBagCollection
 
 
 def test_a_cached_table_is_exported_with_the_rows_of_its_cache() -> None:

@@ -20,7 +20,7 @@ from tilerec.export.program import output_specs, traced
 from tilerec.export.signature import bound_arguments, dtype_name, example_signature
 from tilerec.export.whole_model import model_group, whole_model
 from tilerec.modules.collection import TableCollection
-from tilerec.torch_private import compile_package, package_loader
+from tilerec.torch_private import compile_package, package_loader, uncompiled
 
 
 def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = False) -> None:
@@ -43,7 +43,7 @@ def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = F
         ConfigError: `torch.export` cannot trace the model, the example does not fit, or the model has no memory.
         FileError: the file cannot be written.
     """
-    group = model_group(model)
+    group = model_group(uncompiled(model))
     whole = whole_model(model)
     with nullcontext() if group is None else on_all_ranks(group, "the export", "its file"):
         if whole is not None:

@@ -67,7 +67,6 @@ class Manifest:
         torch: major and minor version that compiled it.
         cpu: vector level that it needs: `torch.backends.cpu.get_cpu_capability()`.
         base: digest of all weights, `base_hash`.
-        output_structure: containers of the outputs, as text.
         output_keys: keys of each output that is a `KeyedTensor`, by name.
     """
 

@@ -34,7 +34,7 @@ def traced(model: nn.Module, signature: Signature, args: tuple[Any, ...], *, str
     """
     name = type(model).__name__
     values, _ = pytree.tree_flatten(args, is_leaf=is_input)
-    tensors = tuple(tensor.detach().clone() for tensor in flat_tensors(signature, values))
+    tensors = tuple(tensor.detach().cpu().clone() for tensor in flat_tensors(signature, values))
     try:
         with torch.no_grad(), any_sizes():
             return torch.export.export(

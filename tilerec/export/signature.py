@@ -54,6 +54,10 @@ class TensorSpec:
                 f"Input '{self.name}': got {got}; expected {self.dtype}, as in the example of the export. Convert it "
                 f"with .to(torch.{self.dtype})."
             )
+        if tensor.device.type != "cpu":
+            raise InputError(
+                f"Input '{self.name}': got a tensor on {tensor.device}; expected the CPU. Call .cpu() on it."
+            )
         shape = tuple(tensor.shape)
         if len(shape) != len(self.shape) or not all(_fits(own, want, sizes) for own, want in zip(shape, self.shape)):  # noqa: B905
             known = {name: size for name, size in sizes.items() if any(name in str(want) for want in self.shape)}

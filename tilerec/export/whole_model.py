@@ -38,7 +38,7 @@ from tilerec.sharding.managed_collision import (
 )
 from tilerec.sharding.rank_0_rows import rows_on_rank_0
 from tilerec.sharding.table import ShardedTable
-from tilerec.torch_private import state_dict_pre_hooks, state_hooks
+from tilerec.torch_private import state_dict_pre_hooks, state_hooks, uncompiled
 
 _CHUNK_BYTES = 1 << 26
 
@@ -59,7 +59,9 @@ _DROPPED = object()
 
 
 def model_group(model: nn.Module) -> Group | None:
-    """Return the ranks of a sharded model; None for an unsharded one."""
+    """Return the ranks of a sharded model, in 2D parallelism those of all groups; None for an unsharded one."""
+    if isinstance(model, DistributedModelParallel):
+        return model.group
     return next((part.ranks for part in model.modules() if isinstance(part, ShardedTable)), None)
 
 
@@ -70,11 +72,12 @@ def whole_model(model: nn.Module) -> nn.Module | None:
     Raises:
         ConfigError: a table has no memory.
     """
+    model = uncompiled(model)
+    group = model_group(model)
     if isinstance(model, (DistributedModelParallel, DistributedDataParallel)):
         model = model.module
     for before in state_dict_pre_hooks(model).values():
         before(model, "", False)
-    group = model_group(model)
     memo: dict[int, Any] = {}
     _share_tensors(model, memo)
     weights: dict[int, nn.Parameter] = {}

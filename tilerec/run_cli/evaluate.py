@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    run: Annotated[
+        str, typer.Argument(help="A run file, for its newest model; the log folder of a run; or a checkpoint in it.")
+    ],
     data: Annotated[
         str | None,
         typer.Argument(help="File, folder or URL with labelled samples. Default: the run's held-out part."),

@@ -24,7 +24,9 @@ EXAMPLE_SAMPLES = 7
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    run: Annotated[
+        str, typer.Argument(help="A run file, for its newest model; the log folder of a run; or a checkpoint in it.")
+    ],
     out: Annotated[Path, typer.Option(help="The file to write, such as model.pt2.")],
     data: Annotated[
         str | None, typer.Option(help="File with samples, for the names and types of inputs. Default: the run's data.")

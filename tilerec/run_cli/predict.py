@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def predict(
-    run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
+    run: Annotated[
+        str, typer.Argument(help="A run file, for its newest model; the log folder of a run; or a checkpoint in it.")
+    ],
     data: Annotated[str, typer.Argument(help="File, folder or URL with the samples; labels are not needed.")],
     out: Annotated[Path, typer.Option(help="The Parquet file to write.")],
     keys: Annotated[

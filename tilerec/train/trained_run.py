@@ -4,7 +4,7 @@ clicks.toml                                 a run file
 runs/clicks/20260301-120000/run.toml        the run as it was trained
 runs/clicks/20260301-120000/model.safetensors
 runs/clicks/20260301-120000/vocabulary/      values of features with a vocabulary
-runs/clicks/20260301-120000/checkpoints/step-1000
+runs/clicks/20260301-120000/checkpoints/step-100   the model at another step
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tilerec.checkpoint.loading import load
+from tilerec.checkpoint.loading import load as load_checkpoint
+from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
 from tilerec.train.config import RunConfig
 from tilerec.train.log_folder import VOCABULARY_FOLDER
 from tilerec.train.override import override_all
 from tilerec.train.quantized_model import load_quantized, row_types_in
-from tilerec.train.run_checkpoints import FOLDER as CHECKPOINTS
 from tilerec.train.run_file import RUN_FILE, read_run_file
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.world import World
@@ -37,7 +37,7 @@ class TrainedRun:
     Attributes:
         config: the run as it was trained.
         folder: its log folder.
-        checkpoint: folder of the checkpoint to load; None: the model file.
+        checkpoint: the checkpoint with the model; None: the model file.
     """
 
     config: RunConfig
@@ -69,10 +69,10 @@ class TrainedRun:
                 )
             return load_quantized(self.model_file, row_types, self.config, dataset, device).eval()
         model = world.build(self.config, dataset, device)
-        if self.checkpoint is not None:
-            load(self.checkpoint, {"model": model}, group=world.group)
-        else:
+        if self.checkpoint is None:
             load_model(self.model_file, model)
+        else:
+            load_checkpoint(self.checkpoint, {"model": model}, group=world.group)
         return model.eval()
 
 
@@ -87,16 +87,16 @@ def find_trained(path: str | Path) -> TrainedRun:
     """Return the newest model of a run.
 
     Args:
-        path: a log folder; or a run file: the model beside it, in its `log_dir`, or the newest in `runs/<name>`; or a
-            checkpoint in a log folder.
+        path: a log folder; a checkpoint in one; or a run file: the model beside it, in its `log_dir`, or the newest in
+            `runs/<name>`.
 
     Raises:
         ConfigError: there is none; the message has the next move.
         FileError: a file cannot be read.
     """
     given = Path(path)
-    if given.parent.name == CHECKPOINTS and (given.parent.parent / RUN_FILE).is_file():
-        return _of_folder(given.parent.parent, given)
+    if (given / MANIFEST).is_file():
+        return _of_checkpoint(given)
     if given.is_dir():
         return _trained(given)
     if (given.parent / MODEL_FILE).is_file() and given.name == RUN_FILE:
@@ -121,9 +121,20 @@ def _trained(folder: Path) -> TrainedRun:
             f"{folder}: got a folder without {' and '.join(missing)}; expected the log folder of a finished run. Train "
             "the run to its end, or pass another folder."
         )
-    return _of_folder(folder)
+    return _in_folder(folder, None)
 
 
-def _of_folder(folder: Path, checkpoint: Path | None = None) -> TrainedRun:
+def _of_checkpoint(checkpoint: Path) -> TrainedRun:
+    folder = checkpoint.absolute().parent.parent
+    if not (folder / RUN_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint}: got a checkpoint without {RUN_FILE} two folders above; expected one in the log folder of a "
+            "run (checkpoints/step-…). Pass that one, or load it in Python: tilerec.checkpoint.load."
+        )
+    return _in_folder(folder, checkpoint)
+
+
+def _in_folder(folder: Path, checkpoint: Path | None) -> TrainedRun:
     config = read_run_file(folder / RUN_FILE)
-    return TrainedRun(replace(config, data=config.data.with_vocabulary(folder / VOCABULARY_FOLDER)), folder, checkpoint)
+    data = config.data.with_vocabulary(folder / VOCABULARY_FOLDER)
+    return TrainedRun(replace(config, data=data), folder, checkpoint)

@@ -20,6 +20,7 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <cctype>
 #include <map>
 #include <memory>
 #include <sstream>
@@ -55,7 +56,8 @@ class Model {
       : path_(path), file_(path), loader_(load(path, runners)), metadata_(loader_->get_metadata()) {
     check("tilerec.abi", "version of tilerec's ops", std::to_string(tilerec_ops_abi()));
     check("tilerec.torch", "torch", std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR));
-    check("tilerec.cpu", "vector level", at::get_cpu_capability());
+    const int made = level(text("tilerec.cpu")), here = level(at::get_cpu_capability());
+    if (made > here || made == kOtherLevel) check("tilerec.cpu", "vector level", at::get_cpu_capability());
     inputs = specs("tilerec.inputs"), outputs = specs("tilerec.outputs");
     map_weights();
   }
@@ -90,6 +92,10 @@ class Model {
     void* data = MAP_FAILED;
     size_t size = 0;
   };
+
+  // The order of vector levels of x86; others must be equal.
+  static constexpr int kOtherLevel = 3;
+  static int level(const std::string& name) { return name == "DEFAULT" ? 0 : name == "AVX2" ? 1 : name == "AVX512" ? 2 : kOtherLevel; }
 
   using Loader = torch::inductor::AOTIModelPackageLoader;
 
