@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -519,3 +520,34 @@ def test_a_table_on_another_device_is_refused_by_its_name() -> None:
 def test_small_integers_are_ids_too(index: torch.dtype) -> None:
     case = two_features()
     assert torch.equal(replace(case, ids=case.ids.to(index)).native(), case.native())
+
+
+@pytest.mark.real_empty  # filling large outputs would start a thread, too
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts the threads of the process")
+def test_little_work_starts_no_second_thread() -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def lookup(samples: int) -> None:
+        ids = torch.zeros(samples, dtype=torch.int64)
+        ops.pooled_lookup(
+            [weight], NO_SINKS, ids, torch.arange(samples + 1), None, [0], [0], [0], [samples], torch.float32, "f@t"
+        )
+
+    weight, seen = torch.zeros(4, 64), []
+
+    def run() -> None:  # OpenMP has a team of threads for each thread that calls it
+        torch.set_num_threads(2)
+        seen.append(threads())
+        for samples in (1500, 20_000):  # 0.8 and 11 MiB of work
+            lookup(samples)
+            seen.append(threads())
+
+    lib = library()
+    assert lib is not None
+    if lib.tr_threads(2) < 2:
+        pytest.skip("there is no OpenMP runtime")
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [seen[0], seen[0], seen[0] + 1]

@@ -9,6 +9,7 @@ ROAMS: Mapping[str, tuple[str, ...]] = {
         ["pooled_kernel", "chunk_kernel", "sequence_kernel", "sample_weight_kernel", "sample_weight_chunk_kernel"],
         ("base",),
     ),
+    **dict.fromkeys(["quantized_pooled_kernel", "quantized_sequence_kernel"], ("base", "heads")),
     "advance_counts": ("counts",),
     "update_runs": ("weights", "slot0", "slot1", "slot2", "names"),
     "part_sums": ("rows", "grads", "scalars", "weights", "slot0", "slot1", "slot2"),
@@ -48,6 +49,7 @@ MOST: Mapping[tuple[str, str], int] = {
     ("move_rows", "segments"): LISTED,
     ("deal_items", "width"): LISTED,
     ("sequence_kernel", "feature_count"): LISTED,
+    ("quantized_sequence_kernel", "feature_count"): LISTED,
     **{
         (kernel, name): LISTED
         for kernel in (

@@ -8,8 +8,8 @@ Terms
 A lookup has the bits of the float lookup in dequantized rows: a number is scale * code + bias in fp32, and then
 everything is as there (sums in fp32 in the order of the occurrences, one rounding to the type of the output).
 
-Example: rows [[1, 2], [3, 4]], ids [0, 1, 1], offsets [0, 2, 3], sum: [[4, 6], [3, 4]]. All four numbers are exact in
-8 bits: row 0 has bias 1 and scale 1/255, rounded up to fp16 (0.003922), codes 0 and 255.
+Example, 2 bits: rows [[0, 3], [1, 4]] (scale 1, biases 0 and 1), ids [0, 1, 1], offsets [0, 2, 3], sum:
+[[1, 7], [1, 4]].
 
 Rows are read only. Nothing has a gradient: a backward pass that reaches the lookup through sample weights raises.
 """
