@@ -4,11 +4,15 @@
 
 Each rank is a process with one thread, over gloo. The variants are twins of one model, train on the same batches, and
 take turns within a round; the order changes from round to round. A time is the median over rounds of the slowest rank's
-mean step, in ms. A ratio is the median of the rounds' own ratios to eager.
+mean step, in ms. "cpu" is the mean over ranks of the processor time of a step, which depends less on other load. A ratio
+is the median of the rounds' own ratios to eager.
 
 A step is forward, backward with the update of the tables (row-wise Adagrad), and SGD on the dense part. Before it is
 timed, each variant trains on batches of several sizes, and its losses must equal eager's within 1e-5. "graphs" and
 "breaks" are those of rank 0 after these steps.
+
+Eager products of tilerec's modules are by oneDNN where it is faster (docs/modules.md), compiled ones by MKL. `--mkl` turns
+oneDNN off, so that the variants differ in the compiler only.
 
 cut    the tables run behind `torch.compiler.disable`, as a graph break does
 """
@@ -86,11 +90,17 @@ def batches(size: int, count: int, length: float, rank: int) -> list[tuple[Any, 
     return made
 
 
-def run(sizes: list[int], length: float, rounds: int, steps: int, backend: str) -> dict[str, Any]:
-    """Time all variants on this rank. Returns, by batch size and variant, the mean step of each round in seconds."""
+def run(sizes: list[int], length: float, rounds: int, steps: int, backend: str, mkl: bool) -> dict[str, Any]:
+    """Time all variants on this rank.
+
+    Returns:
+        By batch size and variant, the mean step of each round in seconds, and its processor time.
+    """
     import torch._dynamo.testing
     from torch._dynamo.utils import counters
 
+    if mkl:
+        torch.backends.mkldnn.set_flags(False)
     rank = dist.get_rank()
     forwards, optimizers, found = {}, {}, {}
     for variant in VARIANTS:
@@ -122,7 +132,7 @@ def run(sizes: list[int], length: float, rounds: int, steps: int, backend: str) 
             want = losses
         worst = max(abs(a - b) for a, b in zip(losses, want, strict=True))
         assert worst < 1e-5, (variant, losses, want)
-    times: dict[Any, list[float]] = {}
+    times: dict[Any, list[tuple[float, float]]] = {}
     for size in sizes:
         own = batches(size, steps, length, rank)
         for variant in VARIANTS:
@@ -132,10 +142,11 @@ def run(sizes: list[int], length: float, rounds: int, steps: int, backend: str) 
             order = [VARIANTS[(turn + k) % len(VARIANTS)] for k in range(len(VARIANTS))]
             for variant in order:
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, cpu = time.perf_counter(), time.process_time()
                 for batch in own:
                     step(variant, batch)
-                times.setdefault((size, variant), []).append((time.perf_counter() - begin) / steps)
+                spent = time.perf_counter() - begin, time.process_time() - cpu
+                times.setdefault((size, variant), []).append((spent[0] / steps, spent[1] / steps))
     return {
         "times": times,
         "graphs": {variant: found[variant].frame_count for variant in VARIANTS},
@@ -152,22 +163,28 @@ def main() -> None:
     parser.add_argument("--length", type=float, default=1.0, help="ids per bag")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--mkl", action="store_true", help="products of eager mode by MKL, as in compiled programs")
     given = parser.parse_args()
     sizes = [int(size) for size in given.batches.split(",")]
     with Ranks(given.ranks, timeout_s=3600.0) as ranks:
-        found = ranks.run(run, sizes, given.length, given.rounds, given.steps, given.backend)
-    print(f"{'batch':>6} {'variant':>10} {'ms':>8} {'ratio':>6} {'graphs':>7} {'breaks':>7}")
+        found = ranks.run(run, sizes, given.length, given.rounds, given.steps, given.backend, given.mkl)
+    print(f"{'batch':>6} {'variant':>10} {'ms':>8} {'ratio':>6} {'cpu ms':>8} {'ratio':>6} {'graphs':>7} {'breaks':>7}")
     for size in sizes:
-        slowest = {
-            variant: [max(own) for own in zip(*[one["times"][size, variant] for one in found], strict=True)]
-            for variant in VARIANTS
-        }
+        walls, works = {}, {}
         for variant in VARIANTS:
-            ratio = statistics.median(a / b for a, b in zip(slowest[variant], slowest["eager"], strict=True))
-            print(
-                f"{size:>6} {variant:>10} {1000 * statistics.median(slowest[variant]):>8.1f} {ratio:>6.3f} "
-                f"{found[0]['graphs'][variant]:>7} {found[0]['breaks'][variant]:>7}"
+            rounds = list(zip(*[one["times"][size, variant] for one in found], strict=True))
+            walls[variant] = [max(wall for wall, _ in own) for own in rounds]
+            works[variant] = [sum(work for _, work in own) / len(own) for own in rounds]
+        for variant in VARIANTS:
+            numbers = "".join(
+                f" {1000 * statistics.median(own[variant]):>8.1f} {_ratio(own[variant], own['eager']):>6.3f}"
+                for own in (walls, works)
             )
+            print(f"{size:>6} {variant:>10}{numbers} {found[0]['graphs'][variant]:>7} {found[0]['breaks'][variant]:>7}")
+
+
+def _ratio(some: list[float], others: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,7 @@ def test_a_disabled_function_breaks_the_graph() -> None:
         seen.append(torch.compiler.is_compiling())
         return x + 1
 
+    assert private.frame_compiler() is None
     compiled = torch.compile(lambda x: outside(x * 2) * 3, backend="eager")
     assert compiled(torch.ones(1)).item() == 9.0
     assert seen == [False]
@@ -421,8 +422,9 @@ def test_sizes_of_0_and_1_need_no_graph_of_their_own_where_a_tracer_is_oblivious
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda x: x * 2, fullgraph=True, dynamic=True, backend=counter)
     for size in (1, 5, 0):
-        with private.size_oblivious():
-            assert compiled(torch.ones(size)).shape == (size,)
+        end = private.size_oblivious()()
+        assert compiled(torch.ones(size)).shape == (size,)
+        end()
     assert counter.frame_count == 1
 
 

@@ -24,11 +24,14 @@ def compile_model(model: nn.Module, **options: Any) -> nn.Module:
         options: further arguments of `torch.compile`; they override those above.
     """
     compiled: Any = torch.compile(model, **{"fullgraph": True, "dynamic": True, **options})
-    traced = compiled.forward
+    traced, begin = compiled.forward, size_oblivious()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with size_oblivious():
+        end = begin()
+        try:
             return traced(*args, **kwargs)
+        finally:
+            end()
 
     compiled.forward = forward
     found: nn.Module = compiled

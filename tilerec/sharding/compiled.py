@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tilerec.errors import ConfigError
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.sharding.combine_autograd import CombinedLookup, Output, combined, combined_lookup
 from tilerec.sharding.exchange import Exchange, LookedUpBatch
@@ -235,7 +236,10 @@ def _fake_finish(*args: Any) -> Tensor:
     "ScalarType dtype, Device device) -> Tensor",
     _fake_finish,
 )
-def _finish(ticket: Tensor, *_: Any) -> Tensor:
+def _finish(
+    ticket: Tensor, anchor: Tensor, weights: Tensor | None, dense: Sequence[Tensor], size: Sequence[int],
+    dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
     flight = _FLIGHTS[int(ticket)][0]
     looked, output, leaves, exchange, current, tail = flight.begun.combination
     combiner = looked.batch.stages.combiner
@@ -244,6 +248,11 @@ def _finish(ticket: Tensor, *_: Any) -> Tensor:
         with torch.no_grad():
             flat = combined(looked.looked, output, combiner)
         out = tail(flat.requires_grad_(flight.lookup is not None))
+        if out.dtype != dtype:
+            raise ConfigError(
+                f"{exchange.name}: got tables of another data type than when the model was compiled; expected "
+                f"{dtype}. Convert the collection or the model with .to(), not single tables."
+            )
         if out.requires_grad and (out.dtype != flat.dtype or out.data_ptr() != flat.data_ptr()):
             flight.flat, flight.edge = flat, get_gradient_edge(out)
         return out.detach()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, Rout
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
 from tilerec.sharding.route import RouteInput
-from tilerec.sharding.tile_leaves import TileLeaves
+from tilerec.sharding.tile_leaves import TileLeaves, dense_leaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -43,6 +44,7 @@ class ShardedCollection(TableCollection, TracedModule):
     """Common base of the two sharded collections; `shard_collection` converts an unsharded one in place."""
 
     exchange: Exchange
+    _traced_dtype: torch.dtype  # of the output: one number to guard in compiled programs, in place of one per table
     routed_ahead: RoutedAhead | None = None
     """Set by a pipeline during a forward: returns the result of a `route` that ran ahead of it, or None."""
 
@@ -61,6 +63,12 @@ class ShardedCollection(TableCollection, TracedModule):
     def _renew_sinks(self) -> None:
         super()._renew_sinks()
         self.renew_handle()
+        self._traced_dtype = self._dtype(self._leaves.first)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
+        super()._apply(fn, recurse)
+        self._traced_dtype = self._dtype(self._leaves.first)
+        return self
 
     @_eager
     def route(self, features: KeyedJaggedTensor) -> RoutedFeatures:
@@ -224,11 +232,9 @@ class ShardedCollection(TableCollection, TracedModule):
     def _finish_traced(
         self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
     ) -> Tensor:
-        leaves = self._leaves
         weights = weights if getattr(self, "_is_weighted", False) else None
-        return finish(
-            ticket, self.exchange.anchor, weights, leaves.dense(), size, self._dtype(leaves.first), features.device()
-        )  # fmt: skip
+        dense = dense_leaves(self._tables.values())
+        return finish(ticket, self.exchange.anchor, weights, dense, size, self._traced_dtype, features.device())
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):

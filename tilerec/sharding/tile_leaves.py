@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -14,6 +14,19 @@ from tilerec.modules.table import Table
 from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
+
+
+def dense_leaves(tables: Iterable[Table]) -> list[Tensor]:
+    """Return the leaves whose gradients become a dense `.grad`, with rows or empty, table by table.
+
+    Compiled programs trace it, and guard each attribute that it reads: it reads no leaf of other tables.
+    """
+    return [
+        table._parameters[name]  # type: ignore[misc]
+        for table in tables
+        for rows, name in zip(table.tile_rows, table.leaf_names, strict=True)
+        if not rows.takes_gradients
+    ]
 
 
 class TileLeaves:
@@ -63,20 +76,8 @@ class TileLeaves:
             for rows, leaf, _ in zip(table.tile_rows, table.leaves(), table.tiles, strict=False)
         ]
 
-    def dense(self) -> list[Tensor]:
-        """Return the leaves whose gradients become a dense `.grad`, with rows or empty, table by table.
-
-        Compiled programs trace it, and guard each attribute that it reads.
-        """
-        return [
-            leaf
-            for table in self.tables
-            for rows, leaf in zip(table.tile_rows, table.leaves(), strict=True)
-            if not rows.takes_gradients
-        ]
-
     def dense_places(self) -> list[int]:
-        """Return the places of the leaves of `dense` in the list of leaves with rows, then empty ones."""
+        """Return the places of the `dense_leaves` in the list of leaves with rows, then empty ones."""
         held, bare = itertools.count(), itertools.count(len(self.held()))
         return [
             place

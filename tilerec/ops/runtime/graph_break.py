@@ -7,13 +7,12 @@ modules, two seconds. A program that never compiles avoids this import.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from tilerec.torch_private import disable_dynamo
+from tilerec.torch_private import disable_dynamo, frame_compiler
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -30,8 +29,9 @@ def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.compiler.is_exporting():  # a program has no graph breaks
             return function(*args, **kwargs)
-        # The first condition is a constant for a tracer, so the tracer never evaluates the second.
-        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        # The first condition is a constant for a tracer, so the tracer never evaluates the second: true where the frames
+        # of callees would be compiled.
+        if torch.compiler.is_compiling() or frame_compiler() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
