@@ -29,8 +29,8 @@ def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.compiler.is_exporting():  # a program has no graph breaks
             return function(*args, **kwargs)
-        # The first condition is a constant for a tracer, so the tracer never evaluates the second: true where the frames
-        # of callees would be compiled.
+        # The first condition is a constant for a tracer, so the tracer never evaluates the second: true where the
+        # frames of callees would be compiled.
         if torch.compiler.is_compiling() or frame_compiler() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
