@@ -14,6 +14,7 @@ from tilerec.modules.feature_processor import PositionWeightedModuleCollection
 from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
+from tilerec.quantized import quantize_tables
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 
@@ -48,7 +49,7 @@ def every_batch(samples: int, seed: int = 0) -> EveryBatch:
 
 
 class EveryKind(nn.Module):
-    """Pooled, sequence, managed and position-weighted tables, and a dense layer."""
+    """Pooled, sequence, managed, position-weighted and quantized tables, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +70,10 @@ class EveryKind(nn.Module):
         self.managed = ManagedCollisionEmbeddingBagCollection(
             EmbeddingBagCollection(managed), ManagedCollisionCollection({"raw": ids}, managed)
         )
+        small = [EmbeddingBagConfig(ROWS, DIM + 1, key, feature_names=[key]) for key in POOLED]
+        self.small = quantize_tables(EmbeddingBagCollection(small), "int8", per_table={"item": "int4"})
+        read = EmbeddingCollection([EmbeddingConfig(ROWS, DIM, "read", feature_names=["user"])])
+        self.read = quantize_tables(read, "int2")
         self.top = nn.Linear(DENSE + 4 * DIM, 2)
 
     def forward(self, dense: Tensor, pooled: KeyedJaggedTensor, managed: KeyedJaggedTensor) -> dict[str, Tensor]:
@@ -79,6 +84,8 @@ class EveryKind(nn.Module):
         return {
             "logits": self.top(torch.cat([dense, own, weighted, raw.values()], dim=1)),
             "seen": seen.to_padded_dense(3).sum(1),
+            "small": self.small(pooled).values(),
+            "read": self.read(pooled)["user"].to_padded_dense(3).sum(1),
         }
 
 

@@ -20,6 +20,7 @@ from tilerec.export.program import output_specs, traced
 from tilerec.export.signature import bound_arguments, dtype_name, example_signature
 from tilerec.export.whole_model import model_group, whole_model
 from tilerec.modules.collection import TableCollection
+from tilerec.quantized.collection import QuantTableCollection
 from tilerec.torch_private import compile_package, package_loader, uncompiled
 
 
@@ -116,18 +117,21 @@ def _tables(model: nn.Module, tensors: dict[str, Tensor]) -> list[TableEntry]:
         names.setdefault((tensors[name].data_ptr(), tensors[name].shape), name)
     out = []
     for path, part in model.named_modules():
-        if not isinstance(part, TableCollection):
+        if not isinstance(part, (TableCollection, QuantTableCollection)):
             continue
+        types = part.row_types() if isinstance(part, QuantTableCollection) else {}
         for config in part._configs:
-            rows = part._tables[config.name].weight
+            rows = part.get_submodule(f"{part._holder}.{config.name}").weight
+            assert isinstance(rows, Tensor)
             weight = names.get((rows.data_ptr(), rows.shape))
             if weight is not None:
                 place = ".".join(filter(None, (path, part._holder, config.name)))
                 pooling = getattr(config, "pooling", None)
+                data_type = types[config.name].name if config.name in types else dtype_name(rows)
                 out.append(
                     TableEntry(
                         place, tuple(config.feature_names), config.num_embeddings, config.embedding_dim,
-                        dtype_name(rows), "NONE" if pooling is None else pooling.value, weight,
+                        data_type, "NONE" if pooling is None else pooling.value, weight,
                     )
                 )  # fmt: skip
     return out

@@ -25,6 +25,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError, FileError
 from tilerec.export.manifest import Manifest, Weight
 from tilerec.export.signature import dtype_name, dtype_of_name
+from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.torch_private import readable_op_calls
 
 WEIGHTS_AT = 4096
@@ -209,10 +210,11 @@ def _mapped(manifest: Manifest, memory: mmap.mmap, size: int, what: str) -> dict
         out[own.name] = flat.view(own.shape)
     for table in manifest.tables:
         rows = out.get(table.weight)
-        if rows is None or tuple(rows.shape) != (table.rows, table.dim):
+        width = ROW_TYPES[table.data_type].width(table.dim) if table.data_type in ROW_TYPES else table.dim
+        if rows is None or tuple(rows.shape) != (table.rows, width):
             got = "no weight" if rows is None else f"the shape {list(rows.shape)}"
             raise ConfigError(
-                f"{what}: manifest: table '{table.name}' has {got}; expected {[table.rows, table.dim]} in "
+                f"{what}: manifest: table '{table.name}' has {got}; expected {[table.rows, width]} in "
                 f"'{table.weight}'. {_AGAIN}"
             )
     return out
