@@ -4,5 +4,6 @@ from tilerec.export.cpp_flags import cpp_flags
 from tilerec.export.exporting import export
 from tilerec.export.loading import Package, load
 from tilerec.export.manifest import Manifest
+from tilerec.export.parity import Parity, parity
 
-__all__ = ["Manifest", "Package", "cpp_flags", "export", "load"]
+__all__ = ["Manifest", "Package", "Parity", "cpp_flags", "export", "load", "parity"]

@@ -8,6 +8,7 @@ from tilerec.run_cli.evaluate import evaluate
 from tilerec.run_cli.export import export
 from tilerec.run_cli.export_index import export_index
 from tilerec.run_cli.init import init
+from tilerec.run_cli.parity import parity
 from tilerec.run_cli.predict import predict
 from tilerec.run_cli.quantize import quantize
 from tilerec.run_cli.serve import bench_serve, serve
@@ -22,6 +23,7 @@ def add_run_commands(app: typer.Typer) -> None:
     app.command()(quantize)
     app.command()(export)
     app.command("export-index")(export_index)
+    app.command()(parity)
     app.command()(serve)
     app.command("bench-serve")(bench_serve)
     app.command()(init)

@@ -1,0 +1,256 @@
+"""`parity`: a package beside the model that it should be, on logged batches, and the cause of each difference.
+
+    outputs        the largest difference of each output
+    features       of the ids in the batches: the rows that the package and the model read for them
+    weights        tensors outside of tables
+
+cause             meaning
+missing feature   one of the two does not read the feature
+id mapping        raw ids have other rows: the managed ids are of another state
+data type         the rows are those of the model, in the package's type
+other version     the rows are those of another state of training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tilerec.errors import InputError
+from tilerec.export.loading import Package
+from tilerec.export.manifest import TableEntry
+from tilerec.export.signature import InputSpec
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.managed_collision import ManagedCollisionModule
+from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
+from tilerec.ops.hash.definition import zch_find
+from tilerec.ops.quantized.row_format import dequantize_rows, quantize_rows
+from tilerec.quantized.row_type import ROW_TYPES
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.table import AnyTableConfig
+from tilerec.torch_private import pytree
+
+Batch = Mapping[str, Tensor]
+"""Tensors of a package's inputs, by the names of its manifest."""
+
+
+class Difference(NamedTuple):
+    """One feature, weight or output of the package beside the model's.
+
+    Args:
+        name: of it. table: of a feature; "" otherwise.
+        seen: distinct ids of the batches, cells of a weight, or cells of an output.
+        differing: those of them that differ.
+        largest: difference of two numbers; inf where one side has none.
+        cause: "" if nothing differs.
+    """
+
+    name: str
+    table: str
+    seen: int
+    differing: int
+    largest: float
+    cause: str
+
+
+class Parity(NamedTuple):
+    """What was compared. samples: of all batches."""
+
+    samples: int
+    outputs: list[Difference]
+    features: list[Difference]
+    weights: list[Difference]
+
+    @property
+    def is_equal(self) -> bool:
+        """True if every output, row and weight has the same bits."""
+        return not any(one.cause for one in (*self.outputs, *self.features, *self.weights))
+
+
+@torch.no_grad()
+def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Parity:
+    """Compare a package with a model on some batches.
+
+    Args:
+        package: of `tilerec.export.load`.
+        model: unsharded, on the CPU, in evaluation mode, with float tables; its arguments are those of the package.
+        batches: the package's inputs, as the server logs them.
+
+    Raises:
+        InputError: a batch does not fit the package, or there is none.
+    """
+    tables = _Tables(package, model)
+    outputs: dict[str, Difference] = {}
+    ids: dict[tuple[str, str], Tensor] = {}
+    samples = 0
+    for batch in batches:
+        tensors = [_tensor(batch, spec.name) for spec in package.manifest.signature.specs()]
+        found = package.run(tensors)
+        wanted = _of_model(package, model, tensors)
+        samples += found[0].shape[0]
+        for spec, got, want in zip(package.manifest.outputs, found, wanted, strict=True):
+            outputs[spec.name] = _sum_up(outputs.get(spec.name), _compared(spec.name, got, want, "see below"))
+        for (own, key), values in _ids_of(package, tensors):
+            ids[own, key] = torch.cat([ids[own, key], values]).unique() if (own, key) in ids else values.unique()
+    if not samples:
+        raise InputError("Parity: got no samples; expected at least one logged batch. Pass files of requests.")
+    features = [tables.feature(key, values) for (_, key), values in ids.items()]
+    features += [Difference(name, "", 0, 0, torch.inf, "missing feature") for name in tables.unknown_to_package(ids)]
+    return Parity(samples, list(outputs.values()), features, tables.weights())
+
+
+def _tensor(batch: Batch, name: str) -> Tensor:
+    if name not in batch:
+        raise InputError(f"Parity: got a batch without '{name}'; expected it. Its tensors are {sorted(batch)[:20]}.")
+    return batch[name]
+
+
+def _of_model(package: Package, model: nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the model's outputs; features that the package does not take are empty."""
+    values: list[object] = []
+    at = 0
+    for own in package.manifest.signature.inputs:
+        values.append(_with_all_features(own.value_of(tensors[at : at + len(own.tensors)]), own, model))
+        at += len(own.tensors)
+    structure = pytree.treespec_loads(package.manifest.signature.structure)
+    out: list[Tensor] = pytree.tree_leaves(model(*pytree.tree_unflatten(values, structure)))
+    return out
+
+
+def _with_all_features(value: object, own: InputSpec, model: nn.Module) -> object:
+    """Return a batch with empty bags for the model's features that it lacks."""
+    if not isinstance(value, KeyedJaggedTensor):
+        return value
+    known = {feature for _, config in _configs(model) for feature in config.feature_names}
+    missing = sorted(known - set(own.keys))
+    if not missing or not known & set(own.keys):
+        return value
+    lengths = torch.cat([value.lengths(), value.lengths().new_zeros(len(missing) * value.stride())])
+    return KeyedJaggedTensor([*value.keys(), *missing], value.values(), value.weights_or_none(), lengths=lengths)
+
+
+def _ids_of(package: Package, tensors: Sequence[Tensor]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yield input and key of each feature, with its ids."""
+    at = 0
+    for own in package.manifest.signature.inputs:
+        if own.kind != "Tensor":
+            values, lengths = tensors[at], tensors[at + len(own.tensors) - 1]
+            sizes = lengths.view(len(own.keys) or 1, -1).sum(1).tolist()
+            for key, part in zip(own.keys or (own.name,), values.split(sizes), strict=True):
+                yield (own.name, key), part
+        at += len(own.tensors)
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[str, AnyTableConfig]]:
+    """Yield the path of each table of a model, and its config."""
+    for path, part in model.named_modules():
+        if isinstance(part, TableCollection):
+            for config in part._configs:
+                yield ".".join(filter(None, (path, part._holder, config.name))), config
+
+
+class _Tables:
+    """The tables of both sides."""
+
+    def __init__(self, package: Package, model: nn.Module) -> None:
+        self._package, self._model = package, model
+        self._entries = {entry.name: entry for entry in package.manifest.tables}
+        self._own = dict(_configs(model))
+        self._managed = {
+            f"{path}.{name}": (f"{path}.{place}", module)
+            for path, part in model.named_modules()
+            if isinstance(part, ManagedCollisionEmbeddings)
+            for name, place, module in _managed_of(part)
+        }
+        self._read: set[str] = set()
+
+    def unknown_to_package(self, ids: Mapping[tuple[str, str], Tensor]) -> list[str]:
+        """Return the features of the model that no input of the package has."""
+        given = {key for _, key in ids}
+        return sorted({f for config in self._own.values() for f in config.feature_names} - given)
+
+    def feature(self, key: str, ids_U: Tensor) -> Difference:
+        """Compare the rows of a feature's ids."""
+        places = [name for name, config in self._own.items() if key in config.feature_names]
+        if not places or places[0] not in self._entries:
+            return Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
+        entry = self._entries[places[0]]
+        own, other = self._rows(entry, ids_U)
+        wanted = cast(Tensor, self._model.get_submodule(entry.name).weight).detach()[own]
+        stored = self._package.weights[entry.weight][other]
+        row_type = ROW_TYPES.get(entry.data_type)
+        if row_type is not None and row_type.bits:
+            got = dequantize_rows(stored, entry.dim, row_type.bits)
+            encoded = quantize_rows(wanted, row_type.bits)
+        else:
+            got, encoded = stored.float(), wanted.to(stored.dtype)
+        gaps_U = (got - wanted.float()).abs().amax(1) if ids_U.numel() else torch.zeros(0)
+        differs = (gaps_U > 0) | (own != other)
+        cause = ""
+        if bool((own != other).any()):
+            cause = "id mapping"
+        elif bool(differs.any()):
+            cause = "data type" if torch.equal(encoded, stored) else "other version"
+        largest = float(gaps_U.max()) if gaps_U.numel() else 0.0
+        return Difference(key, entry.name, ids_U.numel(), int(differs.sum()), largest, cause)
+
+    def _rows(self, entry: TableEntry, ids_U: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids in the model and in the package."""
+        if entry.name not in self._managed:
+            return ids_U.long(), ids_U.long()
+        place, module = self._managed[entry.name]
+        own = module.id_map
+        state = own.state._replace(
+            ids_E=self._package.weights[f"{place}.ids"], used_E=self._package.weights[f"{place}.used"]
+        )
+        hashed = own.hashed(ids_U.long())
+        rows = []
+        for each in (own.state, state):
+            places_U = zch_find(hashed, each, own.range).rows_N
+            rows.append(torch.where(places_U < 0, own.buckets.shared_rows(hashed), own.buckets.rows_of(places_U)))
+        return rows[0], rows[1]
+
+    def weights(self) -> list[Difference]:
+        """Compare the tensors outside of tables and id maps."""
+        tables = {entry.weight for entry in self._entries.values()}
+        maps = tuple(f"{place}." for place, _ in self._managed.values())
+        own = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        found = []
+        for name, got in sorted(self._package.weights.items()):
+            if name in tables or (maps and name.startswith(maps)):
+                continue
+            want = own.get(name)
+            if want is None:
+                continue  # a constant of the compiler
+            found.append(_compared(name, got, want.detach(), "other version"))
+        return found
+
+
+def _managed_of(part: ManagedCollisionEmbeddings) -> Iterator[tuple[str, str, ManagedCollisionModule]]:
+    """Yield of each managed table: its path, the path of its id map, and the id map, below the module."""
+    maps: dict[nn.Module, str] = {module: path for path, module in part.named_modules()}
+    inner = {name.rpartition(".")[2]: name for name, _ in _configs(part)}
+    for table, module in part.managed_collision_collection.modules_by_table.items():
+        yield inner[table], maps[module], module
+
+
+def _compared(name: str, got: Tensor, want: Tensor, cause: str) -> Difference:
+    if got.shape != want.shape:
+        return Difference(name, "", want.numel(), want.numel(), torch.inf, cause)
+    same = (got == want) | ((got != got) & (want != want))  # NaN equals NaN
+    gap = (got.double() - want.double()).abs()[~same]
+    largest = float(gap.nan_to_num(torch.inf).max()) if gap.numel() else 0.0
+    count = int((~same).sum())
+    return Difference(name, "", want.numel(), count, largest, cause if count else "")
+
+
+def _sum_up(before: Difference | None, now: Difference) -> Difference:
+    if before is None:
+        return now
+    return now._replace(
+        seen=before.seen + now.seen, differing=before.differing + now.differing,
+        largest=max(before.largest, now.largest), cause=before.cause or now.cause,
+    )  # fmt: skip
