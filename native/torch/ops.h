@@ -61,6 +61,11 @@ Two pooled_lookup(std::vector<Tensor> weights, Tensor sinks, Tensor ids, Tensor 
                   Sizes tables, Sizes keys, Sizes means, Sizes batches, ScalarType type, std::string names);
 Two sequence_lookup(std::vector<Tensor> weights, Tensor sinks, Tensor ids, Tensor starts, Sizes tables, ScalarType type,
                     std::string names);
+Tensor quantized_pooled_lookup(std::vector<Tensor> weights, Sizes dims, Sizes bits, Tensor ids, Tensor offsets,
+                               std::optional<Tensor> sample_weights, Sizes tables, Sizes keys, Sizes means, Sizes batches,
+                               ScalarType type, std::string names);
+Tensor quantized_sequence_lookup(std::vector<Tensor> weights, Sizes dims, Sizes bits, Tensor ids, Tensor starts, Sizes tables,
+                                 ScalarType type, std::string names);
 // jagged_ops.cpp
 Tensor offsets_from_lengths(Tensor lengths);
 Tensor segment_ids(Tensor offsets, int64_t total);
