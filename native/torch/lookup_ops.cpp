@@ -1,4 +1,5 @@
-// Pooled and sequence lookups (tilerec/ops/lookup/definition.py specifies them).
+// Pooled and sequence lookups, also in quantized rows (tilerec/ops/lookup/definition.py and ops/quantized/definition.py
+// specify them).
 #include "../lookup.h"
 
 #include "ops.h"
@@ -11,27 +12,29 @@ struct Tables {
   Sizes rows, dims, types;
   std::vector<const void*> data;
 
-  Tables(const char* op, const std::vector<Tensor>& weights) : Tables(op, weights, nullptr, nullptr) {}
+  Tables(const char* op, const std::vector<Tensor>& weights) {
+    for (const Tensor& weight : weights) add(op, weight, weight.dim() == 2 ? weight.size(1) : 0, 0);
+  }
+  // Quantized rows of `bits` bits, or floats where it is 0.
+  Tables(const char* op, const std::vector<Tensor>& weights, const Sizes& dims, const Sizes& bits) {
+    if (dims.size() != weights.size() || bits.size() != weights.size())
+      fail(std::string(op) + ": got lists of other sizes than that of the tables; expected one dim and one number of bits per table.");
+    for (size_t t = 0; t < weights.size(); ++t) add(op, weights[t], dims[t], bits[t]);
+  }
 
-  // Quantized rows: `columns` and `bits` have an entry per table; bits 0 are floats.
-  Tables(const char* op, const std::vector<Tensor>& weights, const Sizes* columns, const Sizes* bits) {
-    if (bits && (bits->size() != weights.size() || columns->size() != weights.size()))
-      fail(std::string(op) + ": got lists of other sizes; expected dims and bits of each table.");
-    for (size_t t = 0; t < weights.size(); ++t) {
-      const Tensor& weight = weights[t];
-      const int64_t own = bits ? (*bits)[t] : 0;
-      const bool quantized = own == 8 || own == 4 || own == 2;
-      const int64_t type = quantized ? (own == 8 ? TR_CODES8 : own == 4 ? TR_CODES4 : TR_CODES2) : own ? -1 : number_code(weight.scalar_type());
-      const int64_t width = columns ? (*columns)[t] : weight.dim() == 2 ? weight.size(1) : 0;
-      const int64_t stored = quantized ? 4 + ((width * own + 7) / 8 + 3) / 4 * 4 : width;
-      if (weight.dim() != 2 || !weight.is_contiguous() || !weight.is_cpu() || type < 0 || weight.size(1) != stored ||
-          (quantized && weight.scalar_type() != ScalarType::Byte))
-        fail(std::string(op) + ": got table " + text(static_cast<int64_t>(t)) +
-             " of another form; expected contiguous rows of float32, float16 or bfloat16, or quantized ones, on the CPU. Convert it "
-             "before the export.");
-      rows.push_back(weight.size(0)), dims.push_back(width), types.push_back(type);
-      data.push_back(weight.data_ptr());
+ private:
+  void add(const char* op, const Tensor& weight, int64_t dim, int64_t bits) {
+    int64_t type = number_code(weight.scalar_type()), width = dim;
+    if (bits) {
+      type = weight.scalar_type() != ScalarType::Byte ? -1 : bits == 8 ? TR_CODES8 : bits == 4 ? TR_CODES4 : bits == 2 ? TR_CODES2 : -1;
+      width = 4 + ((dim * bits + 7) / 8 + 3) / 4 * 4;
     }
+    if (weight.dim() != 2 || !weight.is_contiguous() || !weight.is_cpu() || type < 0 || dim < 0 || weight.size(1) != width)
+      fail(std::string(op) + ": got table " + text(static_cast<int64_t>(data.size())) +
+           " of another form; expected contiguous rows of float32, float16 or bfloat16, or of codes, on the CPU. Convert it before "
+           "the export.");
+    rows.push_back(weight.size(0)), dims.push_back(dim), types.push_back(type);
+    data.push_back(weight.data_ptr());
   }
 };
 
@@ -85,6 +88,7 @@ Tensor new_ticket() {  // of a lookup whose backward never runs
 Tensor pooled(const char* op, const Tables& all, Tensor ids, Tensor offsets, std::optional<Tensor> sample_weights,
               const Sizes& tables, const Sizes& keys, const Sizes& means, const Sizes& batches, ScalarType type,
               const std::string& names) {
+  const int64_t count = static_cast<int64_t>(all.data.size());
   ids = checked_ids(op, ids), offsets = int64s(op, "offsets", offsets);
   const size_t features = tables.size();
   if (keys.size() != features || means.size() != features || batches.empty())
@@ -92,7 +96,7 @@ Tensor pooled(const char* op, const Tables& all, Tensor ids, Tensor offsets, std
   Sizes shape{batches[0], 0};
   if (batches.size() > 1) shape = {0};
   for (size_t f = 0; f < features; ++f) {
-    if (tables[f] < 0 || tables[f] >= static_cast<int64_t>(all.rows.size()) || keys[f] < 0 ||
+    if (tables[f] < 0 || tables[f] >= count || keys[f] < 0 ||
         (batches.size() > 1 && keys[f] >= static_cast<int64_t>(batches.size())))
       fail("Feature " + text(static_cast<int64_t>(f)) + " of a lookup: got a table or key that does not exist.");
     shape.back() += all.dims[tables[f]] * (batches.size() > 1 ? batches[keys[f]] : 1);
@@ -103,7 +107,7 @@ Tensor pooled(const char* op, const Tables& all, Tensor ids, Tensor offsets, std
       fail("A lookup's sample_weights: got another size or type; expected one float32 weight per id.");
   }
   Tensor out = new_tensor(shape, type);
-  tr_lookup call{static_cast<int64_t>(features), tables.data(), keys.data(), means.data(), static_cast<int64_t>(all.rows.size()),
+  tr_lookup call{static_cast<int64_t>(features), tables.data(), keys.data(), means.data(), count,
                  all.rows.data(), all.dims.data(), all.types.data(), all.data.data(), static_cast<int64_t>(batches.size()),
                  batches.data(), ids.data_ptr(), index_code(ids.scalar_type()), ids.numel(),
                  static_cast<const int64_t*>(offsets.data_ptr()), offsets.numel(),
@@ -115,11 +119,12 @@ Tensor pooled(const char* op, const Tables& all, Tensor ids, Tensor offsets, std
 
 Tensor sequence(const char* op, const Tables& all, Tensor ids, Tensor starts, const Sizes& tables, ScalarType type,
                 const std::string& names) {
+  const int64_t count = static_cast<int64_t>(all.data.size());
   ids = checked_ids(op, ids), starts = int64s(op, "starts", starts);
-  if (tables.empty() || tables[0] < 0 || tables[0] >= static_cast<int64_t>(all.rows.size()))
+  if (tables.empty() || tables[0] < 0 || tables[0] >= count)
     fail("An unpooled lookup: got no feature of a table; expected at least one.");
   Tensor out = new_tensor({ids.numel(), all.dims[tables[0]]}, type);
-  tr_lookup call{static_cast<int64_t>(tables.size()), tables.data(), nullptr, nullptr, static_cast<int64_t>(all.rows.size()),
+  tr_lookup call{static_cast<int64_t>(tables.size()), tables.data(), nullptr, nullptr, count,
                  all.rows.data(), all.dims.data(), all.types.data(), all.data.data(), 0, nullptr, ids.data_ptr(),
                  index_code(ids.scalar_type()), ids.numel(), static_cast<const int64_t*>(starts.data_ptr()), starts.numel(),
                  nullptr, out.data_ptr(), output_type(op, type), nullptr, threads(), {}};
@@ -145,13 +150,13 @@ Tensor quantized_pooled_lookup(std::vector<Tensor> weights, Sizes dims, Sizes bi
                                std::optional<Tensor> sample_weights, Sizes tables, Sizes keys, Sizes means, Sizes batches,
                                ScalarType type, std::string names) {
   const char* op = "quantized_pooled_lookup";
-  return pooled(op, Tables(op, weights, &dims, &bits), ids, offsets, sample_weights, tables, keys, means, batches, type, names);
+  return pooled(op, Tables(op, weights, dims, bits), ids, offsets, sample_weights, tables, keys, means, batches, type, names);
 }
 
 Tensor quantized_sequence_lookup(std::vector<Tensor> weights, Sizes dims, Sizes bits, Tensor ids, Tensor starts, Sizes tables,
                                  ScalarType type, std::string names) {
   const char* op = "quantized_sequence_lookup";
-  return sequence(op, Tables(op, weights, &dims, &bits), ids, starts, tables, type, names);
+  return sequence(op, Tables(op, weights, dims, bits), ids, starts, tables, type, names);
 }
 
 }  // namespace tilerec::ops

@@ -19,11 +19,11 @@ const Op kOps[] = {
     {"sequence_lookup(Tensor[] weights, Tensor sinks, Tensor ids, Tensor starts, int[] tables, ScalarType dtype, str names) -> "
      "(Tensor, Tensor)",
      TORCH_BOX(&sequence_lookup)},
-    {"quantized_pooled_lookup(Tensor[] weights, int[] dims, int[] bits, Tensor ids, Tensor offsets, Tensor? sample_weights, int[] "
-     "tables, int[] keys, int[] means, SymInt[] batches, ScalarType dtype, str names) -> Tensor",
+    {"quantized_pooled_lookup(Tensor[] weights, int[] dims, int[] bits, Tensor ids, Tensor offsets, Tensor? sample_weights, "
+     "int[] tables, int[] keys, int[] means, SymInt[] batches, ScalarType dtype, str names) -> Tensor",
      TORCH_BOX(&quantized_pooled_lookup)},
-    {"quantized_sequence_lookup(Tensor[] weights, int[] dims, int[] bits, Tensor ids, Tensor starts, int[] tables, ScalarType dtype, "
-     "str names) -> Tensor",
+    {"quantized_sequence_lookup(Tensor[] weights, int[] dims, int[] bits, Tensor ids, Tensor starts, int[] tables, ScalarType "
+     "dtype, str names) -> Tensor",
      TORCH_BOX(&quantized_sequence_lookup)},
     {"offsets_from_lengths(Tensor lengths_S) -> Tensor", TORCH_BOX(&offsets_from_lengths)},
     {"segment_ids(Tensor offsets_S1, SymInt total) -> Tensor", TORCH_BOX(&segment_ids)},

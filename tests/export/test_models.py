@@ -21,6 +21,7 @@ from tilerec.export.signature import flat_tensors
 from tilerec.export.whole_model import whole_model
 from tilerec.models.two_tower import Tower, TwoTower
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.quantized import quantize_tables
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.torch_private import pytree
@@ -82,3 +83,10 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
     table = "user" if side == "query" else "item"
     assert [entry.name for entry in manifest.tables] == [f"embedding_bag_collection.embedding_bags.{table}"]
     _check(tower, own, [(own,)])
+
+
+def test_a_model_with_quantized_tables() -> None:
+    model = quantize_tables(DLRMS["DLRM"](dlrm_tables()).eval(), "int8")
+    batches = [dlrm_batch(size) for size in (1, 2, 9)]
+    args = [(batch.dense_features, batch.sparse_features) for batch in batches]
+    _check(model, args[-1], args)

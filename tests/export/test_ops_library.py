@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
 from tilerec.export.cpp_flags import ops_library
 from tilerec.export.manifest import OPS_ABI
+from tilerec.ops.quantized.row_format import BITS, quantize_rows
 from tilerec.torch_private import schema_of
 
 BOTH = """
@@ -23,6 +25,19 @@ print(len(set(places)))
 import tilerec
 from tilerec.ops.jagged.definition import offsets_from_lengths
 print(offsets_from_lengths(lengths).tolist())
+"""
+
+QUANTIZED = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1])
+for op, args, want in torch.load(sys.argv[2]):
+    got = getattr(torch.ops.tilerec, op)(*args, torch.float32, "a@a,b@b,c@c,d@d")
+    print(op, torch.equal(got, want))
+weights, dims, bits, *rest = args
+try:
+    torch.ops.tilerec.quantized_sequence_lookup(weights, [8] * 4, bits, *rest, torch.float32, "a@a,b@b,c@c,d@d")
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -57,3 +72,24 @@ def test_python_may_come_after_the_library() -> None:
     first, places, second = done.stdout.splitlines()
     assert first == second == "[0, 2, 2, 3]"
     assert places == "1"  # large outputs reuse their memory
+
+
+def test_quantized_rows_are_read_without_python(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(4, 50, 9, generator=generator)
+    rows = [*(quantize_rows(each, bits) for each, bits in zip(floats, BITS, strict=False)), floats[3].half()]
+    ids, offsets = torch.arange(60) % 50, torch.tensor([0, 3, 3, 10, 20, 25, 30, 41, 60])
+    tables = (rows, [9] * 4, [*BITS, 0], ids)
+    cases = [
+        ("quantized_pooled_lookup", (*tables, offsets, torch.rand(60), [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1], [2])),
+        ("quantized_sequence_lookup", (*tables, torch.tensor([0, 20, 30, 41, 60]), [0, 1, 2, 3])),
+    ]
+    found = [(op, args, getattr(torch.ops.tilerec, op)(*args, torch.float32, "a@a,b@b,c@c,d@d")) for op, args in cases]
+    torch.save(found, tmp_path / "cases.pt")
+    command = [sys.executable, "-c", QUANTIZED, str(ops_library()), str(tmp_path / "cases.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, error = done.stdout.splitlines()[:3]
+    assert first == "quantized_pooled_lookup True"
+    assert second == "quantized_sequence_lookup True"
+    assert "quantized_sequence_lookup: got table" in error
