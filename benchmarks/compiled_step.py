@@ -4,15 +4,15 @@
 
 Each rank is a process with one thread, over gloo. The variants are twins of one model, train on the same batches, and
 take turns within a round; the order changes from round to round. A time is the median over rounds of the slowest rank's
-mean step, in ms. "cpu" is the mean over ranks of the processor time of a step, which depends less on other load. A ratio
-is the median of the rounds' own ratios to eager.
+mean step, in ms. "cpu" is the mean over ranks of the processor time of a step, which depends less on other load. A
+ratio is the median of the rounds' own ratios to eager.
 
 A step is forward, backward with the update of the tables (row-wise Adagrad), and SGD on the dense part. Before it is
 timed, each variant trains on batches of several sizes, and its losses must equal eager's within 1e-5. "graphs" and
 "breaks" are those of rank 0 after these steps.
 
-Eager products of tilerec's modules are by oneDNN where it is faster (docs/modules.md), compiled ones by MKL. `--mkl` turns
-oneDNN off, so that the variants differ in the compiler only.
+Eager products of tilerec's modules are by oneDNN where it is faster (docs/modules.md), compiled ones by MKL. `--mkl`
+turns oneDNN off, so that the variants differ in the compiler only.
 
 cut    the tables run behind `torch.compiler.disable`, as a graph break does
 """

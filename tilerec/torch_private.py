@@ -91,6 +91,15 @@ def autograd_visible() -> AbstractContextManager[None]:
     return guard
 
 
+def constant_in_programs(function: Callable[P, T]) -> Callable[P, T]:
+    """Have tracers call a function once, and take its result for a constant, without guards.
+
+    `torch.compiler.assume_constant_result` does the same and imports the compiler (seconds) where it decorates.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def keep_order(op: Any) -> None:
     """Have compilers keep all calls of an op, in the order of the program, although its schema shows no effects.
 

@@ -27,7 +27,7 @@ def graph_break(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # The first condition is a constant for a tracer, so the tracer never evaluates the second: true where the frames
+        # The first condition is a constant for a tracer, so the tracer never evaluates the second: True where frames
         # of callees would be compiled.
         if torch.compiler.is_compiling() or frame_compiler() is not None:
             return disabled(*args, **kwargs)
