@@ -101,8 +101,11 @@ class Begun(NamedTuple):
 class _Flight:
     """A lookup in flight."""
 
-    begun: Begun
+    begun: Begun | None  # before `finish`, which frees the rows
     trains: bool
+    leaves: TileLeaves
+    weights: Tensor | None  # the batch's sample weights
+    routed_weights: Tensor | None  # those of the ids that were looked up
     lookup: CombinedLookup | None = None  # after `finish`, if the tables or the weights train
     flat: Tensor | None = None  # with `edge`: the input of the tail
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
@@ -209,7 +212,9 @@ def _begun(
         if weights:
             at = known[1].index("weights")
             leaves[at] = leaves[at].detach().requires_grad_()
-        flight = _Flight(traced_module(collection).begin_traced(from_leaves(leaves, known), *options), trains)
+        begun = traced_module(collection).begin_traced(from_leaves(leaves, known), *options)
+    found = begun.combination
+    flight = _Flight(begun, trains, found.leaves, begun.weights, found.looked.batch.sample_weights)
     number = next(_TICKETS)
     ticket = torch.tensor([number])
     _FLIGHTS[number] = flight, weakref.ref(ticket, lambda _: _FLIGHTS.pop(number, None))
@@ -239,6 +244,7 @@ def _begin_managed(
     collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool, mutate: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ticket, flight = _begun(collection, features, context, trains, weights, mutate)
+    assert flight.begun is not None
     remapped = flight.begun.remapped
     assert remapped is not None, "managed collision maps ids"
     own = remapped.weights_or_none()
@@ -269,7 +275,9 @@ def _finish(
     dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
     flight = _FLIGHTS[int(ticket)][0]
-    module, looked, output, leaves, exchange, current, tail = flight.begun.combination
+    begun, flight.begun = flight.begun, None
+    assert begun is not None, "a lookup is finished once"
+    module, looked, output, leaves, exchange, current, tail = begun.combination
     combiner = looked.batch.stages.combiner
     with autograd_visible(), torch.set_grad_enabled(flight.trains):
         flight.lookup = combined_lookup(looked, output, leaves, exchange, current)
@@ -344,22 +352,21 @@ def _backward(
 ) -> list[Tensor]:
     """Return gradients of the anchor (zero), of the sample weights (none unless `needs`) and of the dense leaves."""
     flight = _FLIGHTS[int(ticket)][0]
-    begun, lookup = flight.begun, flight.lookup
+    lookup = flight.lookup
     flat_grad, weight_grad = grad.reshape(-1), None
     grads: list[Tensor | None] = [None] * len(dense)
     with autograd_visible():
         if flight.edge is not None:
-            flat_grad, weight_grad = _tail_grads(flight.edge, [flight.flat, begun.weights if needs else None], grad)
+            flat_grad, weight_grad = _tail_grads(flight.edge, [flight.flat, flight.weights if needs else None], grad)
         if lookup is not None:
             reached = [True] * len(lookup.gradients.trained)  # a compiled graph computes all gradients or none
             with torch.no_grad():
                 own, leaves = lookup.backward(flat_grad, reached, sample_weights=needs)
-            grads = [leaves[i] for i in begun.combination.leaves.dense_places()]
-            routed = begun.combination.looked.batch.sample_weights
-            if (
-                own is not None and routed is not None and routed is not begun.weights
-            ):  # managed collision has dropped ids
-                (own,) = _tail_grads(get_gradient_edge(routed), [begun.weights], own)
+            grads = [leaves[i] for i in flight.leaves.dense_places()]
+            routed = flight.routed_weights
+            dropped = routed is not flight.weights  # managed collision has dropped ids
+            if own is not None and routed is not None and dropped:
+                (own,) = _tail_grads(get_gradient_edge(routed), [flight.weights], own)
             weight_grad = own if weight_grad is None else weight_grad
     if weight_grad is None:
         weight_grad = grad.new_zeros(count if needs else 0, dtype=dtype)
