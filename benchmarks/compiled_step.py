@@ -3,9 +3,9 @@
     python benchmarks/compiled_step.py [--backend inductor] [--ranks 2] [--batches 256,2048] [--rounds 9] [--steps 10]
 
 Each rank is a process with one thread, over gloo. The variants are twins of one model, train on the same batches, and
-take turns within a round; the order changes from round to round. A time is the median over rounds of the slowest
-rank's mean step, in ms. "cpu" is the mean over ranks of the processor time of a step, which depends less on other load.
-A ratio is the median of the rounds' own ratios to eager.
+take turns within a round; the order changes from round to round. A time is the median over rounds of the slowest rank's
+mean step, in ms. "cpu" is the mean over ranks of the processor time of a step, which depends less on other load. A
+ratio is the median of the rounds' own ratios to eager.
 
 A step is forward, backward with the update of the tables (row-wise Adagrad), and SGD on the dense part. Before it is
 timed, each variant trains on batches of several sizes, and its losses must equal eager's within 1e-5. "graphs" and

@@ -417,6 +417,21 @@ def test_inductor_passes_its_calls_of_an_op_to_a_function() -> None:
     assert changed == ["mm"]
 
 
+def test_programs_take_the_result_of_a_constant_function_without_guards() -> None:
+    torch._dynamo.reset()
+    calls: list[int] = []
+
+    @private.constant_in_programs
+    def scale(x: Tensor) -> int:
+        calls.append(int(x))
+        return int(x) + 2
+
+    compiled = torch.compile(lambda x, y: y * scale(x), fullgraph=True, backend="eager")
+    for number in (1, 5):
+        assert compiled(torch.tensor(number), torch.ones(1)).item() == 3
+    assert calls == [1]
+
+
 def test_sizes_of_0_and_1_need_no_graph_of_their_own_where_a_tracer_is_oblivious_of_them() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()

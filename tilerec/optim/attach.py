@@ -168,6 +168,7 @@ def set_sparse_grad(params: Iterable[nn.Parameter], enabled: bool = True) -> Non
                 "parameters of tables. Leave it out."
             )
         rows.takes_gradients = enabled or rows.spec is not None
+        rows.training_changed()
 
 
 __all__ = ["apply_optimizer_in_backward", "set_sparse_grad"]

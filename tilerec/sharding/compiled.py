@@ -22,7 +22,7 @@ import functools
 import itertools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -36,11 +36,41 @@ from tilerec.ops.runtime.library import LIBRARY
 from tilerec.sharding.combine_autograd import CombinedLookup, Output, combined, combined_lookup
 from tilerec.sharding.exchange import Exchange, LookedUpBatch
 from tilerec.sharding.late_calls import run_late
-from tilerec.sharding.tile_leaves import TileLeaves
+from tilerec.sharding.table import COLLECTIONS_OF
+from tilerec.sharding.tile_leaves import TileLeaves, dense_leaves
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
-from tilerec.torch_private import BelowAutograd, autograd_visible, change_inductor_graphs, keep_order
+from tilerec.torch_private import (
+    BelowAutograd,
+    autograd_visible,
+    change_inductor_graphs,
+    constant_in_programs,
+    keep_order,
+)
 
 _OPS = torch.ops.tilerec
+
+
+class TracedModule(nn.Module):
+    """Sharded module that a compiled program calls by its handle (abstract)."""
+
+    handle: Tensor
+    traced_settings: int = 0
+    """Compiled programs guard this number. It changes with the settings of training that they take for constants."""
+
+    def renew_handle(self, tables: Iterable[nn.Module] = ()) -> None:
+        """Give this object a handle of its own. A copy of the object needs another one.
+
+        Args:
+            tables: its tables, if it is a collection.
+        """
+        for table in tables:
+            COLLECTIONS_OF.setdefault(table, weakref.WeakSet()).add(self)
+        self.handle = torch.tensor([next(_HANDLES)], device="cpu")
+        _MODULES[int(self.handle)] = self
+
+    @abstractmethod
+    def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
+        """Route and look up a batch. Collective."""
 
 
 class Combination(NamedTuple):
@@ -50,6 +80,7 @@ class Combination(NamedTuple):
     current: returns False after a reshard.
     """
 
+    module: TracedModule
     looked: LookedUpBatch
     output: Output
     leaves: TileLeaves
@@ -66,27 +97,15 @@ class Begun(NamedTuple):
     remapped: KeyedJaggedTensor | None = None  # of managed collision: the batch of row numbers
 
 
-class TracedModule(nn.Module):
-    """Sharded module that a compiled program calls by its handle (abstract)."""
-
-    handle: Tensor
-
-    def renew_handle(self) -> None:
-        """Give this object a handle of its own. A copy of the object needs another one."""
-        self.handle = torch.tensor([next(_HANDLES)], device="cpu")
-        _MODULES[int(self.handle)] = self
-
-    @abstractmethod
-    def begin_traced(self, features: KeyedJaggedTensor, *options: bool) -> Begun:
-        """Route and look up a batch. Collective."""
-
-
 @dataclass
 class _Flight:
     """A lookup in flight."""
 
-    begun: Begun
+    begun: Begun | None  # before `finish`, which frees the rows
     trains: bool
+    leaves: TileLeaves
+    weights: Tensor | None  # the batch's sample weights
+    routed_weights: Tensor | None  # those of the ids that were looked up
     lookup: CombinedLookup | None = None  # after `finish`, if the tables or the weights train
     flat: Tensor | None = None  # with `edge`: the input of the tail
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
@@ -97,7 +116,19 @@ _MODULES: weakref.WeakValueDictionary[int, TracedModule] = weakref.WeakValueDict
 _FLIGHTS: dict[int, tuple[_Flight, weakref.ref[Tensor]]] = {}
 
 
+def traced_module(handle: Tensor) -> TracedModule:
+    """Return the module of a handle."""
+    return _MODULES[int(handle)]
+
+
 # ------------------------------------------------------------------------------------------------ traced code
+
+
+@constant_in_programs
+def dense_names(handle: Tensor, _settings: int) -> tuple[tuple[str, str], ...]:
+    """Return `dense_leaves` of a collection. Guards of them would read several objects per table in each call."""
+    collection: Any = traced_module(handle)
+    return dense_leaves(collection._tables)
 
 
 def is_traceable(features: object) -> TypeGuard[KeyedJaggedTensor]:
@@ -181,7 +212,9 @@ def _begun(
         if weights:
             at = known[1].index("weights")
             leaves[at] = leaves[at].detach().requires_grad_()
-        flight = _Flight(_MODULES[int(collection)].begin_traced(from_leaves(leaves, known), *options), trains)
+        begun = traced_module(collection).begin_traced(from_leaves(leaves, known), *options)
+    found = begun.combination
+    flight = _Flight(begun, trains, found.leaves, begun.weights, found.looked.batch.sample_weights)
     number = next(_TICKETS)
     ticket = torch.tensor([number])
     _FLIGHTS[number] = flight, weakref.ref(ticket, lambda _: _FLIGHTS.pop(number, None))
@@ -211,6 +244,7 @@ def _begin_managed(
     collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool, mutate: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ticket, flight = _begun(collection, features, context, trains, weights, mutate)
+    assert flight.begun is not None
     remapped = flight.begun.remapped
     assert remapped is not None, "managed collision maps ids"
     own = remapped.weights_or_none()
@@ -241,17 +275,20 @@ def _finish(
     dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
     flight = _FLIGHTS[int(ticket)][0]
-    looked, output, leaves, exchange, current, tail = flight.begun.combination
+    begun, flight.begun = flight.begun, None
+    assert begun is not None, "a lookup is finished once"
+    module, looked, output, leaves, exchange, current, tail = begun.combination
     combiner = looked.batch.stages.combiner
     with autograd_visible(), torch.set_grad_enabled(flight.trains):
         flight.lookup = combined_lookup(looked, output, leaves, exchange, current)
         with torch.no_grad():
             flat = combined(looked.looked, output, combiner)
         out = tail(flat.requires_grad_(flight.lookup is not None))
-        if out.dtype != dtype:
+        if out.dtype != dtype or len(dense) != len(leaves.dense_places()):
+            module.traced_settings += 1
             raise ConfigError(
-                f"{exchange.name}: got tables of another data type than when the model was compiled; expected "
-                f"{dtype}. Convert the collection or the model with .to(), not single tables."
+                f"{exchange.name}: got tables with other data types or optimizers than when the model was compiled; "
+                "expected the same. The next call compiles it again: repeat the step, on all ranks."
             )
         if out.requires_grad and (out.dtype != flat.dtype or out.data_ptr() != flat.data_ptr()):
             flight.flat, flight.edge = flat, get_gradient_edge(out)
@@ -315,22 +352,21 @@ def _backward(
 ) -> list[Tensor]:
     """Return gradients of the anchor (zero), of the sample weights (none unless `needs`) and of the dense leaves."""
     flight = _FLIGHTS[int(ticket)][0]
-    begun, lookup = flight.begun, flight.lookup
+    lookup = flight.lookup
     flat_grad, weight_grad = grad.reshape(-1), None
     grads: list[Tensor | None] = [None] * len(dense)
     with autograd_visible():
         if flight.edge is not None:
-            flat_grad, weight_grad = _tail_grads(flight.edge, [flight.flat, begun.weights if needs else None], grad)
+            flat_grad, weight_grad = _tail_grads(flight.edge, [flight.flat, flight.weights if needs else None], grad)
         if lookup is not None:
             reached = [True] * len(lookup.gradients.trained)  # a compiled graph computes all gradients or none
             with torch.no_grad():
                 own, leaves = lookup.backward(flat_grad, reached, sample_weights=needs)
-            grads = [leaves[i] for i in begun.combination.leaves.dense_places()]
-            routed = begun.combination.looked.batch.sample_weights
-            if (
-                own is not None and routed is not None and routed is not begun.weights
-            ):  # managed collision has dropped ids
-                (own,) = _tail_grads(get_gradient_edge(routed), [begun.weights], own)
+            grads = [leaves[i] for i in flight.leaves.dense_places()]
+            routed = flight.routed_weights
+            dropped = routed is not flight.weights  # managed collision has dropped ids
+            if own is not None and routed is not None and dropped:
+                (own,) = _tail_grads(get_gradient_edge(routed), [flight.weights], own)
             weight_grad = own if weight_grad is None else weight_grad
     if weight_grad is None:
         weight_grad = grad.new_zeros(count if needs else 0, dtype=dtype)

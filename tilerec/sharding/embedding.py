@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.feature_reads import key_positions
 from tilerec.ops.runtime.graph_break import graph_break
 from tilerec.sharding.combine_autograd import Output, combine, pooled_output
-from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, finish, is_traceable
+from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, dense_names, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
 from tilerec.sharding.route import RouteInput
-from tilerec.sharding.tile_leaves import TileLeaves, dense_leaves
+from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor, from_leaves, leaves_of
 from tilerec.sparse.keyed_tensor import KeyedTensor
@@ -62,7 +62,7 @@ class ShardedCollection(TableCollection, TracedModule):
 
     def _renew_sinks(self) -> None:
         super()._renew_sinks()
-        self.renew_handle()
+        self.renew_handle(self._tables.values())
         self._traced_dtype = self._dtype(self._leaves.first)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
@@ -221,7 +221,7 @@ class ShardedCollection(TableCollection, TracedModule):
         exchange = self.exchange
         exchange.check_made(looked.batch.stages, type(self).__name__)
         leaves = self._leaves.follow_first()
-        return Combination(looked, output, leaves, exchange, lambda: self.exchange is exchange, tail)
+        return Combination(self, looked, output, leaves, exchange, lambda: self.exchange is exchange, tail)
 
     # -- compiled programs -------------------------------------------------------------------------------------
 
@@ -233,7 +233,9 @@ class ShardedCollection(TableCollection, TracedModule):
         self, features: KeyedJaggedTensor, ticket: Tensor, weights: Tensor | None, size: Sequence[int]
     ) -> Tensor:
         weights = weights if getattr(self, "_is_weighted", False) else None
-        dense = dense_leaves(self._tables.values())
+        tables = self._tables
+        names = dense_names(self.handle, self.traced_settings)
+        dense = cast("list[Tensor]", [tables[name]._parameters[leaf] for name, leaf in names])
         return finish(ticket, self.exchange.anchor, weights, dense, size, self._traced_dtype, features.device())
 
 

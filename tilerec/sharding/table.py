@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, cast
@@ -33,6 +34,9 @@ from tilerec.spec.topology import Topology
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import load_state_dict_pre_hooks
 
+COLLECTIONS_OF: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+"""By sharded table, the collections that hold it."""
+
 
 class ShardedTable(Table, TiledTable):
     """A rank's tiles of a table. `shard_table` converts a `Table` in place."""
@@ -46,6 +50,11 @@ class ShardedTable(Table, TiledTable):
         """Return the leaves, in the order of the tiles."""
         held: list[nn.Parameter] = list(map(self._parameters.__getitem__, self.leaf_names))  # type: ignore[arg-type]
         return held
+
+    def training_changed(self) -> None:
+        """Have compiled programs of the collections of this table be compiled again."""
+        for collection in COLLECTIONS_OF.get(self, ()):
+            collection.traced_settings += 1
 
     def place_of(self, i: int) -> Tile:
         """Return the rectangle of leaf i; it has no rows for the empty leaf."""

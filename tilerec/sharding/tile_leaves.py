@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.table import Table
@@ -16,17 +16,18 @@ from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.update import TileRows
 
 
-def dense_leaves(tables: Iterable[Table]) -> list[Tensor]:
-    """Return the leaves whose gradients become a dense `.grad`, with rows or empty, table by table.
-
-    Compiled programs trace it, and guard each attribute that it reads: it reads no leaf of other tables.
-    """
-    return [
-        table._parameters[name]  # type: ignore[misc]
-        for table in tables
-        for rows, name in zip(table.tile_rows, table.leaf_names, strict=True)
-        if not rows.takes_gradients
-    ]
+def dense_leaves(tables: Mapping[str, Table]) -> tuple[tuple[str, str], ...]:
+    """Return (table, leaf) of each leaf whose gradient becomes a dense `.grad`, with rows or empty, table by table."""
+    return tuple(
+        [
+            (name, leaf)
+            for name, table in tables.items()
+            for rows, leaf in zip(
+                cast(ShardedTable, table).tile_rows, cast(ShardedTable, table).leaf_names, strict=True
+            )
+            if not rows.takes_gradients
+        ]
+    )
 
 
 class TileLeaves:

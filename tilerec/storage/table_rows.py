@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -120,6 +120,7 @@ class TableRows(GradientSink):
             slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=accum_dtype, device=leaf.device)
             for slot in spec.slots
         }
+        self.training_changed()
         self._counter = "updates" if "step" in self.state else "step"
         self.state[self._counter] = torch.zeros((), dtype=torch.int64, device="cpu")
         self.bind(leaf)
@@ -130,6 +131,14 @@ class TableRows(GradientSink):
         if self.cache is not None:
             self.cache.drop()
         self.spec, self.group, self.state, self.takes_gradients = None, None, {}, False
+        self.training_changed()
+
+    def training_changed(self) -> None:
+        """Call `training_changed` of the tables that have it; called after `takes_gradients` may have changed."""
+        for holder in self.holders:
+            changed: Callable[[], None] | None = getattr(holder, "training_changed", None)
+            if changed is not None:
+                changed()
 
     @property
     def divisor(self) -> float:
