@@ -415,3 +415,98 @@ def test_the_commands(tmp_path: Path) -> None:
     flipped(tmp_path / "delta-2" / "rank0-0.safetensors")
     assert runner.invoke(app, ["delta", "verify", str(tmp_path)]).exit_code == 1
     assert json.loads((tmp_path / "delta-1" / "manifest.json").read_text())["manifest"]["metadata"]["delta"]
+
+
+# -- logs that begin anew, and requests meanwhile ----------------------------------------------------------------
+
+
+def test_a_log_that_begins_anew_is_refused(tmp_path: Path) -> None:
+    published(tmp_path)
+    follower = Follower(tmp_path, Model())
+    follower.poll()
+    shutil.rmtree(tmp_path)
+    published(tmp_path, 2)
+    with pytest.raises(DeltaRefused, match="the log has begun anew") as refused:
+        follower.poll()
+    assert refused.value.reason == "other run"
+
+
+def test_a_log_without_its_base_keeps_its_run(tmp_path: Path) -> None:
+    model, _ = published(tmp_path, 1)
+    other = Model()
+    follower = Follower(tmp_path, other)
+    follower.poll()
+    flipped(tmp_path / "base-0" / "manifest.json")
+    DeltaWriter(tmp_path, model).publish(9)
+    assert [record.sequence for record in follower.poll()] == [2]
+    same(other, copies(model))
+
+
+def test_deltas_before_a_refused_one_are_reported(tmp_path: Path) -> None:
+    published(tmp_path)
+    follower = Follower(tmp_path, Model())
+    flipped(tmp_path / "delta-3" / "rank0-0.safetensors")
+    assert [record.sequence for record in follower.poll()] == [1, 2]
+    with pytest.raises(DeltaRefused, match="damaged"):
+        follower.poll()
+
+
+def test_a_state_is_found_below_a_damaged_entry(tmp_path: Path) -> None:
+    published(tmp_path)
+    state = DeltaLog(tmp_path).open(EntryName(1, False)).record.state
+    flipped(tmp_path / "delta-3" / "manifest.json")
+    assert Follower(tmp_path, Model(), state=state).sequence == 1
+
+
+def test_a_target_with_none_of_the_tensors_is_refused(tmp_path: Path) -> None:
+    published(tmp_path)
+    with pytest.raises(DeltaRefused, match="none of the target's"):
+        Follower(tmp_path, {"other": torch.zeros(1)}, partial=True)
+
+
+class Reading:
+    """A lock whose holder looks up rows first, as a request may."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._rng = model, random.Random(5)
+
+    def __enter__(self) -> None:
+        with torch.no_grad():
+            output(self._model.ebc, batch(self._rng))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_requests_meanwhile_leave_no_old_rows_in_a_cache(tmp_path: Path) -> None:
+    model, _ = published(tmp_path)
+    other = Model()
+    cache_tables(other.ebc, 0.1)
+    Follower(tmp_path, other, lock=Reading(other)).poll()
+    features = batch(random.Random(5))
+    with torch.no_grad():
+        assert torch.equal(output(other.ebc, features), output(model.ebc, features))
+
+
+def test_equal_changes_fit_a_budget_in_part(tmp_path: Path) -> None:
+    model = Model()
+    writer = DeltaWriter(tmp_path, model, max_bytes=400, base_every=99)
+    writer.publish(0)
+    with torch.no_grad():
+        for table in "abc":
+            model.ebc.embedding_bags[table].weight += 2.0
+    waiting = [sum(left.rows for left in writer.publish(number).left_out.values()) for number in (1, 2, 3)]
+    assert 577 > waiting[0] > waiting[1] > waiting[2]
+
+
+def test_a_change_of_a_zero_s_sign_is_published(tmp_path: Path) -> None:
+    model, other = Model(), Model()
+    with torch.no_grad():
+        model.ebc.embedding_bags["a"].weight[3] = 0.0
+    writer = DeltaWriter(tmp_path, model, max_bytes=4000)
+    writer.publish(0)
+    with torch.no_grad():
+        model.ebc.embedding_bags["a"].weight[3] = -0.0
+    writer.publish(1)
+    Follower(tmp_path, other).poll()
+    assert torch.signbit(other.ebc.embedding_bags["a"].weight[3]).all()

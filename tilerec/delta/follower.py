@@ -10,8 +10,8 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -82,7 +82,9 @@ class Follower:
             DeltaRefused: the next delta is damaged or does not follow, and there is no later base.
         """
         applied: list[DeltaRecord] = []
-        for name in self.log.names():
+        names = self.log.names()
+        self._check_run(names)
+        for name in names:
             if name.sequence <= self.sequence:
                 continue
             try:
@@ -92,9 +94,11 @@ class Follower:
             except DeltaRefused as refused:
                 base = self.log.newest_base()
                 if base is None or base.record.sequence <= self.sequence:
+                    if applied:  # the next call raises it
+                        return applied
                     raise
                 if base.record.run != self.record.run:
-                    raise refused from None
+                    raise self._other_run(base) from refused
                 self.record = self._load_base()
                 applied.append(self.record)
         return applied
@@ -115,15 +119,37 @@ class Follower:
         except (FileError, InputError) as error:
             raise DeltaRefused(str(error), "damaged") from error
         places = self._places(entry, staged)
-        if isinstance(self._target, nn.Module):
-            announce_write(self._target)
-        for part, pieces in places:
-            for piece in pieces:
-                self._write(part, piece)
+        with self._announced():
+            for part, pieces in places:
+                for piece in pieces:
+                    self._write(part, piece)
         self.record = entry.record
         return entry.record
 
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Announce the block's writes to the target's tables, before and after: a request may fill caches meanwhile."""
+        if not isinstance(self._target, nn.Module):
+            yield
+            return
+        announce_write(self._target)
+        try:
+            yield
+        finally:
+            announce_write(self._target)
+
     # -------------------------------------------------------------------------------------------------------- checks
+
+    def _check_run(self, names: Sequence[EntryName]) -> None:
+        """Raise `DeltaRefused` if the log has begun anew, with entries that this target never gets."""
+        if names and names[-1].sequence <= self.sequence:
+            base = self.log.newest_base()
+            if base is not None and base.record.run != self.record.run:
+                raise self._other_run(base)
+
+    def _other_run(self, base: Entry) -> DeltaRefused:
+        text = f"got the run {base.record.run}; expected {self.record.run}: the log has begun anew"
+        return self._refused(base.name, "other run", text)
 
     def _refused(self, name: EntryName, reason: Reason, text: str) -> DeltaRefused:
         return DeltaRefused(
@@ -163,6 +189,12 @@ class Follower:
                     "other model",
                 )
             found[name] = pieces_of(name, tensor)
+        if not found:
+            raise DeltaRefused(
+                f"Delta log {entry.path}: got the tensors {list(entry.manifest.tensors)[:4]}, none of the target's "
+                f"{list(own)[:4]}; expected the same model. Publish the model that is served, not a wrapper of it.",
+                "other model",
+            )
         return found
 
     def _places(
@@ -174,7 +206,10 @@ class Follower:
     def _entry_of(self, state: str) -> Entry:
         """Return the entry of a published state."""
         for name in reversed(self.log.names()):
-            entry = self.log.open(name)
+            try:
+                entry = self.log.open(name)
+            except (FileError, InputError):
+                continue  # `poll` reports it, if it comes to that
             if entry.record.state == state:
                 return entry
         raise ConfigError(
@@ -195,13 +230,12 @@ class Follower:
             )
         own = self._own(entry)
         SavedContents(entry.path).verify()
-        if isinstance(self._target, nn.Module):
-            announce_write(self._target)
         chain = open_chain(entry.folder)
         try:
-            for name, pieces in own.items():
-                for piece in pieces:
-                    self._write_base(chain, name, piece)
+            with self._announced():
+                for name, pieces in own.items():
+                    for piece in pieces:
+                        self._write_base(chain, name, piece)
         except OSError as error:
             raise unreadable(entry.folder, error) from error
         return entry.record

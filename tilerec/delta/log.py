@@ -112,6 +112,15 @@ class DeltaLog:
             )
         return Entry(name, folder, manifest, record)
 
+    def run(self) -> str:
+        """Return the run of the newest entry that can be opened; "" if there is none."""
+        for name in reversed(self.names()):
+            try:
+                return self.open(name).record.run
+            except (FileError, InputError):
+                continue
+        return ""
+
     def newest_base(self) -> Entry | None:
         """Return the newest whole base that can be opened; None if there is none."""
         for name in reversed(self.names()):

@@ -101,8 +101,9 @@ class DeltaWriter:
         self.log = DeltaLog(folder if "://" in str(folder) else os.path.abspath(folder))
         self._ranks = ranks_of_job(group)
         self._state = _State(model, () if statistics else _statistics_of(model))
-        budget = None if max_bytes is None else Budget(max_bytes, _managed_tables(model))
         self._encodings = encodings_of(model, row_type, per_table or {})
+        row_bytes = {own.name: own.row_type.row_bytes(own.columns) for own in self._encodings.values()}
+        budget = None if max_bytes is None else Budget(max_bytes, _managed_tables(model), row_bytes)
         self._notes = DeltaNotes(model, budget, self._encodings)
         self._base_every, self._keep_bases = base_every, keep_bases
         self._newest: _Newest | None = None
@@ -127,7 +128,7 @@ class DeltaWriter:
         self.sequence = names[-1].sequence + 1 if names else 0
         base = self.log.newest_base()
         if base is None:
-            return ""
+            return self.log.run()
         newest, since_base = base, list[int]()
         for name in names:
             if name.sequence > base.record.sequence and not name.is_base:
@@ -169,7 +170,8 @@ class DeltaWriter:
         before, sequence, budget = self._newest, self.sequence, self._notes.budget
         state = str(self._ranks.all_gather_object(_drawn())[0])
         record = DeltaRecord(self._run, sequence, step, state, before.state if before else "")
-        with_base = before is not None and self._base_is_due(before.forms)
+        with on_all_ranks(self._ranks, "the delta log", "the model's state"):
+            with_base = before is not None and self._base_is_due(before.forms)
         if budget is not None:
             budget.lifted = with_base or before is None  # what was left out would not be found after the base
         made = self._write(EntryName(sequence, before is None), record, before)
