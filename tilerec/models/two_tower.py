@@ -8,14 +8,15 @@ Source of the names: TorchRec's retrieval example. Legend: B samples, D outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, InputError
 from tilerec.models.tables import prefetched
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.mlp import MLP
@@ -89,6 +90,63 @@ class TwoTower(nn.Module):
         if self._normalize:
             return normalize(query_BD, dim=1), normalize(item_BD, dim=1)
         return query_BD, item_BD
+
+
+class Tower(nn.Module):
+    """One side of a `TwoTower`, sharing its weights: for serving queries, or for the vectors of items.
+
+    Args:
+        model: the two towers.
+        side: "query" or "candidate".
+        temperature: divides the vectors. With that of the retrieval task, scores are those of training.
+
+    Shape: a `KeyedJaggedTensor` with the side's features of B samples to float [B, D]. The other side's may be absent.
+
+    State: `embedding_bag_collection.*`, `projection.*`.
+
+    Raises:
+        ConfigError: the temperature is not above 0.
+    """
+
+    def __init__(self, model: TwoTower, side: Literal["query", "candidate"], temperature: float = 1.0) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"Tower: got temperature={temperature}; expected a number above 0. Correct it.")
+        query = side == "query"
+        self.embedding_bag_collection = model.embedding_bag_collection
+        self.projection = model.query_proj if query else model.candidate_proj
+        self.features = list(model.query_features if query else model.candidate_features)
+        self._others = [name for name in model.query_features + model.candidate_features if name not in self.features]
+        self._normalize, self._temperature = model._normalize, temperature
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Return the vectors of samples [B, D].
+
+        Raises:
+            InputError: a feature of this side is missing.
+        """
+        have = sparse_features.keys()
+        missing = [name for name in self.features if name not in have]
+        if missing:
+            raise InputError(
+                f"Tower: got the features {have}; expected {self.features}. Add {missing[0]!r}, with empty bags for "
+                "samples without ids."
+            )
+        absent = [name for name in self._others if name not in have]
+        if absent:  # empty bags at the end need no ids
+            lengths = sparse_features.lengths()
+            sparse_features = KeyedJaggedTensor(
+                [*have, *absent],
+                sparse_features.values(),
+                sparse_features.weights_or_none(),
+                lengths=torch.cat([lengths, lengths.new_zeros(len(absent) * sparse_features.stride())]),
+                stride=sparse_features.stride(),
+            )
+        pooled = self.embedding_bag_collection(sparse_features).to_dict()
+        vector_BD = self.projection(torch.cat([pooled[name] for name in self.features], dim=1))
+        if self._normalize:
+            vector_BD = normalize(vector_BD, dim=1)
+        return vector_BD if self._temperature == 1 else vector_BD / self._temperature
 
 
 class _Batch(Protocol):

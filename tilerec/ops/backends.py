@@ -20,9 +20,10 @@ from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pag
 from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
+from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
-REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, renew, update)
+REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, renew, search, update)
 """Files that define the ops. Importing them registers the reference kernels."""
 
 

@@ -1,0 +1,49 @@
+"""Coarse lists of an item index: centroids by k-means, and the list of each item.
+
+    list of an item = the nearest centroid by distance:  argmax over c of <item, c> - |c|^2 / 2
+
+Legend: N items, D dim, C centroids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SAMPLES_PER_LIST = 128
+"""Items per centroid that k-means reads: more change centroids little."""
+_ROUNDS = 10
+_SCORES = 1 << 24
+"""Distances that are in memory at a time: 64 MB."""
+
+
+def trained_centroids(vector_ND: Tensor, lists: int, seed: int) -> Tensor:
+    """Return centroids, float32 [C, D], by k-means (Lloyd) on a sample of the items. The same seed, the same result.
+
+    Args:
+        vector_ND: items, float32; at least `lists`.
+        lists: C.
+        seed: of the sample and of the first centroids.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(vector_ND.shape[0], generator=draw).to(vector_ND.device)
+    sample_nD = vector_ND[order[: lists * _SAMPLES_PER_LIST]]
+    center_CD = sample_nD[:lists].clone()
+    for _ in range(_ROUNDS):
+        list_n = nearest_lists(sample_nD, center_CD)
+        count_C = torch.bincount(list_n, minlength=lists)
+        sum_CD = torch.zeros_like(center_CD).index_add_(0, list_n, sample_nD)
+        center_CD = sum_CD / count_C.clamp(min=1)[:, None]
+        empty = (count_C == 0).nonzero()[:, 0]
+        # A centroid without items begins again at an item of a large list.
+        crowded = count_C[list_n].argsort(descending=True, stable=True)[: empty.numel()]
+        center_CD[empty] = sample_nD[crowded]
+    return center_CD
+
+
+def nearest_lists(vector_ND: Tensor, center_CD: Tensor) -> Tensor:
+    """Return the nearest centroid of each item, int64 [N]."""
+    half_C = center_CD.square().sum(1) / 2
+    step = max(1, _SCORES // center_CD.shape[0])
+    parts = [(part @ center_CD.t() - half_C).argmax(1) for part in vector_ND.split(step)]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=vector_ND.device)
