@@ -10,7 +10,7 @@ from tilerec.models.ple import PLE
 from tilerec.models.sasrec import SASRec, SASRecOutput
 from tilerec.models.shared_bottom import SharedBottom
 from tilerec.models.task_towers import TaskTowers
-from tilerec.models.two_tower import TwoTower, TwoTowerTrainTask
+from tilerec.models.two_tower import Tower, TwoTower, TwoTowerTrainTask
 from tilerec.modules.interaction import InteractionArch, InteractionDCNArch, InteractionProjectionArch
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SimpleDeepFMNN",
     "SparseArch",
     "TaskTowers",
+    "Tower",
     "TwoTower",
     "TwoTowerTrainTask",
 ]

@@ -8,15 +8,15 @@ Source of the names: TorchRec's retrieval example. Legend: B samples, D outputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import ConfigError
 from tilerec.models.tables import prefetched
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.mlp import MLP
@@ -93,60 +93,56 @@ class TwoTower(nn.Module):
 
 
 class Tower(nn.Module):
-    """One side of a `TwoTower`, sharing its weights: for serving queries, or for the vectors of items.
+    """One tower of a `TwoTower`, for servers that compute queries and items apart; it shares all weights.
 
     Args:
-        model: the two towers.
+        two_tower: unsharded.
         side: "query" or "candidate".
-        temperature: divides the vectors. With that of the retrieval task, scores are those of training.
 
-    Shape: a `KeyedJaggedTensor` with the side's features of B samples to float [B, D]. The other side's may be absent.
+    Attributes:
+        features: names of the features that this tower reads.
 
-    State: `embedding_bag_collection.*`, `projection.*`.
+    Shape: a `KeyedJaggedTensor` of B samples, with at least the tower's features, to [B, D].
+
+    State: as in `TwoTower`, without tables that only the other tower reads.
 
     Raises:
-        ConfigError: the temperature is not above 0.
+        ConfigError: another side, or tables that are sharded or have managed ids.
     """
 
-    def __init__(self, model: TwoTower, side: Literal["query", "candidate"], temperature: float = 1.0) -> None:
+    def __init__(self, two_tower: TwoTower, side: str) -> None:
         super().__init__()
-        if not 0 < temperature < math.inf:
-            raise ConfigError(f"Tower: got temperature={temperature}; expected a number above 0. Correct it.")
+        bags = two_tower.embedding_bag_collection
+        if side not in ("query", "candidate"):
+            raise ConfigError(f"Tower: got side='{side}'; expected 'query' or 'candidate'.")
+        if type(bags) is not EmbeddingBagCollection:
+            raise ConfigError(
+                f"Tower: got tables in a {type(bags).__name__}; expected an unsharded EmbeddingBagCollection. "
+                "Export both towers together."
+            )
         query = side == "query"
-        self.embedding_bag_collection = model.embedding_bag_collection
-        self.projection = model.query_proj if query else model.candidate_proj
-        self.features = list(model.query_features if query else model.candidate_features)
-        self._others = [name for name in model.query_features + model.candidate_features if name not in self.features]
-        self._normalize, self._temperature = model._normalize, temperature
+        self.features = list(two_tower.query_features if query else two_tower.candidate_features)
+        own = [
+            replace(table, feature_names=[name for name in table.feature_names if name in self.features])
+            for table in bags.embedding_bag_configs()
+            if any(name in self.features for name in table.feature_names)
+        ]
+        self.embedding_bag_collection = EmbeddingBagCollection(
+            own, bags.is_weighted(), torch.device("meta"), output_dtype=bags._output_dtype, on_bad_id=bags._on_bad_id
+        )
+        for table in own:
+            self.embedding_bag_collection.embedding_bags[table.name] = bags.embedding_bags[table.name]
+        self.query_proj = two_tower.query_proj if query else None
+        self.candidate_proj = None if query else two_tower.candidate_proj
+        self._normalize = two_tower._normalize
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Return the vectors of samples [B, D].
-
-        Raises:
-            InputError: a feature of this side is missing.
-        """
-        have = sparse_features.keys()
-        missing = [name for name in self.features if name not in have]
-        if missing:
-            raise InputError(
-                f"Tower: got the features {have}; expected {self.features}. Add {missing[0]!r}, with empty bags for "
-                "samples without ids."
-            )
-        absent = [name for name in self._others if name not in have]
-        if absent:  # empty bags at the end need no ids
-            lengths = sparse_features.lengths()
-            sparse_features = KeyedJaggedTensor(
-                [*have, *absent],
-                sparse_features.values(),
-                sparse_features.weights_or_none(),
-                lengths=torch.cat([lengths, lengths.new_zeros(len(absent) * sparse_features.stride())]),
-                stride=sparse_features.stride(),
-            )
+        """Return the vectors of this tower [B, D]."""
         pooled = self.embedding_bag_collection(sparse_features).to_dict()
-        vector_BD = self.projection(torch.cat([pooled[name] for name in self.features], dim=1))
-        if self._normalize:
-            vector_BD = normalize(vector_BD, dim=1)
-        return vector_BD if self._temperature == 1 else vector_BD / self._temperature
+        projection = self.candidate_proj if self.query_proj is None else self.query_proj
+        assert projection is not None
+        vector_BD: Tensor = projection(torch.cat([pooled[name] for name in self.features], dim=1))
+        return normalize(vector_BD, dim=1) if self._normalize else vector_BD
 
 
 class _Batch(Protocol):

@@ -7,24 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from tilerec.ops.cache import definition as cache
-from tilerec.ops.exchange import definition as exchange
-from tilerec.ops.gradient import definition as gradient
-from tilerec.ops.hash import definition as hash
-from tilerec.ops.jagged import definition as jagged
-from tilerec.ops.lookup import definition as lookup
-from tilerec.ops.marks import definition as marks
-from tilerec.ops.quantize import definition as quantize
-from tilerec.ops.random import renew
+from tilerec.ops import references as references
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
-from tilerec.ops.search import definition as search
-from tilerec.ops.update import definition as update
-
-REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, renew, search, update)
-"""Files that define the ops. Importing them registers the reference kernels."""
 
 
 def _register_cpu() -> bool:

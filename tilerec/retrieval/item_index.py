@@ -156,7 +156,7 @@ class ItemIndex(nn.Module):
         index = ItemIndex(form, centroids, vectors.shape[1], nprobe=probes, tower=tower, device=vectors.device)
         if not 0 <= spare <= 100:
             raise ConfigError(f"ItemIndex: got spare={spare}; expected 0 to 100. Correct it.")
-        index._insert(vectors, *index._checked(vectors, ids, flags), spare)
+        index._insert(vectors, *checked_items(vectors, ids, flags, vectors.shape[1], vectors.device), spare)
         return index
 
     # -- search ------------------------------------------------------------------------------------------------------
@@ -209,10 +209,7 @@ class ItemIndex(nn.Module):
         found = torch.where(slot >= 0, self.ids[slot.clamp(min=0)], NO_ITEM)
         if excluded is None:
             return score, found
-        hit = (found[:, :, None] == excluded[:, None, :]).any(2)
-        score, order = score.masked_fill(hit, -torch.inf).sort(dim=1, descending=True, stable=True)
-        found = found.masked_fill(hit, NO_ITEM).gather(1, order)
-        return score[:, :k], found[:, :k]
+        return without_excluded(score, found, excluded, k)
 
     def probed(self, query: Tensor, nprobe: int | None = None) -> Tensor:
         """Return the lists that queries read, int64 [B, nprobe], best first; of equal centroids the lower list."""
@@ -258,7 +255,7 @@ class ItemIndex(nn.Module):
         Raises:
             InputError: see `build`; the index is then unchanged.
         """
-        own_ids, words = self._checked(vectors, ids, flags)
+        own_ids, words = checked_items(vectors, ids, flags, self.rows.shape[1], self.ids.device)
         slot = self._slots(own_ids)
         self._clear(slot[slot >= 0])
         self._insert(vectors.detach().to(self.rows.device).float(), own_ids, words, 0.0)
@@ -271,7 +268,7 @@ class ItemIndex(nn.Module):
         Raises:
             InputError: an id that repeats, or that the index does not have; the index is then unchanged.
         """
-        own_ids = self._unique(ids)
+        own_ids = checked_ids(ids, self.ids.device)
         slot = self._slots(own_ids)
         if bool((slot < 0).any()):
             raise InputError(
@@ -327,39 +324,6 @@ class ItemIndex(nn.Module):
                 "lists."
             )
         return nprobe
-
-    def _unique(self, ids: Tensor | Sequence[int]) -> Tensor:
-        own = torch.as_tensor(ids)
-        if own.numel() and (own.is_floating_point() or own.is_complex() or own.dtype in (torch.bool, torch.uint64)):
-            raise InputError(f"ItemIndex: got ids of {own.dtype}; expected int64. Convert them.")
-        own = own.to(self.ids.device, torch.int64)
-        if own.dim() != 1:
-            raise InputError(f"ItemIndex: got ids {list(own.shape)}; expected [n]. Pass one id per item.")
-        if bool((own == NO_ITEM).any()):
-            raise InputError(f"ItemIndex: got the id {NO_ITEM}; expected others, as it means no item. Use another id.")
-        ordered = own.sort()[0]
-        again = (ordered[1:] == ordered[:-1]).nonzero()
-        if again.numel():
-            raise InputError(
-                f"ItemIndex: got id {int(ordered[again[0, 0]])} more than once; expected each id once. Leave out the "
-                "repeated items."
-            )
-        return own
-
-    def _checked(self, vectors: Tensor, ids: Tensor | Sequence[int], flags: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ids and words of items, after all checks."""
-        _check_vectors(vectors, self.rows.shape[1])
-        own = self._unique(ids)
-        count = own.numel()
-        words = torch.zeros(count, dtype=torch.int64) if flags is None else torch.as_tensor(flags)
-        if count != vectors.shape[0] or words.shape != (count,) or words.dtype != torch.int64:
-            raise InputError(
-                f"ItemIndex: got {vectors.shape[0]} vectors, {count} ids and flags {words.dtype} {list(words.shape)}; "
-                "expected an id and flags (int64) per vector. Pass as many of each."
-            )
-        if bool(((words < 0) | (words >= 1 << FLAGS)).any()):
-            raise InputError(f"ItemIndex: got flags beyond bit {FLAGS - 1}; expected bits 0 to {FLAGS - 1}. Use fewer.")
-        return own, words.to(own.device) * 2 + 1
 
     def _slots(self, ids: Tensor) -> Tensor:
         """Return the slot of each id, int64 [n]; -1 for ids that the index does not have."""
@@ -428,8 +392,60 @@ class ItemIndex(nn.Module):
         return torch.searchsorted(self.first, slot, right=True) - 1
 
 
+def without_excluded(score: Tensor, ids: Tensor, excluded: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best results of each query without its excluded ids; `NO_ITEM` at the end if there are fewer.
+
+    Args:
+        score, ids: results, best first [B, m].
+        excluded: int64 [B, E].
+        k: at most m.
+    """
+    hit = (ids[:, :, None] == excluded[:, None, :]).any(2)
+    score, order = score.masked_fill(hit, -torch.inf).sort(dim=1, descending=True, stable=True)
+    ids = ids.masked_fill(hit, NO_ITEM).gather(1, order)
+    return score[:, :k], ids[:, :k]
+
+
 def _recount(index: ItemIndex, _: object) -> None:
     index._count = index._live().numel()
+
+
+def checked_items(
+    vectors: Tensor, ids: Tensor | Sequence[int], flags: Tensor | None, dim: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Return ids [n] and words [n] of items to add, after all checks of them. A word is 2 * flags + 1."""
+    _check_vectors(vectors, dim)
+    own = checked_ids(ids, device)
+    count = own.numel()
+    words = torch.zeros(count, dtype=torch.int64) if flags is None else torch.as_tensor(flags)
+    if count != vectors.shape[0] or words.shape != (count,) or words.dtype != torch.int64:
+        raise InputError(
+            f"ItemIndex: got {vectors.shape[0]} vectors, {count} ids and flags {words.dtype} {list(words.shape)}; "
+            "expected an id and flags (int64) per vector. Pass as many of each."
+        )
+    if bool(((words < 0) | (words >= 1 << FLAGS)).any()):
+        raise InputError(f"ItemIndex: got flags beyond bit {FLAGS - 1}; expected bits 0 to {FLAGS - 1}. Use fewer.")
+    return own, words.to(own.device) * 2 + 1
+
+
+def checked_ids(ids: Tensor | Sequence[int], device: torch.device | str) -> Tensor:
+    """Return ids of items as int64 [n], after all checks of them."""
+    own = torch.as_tensor(ids)
+    if own.numel() and (own.is_floating_point() or own.is_complex() or own.dtype in (torch.bool, torch.uint64)):
+        raise InputError(f"ItemIndex: got ids of {own.dtype}; expected int64. Convert them.")
+    own = own.to(device, torch.int64)
+    if own.dim() != 1:
+        raise InputError(f"ItemIndex: got ids {list(own.shape)}; expected [n]. Pass one id per item.")
+    if bool((own == NO_ITEM).any()):
+        raise InputError(f"ItemIndex: got the id {NO_ITEM}; expected others, as it means no item. Use another id.")
+    ordered = own.sort()[0]
+    again = (ordered[1:] == ordered[:-1]).nonzero()
+    if again.numel():
+        raise InputError(
+            f"ItemIndex: got id {int(ordered[again[0, 0]])} more than once; expected each id once. Leave out the "
+            "repeated items."
+        )
+    return own
 
 
 def _check_vectors(vectors: Tensor, dim: int) -> None:

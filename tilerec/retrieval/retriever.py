@@ -8,6 +8,7 @@ raises an error for a tower with another hash.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from tilerec.data.batch import Batch
 from tilerec.data.share import cut
-from tilerec.errors import InputError
+from tilerec.errors import ConfigError, InputError
 from tilerec.retrieval.item_index import Filters, IndexForm, ItemIndex
 from tilerec.retrieval.item_index_file import check_tower
 from tilerec.retrieval.ranking_task import eval_mode
@@ -27,38 +28,42 @@ class Retriever(nn.Module):
     """A query tower followed by a search in an index.
 
     Args:
-        tower: any inputs of B samples to query vectors [B, D].
+        tower: features of B samples to query vectors [B, D].
         index: items of the same training state.
         k: number of items per query.
+        temperature: divides the query vectors; with that of the retrieval task, scores are those of training.
 
-    Shape: the tower's inputs to (scores float32 [B, k], raw ids int64 [B, k]); see `ItemIndex.forward`.
+    Shape: the tower's input to (scores float32 [B, k], raw ids int64 [B, k]); see `ItemIndex.forward`.
 
     State: `tower.*`, `index.*`.
 
     Raises:
-        ConfigError: the index has no hash, or that of another tower.
+        ConfigError: the index has no hash, or that of another tower; the temperature is not above 0.
         InputError: k is out of range.
 
-    `torch.export.export(retriever, inputs, dynamic_shapes=...)` makes one program of both.
+    `torch.export.export(retriever, (features,), dynamic_shapes=...)` makes one program of both.
     """
 
-    def __init__(self, tower: nn.Module, index: ItemIndex, k: int) -> None:
+    def __init__(self, tower: nn.Module, index: ItemIndex, k: int, temperature: float = 1.0) -> None:
         super().__init__()
         check_tower(index, weights_hash(tower), "Retriever")
         if not 1 <= k <= len(index):
             raise InputError(
                 f"Retriever: got k={k} with {len(index):,} items; expected 1 to {len(index):,}. Correct it."
             )
-        self.tower, self.index, self.k = tower, index, k
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"Retriever: got temperature={temperature}; expected a number above 0. Correct it.")
+        self.tower, self.index, self.k, self.temperature = tower, index, k, temperature
 
-    def forward(self, *inputs: Any, filters: Filters | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Any, filters: Filters | None = None) -> tuple[Tensor, Tensor]:
         """Return the k best items of each sample: scores and raw ids [B, k].
 
         Args:
-            inputs: of the tower.
+            features: the tower's input: a `KeyedJaggedTensor`, or a tensor.
             filters: items to leave out.
         """
-        return self.index(self.tower(*inputs), self.k, filters)
+        found: tuple[Tensor, Tensor] = self.index(self.tower(features) / self.temperature, self.k, filters)
+        return found
 
 
 def index_of_items(
@@ -71,7 +76,7 @@ def index_of_items(
         item_tower: features of n items to [n, D]; called in eval mode. For a `TwoTower`: `Tower(model, "candidate")`.
         features: of N items, on the CPU. Tables of managed collision may remap their ids: the index has `ids`.
         ids: raw ids of the items, int64 [N].
-        query_tower: the index keeps its hash. For a `TwoTower`: `Tower(model, "query", temperature)`.
+        query_tower: the index keeps its hash. For a `TwoTower`: `Tower(model, "query")`.
         form, options: see `ItemIndex.build`.
         batch_size: items whose vectors are computed at a time.
         device: of the item tower.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,16 +87,21 @@ def save_model(
 
 
 @torch.no_grad()
-def weights_hash(model: nn.Module) -> str:
+def weights_hash(model: nn.Module, names: Collection[str] | None = None) -> str:
     """Return the SHA-256 of the names, types and values of a model's weights, sharded or not. Collective.
 
-    Ranks other than 0 may return the hash of no values.
+    Only rank 0 has the values of sharded tables; other ranks return other texts.
+
+    Args:
+        names: of the weights that count; None: all.
 
     Raises:
         ConfigError: the model has a tensor that safetensors cannot hold.
     """
     found = hashlib.sha256()
-    for name, entry in _entries(model).items():
+    for name, entry in sorted(_entries(model).items()):
+        if names is not None and name not in names:
+            continue
         found.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
         for chunk in entry.chunks():
             if chunk is not None:

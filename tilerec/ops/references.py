@@ -1,0 +1,17 @@
+"""The files that define the ops. Importing this file registers the reference kernels."""
+
+from __future__ import annotations
+
+from tilerec.ops.cache import definition as cache
+from tilerec.ops.exchange import definition as exchange
+from tilerec.ops.gradient import definition as gradient
+from tilerec.ops.hash import definition as hash
+from tilerec.ops.jagged import definition as jagged
+from tilerec.ops.lookup import definition as lookup
+from tilerec.ops.marks import definition as marks
+from tilerec.ops.quantize import definition as quantize
+from tilerec.ops.random import renew
+from tilerec.ops.search import definition as search
+from tilerec.ops.update import definition as update
+
+REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, renew, search, update)
