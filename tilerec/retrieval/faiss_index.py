@@ -20,7 +20,15 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.retrieval.index_files import import_faiss
-from tilerec.retrieval.item_index import NO_ITEM, Filters, IndexForm, checked_ids, checked_items, without_excluded
+from tilerec.retrieval.item_index import (
+    NO_ITEM,
+    Filters,
+    IndexForm,
+    check_filters,
+    checked_ids,
+    checked_items,
+    without_excluded,
+)
 
 
 class FaissIndex:
@@ -31,11 +39,12 @@ class FaissIndex:
     Attributes:
         form: see the top of this file.
         nprobe: lists that a query reads.
+        native: the index of faiss.
     """
 
     def __init__(self, form: IndexForm, index: Any, dim: int, nprobe: int) -> None:
         self.form, self.nprobe = form, nprobe
-        self._index, self._dim = index, dim
+        self.native, self._dim = index, dim
         self._flags: dict[int, int] = {}
 
     @staticmethod
@@ -88,7 +97,10 @@ class FaissIndex:
                 f"FaissIndex: got queries {list(query.shape)}; expected finite numbers [B, {self._dim}]. Check them."
             )
         if not 1 <= k <= len(self):
-            raise InputError(f"FaissIndex: got k={k} with {len(self):,} items; expected 1 to their number. Correct it.")
+            raise InputError(
+                f"FaissIndex: got k={k} with {len(self):,} items; expected 1 to {len(self):,}. Correct it."
+            )
+        check_filters(filters, len(query))
         data = np.ascontiguousarray(query.detach().float().cpu().numpy())
         wanted = k if filters.excluded is None else min(k + filters.excluded.shape[1], len(self))
         score = torch.full((len(data), wanted), -torch.inf)
@@ -116,7 +128,7 @@ class FaissIndex:
             settings = faiss.SearchParametersIVF(sel=selector, nprobe=nprobe)
         else:
             settings = faiss.SearchParameters(sel=selector)
-        score, ids = self._index.search(data, k, params=settings)
+        score, ids = self.native.search(data, k, params=settings)
         return torch.from_numpy(score), torch.from_numpy(ids)
 
     def __len__(self) -> int:
@@ -132,7 +144,7 @@ class FaissIndex:
         own, words = checked_items(vectors, ids, flags, self._dim, "cpu")
         self._remove([one for one in own.tolist() if one in self._flags])
         data = np.ascontiguousarray(vectors.detach().float().cpu().numpy())
-        self._index.add_with_ids(data, own.cpu().numpy())
+        self.native.add_with_ids(data, own.cpu().numpy())
         self._flags |= dict(zip(own.tolist(), (words >> 1).tolist(), strict=True))
 
     def remove(self, ids: Tensor | Sequence[int]) -> None:
@@ -145,6 +157,6 @@ class FaissIndex:
 
     def _remove(self, ids: list[int]) -> None:
         if ids:
-            self._index.remove_ids(np.array(ids, np.int64))
+            self.native.remove_ids(np.array(ids, np.int64))
         for one in ids:
             del self._flags[one]

@@ -196,12 +196,13 @@ class ItemIndex(nn.Module):
         list_BP = self.probed(query, nprobe)
         first_BP = self.first[list_BP]
         batch = query.shape[0]
+        check_filters(filters, batch)
         none_B = torch.zeros(batch, dtype=torch.int64, device=query.device)
-        required_B = none_B if filters.required is None else _words("required", filters.required, batch)
-        forbidden_B = none_B if filters.forbidden is None else _words("forbidden", filters.forbidden, batch)
+        required_B = none_B if filters.required is None else filters.required
+        forbidden_B = none_B if filters.forbidden is None else filters.forbidden
         excluded = filters.excluded
         # At most E of the k + E best items are excluded ones.
-        wanted = k if excluded is None else k + _columns(excluded, batch)
+        wanted = k if excluded is None else k + excluded.shape[1]
         score, slot = torch.ops.tilerec.best_rows(
             query, self.rows, self.scale, self.words, first_BP, first_BP + self.used[list_BP], required_B * 2 + 1,
             forbidden_B * 2, wanted,
@@ -461,19 +462,17 @@ def _check_vectors(vectors: Tensor, dim: int) -> None:
         )
 
 
-def _words(name: str, flags: Tensor, batch: int) -> Tensor:
-    if flags.dim() != 1 or flags.shape[0] != batch or flags.dtype != torch.int64:
-        raise InputError(
-            f"filters.{name}: got {flags.dtype} {list(flags.shape)} for {batch} queries; expected int64 [B]. "
-            "Convert it."
-        )
-    return flags
-
-
-def _columns(excluded: Tensor, batch: int) -> int:
-    if excluded.dim() != 2 or excluded.shape[0] != batch or excluded.dtype != torch.int64:
+def check_filters(filters: Filters, batch: int) -> None:
+    """Raise `InputError` for filters that do not fit a batch of queries."""
+    for name, flags in (("required", filters.required), ("forbidden", filters.forbidden)):
+        if flags is not None and (flags.dim() != 1 or flags.shape[0] != batch or flags.dtype != torch.int64):
+            raise InputError(
+                f"filters.{name}: got {flags.dtype} {list(flags.shape)} for {batch} queries; expected int64 [B]. "
+                "Convert it."
+            )
+    excluded = filters.excluded
+    if excluded is not None and (excluded.dim() != 2 or excluded.shape[0] != batch or excluded.dtype != torch.int64):
         raise InputError(
             f"filters.excluded: got {excluded.dtype} {list(excluded.shape)} for {batch} queries; expected int64 "
             f"[B, E]. Fill up shorter lists with {NO_ITEM}."
         )
-    return excluded.shape[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SAMPLES_PER_LIST = 128
+_SAMPLES_PER_LIST = 64
 """Items per centroid that k-means reads: more change centroids little."""
 _ROUNDS = 10
 _SCORES = 1 << 24
