@@ -24,7 +24,7 @@ using namespace tilerec;
 
 constexpr int64_t kGroupQueries = 64;
 constexpr int64_t kSpare = 1024;         // candidates beyond k before they are reduced to k again
-constexpr int64_t kThreadRows = 16384;   // a second thread is worth its start from about 30 us of work on
+constexpr int64_t kThreadRows = 131072;  // rows times queries, about 1 ms: threads of a busy machine start late
 
 struct Call {
   int64_t queries, rows, scale, words, query_scale, query_sum, first, last, required, forbidden, scores, places;

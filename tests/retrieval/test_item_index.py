@@ -92,13 +92,13 @@ def test_of_equal_scores_the_lower_slot_is_first(form: IndexForm) -> None:
 
 
 @pytest.mark.parametrize("form", ["ivf", "ivf-int8"])
-def test_ivf_reads_the_lists_whose_centroids_have_the_largest_products(form: IndexForm) -> None:
+def test_ivf_reads_the_lists_that_are_nearest_to_the_query(form: IndexForm) -> None:
     vectors, ids = items(300)
     query, _ = items(6, seed=2)
     index = ItemIndex.build(vectors, ids, form=form, lists=10, nprobe=3)
     place = {one: slot for slot, one in enumerate(index.ids.tolist())}
     list_of = {one: int((index.first <= place[one]).sum()) - 1 for one in ids.tolist()}
-    probed = (query @ index.centroids.t()).argsort(1, descending=True)[:, :3]
+    probed = (query @ index.centroids.t() * index.reach).argsort(1, descending=True)[:, :3]
     assert torch.equal(index.probed(query), probed)
     score = scores_of(form, query, vectors)
     for q in range(6):

@@ -5,7 +5,7 @@
 Forms
   exact     float32 rows, all of them
   int8      rows of int8 with a scale each, all of them: a quarter of the memory and of the time
-  ivf       the float32 rows of the `nprobe` lists whose centroids have the largest inner products with the query
+  ivf       the float32 rows of the `nprobe` lists nearest to the query (item_lists.py)
   ivf-int8  both
 
 Layout: rows of a list are neighbours, with room for more; `exact` and `int8` have one list.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends as backends
 from tilerec.ops.search.definition import MOST_COLUMNS, quantized
-from tilerec.retrieval.item_lists import nearest_lists, trained_centroids
+from tilerec.retrieval.item_lists import Centroids, nearest_lists, trained_centroids
 
 IndexForm = Literal["exact", "int8", "ivf", "ivf-int8"]
 FORMS: tuple[str, ...] = get_args(IndexForm)
@@ -66,7 +66,7 @@ class ItemIndex(nn.Module):
         changed: items added and removed since the lists were made.
 
     State: `rows` [R, D], `scale` [R] (int8 forms), `words` [R] (flags, and whether the slot has an item), `ids` [R],
-        `centroids` [C, D] (ivf forms), `first` [C + 1], `used` [C].
+        `centroids` [C, D] and `reach` [C] (ivf forms), `first` [C + 1], `used` [C].
     """
 
     rows: Tensor
@@ -74,18 +74,19 @@ class ItemIndex(nn.Module):
     words: Tensor
     ids: Tensor
     centroids: Tensor
+    reach: Tensor
     first: Tensor
     used: Tensor
 
     def __init__(
-        self, form: IndexForm, centroids: Tensor, dim: int, *, nprobe: int = 1, tower: str = "",
+        self, form: IndexForm, centroids: Centroids | None, dim: int, *, nprobe: int = 1, tower: str = "",
         device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         """Make an index without items.
 
         Args:
             form: see the top of this file.
-            centroids: [C, D] for ivf forms, else [0, D].
+            centroids: for ivf forms, else None.
             dim: D.
             nprobe, tower: see the attributes.
             device: of the tensors.
@@ -96,12 +97,15 @@ class ItemIndex(nn.Module):
         if not 1 <= dim <= MOST_COLUMNS:
             raise ConfigError(f"ItemIndex: got vectors with {dim} numbers; expected 1 to {MOST_COLUMNS}. Correct them.")
         self.form, self.tower, self.changed = form, tower, 0
-        lists = max(1, centroids.shape[0])
+        none = torch.zeros(0, dim)
+        center, reach = centroids or Centroids(none, none[:, 0])
+        lists = max(1, center.shape[0])
         self.register_buffer("rows", torch.zeros(lists, dim, dtype=self._dtype, device=device))
         self.register_buffer("scale", torch.zeros(lists if self._int8 else 0, device=device))
         self.register_buffer("words", torch.zeros(lists, dtype=torch.int64, device=device))
         self.register_buffer("ids", torch.full((lists,), NO_ITEM, dtype=torch.int64, device=device))
-        self.register_buffer("centroids", centroids.to(device))
+        self.register_buffer("centroids", center.to(device))
+        self.register_buffer("reach", reach.to(device))
         self.register_buffer("first", torch.arange(lists + 1, device=device))
         self.register_buffer("used", torch.zeros(lists, dtype=torch.int64, device=device))
         self._count = 0
@@ -137,7 +141,7 @@ class ItemIndex(nn.Module):
                 f"ItemIndex: got vectors {vectors.dtype} {list(vectors.shape)}; expected floats [N, D]. Convert them."
             )
         vectors = vectors.detach().float()
-        centroids = vectors.new_zeros(0, vectors.shape[1])
+        centroids = None
         if form in ("ivf", "ivf-int8"):
             wanted = max(1, round(2 * len(vectors) ** 0.5)) if lists is None else lists
             if not 1 <= wanted <= len(vectors):
@@ -152,7 +156,8 @@ class ItemIndex(nn.Module):
                 f"ItemIndex: got lists={lists}, nprobe={nprobe} with form={form!r}; expected none without lists. Use "
                 "an ivf form."
             )
-        probes = max(1, round(len(centroids) / 20)) if nprobe is None else nprobe
+        own_lists = 1 if centroids is None else len(centroids.center)
+        probes = max(1, round(own_lists / 20)) if nprobe is None else nprobe
         index = ItemIndex(form, centroids, vectors.shape[1], nprobe=probes, tower=tower, device=vectors.device)
         if not 0 <= spare <= 100:
             raise ConfigError(f"ItemIndex: got spare={spare}; expected 0 to 100. Correct it.")
@@ -221,7 +226,7 @@ class ItemIndex(nn.Module):
                 )
             return torch.zeros(query.shape[0], 1, dtype=torch.int64, device=query.device)
         probes = self.nprobe if nprobe is None else self._probes(nprobe)
-        return (query @ self.centroids.t()).sort(dim=1, descending=True, stable=True)[1][:, :probes]
+        return (query @ self.centroids.t() * self.reach).sort(dim=1, descending=True, stable=True)[1][:, :probes]
 
     def set_nprobe(self, nprobe: int) -> None:
         """Set the number of lists that a query reads.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilerec.errors import ConfigError, FileError
 from tilerec.retrieval.item_index import FORMS, NO_ITEM, IndexForm, ItemIndex
+from tilerec.retrieval.item_lists import Centroids
 from tilerec.train.saved_model import save_model
 
 _FORMAT = "1"
@@ -65,8 +66,9 @@ def load_item_index(path: str | Path, *, tower: str | None = None) -> ItemIndex:
     problem = _problem(metadata, state)
     if problem:
         raise ConfigError(f"Item index {path}: got {problem}; expected a whole index. Copy it or write it again.")
+    centroids = Centroids(state["centroids"], state["reach"]) if len(state["centroids"]) else None
     index = ItemIndex(
-        cast(IndexForm, metadata["form"]), state["centroids"], state["rows"].shape[1], nprobe=int(metadata["nprobe"]),
+        cast(IndexForm, metadata["form"]), centroids, state["rows"].shape[1], nprobe=int(metadata["nprobe"]),
         tower=metadata["tower"],
     )  # fmt: skip
     for name, tensor in state.items():
@@ -108,6 +110,7 @@ def _problem(metadata: dict[str, str], state: dict[str, Tensor]) -> str:
         "words": (torch.int64, (slots,)),
         "ids": (torch.int64, (slots,)),
         "centroids": (torch.float32, (lists if ivf else 0, dim)),
+        "reach": (torch.float32, (lists if ivf else 0,)),
         "first": (torch.int64, (lists + 1,)),
         "used": (torch.int64, (lists,)),
     }
