@@ -131,7 +131,9 @@ def main() -> None:
                 line += f"  {sum(one.nbytes for one in index.buffers()) / 1e6:,.0f} MB"
             if "ivf" in form:
                 line += f"  reads {set_reads(index, query, given.read):.2%} with nprobe {index.nprobe}"
-            print(f"{line}  recall@{K} {recall(index, query, exact):.4f}", flush=True)
+            share = recall(index, query, exact)
+            assert form != "exact" or share > 0.999, f"{name}: exact search finds {share:.4f} of the best items"
+            print(f"{line}  recall@{K} {share:.4f}", flush=True)
             made[f"{name} {form}"] = index
 
     times: dict[tuple[str, int], list[float]] = {}

@@ -17,11 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilerec.ops import backends as backends
+
 _SAMPLES_PER_LIST = 64
 """Items per centroid that k-means reads: more change centroids little."""
 _ROUNDS = 10
-_SCORES = 1 << 24
-"""Distances that are in memory at a time: 64 MB."""
+_ITEMS = 1 << 16
+"""Items whose lists are found at a time."""
 
 
 class Centroids(NamedTuple):
@@ -65,8 +67,15 @@ def trained_centroids(vector_ND: Tensor, lists: int, seed: int) -> Centroids:
 
 
 def nearest_lists(vector_ND: Tensor, center_CD: Tensor) -> Tensor:
-    """Return the nearest centroid of each item, int64 [N]."""
-    half_C = center_CD.square().sum(1) / 2
-    step = max(1, _SCORES // center_CD.shape[0])
-    parts = [(part @ center_CD.t() - half_C).argmax(1) for part in vector_ND.split(step)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=vector_ND.device)
+    """Return the nearest centroid of each item, int64 [N]; of equal ones the lower."""
+    lists, device = center_CD.shape[0], center_CD.device
+    half_C1 = center_CD.square().sum(1, keepdim=True) / 2
+    rows_CE, scale = torch.cat([center_CD, -half_C1], 1), torch.zeros(0, device=device)
+    no_word = torch.zeros(lists, dtype=torch.int64, device=device)
+    found = []
+    for part in vector_ND.split(_ITEMS):
+        item_nE = torch.cat([part, torch.ones_like(part[:, :1])], 1)
+        zero_n = torch.zeros(len(part), dtype=torch.int64, device=device)
+        ranges = zero_n[:, None], zero_n[:, None] + lists
+        found.append(torch.ops.tilerec.best_rows(item_nE, rows_CE, scale, no_word, *ranges, zero_n, zero_n, 1)[1][:, 0])
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=device)

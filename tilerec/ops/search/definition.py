@@ -128,12 +128,26 @@ def best_rows_reference(
         need, avoid = required[part, None], forbidden[part, None]
         taken = ((word & need) == need) & ((word & avoid) == 0) & ~score.isnan()
         score = score.masked_fill(~taken, -torch.inf)
-        score, order = score.sort(dim=1, descending=True, stable=True)
-        score = torch.nn.functional.pad(score[:, :k], (0, max(0, k - score.shape[1])), value=-torch.inf)
-        own_place = torch.nn.functional.pad(place[order[:, :k]], (0, k - min(k, order.shape[1])), value=-1)
+        score, order = _first_k(score, k)
+        score = torch.nn.functional.pad(score, (0, k - score.shape[1]), value=-torch.inf)
+        own_place = torch.nn.functional.pad(place[order], (0, k - order.shape[1]), value=-1)
         scores.append(score)
         places.append(own_place.masked_fill(score == -torch.inf, -1))
     return torch.cat(scores), torch.cat(places)
+
+
+def _first_k(score_bn: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest scores of each row, or all, and their columns; of equal scores the lower column is first."""
+    k = min(k, score_bn.shape[1])
+    column_bk = score_bn.topk(k, dim=1)[1].sort(dim=1)[0]
+    best_bk, order_bk = score_bn.gather(1, column_bk).sort(dim=1, descending=True, stable=True)
+    column_bk = column_bk.gather(1, order_bk)
+    if k:
+        # `topk` keeps any of the scores that equal the last one. A sort is slow, so only such rows are sorted.
+        tied = ((score_bn >= best_bk[:, -1:]).sum(1) > k).nonzero()[:, 0]
+        every, order = score_bn[tied].sort(dim=1, descending=True, stable=True)
+        best_bk[tied], column_bk[tied] = every[:, :k], order[:, :k]
+    return best_bk, column_bk
 
 
 def _products(query_bD: Tensor, rows_nD: Tensor) -> Tensor:
