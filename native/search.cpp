@@ -23,7 +23,7 @@ namespace {
 using namespace tilerec;
 
 constexpr int64_t kGroupQueries = 64;
-constexpr int64_t kSpare = 1024;         // candidates beyond k before they are reduced to k again
+constexpr int64_t kSpare = 64;           // candidates beyond k, at least, before they are reduced to k again
 constexpr int64_t kThreadRows = 131072;  // rows times queries, about 1 ms: threads of a busy machine start late
 
 struct Call {

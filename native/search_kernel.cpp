@@ -4,7 +4,7 @@
 // integers below 2^24, so they are exact in any order. With AVX-512 VNNI four products of int8 take one instruction.
 #include "search.h"
 
-#include "rows.h"
+#include "rules_vector.h"
 
 namespace tilerec {
 namespace TILEREC_ISA {
@@ -129,12 +129,18 @@ void spread_block(const SearchBlock& b) {
   }
 }
 
-// Adds the products of columns [begin, end) of kRows rows, from row `row` on.
-template <class Number>
-TR_INLINE void add_products(const float* x, const Number* query, int64_t begin, int64_t end, vf* sums) {
+constexpr int kTile = kLanes == 16 ? 4 : 2;  // queries that share the loads of a pass: their sums stay in registers
+
+// Adds the products of columns [begin, end) of kRows rows, from row `row` on, with consecutive queries.
+template <int kQueries, class Number>
+TR_INLINE void add_products(const float* x, const Number* const* query, int64_t begin, int64_t end, vf (*sums)[kVectors]) {
   for (int64_t d = begin; d < end; d++) {
-    const vf own = splat((float)query[d]);
-    for (int v = 0; v < kVectors; v++) sums[v] += own * load(x + d * kSearchBlock + v * kLanes);
+    vf own[kVectors];
+    for (int v = 0; v < kVectors; v++) own[v] = load(x + d * kSearchBlock + v * kLanes);
+    for (int q = 0; q < kQueries; q++) {
+      const vf number = splat((float)query[q][d]);
+      for (int v = 0; v < kVectors; v++) sums[q][v] += number * own[v];
+    }
   }
 }
 
@@ -145,31 +151,40 @@ TR_INLINE void offer(const SearchBlock& b, int64_t query, int64_t row, const vf*
     if (b.int8 && row < b.count)
       score = score * load(b.scale + b.first + row, (int)(b.count - row < kLanes ? b.count - row : kLanes)) *
               splat(b.query_scale[query]);
+    if (!any((vi)(score > splat(found.threshold)))) continue;
     for (int lane = 0; lane < kLanes && row + lane < b.count; lane++)
       if (score[lane] > found.threshold) keep(b, found, row + lane, score[lane]);
   }
 }
 
-void search_floats(const SearchBlock& b) {
+template <int kQueries>
+void search_floats(const SearchBlock& b, int64_t query) {
   const float* x = (const float*)b.scratch;
-  for (int64_t query = 0; query < b.query_count; query++) {
-    const char* own = b.queries + query * b.query_bytes;
-    for (int64_t row = 0; row < b.count; row += kRows) {
-      vf sums[kVectors] = {};
-      if (!b.int8) {
-        add_products(x + row, (const float*)own, 0, b.dim, sums);
-      } else {
-        vi whole[kVectors] = {};
-        for (int64_t d = 0; d < b.dim; d += kExact) {
-          vf part[kVectors] = {};
-          add_products(x + row, (const int8_t*)own, d, d + kExact < b.dim ? d + kExact : b.dim, part);
-          for (int v = 0; v < kVectors; v++) whole[v] += __builtin_convertvector(part[v], vi);
-        }
-        for (int v = 0; v < kVectors; v++) sums[v] = __builtin_convertvector(whole[v], vf);
+  const char* own[kQueries];
+  for (int q = 0; q < kQueries; q++) own[q] = b.queries + (query + q) * b.query_bytes;
+  for (int64_t row = 0; row < b.count; row += kRows) {
+    vf sums[kQueries][kVectors] = {};
+    if (!b.int8) {
+      add_products<kQueries>(x + row, (const float* const*)own, 0, b.dim, sums);
+    } else {
+      vi whole[kQueries][kVectors] = {};
+      for (int64_t d = 0; d < b.dim; d += kExact) {
+        vf part[kQueries][kVectors] = {};
+        add_products<kQueries>(x + row, (const int8_t* const*)own, d, d + kExact < b.dim ? d + kExact : b.dim, part);
+        for (int q = 0; q < kQueries; q++)
+          for (int v = 0; v < kVectors; v++) whole[q][v] += __builtin_convertvector(part[q][v], vi);
       }
-      offer(b, query, row, sums);
+      for (int q = 0; q < kQueries; q++)
+        for (int v = 0; v < kVectors; v++) sums[q][v] = __builtin_convertvector(whole[q][v], vf);
     }
+    for (int q = 0; q < kQueries; q++) offer(b, query + q, row, sums[q]);
   }
+}
+
+void search_floats(const SearchBlock& b) {
+  int64_t query = 0;
+  for (; query + kTile <= b.query_count; query += kTile) search_floats<kTile>(b, query);
+  for (; query < b.query_count; query++) search_floats<1>(b, query);
 }
 
 }  // namespace
