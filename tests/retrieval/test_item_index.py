@@ -98,7 +98,7 @@ def test_ivf_reads_the_lists_that_are_nearest_to_the_query(form: IndexForm) -> N
     index = ItemIndex.build(vectors, ids, form=form, lists=10, nprobe=3)
     place = {one: slot for slot, one in enumerate(index.ids.tolist())}
     list_of = {one: int((index.first <= place[one]).sum()) - 1 for one in ids.tolist()}
-    probed = (query @ index.centroids.t() * index.reach).argsort(1, descending=True)[:, :3]
+    probed = (query @ index.probes.t()).argsort(1, descending=True)[:, :3]
     assert torch.equal(index.probed(query), probed)
     score = scores_of(form, query, vectors)
     for q in range(6):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends as backends
 from tilerec.ops.search.definition import MOST_COLUMNS, quantized
-from tilerec.retrieval.item_lists import Centroids, nearest_lists, trained_centroids
+from tilerec.retrieval.item_lists import Centroids, best_lists, nearest_lists, trained_centroids
 
 IndexForm = Literal["exact", "int8", "ivf", "ivf-int8"]
 FORMS: tuple[str, ...] = get_args(IndexForm)
@@ -66,7 +66,7 @@ class ItemIndex(nn.Module):
         changed: items added and removed since the lists were made.
 
     State: `rows` [R, D], `scale` [R] (int8 forms), `words` [R] (flags, and whether the slot has an item), `ids` [R],
-        `centroids` [C, D] and `reach` [C] (ivf forms), `first` [C + 1], `used` [C].
+        `centroids` and `probes` [C, D] (ivf forms), `first` [C + 1], `used` [C].
     """
 
     rows: Tensor
@@ -74,7 +74,7 @@ class ItemIndex(nn.Module):
     words: Tensor
     ids: Tensor
     centroids: Tensor
-    reach: Tensor
+    probes: Tensor
     first: Tensor
     used: Tensor
 
@@ -98,14 +98,14 @@ class ItemIndex(nn.Module):
             raise ConfigError(f"ItemIndex: got vectors with {dim} numbers; expected 1 to {MOST_COLUMNS}. Correct them.")
         self.form, self.tower, self.changed = form, tower, 0
         none = torch.zeros(0, dim)
-        center, reach = centroids or Centroids(none, none[:, 0])
+        center, probe = centroids or Centroids(none, none)
         lists = max(1, center.shape[0])
         self.register_buffer("rows", torch.zeros(lists, dim, dtype=self._dtype, device=device))
         self.register_buffer("scale", torch.zeros(lists if self._int8 else 0, device=device))
         self.register_buffer("words", torch.zeros(lists, dtype=torch.int64, device=device))
         self.register_buffer("ids", torch.full((lists,), NO_ITEM, dtype=torch.int64, device=device))
         self.register_buffer("centroids", center.to(device))
-        self.register_buffer("reach", reach.to(device))
+        self.register_buffer("probes", probe.to(device))
         self.register_buffer("first", torch.arange(lists + 1, device=device))
         self.register_buffer("used", torch.zeros(lists, dtype=torch.int64, device=device))
         self._count = 0
@@ -226,7 +226,7 @@ class ItemIndex(nn.Module):
                 )
             return torch.zeros(query.shape[0], 1, dtype=torch.int64, device=query.device)
         probes = self.nprobe if nprobe is None else self._probes(nprobe)
-        return (query @ self.centroids.t() * self.reach).sort(dim=1, descending=True, stable=True)[1][:, :probes]
+        return best_lists(query, self.probes, probes)
 
     def set_nprobe(self, nprobe: int) -> None:
         """Set the number of lists that a query reads.

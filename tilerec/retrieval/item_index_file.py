@@ -66,7 +66,7 @@ def load_item_index(path: str | Path, *, tower: str | None = None) -> ItemIndex:
     problem = _problem(metadata, state)
     if problem:
         raise ConfigError(f"Item index {path}: got {problem}; expected a whole index. Copy it or write it again.")
-    centroids = Centroids(state["centroids"], state["reach"]) if len(state["centroids"]) else None
+    centroids = Centroids(state["centroids"], state["probes"]) if len(state["centroids"]) else None
     index = ItemIndex(
         cast(IndexForm, metadata["form"]), centroids, state["rows"].shape[1], nprobe=int(metadata["nprobe"]),
         tower=metadata["tower"],
@@ -110,7 +110,7 @@ def _problem(metadata: dict[str, str], state: dict[str, Tensor]) -> str:
         "words": (torch.int64, (slots,)),
         "ids": (torch.int64, (slots,)),
         "centroids": (torch.float32, (lists if ivf else 0, dim)),
-        "reach": (torch.float32, (lists if ivf else 0,)),
+        "probes": (torch.float32, (lists if ivf else 0, dim)),
         "first": (torch.int64, (lists + 1,)),
         "used": (torch.int64, (lists,)),
     }
