@@ -10,10 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.retrieval.retrieval_data import write_log
 from tilerec.cli import app
+from tilerec.models.two_tower import Tower, TwoTower
+from tilerec.retrieval.item_index_file import load_item_index
+from tilerec.train.saved_model import weights_hash
+from tilerec.train.trained_run import find_trained
+from tilerec.train.world import World
 
 
 def _invoke(*arguments: str) -> tuple[int, str]:
@@ -210,10 +216,20 @@ def test_two_ranks_predict_and_export_the_same(logs: Path, model: str, tmp_path:
         out, index = tmp_path / f"{ranks}.parquet", tmp_path / f"index{ranks}"
         code, text = _invoke("predict", run, log, "--out", str(out), "--nproc", ranks)
         assert code == 0, text
-        code, text = _invoke("export-index", run, "--out", str(index), "--nproc", ranks, "--queries", log)
+        code, text = _invoke(
+            "export-index", run, "--out", str(index), "--nproc", ranks, "--queries", log, "--index", "exact"
+        )
         assert code == 0, text
         files.append((parquet.read_table(out), np.load(index / "vectors.npy"), (index / "items.parquet").read_bytes()))
     (ours, vectors, items), (theirs, other, others) = files
+    own, same = (load_item_index(tmp_path / f"index{ranks}" / "index.safetensors") for ranks in "12")
+    assert own.tower == same.tower != ""
+    assert own.ids.tolist() == same.ids.tolist() == parquet.read_table(index / "items.parquet")["item"].to_pylist()
+    np.testing.assert_array_equal(own.rows.numpy(), vectors)
+    trained = find_trained(run)
+    loaded = trained.load(trained.config.data.open_catalog(), torch.device("cpu"), World(None))
+    tower = Tower(loaded, "query") if isinstance(loaded, TwoTower) else loaded
+    assert weights_hash(tower) == own.tower
     assert ours.drop_columns(["score"]) == theirs.drop_columns(["score"])
     np.testing.assert_allclose(ours["score"].to_numpy(), theirs["score"].to_numpy(), rtol=1e-5)
     np.testing.assert_allclose(vectors, other, rtol=1e-5, atol=1e-7)
@@ -278,11 +294,15 @@ def test_files_with_lists_train_and_predict_hashed_items_by_value(name: str, res
     assert found.column_names == ["user", "rank", "item", "score"]
     assert set(found["item"].to_pylist()) <= {f"i{i}" for i in range(20)}
     assert found.num_rows == 1200
-    code, text = _invoke("export-index", str(tmp_path / f"{name}.toml"), "--out", str(tmp_path / "index"))
+    code, text = _invoke(
+        "export-index", str(tmp_path / f"{name}.toml"), "--out", str(tmp_path / "index"), "--index", "int8"
+    )
     assert code == 0, text
     assert parquet.read_table(tmp_path / "index" / "items.parquet")["item"].to_pylist() == sorted(
         f"i{i}" for i in range(20)
     )
+    # Items that are no integers have their places.
+    assert load_item_index(tmp_path / "index" / "index.safetensors").ids.tolist() == list(range(20))
 
 
 @pytest.mark.parametrize(
@@ -294,6 +314,10 @@ def test_files_with_lists_train_and_predict_hashed_items_by_value(name: str, res
         (["export-index", "{run}", "--out", "{run}"], "which exists; expected a new folder"),
         (["export-index", "{run}", "--out", "{out}/no/x"], "expected a name in an existing folder"),
         (["export-index", "{run}", "--out", "{out}/x", "--faiss", "ivf"], "expected one of none, flat, hnsw"),
+        (
+            ["export-index", "{run}", "--out", "{out}/x", "--index", "pq"],
+            "--index: got 'pq'; expected none or one of exact",
+        ),
         (["train", "{log}.toml"], "got 'No such file or directory'"),
     ],
 )

@@ -10,7 +10,9 @@ Functions that run in every call of an op are plain references to torch's own, s
 from __future__ import annotations
 
 import functools
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -29,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
+    from torch.export import ExportedProgram
 
 __all__ = ["DispatchMode", "FakeTensor", "FunctionalTensor", "pytree"]
 
@@ -148,6 +151,9 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 """Return the number of active `TorchFunctionMode`s. No public substitute."""
 
+profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Return whether a profiler records the ops that run. `torch.autograd` has it under a private name only."""
+
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Return whether a transform of `torch.func` is active. No public substitute."""
 
@@ -209,6 +215,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """Return the number of owners of a storage: tensors on it, and its Python object. No public substitute."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor's memory was written, as torch counts; 0 for inference tensors, which have no counter.
 
@@ -238,6 +249,11 @@ def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dict of parameters."""
+    return module._parameters
+
+
 def buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's own dict of buffers, to replace one by a tensor of another size."""
     return module._buffers
@@ -246,6 +262,22 @@ def buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def state_dict_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """Return a module's hooks that run before `state_dict`. Substitute: none that lists or finds them."""
     return module._state_dict_pre_hooks
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile(module)`, else the module. No public substitute."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def state_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts of a module's hooks around `state_dict` and `load_state_dict`. No public substitute."""
+    return [
+        module._state_dict_hooks,
+        module._state_dict_pre_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ]
 
 
 def load_state_dict_pre_hooks(module: nn.Module) -> dict[int, Any]:
@@ -361,3 +393,53 @@ def new_dtensor(
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return a DTensor's local part itself. `to_local` returns it through autograd, as another object."""
     return tensor._local_tensor
+
+
+# ---------------------------------------------------------------------------------------------- export, AOTInductor
+
+
+def any_sizes() -> AbstractContextManager[None]:
+    """Return a context in which `torch.export` assumes nothing about sizes, not even that they are not 0 or 1.
+
+    Without it, an exported program refuses a batch of no sample, or of one. Public substitute: none.
+    """
+    from torch.fx.experimental import _config
+
+    context: AbstractContextManager[None] = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    return context
+
+
+def compile_package(program: ExportedProgram, path: str) -> None:
+    """Compile a program with AOTInductor into an archive without its constants; torch's documentation names this.
+
+    The code needs the vector instructions of this machine, and no others that its processor may have.
+    """
+    import torch._inductor
+    from torch._inductor import config
+
+    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    if hasattr(config.cpp, "march"):  # torch >= 2.13
+        options["cpp.march"] = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about itself
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+
+
+def readable_op_calls(data: bytes) -> bytes:
+    """Return a compiled archive's list of op calls (JSON) such that this torch reads the dtypes in it as meant.
+
+    The list has the numbers of torch.export's own enumeration of dtypes. torch 2.11 takes them for those of C++, so
+    that an op that should return float32 returns float64.
+    """
+    if tuple(map(int, str(torch.__version__).split(".")[:2])) >= (2, 12):
+        return data
+    in_cpp = {number: number - 1 for number in range(1, 13)} | {13: 15}  # bfloat16
+    return re.sub(rb'("as_scalar_type": )(\d+)', lambda own: own[1] + b"%d" % in_cpp[int(own[2])], data)
+
+
+def package_loader(path: str) -> Any:
+    """Return the loader of a compiled archive, which runs it. `torch._inductor.aoti_load_package` makes it as well, but
+    reads the archive's other files into memory."""
+    import torch._C._aoti
+
+    return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)

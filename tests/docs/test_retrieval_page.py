@@ -9,9 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tilerec.cli import app
+from tilerec.retrieval.item_index import Filters
 from tilerec.retrieval.next_item_task import NextItemConfig
 from tilerec.retrieval.two_tower_task import RetrievalConfig
 
@@ -26,7 +28,7 @@ def _blocks(language: str) -> list[str]:
 def test_the_code_and_the_commands_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
-    data, search = _blocks("python")
+    data, search, module = _blocks("python")
     exec(compile(data, str(PAGE), "exec", flags=0, dont_inherit=True), scope)
     Path("run.toml").write_text(_blocks("toml")[0])
     commands = [line.partition("#")[0].split() for line in _blocks("sh")[0].splitlines()]
@@ -42,6 +44,12 @@ def test_the_code_and_the_commands_run_from_top_to_bottom(tmp_path: Path, monkey
     assert best.column_names == ["user_id", "rank", "item", "score"]
     exec(compile(search, str(PAGE), "exec", flags=0, dont_inherit=True), scope)
     assert len(scope["best"]) == 10
+    exec(compile(module, str(PAGE), "exec", flags=0, dont_inherit=True), scope)
+    assert scope["item"].shape == (2, 10)
+    assert not {17, 4} & set(scope["unseen"][0].tolist())
+    assert len(scope["index"]) == 201
+    given = (scope["history"], Filters(excluded=scope["seen"]))
+    assert torch.equal(scope["program"].module()(*given)[1], scope["unseen"])
 
 
 def test_settings_of_the_tasks_that_matter_are_named() -> None:

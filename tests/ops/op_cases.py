@@ -181,6 +181,10 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
             whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
         ),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
+        "best_rows": lambda: (
+            rand(2, 3), whole(*range(12), dtype=torch.int8).view(4, 3), rand(4), whole(1, 1, 0, 1),
+            whole(0, 1).view(2, 1), whole(4, 3).view(2, 1), whole(1, 1), whole(0, 0), 3,
+        ),
         "zch_buckets": lambda: (whole(0, 1, -1), 7),
         "hash_rows_": lambda: (whole(0, 1, -1), 7, 1, whole(0, 0, 0)),
         "zch_find": lambda: (whole(0, 1, -1), *empty_state(5, 4, device=device)[:2], 0, 5, 4, 3),

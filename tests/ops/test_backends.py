@@ -26,7 +26,7 @@ has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k)] for k in ("CPU", "CUDA")}}))
 """
 # Torch's own kernels do these as they should on GPUs.
-AS_THE_REFERENCE = {"offsets_from_lengths", "take_segments_", "hash_rows_"}
+AS_THE_REFERENCE = {"offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows"}
 
 
 def registered(cuda: str, **environment: str) -> dict[str, list[str]]:

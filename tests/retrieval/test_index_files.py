@@ -32,7 +32,8 @@ def test_an_index_is_written_with_its_facts(tmp_path: Path) -> None:
     check_out(out, "none")
     write_index(out, _index(), {"run": "r"}, iter(()))
     assert json.loads((out / "index.json").read_text()) == {
-        "format": 1, "items": 2, "dim": 2, "metric": "inner_product", "faiss": "none", "queries": 0, "run": "r"
+        "format": 1, "items": 2, "dim": 2, "metric": "inner_product", "faiss": "none", "index": "none",
+        "queries": 0, "run": "r"
     }  # fmt: skip
     assert np.load(out / "vectors.npy").tolist() == [[1, 2], [3, 4]]
     assert sorted(one.name for one in out.iterdir()) == ["index.json", "items.parquet", "vectors.npy"]

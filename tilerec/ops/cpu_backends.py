@@ -12,10 +12,11 @@ from tilerec.ops.marks import cpu as marks
 from tilerec.ops.quantized import cpu as quantized
 from tilerec.ops.random import cpu as random
 from tilerec.ops.runtime.library import LIBRARY
+from tilerec.ops.search import cpu as search
 from tilerec.ops.update import cpu as update
 
 
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
-    for family in (exchange, hash, jagged, lookup, marks, quantized, random, update):
+    for family in (exchange, hash, jagged, lookup, marks, quantized, random, search, update):
         LIBRARY.serve("CPU", family.kernels(library))

@@ -12,7 +12,8 @@ from tilerec.ops.marks import definition as marks
 from tilerec.ops.quantize import definition as quantize
 from tilerec.ops.quantized import definition as quantized
 from tilerec.ops.random import renew
+from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
-REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, update)
+REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, search, update)
 """Files that define the ops. Importing them registers the reference kernels."""

@@ -3,6 +3,8 @@
     DIR/index.json       number of items, dim, metric, the run; the file is written last
     DIR/items.parquet    `item` (as in the data) and `row` (of its table); row i of the file is vector i
     DIR/vectors.npy      float32 [N, D], for numpy.load(mmap_mode="r")
+    DIR/index.safetensors  with --index: an `ItemIndex`; its ids are the items if these are integers, else the places of
+                         items in items.parquet
     DIR/index.faiss      with --faiss: a flat or an HNSW index by inner product; label i is row i of items.parquet
     DIR/queries.parquet  with --queries: key columns and `vector` of each sample
 
@@ -18,14 +20,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
+import torch
 
 from tilerec.atomic_file import open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
+from tilerec.retrieval.item_index import FORMS, IndexForm, ItemIndex
+from tilerec.retrieval.item_index_file import save_item_index
 from tilerec.retrieval.ranking_task import IndexVectors
 from tilerec.train.predictions import write_predictions
 
@@ -34,16 +39,18 @@ _HNSW_LINKS = 32
 """Links of a node of the HNSW graph, faiss's usual number."""
 
 
-def check_out(out: Path, kind: str) -> None:
+def check_out(out: Path, kind: str, form: str = "none") -> None:
     """Raise before the work begins if the folder exists, or faiss is needed and absent."""
     if kind not in FAISS_KINDS:
         raise ConfigError(f"--faiss: got {kind!r}; expected one of {', '.join(FAISS_KINDS)}. Correct it.")
+    if form != "none" and form not in FORMS:
+        raise ConfigError(f"--index: got {form!r}; expected none or one of {', '.join(FORMS)}. Correct it.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: got {out}, which exists; expected a new folder. Choose another name.")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: got {out}; expected a name in an existing folder. Create {out.parent} first.")
     if kind != "none":
-        _faiss()
+        import_faiss("--faiss")
 
 
 def write_index(
@@ -53,6 +60,8 @@ def write_index(
     queries: Iterator[tuple[int, pa.Table]],
     *,
     kind: str = "none",
+    form: str = "none",
+    tower: str = "",
     progress: Callable[[int], object] = lambda rows: None,
 ) -> None:
     """Write the folder of an index, as a whole or not at all.
@@ -63,6 +72,8 @@ def write_index(
         facts: further entries of index.json.
         queries: samples and tables with key columns and `vector`; may be empty.
         kind: of the faiss index, "none" for no such file.
+        form: of the `ItemIndex`, "none" for no such file.
+        tower: hash of the query tower, for the `ItemIndex`.
         progress: called with the samples of each table of `queries`.
 
     Raises:
@@ -82,9 +93,11 @@ def write_index(
             parquet.write_table(pa.table({"item": index.catalog.values, "row": index.catalog.ids.numpy()}), file)
         if kind != "none":
             write_file(folder / "index.faiss", _faiss_bytes(vectors, kind), "Index")
+        if form != "none":
+            save_item_index(folder / "index.safetensors", _item_index(index, form, tower))
         count = _write_queries(folder / "queries.parquet", queries, progress)
         entries = {"format": 1, "items": len(vectors), "dim": int(vectors.shape[1]), "metric": "inner_product"}
-        text = json.dumps({**entries, "faiss": kind, "queries": count, **facts}, indent=2) + "\n"
+        text = json.dumps({**entries, "faiss": kind, "index": form, "queries": count, **facts}, indent=2) + "\n"
         write_file(folder / "index.json", text, "Index")
         folder.chmod(0o777 & ~_umask())
         if out.exists():
@@ -94,6 +107,14 @@ def write_index(
         raise FileError(f"Index {out}: cannot be written ({error.strerror}). Free space.", error.errno) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _item_index(index: IndexVectors, form: str, tower: str) -> ItemIndex:
+    values = index.catalog.values
+    ids = torch.arange(len(values))
+    if pa.types.is_integer(values.type):
+        ids = torch.from_numpy(values.cast(pa.int64()).to_numpy(zero_copy_only=False).copy())
+    return ItemIndex.build(index.vectors, ids, form=cast(IndexForm, form), tower=tower)
 
 
 def _umask() -> int:
@@ -111,7 +132,7 @@ def _write_queries(path: Path, queries: Iterator[tuple[int, pa.Table]], progress
 
 
 def _faiss_bytes(vectors_ND: np.ndarray[Any, Any], kind: str) -> bytes:
-    faiss = _faiss()
+    faiss = import_faiss("--faiss")
     dim = vectors_ND.shape[1]
     index = (
         faiss.IndexFlatIP(dim) if kind == "flat" else faiss.IndexHNSWFlat(dim, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
@@ -121,12 +142,20 @@ def _faiss_bytes(vectors_ND: np.ndarray[Any, Any], kind: str) -> bytes:
     return found
 
 
-def _faiss() -> Any:
+def import_faiss(what: str) -> Any:
+    """Return the package faiss.
+
+    Args:
+        what: needs it; the error message begins with it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import faiss
     except ImportError as error:
         raise ConfigError(
-            "--faiss: got a kind without the package faiss; expected it to be installed. Run pip install "
-            "'tilerec[faiss]', or leave --faiss out."
+            f"{what}: got no package faiss; expected it to be installed. Run pip install 'tilerec[faiss]', or leave "
+            f"{what} out."
         ) from error
     return faiss

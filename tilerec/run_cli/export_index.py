@@ -1,6 +1,7 @@
 """`tilerec export-index`: the item vectors of a retrieval or next-item run, for search outside of tilerec.
 
 tilerec export-index run.toml --out index --faiss flat
+tilerec export-index run.toml --out index --index int8
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from tilerec.terminal import print_plain, print_rank_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from torch import nn
 
     from tilerec.comms.process import ProcessGroupComms
+    from tilerec.data.dataset import Dataset
     from tilerec.train.trained_run import TrainedRun
 
 
@@ -27,6 +30,9 @@ def export_index(
     run: Annotated[str, typer.Argument(help="A run file, for its newest model, or the log folder of a run.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     faiss: Annotated[str, typer.Option(help="Also write a faiss index: flat (exact) or hnsw.")] = "none",
+    index: Annotated[
+        str, typer.Option(help="Also write an item index for models in PyTorch: exact, int8, ivf or ivf-int8.")
+    ] = "none",
     queries: Annotated[
         str | None, typer.Option(help="File, folder or URL with samples, whose query vectors are written as well.")
     ] = None,
@@ -42,11 +48,11 @@ def export_index(
     from tilerec.train.trained_run import find_trained
 
     try:
-        check_out(out, faiss)
+        check_out(out, faiss, index)
         trained = find_trained(run).with_settings(set_ or [])
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
-        run_on_ranks(_export, trained, str(out), faiss, queries, names, place, nproc=nproc, device=place)
+        run_on_ranks(_export, trained, str(out), faiss, index, queries, names, place, nproc=nproc, device=place)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
@@ -57,6 +63,7 @@ def _export(
     trained: TrainedRun,
     out: str,
     kind: str,
+    form: str,
     queries: str | None,
     keys: tuple[str, ...],
     device: str,
@@ -83,6 +90,7 @@ def _export(
             )
         model = trained.load(dataset, place, world)
         index = task.index_vectors(model)
+        tower = "" if form == "none" else _query_hash(trained, dataset, model)
         tables: Iterator[tuple[int, pa.Table]] = iter(())
         if rows is not None:
             names = key_columns(rows, keys or config.data.keys, ["vector"])
@@ -93,10 +101,25 @@ def _export(
                     pass
             else:
                 facts = {"run": str(trained.folder), "name": config.name, "task": kind_of(config.task)}
-                write_index(Path(out), index, facts, tables, kind=kind, progress=progress)
+                write_index(Path(out), index, facts, tables, kind=kind, form=form, tower=tower, progress=progress)
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
         count, dim = index.vectors.shape
         print_plain(f"wrote {out}: {count:,} items with {dim} numbers each, of {trained.folder}")
+
+
+def _query_hash(trained: TrainedRun, dataset: Dataset, model: nn.Module) -> str:
+    """Return the hash of the query tower's weights, on rank 0. Collective.
+
+    The model may be sharded, so the names are those of one without values.
+    """
+    import torch
+
+    from tilerec.models.two_tower import Tower, TwoTower
+    from tilerec.train.saved_model import weights_hash
+
+    meta = torch.device("meta")
+    whole = trained.config.model.build(dataset, meta, meta)
+    return weights_hash(model, {*Tower(whole, "query").state_dict()} if isinstance(whole, TwoTower) else None)

@@ -13,8 +13,9 @@ The format: 8 bytes with the size of the header, the header (JSON: dtype, shape 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,9 @@ class _Entry:
 
 
 @torch.no_grad()
-def save_model(path: str | Path, model: nn.Module, metadata: dict[str, str], *, rank: int = 0) -> None:
+def save_model(
+    path: str | Path, model: nn.Module, metadata: dict[str, str], *, rank: int = 0, what: str = "Model"
+) -> None:
     """Write the weights of a model to a safetensors file. Collective: all ranks call it, and rank 0 writes.
 
     The file is replaced as a whole or not at all. Sharded tables are gathered in chunks, so no rank holds a whole one.
@@ -58,6 +61,7 @@ def save_model(path: str | Path, model: nn.Module, metadata: dict[str, str], *, 
     Args:
         metadata: text by name, for the header.
         rank: of this process.
+        what: the kind of file, for errors.
 
     Raises:
         FileError: the file cannot be written; on rank 0, after all ranks have sent their rows.
@@ -65,7 +69,7 @@ def save_model(path: str | Path, model: nn.Module, metadata: dict[str, str], *, 
     """
     entries = _entries(model)
     failure: OSError | None = None
-    writer = open_replacement(path, "Model") if rank == 0 else nullcontext()
+    writer = open_replacement(path, what) if rank == 0 else nullcontext()
     # Other ranks send their rows even if rank 0 cannot write them, so that no rank waits.
     chunks = (chunk for entry in entries.values() for chunk in entry.chunks())
     try:
@@ -81,6 +85,29 @@ def save_model(path: str | Path, model: nn.Module, metadata: dict[str, str], *, 
             pass
     if failure is not None:
         raise failure
+
+
+@torch.no_grad()
+def weights_hash(model: nn.Module, names: Collection[str] | None = None) -> str:
+    """Return the SHA-256 of the names, types and values of a model's weights, sharded or not. Collective.
+
+    Only rank 0 has the values of sharded tables; other ranks return other texts.
+
+    Args:
+        names: of the weights that count; None: all.
+
+    Raises:
+        ConfigError: the model has a tensor that safetensors cannot hold.
+    """
+    found = hashlib.sha256()
+    for name, entry in sorted(_entries(model).items()):
+        if names is not None and name not in names:
+            continue
+        found.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        for chunk in entry.chunks():
+            if chunk is not None:
+                found.update(bytes_of(chunk))
+    return found.hexdigest()
 
 
 def _write_header(file: BinaryIO, entries: dict[str, _Entry], metadata: dict[str, str]) -> None:

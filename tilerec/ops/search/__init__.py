@@ -1,0 +1,1 @@
+"""Search: the rows with the largest inner products with queries."""
