@@ -19,6 +19,7 @@ from tilerec.recipes.retrieval_model import SASRecConfig
 from tilerec.retrieval.item_frequency import StreamingFrequency
 from tilerec.testing import run_ranks
 from tilerec.train.config import RunConfig
+from tilerec.train.started_run import started_run
 from tilerec.train.training_run import Run
 from tilerec.train.world import World
 
@@ -46,7 +47,7 @@ def _started(run: RunConfig, world: World, steps: int, seed: int) -> Run:
     run = replace(run, train=replace(run.train, max_steps=steps))
     dataset = run.data.open()
     torch.manual_seed(seed)
-    return Run(run, dataset, world.build(run, dataset, CPU), CPU, world, [])
+    return started_run(run, dataset, world.build(run, dataset, CPU), CPU, world, [], None)
 
 
 def _saved(run: Run) -> dict[str, Any]:
