@@ -3,8 +3,8 @@
     python benchmarks/delta.py [--rounds 7] [--rows 100000] [--folder FOLDER]
 
 tracking    26 tables of 64 columns, batches of 2,048 samples with 10 ids per feature (Zipf law of exponent 1.05),
-            row-wise Adagrad: the tables alone, and within a DLRM (512-256-64, 512-256-1). Steps with a writer that
-            observes the tables, and without, in turns; medians of processor time.
+            row-wise Adagrad: the tables alone, and within a DLRM (512-256-64, 512-256-1). Two models take turns, one of
+            them with a writer that observes its tables; processor time.
 delta       bytes and seconds of a delta after 1, 10 and 100 such steps, beside the model
 follower    one thread applies a delta of a million rows of 68 bytes (64 int8 numbers, scale and bias) to a table
             of that form, and one of 64 float32 columns. Seconds from the open of the delta to its last row.
@@ -14,6 +14,7 @@ served      another thread looks up one sample of 26 ids meanwhile: p50 and p99 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shutil
 import sys
@@ -66,22 +67,27 @@ def step(module: nn.Module, batch: KeyedJaggedTensor, dense: Tensor | None = Non
 def tracking(rows: int, folder: Path, rounds: int) -> None:
     some = batches(rows, 10)
     for what in ("tables", "DLRM"):
-        tables = model_of(rows)
-        model = tables if what == "tables" else DLRM(tables, 13, [512, 256, 64], [512, 256, 1])
-        dense = None if what == "tables" else torch.rand(BATCH, 13)
-        ratios, alone_ms = [], []
-        for number in range(rounds):
-            alone = [step(model, batch, dense) for batch in some]
-            writer = DeltaWriter(folder / f"{what}-{number}", tables)
-            writer.publish(0)
-            tracked = [step(model, batch, dense) for batch in some]
-            writer.close()
-            shutil.rmtree(folder / f"{what}-{number}")
-            alone += [step(model, batch, dense) for batch in some]  # both before and after
-            ratios.append(median(tracked) / median(alone))
-            alone_ms.append(median(alone) * 1e3)
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"tracking   {what:6}: {median(alone_ms):6.1f} ms, {median(ratios):.3f} of it with a writer ({spread})")
+        own_tables = [model_of(rows) for _ in range(2)]
+        if what == "tables":
+            models, dense = own_tables, None
+        else:
+            models = [DLRM(tables, 13, [512, 256, 64], [512, 256, 1]) for tables in own_tables]
+            dense = torch.rand(BATCH, 13)
+        writer = DeltaWriter(folder / what, own_tables[1])
+        writer.publish(0)
+        os.sync()  # the base's pages go to the disk now, not beside the steps
+        pairs = []
+        for number in range(rounds * 10 + 5):
+            first = number % 2  # the two models take turns to be first
+            found = {which: step(models[which], some[number % 10], dense) for which in (first, 1 - first)}
+            pairs.append((found[0], found[1]))
+        writer.close()
+        alone, tracked = (median(pair[which] for pair in pairs[5:]) for which in range(2))
+        ratio = median(with_it / without for without, with_it in pairs[5:])
+        print(
+            f"tracking   {what:6}: {alone * 1e3:6.1f} ms, {tracked / alone:.3f} of it with a writer by the medians, "
+            f"{ratio:.3f} by the pairs"
+        )
 
 
 def deltas(rows: int, folder: Path) -> None:
