@@ -25,6 +25,7 @@ EXEMPT = {
     "submit_sequence_": "the same",
     "begin_sharded_lookup": "it is collective, and names a sharded module; tests/sharding/test_compiled.py runs it",
     "begin_managed_lookup": "the same",
+    "remapped_batch": "the same",
     "finish_sharded_lookup": "the same",
     "sharded_lookup_backward": "the same",
     "prepare_ddp": "it names a DistributedDataParallel; tests/parallel/test_compiled_ddp.py runs it",

@@ -122,16 +122,25 @@ def batch(case: Case, step: int, rank: int) -> tuple[Tensor, KeyedJaggedTensor]:
     return torch.randn(size, DENSE, generator=torch.Generator().manual_seed(seed)), features
 
 
-def assert_same(eager: nn.Module, compiled: nn.Module) -> None:
-    """Raise unless two twins have the same bits: tables, dense parameters, and gradients."""
+def assert_same(case: Case, one: Tensor | None, other: Tensor | None, what: object) -> None:
+    """Raise unless two tensors have the same bits; inductor adds some sums of the dense part in another order."""
+    assert (one is None) == (other is None), what
+    if one is None or other is None or torch.equal(one, other):
+        return
+    limit = 3e-2 if case.form == "bf16" else 1e-3
+    assert case.backend == "inductor", what
+    torch.testing.assert_close(one, other, rtol=limit, atol=limit, msg=str((what, one, other)))
+
+
+def assert_twins(case: Case, eager: nn.Module, compiled: nn.Module) -> None:
+    """Raise unless two twins are the same: tables, dense parameters, and gradients."""
     for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(one, other), name
-        assert (one.grad is None) == (other.grad is None), name
-        assert one.grad is None or torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+        assert_same(case, one, other, name)
+        assert_same(case, one.grad, other.grad, name)
 
 
 def run(case: Case) -> int:
-    """Train an eager and a compiled twin on this rank; raise unless their bits are the same.
+    """Train an eager and a compiled twin on this rank; raise unless they are the same.
 
     Returns:
         The number of graphs of the compiled model.
@@ -144,7 +153,7 @@ def run(case: Case) -> int:
     group = ProcessGroupComms()
     eager = model(case, group)
     twin = model(case, group)
-    assert_same(eager, twin)
+    assert_twins(case, eager, twin)
     counter = torch._dynamo.testing.CompileCounterWithBackend(case.backend)
     compiled = compile_model(twin, backend=counter)
     for step in range(len(SIZES)):
@@ -155,8 +164,8 @@ def run(case: Case) -> int:
             loss.backward()
             losses.append(loss.detach())
             weight_grads.append(features.weights().grad if case.weighted else None)
-        assert torch.equal(*losses), (step, losses)
-        assert not case.weighted or torch.equal(*weight_grads), step  # type: ignore[arg-type]
-        assert_same(eager, twin)
+        assert_same(case, *losses, step)
+        assert_same(case, *weight_grads, step)
+        assert_twins(case, eager, twin)
     assert not counters["graph_break"], counters["graph_break"]
     return int(counter.frame_count)

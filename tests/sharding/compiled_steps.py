@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from tests.sharding.compiled_models import Case, assert_same, batch, model
+from tests.sharding.compiled_models import Case, assert_twins, batch, model
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import TilerecError
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -54,7 +54,7 @@ def bad_id() -> list[str]:
     found = [wrong(eager), wrong(compiled)]
     for forward in (eager, compiled):
         _train(case, forward, 0, group.rank)
-    assert_same(eager, twin)
+    assert_twins(case, eager, twin)
     return found
 
 
@@ -80,7 +80,7 @@ def changed_training() -> None:
             change(own)
         for forward in (eager, compiled):
             _train(case, forward, step, group.rank)
-        assert_same(eager, twin)
+        assert_twins(case, eager, twin)
 
     both(lambda own: own.tables.embedding_bags["ab"].weight.requires_grad_(False), 0)
     both(lambda own: own.tables.embedding_bags["ab"].weight.requires_grad_(True), 1)

@@ -106,6 +106,7 @@ class _Flight:
     leaves: TileLeaves
     weights: Tensor | None  # the batch's sample weights
     routed_weights: Tensor | None  # those of the ids that were looked up
+    remapped: KeyedJaggedTensor | None = None  # of managed collision: the batch of row numbers
     lookup: CombinedLookup | None = None  # after `finish`, if the tables or the weights train
     flat: Tensor | None = None  # with `edge`: the input of the tail
     edge: GradientEdge | None = None  # the output of the tail; None: a view of the flat output
@@ -159,9 +160,8 @@ def begin_managed(
     module: TracedModule, features: KeyedJaggedTensor, mutate: bool, drops: bool
 ) -> tuple[Tensor, KeyedJaggedTensor]:
     """Begin a lookup with managed collision, and return its ticket and the batch of row numbers. Collective."""
-    ticket, values, lengths, weights = _OPS.begin_managed_lookup(
-        *_arguments(module, features), mutate, drops, features.values(), features.lengths()
-    )
+    ticket: Tensor = _OPS.begin_managed_lookup(*_arguments(module, features), mutate)
+    values, lengths, weights = _OPS.remapped_batch(ticket, drops, features.values(), features.lengths())
     known = features.weights_or_none()
     if known is not None and drops:
         known = weights
@@ -226,31 +226,41 @@ def _context(text: str) -> Any:
     return ast.literal_eval(text)
 
 
-def _fake_managed(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    drops, values, lengths = args[6:]
+@LIBRARY.op(
+    "begin_managed_lookup(Tensor collection, Tensor[] features, str context, bool trains, bool weights, bool mutate) "
+    "-> Tensor",
+    _fake_ticket,
+)
+def _begin_managed(
+    collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool, mutate: bool
+) -> Tensor:
+    ticket, flight = _begun(collection, features, context, trains, weights, mutate)
+    assert flight.begun is not None
+    flight.remapped = flight.begun.remapped
+    return ticket
+
+
+def _fake_remapped(ticket: Tensor, drops: bool, values: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     count = torch.library.get_ctx().new_dynamic_size() if drops else values.shape[0]
     return (
-        _fake_ticket(), values.new_empty(count, dtype=torch.int64), torch.empty_like(lengths),
+        values.new_empty(count, dtype=torch.int64), torch.empty_like(lengths),
         values.new_empty(count, dtype=torch.float32),
     )  # fmt: skip
 
 
+# An op of its own: inductor has no ordered effects with results of unknown size.
 @LIBRARY.op(
-    "begin_managed_lookup(Tensor collection, Tensor[] features, str context, bool trains, bool weights, bool mutate, "
-    "bool drops, Tensor values, Tensor lengths) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_managed,
+    "remapped_batch(Tensor ticket, bool drops, Tensor values, Tensor lengths) -> (Tensor, Tensor, Tensor)",
+    _fake_remapped,
 )
-def _begin_managed(
-    collection: Tensor, features: list[Tensor], context: str, trains: bool, weights: bool, mutate: bool, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ticket, flight = _begun(collection, features, context, trains, weights, mutate)
-    assert flight.begun is not None
-    remapped = flight.begun.remapped
+def _remapped(ticket: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, lengths and sample weights of the batch of row numbers."""
+    remapped = _FLIGHTS[int(ticket)][0].remapped
     assert remapped is not None, "managed collision maps ids"
     own = remapped.weights_or_none()
     values = remapped.values()
     shown = values.new_empty(values.shape[0], dtype=torch.float32) if own is None else own.detach().clone()
-    return ticket, values.clone(), remapped.lengths().clone(), shown
+    return values.clone(), remapped.lengths().clone(), shown
 
 
 # ------------------------------------------------------------------------------------------------ finish
