@@ -97,13 +97,16 @@ class ShardedCollection(TableCollection, TracedModule):
             batch, keys = self._batch(features, leaves)
         except Exception as error:
             return self.begin_refused(error, note)
+        repeats, distinct = None, self.exchange.distinct
+        if distinct is not None:
+            batch, repeats = distinct(batch, keys)
         begun = stages.router.begin(batch, keys, note)
-        return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
+        return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features), repeats)
 
     def begin_refused(self, failure: Exception, note: int = 0) -> RouteInFlight:
         """Begin to route a batch that this rank refuses; its `finish` raises `failure`, and every rank raises."""
         stages = self.exchange.stages(self._leaves.accum_dtype())
-        return RouteInFlight(None, stages.router.begin_refused(failure, self.device, note), stages, None, ())
+        return RouteInFlight(None, stages.router.begin_refused(failure, self.device, note), stages, None, (), None)
 
     def _routed(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Return a batch as routed: by the caller, by a pipeline ahead of its step, or now."""
@@ -263,7 +266,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         return KeyedTensor.from_columns(self._columns, self._combined(looked))
 
     def combination(self, looked: LookedUpBatch) -> Combination:
-        features = looked.batch.features
+        features, repeats = looked.batch.features, looked.batch.repeats
         dtype = self._dtype(self._leaves.first)
         variable = features.variable_stride_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
@@ -273,10 +276,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if self.exchange.exact:
             sizes = features.length_per_key()
             output = pooled_output(self._dims, [sizes[k] for k in own], False, [None] * len(own))
+        elif repeats is not None:
+            divisors = [None if repeats.covered(s) else own for s, own in enumerate(looked.batch.divisors)]
+            output = pooled_output(self._dims, repeats.counts, False, divisors)
         else:
             output = pooled_output(self._dims, bags, not variable, list(looked.batch.divisors))
 
         def tail(flat: Tensor) -> Tensor:
+            if repeats is not None:
+                whole = pooled_output(self._dims, bags, not variable, [])
+                flat = repeats.expand(flat, self._dims, whole.places, whole.size)
             if self.exchange.exact:
                 wide, weighted = self._leaves.accum_dtype(), self._is_weighted
                 flat = pooled_at_home(self._reads, features, flat, own, wide, weighted=weighted)
@@ -348,8 +357,13 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
 
     def combination(self, looked: LookedUpBatch) -> Combination:
         counts, dtype = self._counts(looked.batch.features), self._dtype(self._leaves.first)
-        output = pooled_output(self._dims, counts, False, [None] * len(counts))
-        return self._parts(looked, output, lambda flat: flat.to(dtype))
+        whole, repeats = pooled_output(self._dims, counts, False, [None] * len(counts)), looked.batch.repeats
+        if repeats is None:
+            return self._parts(looked, whole, lambda flat: flat.to(dtype))
+        output = pooled_output(self._dims, repeats.counts, False, [None] * len(counts))
+        return self._parts(
+            looked, output, lambda flat: repeats.expand(flat, self._dims, whole.places, whole.size).to(dtype)
+        )
 
     def _jagged(self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor) -> dict[str, JaggedTensor]:
         parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])

@@ -97,6 +97,7 @@ class RouteInput:
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
     facts: LookupFacts = field(default_factory=LookupFacts)  # must be equal on all ranks
+    samples: list[int] | None = None  # `batches` before repeated ids were left out; None: they are the same
 
 
 @dataclass
@@ -228,7 +229,7 @@ class Router:
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
         self._check(headers, home.flags, batch.facts)
-        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.batches)
+        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.samples or batch.batches)
         # The host has the sizes now: cut the tensors to them.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
         if slots.numel() > present:

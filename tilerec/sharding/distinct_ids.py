@@ -1,0 +1,174 @@
+"""Repeated ids travel once: a rank asks for each distinct row of a key once, and copies it to all of its occurrences.
+
+    ids of a key      7 3 7 7            its rows     r7 r3 r7 r7       gradients    g0 g1 g2 g3
+    sent              7 3       ->       received     r7 r3       ->    sent back    g0 + g2 + g3, g1
+
+Only this rank knows of it: owners look up the ids that they receive, whatever bags they stand for. So each rank decides
+for each key of each batch, by counts. Sums of gradients are added up in the order of the batch.
+
+This is done for unpooled ids, and for pooled keys whose bags have at most one id. Not with sample weights, and not in
+exact mode, where gradients must be added up in one order whatever the tiling.
+
+Legend: S slots, I items (ids, or bags with at most one id), U distinct ids.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilerec.errors import ConfigError
+from tilerec.sharding.layout import ExchangeLayout
+from tilerec.sharding.route import RouteInput
+from tilerec.sharding.row_exchange import BagLocation
+
+_OPS = torch.ops.tilerec
+
+GAIN = 0.25
+"""Least share of a key's rows that need not travel if ids are sent once each (docs/sharding.md)."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The items of a batch whose distinct ids were routed, per slot."""
+
+    inverse: Tensor  # of `distinct_ids`
+    counts: list[int]  # rows that arrive
+    items: list[int]
+    starts: list[int]  # in `inverse`; -1: the rows are the items
+
+    def expand(self, flat: Tensor, dims: Sequence[int], places: Sequence[BagLocation], size: int) -> Tensor:
+        """Return the rows of all items.
+
+        Args:
+            flat: the rows that arrived, slot after slot.
+            dims: per slot.
+            places, size: of the result, as of `RowExchange.combine`.
+        """
+        bases, strides = [place.base for place in places], [place.stride for place in places]
+        slots = (self.counts, self.items, list(dims), self.starts, bases, strides)
+        expanded: Tensor = _Expand.apply(flat, self.inverse, slots, size)
+        return expanded
+
+    def covered(self, slot: int) -> bool:
+        """Return True if a slot's ids were sent once each."""
+        return self.starts[slot] >= 0
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, inverse: Tensor, slots: tuple[list[int], ...], size: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.slots = slots
+        out: Tensor = _OPS.expand_rows(flat, inverse, *slots, size)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return _OPS.sum_rows(grad.contiguous(), inverse, *ctx.slots), None, None, None
+
+
+class DistinctIds:
+    """Decides which keys of a batch are sent without repetitions, and lists their distinct ids.
+
+    Args:
+        layout: of this rank.
+        each_id: the module reads ids one by one.
+    """
+
+    def __init__(self, layout: ExchangeLayout, *, each_id: bool) -> None:
+        self._each_id = each_id
+        self._slots = [route.slot for route in layout.routes]
+        self._rows = [layout.tables[slot.table].tiling.rows for slot in layout.slots]
+        self._forced = [layout.tables[slot.table].wire.distinct for slot in layout.slots]
+        self._shares = [0.0] * len(layout.slots)  # of each slot's cells that other ranks look up
+        if layout.size > 1 and not layout.alone:
+            self._shares = _remote_shares(layout)
+        self._percents = [self._percent(slot) for slot in range(len(layout.slots))]
+
+    def _percent(self, slot: int) -> int:
+        """Return the largest share of distinct ids with which ids are sent once each, in percent; 0: never."""
+        share, forced = self._shares[slot], self._forced[slot]
+        if forced is not None:
+            return 100 if forced and share > 0 else 0
+        return int(100 * (1 - GAIN / share)) if share > GAIN else 0
+
+    def __call__(self, batch: RouteInput, keys: Sequence[int]) -> tuple[RouteInput, Repeats | None]:
+        """Return the batch that is routed, and its repetitions; None: the batch itself is routed.
+
+        Args:
+            keys: per route, the position of its key in the batch.
+        """
+        if batch.weights is not None or not batch.ids.numel() or not any(self._percents):
+            return batch, None
+        batches = list(batch.batches)
+        if len(batches) == 1:
+            bags = batches[0]
+            batches *= (batch.offsets.numel() - 1) // bags if bags > 0 else 0
+        key_of_slot = dict(zip(reversed(self._slots), reversed(keys), strict=True))
+        rows, percents = self._limits(batch, key_of_slot, len(batches))
+        if not any(percents):
+            return batch, None
+        try:
+            ids, offsets, inverse, counts = _OPS.distinct_ids(
+                batch.ids, batch.offsets, batches, rows, percents, self._each_id
+            )
+        except ConfigError:  # offsets that routing refuses, with its own error
+            return batch, None
+        found: list[int] = counts.tolist()
+        if _BAD_ID in found or max(found) < 0:
+            return batch, None
+        items = [0, *batches]
+        if self._each_id:
+            edges = torch.tensor([0, *batches]).cumsum(0)
+            items = [0, *batch.offsets[edges.to(batch.offsets.device)].diff().tolist()]
+            batches = [1] * len(batches)
+        else:
+            batches = [own if count < 0 else count for own, count in zip(batches, found, strict=True)]
+        first = torch.tensor(items).cumsum(0).tolist()  # of each key's items in `inverse`
+        sent, starts = list(batch.bags), [-1] * len(batch.bags)
+        for slot, key in key_of_slot.items():
+            if found[key] >= 0:
+                sent[slot], starts[slot] = found[key], first[key]
+        routed = replace(batch, ids=ids, offsets=offsets, batches=batches, bags=sent, samples=list(batch.batches))
+        return routed, Repeats(inverse, sent, list(batch.bags), starts)
+
+    def _limits(
+        self, batch: RouteInput, key_of_slot: dict[int, int], count: int
+    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        """Return per key the rows of its tables, and the share of distinct ids up to which it is sent without repeats."""
+        by_key: defaultdict[int, list[int]] = defaultdict(list)
+        for slot, key in key_of_slot.items():
+            by_key[key].append(slot)
+        rows, percents = [0] * count, [0] * count
+        waits = batch.ids.device.type != "cpu"  # the host would wait for counts: only if a plan asks for it
+        for key, slots in by_key.items():
+            if key >= count or (waits and not all(self._forced[slot] for slot in slots)):
+                continue
+            percents[key] = min(self._percents[slot] for slot in slots)
+            rows[key] = min(self._rows[slot] for slot in slots) if percents[key] else 0
+        return rows, percents
+
+
+_BAD_ID = -2
+
+
+def _remote_shares(layout: ExchangeLayout) -> list[float]:
+    """Return per slot the share of its table's cells that another rank looks up for this one."""
+    cells = [0] * len(layout.slots)
+    remote = [0] * len(layout.slots)
+    for owner, parts in enumerate(layout.sent):
+        for p in parts:
+            part = layout.parts[p]
+            own = (part.r1 - part.r0) * sum(unit.width for unit in part.units)
+            cells[part.slot] += own
+            remote[part.slot] += own if owner != layout.rank else 0
+    return [there / max(1, own) for there, own in zip(remote, cells, strict=True)]
