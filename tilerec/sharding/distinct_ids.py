@@ -145,7 +145,7 @@ class DistinctIds:
         self, batch: RouteInput, key_of_slot: dict[int, int], count: int
     ) -> tuple[list[int], list[int]]:  # fmt: skip
         """Return per key the rows of its tables, and the share of distinct ids up to which it is sent without repeats."""
-        by_key: defaultdict[int, list[int]] = defaultdict(list)
+        by_key = defaultdict[int, list[int]](list)
         for slot, key in key_of_slot.items():
             by_key[key].append(slot)
         rows, percents = [0] * count, [0] * count
