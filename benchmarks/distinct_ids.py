@@ -1,6 +1,6 @@
 """A step of sharded tables with repeated ids sent once, beside the same step with every id sent.
 
-    python benchmarks/distinct_ids.py [--ranks 2] [--rounds 9] [--cases sequence,bags]
+    python benchmarks/distinct_ids.py [--ranks 2] [--rounds 9] [--cases sequence,bags] [--exponent 1.05]
 
 Each rank is a process of one thread, over gloo. Both models have the same plan, but for `Wire(distinct=…)`, and take
 turns: once per id, by the counts of the batch (the default), always once. A time is the median over rounds of the
@@ -9,7 +9,7 @@ slowest rank's mean step of a round, in ms; bytes are those that rank 0 sends in
     sequence   8 tables x 100,000 x 64, 1,024 samples of a rank, 20 ids each, unpooled
     bags       26 tables x 100,000 x 128, 2,048 samples of a rank, one id per bag
 
-Ids follow a Zipf law of exponent 1.05, scrambled. The forward, a backward from a given gradient, and the SGD update.
+Ids follow a Zipf law, scrambled. The forward, a backward from a given gradient, and the SGD update.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tilerec.testing import Ranks
 
 CASES = {"sequence": (8, 64, 1024, 20), "bags": (26, 128, 2048, 1)}
 """Tables, columns, samples of a rank, ids of a sample."""
-ROWS, EXPONENT, BATCHES = 100_000, 1.05, 4
+ROWS, BATCHES = 100_000, 4
 WAYS: dict[str, bool | None] = {"each": False, "counts": None, "once": True}
 
 
-def made_batches(case: str, rank: int) -> list[KeyedJaggedTensor]:
+def made_batches(case: str, rank: int, exponent: float) -> list[KeyedJaggedTensor]:
     tables, _, samples, length = CASES[case]
     generator = torch.Generator().manual_seed(7 + rank)
-    weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -EXPONENT
+    weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -exponent
     places = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
     names = [f"f{t}" for t in range(tables)]
     lengths = torch.full((tables * samples,), length)
@@ -82,9 +82,9 @@ class Steps:
         return int(self.module.exchange.group.traffic.total())
 
 
-def on_rank(case: str, kind: ShardingType, rounds: int) -> dict[str, tuple[list[float], int]]:
+def on_rank(case: str, kind: ShardingType, rounds: int, exponent: float) -> dict[str, tuple[list[float], int]]:
     torch.set_num_threads(1)
-    batches = made_batches(case, dist.get_rank())
+    batches = made_batches(case, dist.get_rank(), exponent)
     models = {name: Steps(case, kind, distinct) for name, distinct in WAYS.items()}
     found: dict[str, tuple[list[float], int]] = {name: ([], 0) for name in models}
     for number in range(rounds + 1):
@@ -105,11 +105,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--exponent", type=float, default=1.05)
     options = parser.parse_args()
     with Ranks(options.ranks) as ranks:
         for case in options.cases:
             for kind in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE):
-                found = ranks.run(on_rank, case, kind, options.rounds)[0]
+                found = ranks.run(on_rank, case, kind, options.rounds, options.exponent)[0]
                 every, bytes_each = found["each"]
                 for name, (times, sent) in found.items():
                     ratio = median(own / other for own, other in zip(times, every, strict=True))

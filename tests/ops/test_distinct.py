@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -30,13 +30,8 @@ def some_batch(lengths: Sequence[int], dtype: torch.dtype, rows: int) -> tuple[T
 @pytest.mark.parametrize("reference", [True, False])
 def test_it_gives_the_worked_example(reference: bool) -> None:
     op = LIBRARY.references["distinct_ids"] if reference else OPS.distinct_ids
-    ids, offsets, inverse, counts = op(
-        torch.tensor([7, 3, 7, 5, 6]), torch.tensor([0, 1, 1, 2, 5]), [3, 1], [9, 9], [100, 100], False
-    )
-    assert ids.tolist() == [7, 3, 7, 5, 6]
-    assert offsets.tolist() == [0, 1, 2, 5]
-    assert inverse[:3].tolist() == [0, -1, 1]
-    assert counts.tolist() == [2, -1]
+    found = op(torch.tensor([7, 3, 7, 5, 6]), torch.tensor([0, 1, 1, 2, 3, 5]), [4, 1], [9, 9], [100, 100], False)
+    assert [own.tolist() for own in found] == [[7, 3, 5, 6], [0, 1, 2, 4], [0, 3, 2], [0, 2, 3], [2, -1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -50,51 +45,91 @@ def test_keys_have_the_reference_s_ids(lengths: list[int], each_id: bool, dtype:
     ids, offsets = some_batch(lengths * 3, dtype, 50)
     batches = [len(lengths)] * 3
     for percent in ([100, 100, 100], [0, 40, 100]):
-        results = both("distinct_ids", ids, offsets, batches, [50, 50, 50], percent, each_id)
-        (*_, counts) = results[3]
-        sizes = [sum(lengths) if each_id else len(lengths)] * 3
-        for place, (got, want) in enumerate(results):
-            if place == 2:  # items of other keys may have any number
-                parts = zip(got.split(sizes), want.split(sizes), counts.tolist(), strict=True)
-                assert all(torch.equal(one, other) for one, other, count in parts if count >= 0)
-            else:
-                assert torch.equal(got, want)
-                assert got.dtype == want.dtype
+        for got, want in both("distinct_ids", ids, offsets, batches, [50, 50, 50], percent, each_id):
+            assert torch.equal(got, want)
+            assert got.dtype == want.dtype
 
 
 @pytest.mark.parametrize(("bad", "rows"), [(50, 50), (-1, 50), (2**40, 50), (3, 0)])
 def test_a_key_with_a_bad_id_or_no_table_is_left_as_it_is(bad: int, rows: int) -> None:
     ids = torch.tensor([3, 3, 3, bad, 3, 3])
-    for (got, _), own in zip(
+    for (got, want), own in zip(
         both("distinct_ids", ids, torch.tensor([0, 2, 4, 6]), [1, 1, 1], [50, rows, 50], [100] * 3, True),
-        [[3, 3, bad, 3], [0, 1, 3, 4], None, [1, -1 - bool(rows), 1]],
+        [[3, 3, bad, 3], [0, 1, 3, 4], [0, 1, 0, 1], [0, 2, 4], [1, -1 - bool(rows), 1]],
         strict=True,
     ):
-        assert own is None or got.tolist() == own
+        assert got.tolist() == want.tolist() == own
 
 
+class Case:
+    """Two features of a batch: one with repeats on two owners by rows, one without, whose two parts are added."""
+
+    def __init__(self, items: int, dtype: torch.dtype, width: int) -> None:
+        generator = torch.Generator().manual_seed(items)
+        ids = (torch.rand(items, generator=generator) ** 2 * items / 2).long()
+        found = OPS.distinct_ids(ids, torch.arange(items + 1), [items], [items + 1], [100], False)
+        distinct = int(found[-1])
+        first = distinct // 3
+        self.items, self.starts = found[2], found[3]
+        self.slots = torch.cat([torch.arange(first, distinct), torch.arange(0, items, 2)]).int()
+        half = (items + 1) // 2
+        counts, widths = [first, distinct - first, items, half], [width, width, 3, 2]
+        places, strides = [0, 0, width, width + 1], [width + 3] * 4
+        self.segments = [counts, widths, [-1, 0, -1, distinct - first], places, strides]
+        self.adds, self.firsts, self.features = [1, 1, 0, 1], [0, 0, -1, -1], [0, 0, 1, 1]
+        self.size = items * (width + 3)
+        total = sum(count * own for count, own in zip(counts, widths, strict=True))
+        self.rows = torch.randn(total, generator=generator, dtype=dtype)
+        self.grad = torch.randn(self.size, generator=generator, dtype=dtype)
+
+    def expanded(self, op: Callable[..., None], rows: Tensor, *, fresh: bool = False) -> Tensor:
+        out = torch.full((self.size,), 7.0, dtype=rows.dtype)
+        op(out, rows, self.slots, *self.segments, self.adds, fresh, self.items, self.starts, self.firsts, self.features)
+        return out
+
+    def summed(self, op: Callable[..., None], grad: Tensor) -> Tensor:
+        out = torch.empty_like(self.rows)
+        op(out, grad, self.slots, *self.segments, self.items, self.starts, self.firsts)
+        return out
+
+
+@pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("items", [0, 5, 3000])
-def test_rows_and_sums_have_the_reference_s_bits(items: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(items)
-    counts, widths = [1 + items // 3, items, 1 + items // 2], [64, 3, 1]
-    inverse = torch.randint(-1, 1 + items // 3, (2 * items,), generator=generator, dtype=torch.int32)
-    total = sum(widths)
-    slots = (counts, [items] * 3, widths, [0, -1, items], [0, 64, 67], [total] * 3)
-    rows = torch.randn(sum(c * w for c, w in zip(counts, widths, strict=True)), generator=generator, dtype=dtype)
-    ((got, want),) = both("expand_rows", rows, inverse, *slots, items * total)
-    assert torch.equal(got, want)
-    grads = torch.randn(items * total, generator=generator, dtype=dtype)
-    ((got, want),) = both("sum_rows", grads, inverse, *slots)
-    assert torch.equal(got, want)
+@pytest.mark.parametrize(("items", "width"), [(0, 4), (5, 1), (301, 61), (4000, 253), (9000, 125)])
+def test_rows_and_sums_have_the_reference_s_bits(items: int, width: int, dtype: torch.dtype, threads: int) -> None:
+    torch.set_num_threads(threads)
+    case = Case(items, dtype, width)
+    for fresh in (False, True):
+        got = case.expanded(OPS.expand_rows_, case.rows, fresh=fresh)
+        assert torch.equal(got, case.expanded(LIBRARY.references["expand_rows_"], case.rows, fresh=fresh))
+    got = case.summed(OPS.sum_rows_, case.grad)
+    assert torch.equal(got, case.summed(LIBRARY.references["sum_rows_"], case.grad))
 
 
 def test_sums_are_the_transpose_of_copies() -> None:
-    inverse = torch.tensor([0, 2, 2, -1, 0], dtype=torch.int32)
-    slots = ([3], [5], [2], [0], [0], [2])
-    matrix = torch.stack([OPS.expand_rows(unit, inverse, *slots, 10) for unit in torch.eye(6)])
-    transpose = torch.stack([OPS.sum_rows(unit, inverse, *slots) for unit in torch.eye(10)])
+    case = Case(5, torch.float64, 2)
+    matrix = torch.stack([case.expanded(OPS.expand_rows_, u, fresh=True) for u in torch.eye(case.rows.numel()).double()])
+    transpose = torch.stack([case.summed(OPS.sum_rows_, unit) for unit in torch.eye(case.size).double()])
     assert torch.equal(matrix, transpose.T)
+
+
+@pytest.mark.parametrize("fault", ["slot", "item", "place", "rows"])
+@pytest.mark.parametrize("op", ["expand_rows_", "sum_rows_"])
+def test_segments_that_leave_their_tensors_are_refused(op: str, fault: str) -> None:
+    case = Case(5, torch.float32, 2)
+    if fault == "slot":
+        case.slots[0] = 9
+    elif fault == "item":
+        case.items[-1] = 5
+    elif fault == "place":
+        case.segments[3][2] = case.size
+    else:
+        case.segments[0][0] = 100
+    with pytest.raises(AssertionError, match=f"{op}: segment"):
+        if op == "expand_rows_":
+            case.expanded(OPS.expand_rows_, case.rows)
+        else:
+            case.summed(OPS.sum_rows_, case.grad)
 
 
 @pytest.mark.parametrize(

@@ -16,64 +16,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
+from dataclasses import replace
+from itertools import accumulate
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilerec.errors import ConfigError
 from tilerec.sharding.layout import ExchangeLayout
+from tilerec.sharding.repeats import Repeats
 from tilerec.sharding.route import RouteInput
-from tilerec.sharding.row_exchange import BagLocation
 
 _OPS = torch.ops.tilerec
 
-GAIN = 0.25
+GAIN = 0.07
 """Least share of a key's rows that need not travel if ids are sent once each (docs/sharding.md)."""
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """The items of a batch whose distinct ids were routed, per slot."""
-
-    inverse: Tensor  # of `distinct_ids`
-    counts: list[int]  # rows that arrive
-    items: list[int]
-    starts: list[int]  # in `inverse`; -1: the rows are the items
-
-    def expand(self, flat: Tensor, dims: Sequence[int], places: Sequence[BagLocation], size: int) -> Tensor:
-        """Return the rows of all items.
-
-        Args:
-            flat: the rows that arrived, slot after slot.
-            dims: per slot.
-            places, size: of the result, as of `RowExchange.combine`.
-        """
-        bases, strides = [place.base for place in places], [place.stride for place in places]
-        slots = (self.counts, self.items, list(dims), self.starts, bases, strides)
-        expanded: Tensor = _Expand.apply(flat, self.inverse, slots, size)
-        return expanded
-
-    def covered(self, slot: int) -> bool:
-        """Return True if a slot's ids were sent once each."""
-        return self.starts[slot] >= 0
-
-
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, inverse: Tensor, slots: tuple[list[int], ...], size: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.slots = slots
-        out: Tensor = _OPS.expand_rows(flat, inverse, *slots, size)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return _OPS.sum_rows(grad.contiguous(), inverse, *ctx.slots), None, None, None
 
 
 class DistinctIds:
@@ -101,14 +56,14 @@ class DistinctIds:
             return 100 if forced and share > 0 else 0
         return int(100 * (1 - GAIN / share)) if share > GAIN else 0
 
-    def __call__(self, batch: RouteInput, keys: Sequence[int]) -> tuple[RouteInput, Repeats | None]:
-        """Return the batch that is routed, and its repetitions; None: the batch itself is routed.
+    def __call__(self, batch: RouteInput, keys: Sequence[int]) -> RouteInput:
+        """Return the batch that is routed: this one, or one with distinct ids and `repeats`.
 
         Args:
             keys: per route, the position of its key in the batch.
         """
         if batch.weights is not None or not batch.ids.numel() or not any(self._percents):
-            return batch, None
+            return batch
         batches = list(batch.batches)
         if len(batches) == 1:
             bags = batches[0]
@@ -116,35 +71,33 @@ class DistinctIds:
         key_of_slot = dict(zip(reversed(self._slots), reversed(keys), strict=True))
         rows, percents = self._limits(batch, key_of_slot, len(batches))
         if not any(percents):
-            return batch, None
+            return batch
         try:
-            ids, offsets, inverse, counts = _OPS.distinct_ids(
+            ids, offsets, items, starts, counts = _OPS.distinct_ids(
                 batch.ids, batch.offsets, batches, rows, percents, self._each_id
             )
         except ConfigError:  # offsets that routing refuses, with its own error
-            return batch, None
+            return batch
         found: list[int] = counts.tolist()
         if _BAD_ID in found or max(found) < 0:
-            return batch, None
-        items = [0, *batches]
+            return batch
+        ends = list(accumulate([max(0, count) for count in found], initial=0))
         if self._each_id:
-            edges = torch.tensor([0, *batches]).cumsum(0)
-            items = [0, *batch.offsets[edges.to(batch.offsets.device)].diff().tolist()]
-            batches = [1] * len(batches)
+            sent_batches, all_items = [1] * len(batches), 0
         else:
-            batches = [own if count < 0 else count for own, count in zip(batches, found, strict=True)]
-        first = torch.tensor(items).cumsum(0).tolist()  # of each key's items in `inverse`
-        sent, starts = list(batch.bags), [-1] * len(batch.bags)
+            sent_batches = [own if count < 0 else count for own, count in zip(batches, found, strict=True)]
+            all_items = sum([own for own, count in zip(batches, found, strict=True) if count >= 0])
+        sent, firsts = list(batch.bags), [-1] * len(batch.bags)
         for slot, key in key_of_slot.items():
             if found[key] >= 0:
-                sent[slot], starts[slot] = found[key], first[key]
-        routed = replace(batch, ids=ids, offsets=offsets, batches=batches, bags=sent, samples=list(batch.batches))
-        return routed, Repeats(inverse, sent, list(batch.bags), starts)
+                sent[slot], firsts[slot] = found[key], ends[key]
+        repeats = Repeats(items, starts, firsts, all_items > items.numel())
+        return replace(
+            batch, ids=ids, offsets=offsets, batches=sent_batches, bags=sent, samples=list(batch.batches), repeats=repeats
+        )
 
-    def _limits(
-        self, batch: RouteInput, key_of_slot: dict[int, int], count: int
-    ) -> tuple[list[int], list[int]]:  # fmt: skip
-        """Return per key the rows of its tables, and the share of distinct ids up to which it is sent without repeats."""
+    def _limits(self, batch: RouteInput, key_of_slot: dict[int, int], count: int) -> tuple[list[int], list[int]]:
+        """Return per key the rows of its tables, and the largest percentage of distinct ids with which they are sent."""
         by_key = defaultdict[int, list[int]](list)
         for slot, key in key_of_slot.items():
             by_key[key].append(slot)

@@ -30,6 +30,7 @@ from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, d
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
+from tilerec.sharding.parts import split_parts
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -97,16 +98,15 @@ class ShardedCollection(TableCollection, TracedModule):
             batch, keys = self._batch(features, leaves)
         except Exception as error:
             return self.begin_refused(error, note)
-        repeats, distinct = None, self.exchange.distinct
-        if distinct is not None:
-            batch, repeats = distinct(batch, keys)
+        if self.exchange.distinct is not None:
+            batch = self.exchange.distinct(batch, keys)
         begun = stages.router.begin(batch, keys, note)
-        return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features), repeats)
+        return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
 
     def begin_refused(self, failure: Exception, note: int = 0) -> RouteInFlight:
         """Begin to route a batch that this rank refuses; its `finish` raises `failure`, and every rank raises."""
         stages = self.exchange.stages(self._leaves.accum_dtype())
-        return RouteInFlight(None, stages.router.begin_refused(failure, self.device, note), stages, None, (), None)
+        return RouteInFlight(None, stages.router.begin_refused(failure, self.device, note), stages, None, ())
 
     def _routed(self, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
         """Return a batch as routed: by the caller, by a pipeline ahead of its step, or now."""
@@ -266,7 +266,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         return KeyedTensor.from_columns(self._columns, self._combined(looked))
 
     def combination(self, looked: LookedUpBatch) -> Combination:
-        features, repeats = looked.batch.features, looked.batch.repeats
+        features = looked.batch.features
         dtype = self._dtype(self._leaves.first)
         variable = features.variable_stride_per_key()
         position = {key: k for k, key in enumerate(features.keys())}
@@ -276,16 +276,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if self.exchange.exact:
             sizes = features.length_per_key()
             output = pooled_output(self._dims, [sizes[k] for k in own], False, [None] * len(own))
-        elif repeats is not None:
-            divisors = [None if repeats.covered(s) else own for s, own in enumerate(looked.batch.divisors)]
-            output = pooled_output(self._dims, repeats.counts, False, divisors)
         else:
             output = pooled_output(self._dims, bags, not variable, list(looked.batch.divisors))
 
         def tail(flat: Tensor) -> Tensor:
-            if repeats is not None:
-                whole = pooled_output(self._dims, bags, not variable, [])
-                flat = repeats.expand(flat, self._dims, whole.places, whole.size)
             if self.exchange.exact:
                 wide, weighted = self._leaves.accum_dtype(), self._is_weighted
                 flat = pooled_at_home(self._reads, features, flat, own, wide, weighted=weighted)
@@ -357,18 +351,15 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
 
     def combination(self, looked: LookedUpBatch) -> Combination:
         counts, dtype = self._counts(looked.batch.features), self._dtype(self._leaves.first)
-        whole, repeats = pooled_output(self._dims, counts, False, [None] * len(counts)), looked.batch.repeats
-        if repeats is None:
-            return self._parts(looked, whole, lambda flat: flat.to(dtype))
-        output = pooled_output(self._dims, repeats.counts, False, [None] * len(counts))
-        return self._parts(
-            looked, output, lambda flat: repeats.expand(flat, self._dims, whole.places, whole.size).to(dtype)
-        )
+        output = pooled_output(self._dims, counts, False, [None] * len(counts))
+        return self._parts(looked, output, lambda flat: flat.to(dtype))
 
     def _jagged(self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor) -> dict[str, JaggedTensor]:
-        parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
+        sizes = [count * dim for count, dim in zip(counts, self._dims, strict=True)]
         results = {}
-        by_key = features.to_dict() if torch.compiler.is_compiling() else features  # one split in place of many slices
+        compiling = torch.compiler.is_compiling()
+        parts = flat.split(sizes) if compiling else split_parts(flat, sizes)
+        by_key = features.to_dict() if compiling else features  # one split in place of many slices
         for read, part, count in zip(self._reads, parts, counts, strict=True):
             feature = by_key[read.feature]
             results[read.name] = JaggedTensor(

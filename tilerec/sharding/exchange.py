@@ -12,7 +12,7 @@ from torch import Tensor
 from tilerec.comms.codec import codec
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
-from tilerec.sharding.distinct_ids import DistinctIds, Repeats
+from tilerec.sharding.distinct_ids import DistinctIds
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.posted_headers import PostedHeaders, header_sizes
@@ -121,18 +121,17 @@ class RoutedFeatures:
     stages: Stages
     sample_weights: Tensor | None
     divisors: Sequence[Tensor | None]  # per mean read: number of ids in each bag at routing
-    repeats: Repeats | None  # set if distinct ids were routed
     made: StreamEvent | None  # on a GPU: end of the work for the batch so far; other streams wait for it
 
     @staticmethod
     def of(
         features: KeyedJaggedTensor, routed: Routed, stages: Stages, sample_weights: Tensor | None,
-        divisors: Sequence[Tensor | None], repeats: Repeats | None,
+        divisors: Sequence[Tensor | None],
     ) -> RoutedFeatures:  # fmt: skip
         """Return a batch that has just been routed on the current stream."""
         there = features.device()
         made = StreamEvent(there) if there.type == "cuda" else None
-        return RoutedFeatures(features, routed, stages, sample_weights, divisors, repeats, made)
+        return RoutedFeatures(features, routed, stages, sample_weights, divisors, made)
 
     def renewed(self) -> RoutedFeatures:
         """Return the batch with `made` at the end of the current stream's work."""
@@ -148,7 +147,7 @@ class RoutedFeatures:
                     routed.ids, routed.offsets, routed.sample_weights, routed.slots, routed.positions,
                     routed.member_slots, features.values(), features.weights_or_none(), features.lengths_or_none(),
                     features.offsets_or_none(), None if inverse is None else inverse[1], *self.divisors,
-                    None if self.repeats is None else self.repeats.inverse,
+                    *([] if routed.repeats is None else [routed.repeats.items_I, routed.repeats.starts_U1]),
                 ]
             )  # fmt: skip
 
@@ -173,7 +172,6 @@ class RouteInFlight:
     stages: Stages
     sample_weights: Tensor | None
     divisors: Sequence[Tensor | None]
-    repeats: Repeats | None
 
     @property
     def headers(self) -> PostedHeaders | None:
@@ -184,7 +182,7 @@ class RouteInFlight:
         """Send the ids to the owners of their rows. Collective; see `ShardedCollection.route` for errors."""
         routed = self.stages.router.finish(self.begun)
         assert self.features is not None, "a refused batch raises above"
-        return RoutedFeatures.of(self.features, routed, self.stages, self.sample_weights, self.divisors, self.repeats)
+        return RoutedFeatures.of(self.features, routed, self.stages, self.sample_weights, self.divisors)
 
 
 RoutedAhead = Callable[..., Any]

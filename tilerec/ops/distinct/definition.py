@@ -3,23 +3,24 @@
 Terms
   item      an occurrence: an id of a sequence, or a bag with at most one id
   distinct  a key whose ids are listed once each, in the order of their first item
+  segment   as in the exchange ops; a row of a segment with repeats belongs to a distinct id, and so to all its items
 
-    distinct_ids    [7 3 7 7]  ->  [7 3], inverse [0 1 0 0]
-    expand_rows     rows of 7 and 3  ->  those of 7, 3, 7, 7
-    sum_rows        gradients of the four  ->  those of 7 and 3, added up in the order of the items
+    distinct_ids    [7 3 7 7]  ->  [7 3], items [0 2 3 | 1], starts [0 3 4]
+    expand_rows_    rows of 7 and 3  ->  those of 7, 3, 7, 7
+    sum_rows_       gradients of the four  ->  g0 + g2 + g3 and g1
 
-Legend: K keys, N ids, S bags, I items, U distinct ids, M ids of the result.
+Legend: K keys, N ids, S bags, I items of distinct keys that have an id, U distinct ids, M ids of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError
+from tilerec.ops.exchange.definition import SEGMENTS, Segment, segments_of
 from tilerec.ops.runtime.library import LIBRARY
 
 _OPS = torch.ops.tilerec
@@ -45,26 +46,26 @@ def check_distinct(
 def _fake_distinct(
     ids_N: Tensor, offsets_S1: Tensor, batches: Sequence[int], rows: Sequence[int], percent: Sequence[int],
     each_id: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    size = torch.library.get_ctx().new_dynamic_size()
-    items = ids_N.shape[0] if each_id else sum(batches)
-    ends = len(batches) + 1 if each_id else torch.library.get_ctx().new_dynamic_size()
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    context = torch.library.get_ctx()
+    size, items, distinct = context.new_dynamic_size(), context.new_dynamic_size(), context.new_dynamic_size()
+    ends = len(batches) + 1 if each_id else context.new_dynamic_size()
     return (
         ids_N.new_empty(size), offsets_S1.new_empty(ends), ids_N.new_empty(items, dtype=torch.int32),
-        torch.empty(len(batches), dtype=torch.int64, device="cpu"),
+        ids_N.new_empty(distinct, dtype=torch.int32), torch.empty(len(batches), dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
 
 @LIBRARY.op(
     "distinct_ids(Tensor ids_N, Tensor offsets_S1, int[] batches, int[] rows, int[] percent, bool each_id) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _fake_distinct,
     check=check_distinct,
 )
 def _distinct_ids(
     ids_N: Tensor, offsets_S1: Tensor, batches: Sequence[int], rows: Sequence[int], percent: Sequence[int],
     each_id: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return a batch with the distinct ids of some keys. The host waits for the ids' device.
 
     Args:
@@ -76,53 +77,47 @@ def _distinct_ids(
             several ids is left as it is.
 
     Returns:
-        ids, [M]; offsets: with `each_id` one bag per key, else one bag per distinct id, or the key's own bags;
-        inverse, int32 [I]: per item of a distinct key its position among the key's distinct ids, -1 for a bag without
-        ids (of other keys: any number); counts, int64 [K], on the CPU: U of each key, -1 if it is left as it is, -2 if
-        that is because of an id outside of [0, rows).
+        ids [M]; offsets: with `each_id` one bag per key, else one bag per distinct id, or the key's own bags; items,
+        int32 [I]: the items of each distinct id, ascending, numbered within their key; starts, int32 [U + 1]: of each
+        distinct id's items; counts, int64 [K], on the CPU: U of each key, -1 if it is left as it is, -2 if that is
+        because of an id outside of [0, rows).
 
-    ids [7, 3, 7, 5, 6], bags [7] [] [3] | [7 5 6], batches [3, 1], rows [9, 9], percent [100, 100], not each_id
-    -> ids [7, 3, 7, 5, 6], offsets [0, 1, 2, 5], inverse [0, -1, 1, ?], counts [2, -1]
+    ids [7, 3, 7, 5, 6], bags [7] [] [3] [7] | [5 6], batches [4, 1], rows [9, 9], percent [100, 100], not each_id
+    -> ids [7, 3, 5, 6], offsets [0, 1, 2, 4], items [0, 3, 2], starts [0, 2, 3], counts [2, -1]
     """
     if offsets_S1.numel() and (int(offsets_S1[0]) or int(offsets_S1[-1]) != ids_N.shape[0]):
         raise ConfigError(
             f"distinct_ids: got offsets from {int(offsets_S1[0])} to {int(offsets_S1[-1])} for {ids_N.shape[0]} ids; "
             "expected them to cover all ids. Correct them."
         )
-    found: list[Tensor] = []
-    lengths: list[Tensor] = []
-    inverses: list[Tensor] = []
+    nothing = ids_N.new_empty(0, dtype=torch.int64)
+    found, lengths, items, repeats = [ids_N[:0]], [nothing], [nothing], [nothing]
     counts: list[int] = []
     bag = 0
     for own_bags, own_rows, own_percent in zip(batches, rows, percent, strict=True):
         own_offsets = offsets_S1[bag : bag + own_bags + 1]
         own_ids, own_lengths = ids_N[int(own_offsets[0]) : int(own_offsets[-1])], own_offsets.diff()
         bag += own_bags
-        items = own_ids.shape[0] if each_id else own_bags
+        count = own_ids.shape[0] if each_id else own_bags
         one = each_id or not bool((own_lengths > 1).any())
         good = own_rows == 0 or not bool(((own_ids < 0) | (own_ids >= own_rows)).any())
         if own_rows and one and good:
             distinct_U, inverse_N = _in_order(own_ids)
-            if distinct_U.shape[0] * 100 <= items * own_percent:
-                inverse_I = inverse_N
-                if not each_id:
-                    inverse_I = inverse_N.new_full((items,), -1)
-                    inverse_I[own_lengths == 1] = inverse_N
+            size = distinct_U.shape[0]
+            if size * 100 <= count * own_percent:
+                item_N = torch.arange(own_ids.shape[0], device=ids_N.device) if each_id else own_lengths.nonzero()[:, 0]
                 found.append(distinct_U)
-                counts.append(distinct_U.shape[0])
-                inverses.append(inverse_I)
-                size = distinct_U.shape[0]
-                lengths.append(torch.full((1,), size) if each_id else torch.ones(size, dtype=torch.int64))
+                counts.append(size)
+                items.append(item_N[inverse_N.argsort(stable=True)])
+                repeats.append(inverse_N.bincount(minlength=size))
+                lengths.append(nothing.new_full((1,), size) if each_id else nothing.new_ones(size))
                 continue
         found.append(own_ids)
         counts.append(-1 if good or not one else -2)
-        inverses.append(own_ids.new_full((items,), -1, dtype=torch.int64))
         lengths.append(own_lengths.sum(0, keepdim=True) if each_id else own_lengths)
-    edges = [own.to(offsets_S1.device) for own in lengths]
-    joined = torch.cat(edges) if edges else offsets_S1.new_empty(0)
-    inverse = torch.cat(inverses).to(torch.int32) if inverses else ids_N.new_empty(0, dtype=torch.int32)
+    offsets, starts = (torch.nn.functional.pad(torch.cat(own).cumsum(0), (1, 0)) for own in (lengths, repeats))
     return (
-        torch.cat(found) if found else ids_N.clone(), torch.nn.functional.pad(joined.cumsum(0), (1, 0)), inverse,
+        torch.cat(found), offsets, torch.cat(items).to(torch.int32), starts.to(torch.int32),
         torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
@@ -137,76 +132,64 @@ def _in_order(ids_N: Tensor) -> tuple[Tensor, Tensor]:
     return ascending_U[order_U], order_U.argsort()[inverse_N]
 
 
-_SLOTS = "int[] counts, int[] items, int[] widths, int[] starts, int[] places, int[] strides"
+def _items(segment: Segment, items_I: Tensor, starts_U1: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of a segment, once per item, and the items."""
+    rows_P = first + segment.slots
+    count_P = starts_U1[rows_P + 1] - starts_U1[rows_P]
+    row_I = torch.arange(count_P.shape[0], device=count_P.device).repeat_interleave(count_P)
+    within_I = torch.arange(row_I.shape[0], device=count_P.device) - (count_P.cumsum(0) - count_P)[row_I]
+    return row_I, items_I[starts_U1[rows_P][row_I] + within_I].to(torch.int64)
 
 
 @LIBRARY.op(
-    f"expand_rows(Tensor rows, Tensor inverse_I, {_SLOTS}, SymInt size) -> Tensor",
-    lambda rows, *arguments: rows.new_empty(arguments[-1]),
+    f"expand_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {SEGMENTS}, int[] adds, bool fresh, Tensor items_I, "
+    "Tensor starts_U1, int[] firsts, int[] features) -> ()"
 )
-def _expand_rows(
-    rows: Tensor, inverse_I: Tensor, counts: Sequence[int], items: Sequence[int], widths: Sequence[int],
-    starts: Sequence[int], places: Sequence[int], strides: Sequence[int], size: int,
-) -> Tensor:  # fmt: skip
-    """Return the rows of all items of several slots.
+def _expand_rows_(
+    out: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int], fresh: bool,
+    items_I: Tensor, starts_U1: Tensor, firsts: Sequence[int], features: Sequence[int],
+) -> None:  # fmt: skip
+    """Write rows into a batch's output, those of distinct ids at all their items. Float32 or float64.
 
     Args:
-        rows: flat, slot after slot, [counts[s] * widths[s]] each; float32 or float64.
-        inverse_I: of `distinct_ids`.
-        counts, items: distinct rows and items of each slot.
-        widths: numbers of a row.
-        starts: of each slot in `inverse_I`; -1: items are the rows themselves, in their order.
-        places, strides: item i of a slot begins at places[s] + i * strides[s] of the result; no two overlap.
-        size: of the result. Elements of no item become arbitrary, those of an item -1 zero.
+        out, rows, slots, counts, widths, slot_starts, places, strides, adds, fresh: as of `place_rows_`; a slot of a
+            segment with repeats is a distinct id, and its rows are never added.
+        items_I, starts_U1: of `distinct_ids`.
+        firsts: per segment, position of its key's first distinct id in `starts_U1`; -1: without repeats.
+        features: per segment; segments of two features share no elements of `out`.
     """
-    out = rows.new_empty(size)
-    for own, inverse, place, stride in _slots(rows, inverse_I, counts, items, widths, starts, places, strides):
-        made = torch.cat([own, own.new_zeros(1, own.shape[1])])[inverse]  # -1: the row of zeros
-        out.as_strided(made.shape, (stride, 1), place).copy_(made)
-    return out
+    if fresh:
+        out.zero_()
+    for segment in segments_of(rows, out, slots, counts, widths, slot_starts, places, strides, firsts):
+        s, (here, there, slots_P, _) = segment.number, segment
+        if firsts[s] >= 0:
+            row_I, item_I = _items(segment, items_I, starts_U1, firsts[s])
+            there[item_I] = here[row_I]
+        elif adds[s]:
+            there.index_add_(0, slots_P, here)
+        else:
+            there[slots_P] = here
 
 
 @LIBRARY.op(
-    f"sum_rows(Tensor grads, Tensor inverse_I, {_SLOTS}) -> Tensor",
-    lambda grads, _, counts, items, widths, *__: grads.new_empty(
-        sum([count * width for count, width in zip(counts, widths, strict=True)])
-    ),
+    f"sum_rows_(Tensor(a!) rows, Tensor source, Tensor slots, {SEGMENTS}, Tensor items_I, Tensor starts_U1, "
+    "int[] firsts) -> ()"
 )
-def _sum_rows(
-    grads: Tensor, inverse_I: Tensor, counts: Sequence[int], items: Sequence[int], widths: Sequence[int],
-    starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
-) -> Tensor:  # fmt: skip
-    """Return the gradients of the distinct rows, added up in the order of their items: the transpose of `expand_rows`.
+def _sum_rows_(
+    rows: Tensor, source: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], items_I: Tensor, starts_U1: Tensor,
+    firsts: Sequence[int],
+) -> None:  # fmt: skip
+    """Gather the gradients of rows; those of a distinct id are added up, in the order of its items.
 
-    Args: as of `expand_rows`; grads: of its result.
+    It is the transpose of `expand_rows_`, and has its arguments; source: gradients of the output; rows: the result.
     """
-    total = sum([count * width for count, width in zip(counts, widths, strict=True)])
-    out = grads.new_empty(total)
-    for own, inverse, place, stride in _slots(out, inverse_I, counts, items, widths, starts, places, strides):
-        given = grads.as_strided((inverse.shape[0], own.shape[1]), (stride, 1), grads.storage_offset() + place)
-        count = own.shape[0]
-        order = torch.where(inverse < 0, count, inverse)  # those of -1 go to one row more
-        ends_N, ends_U = (torch.arange(size + 1, device=grads.device) for size in (inverse.shape[0], count + 1))
-        summed = _OPS.select_segments_backward(given.contiguous(), ends_U, order, ends_N, count + 1)
-        own.copy_(summed[:count])
-    return out
-
-
-def _slots(
-    flat: Tensor, inverse_I: Tensor, counts: Sequence[int], items: Sequence[int], widths: Sequence[int],
-    starts: Sequence[int], places: Sequence[int], strides: Sequence[int],
-) -> list[tuple[Tensor, Tensor, int, int]]:  # fmt: skip
-    """Return for each slot its rows [U, width], the row of each item (int64 [I]), place and stride."""
-    found: list[Any] = []
-    at = 0
-    for count, own_items, width, start, place, stride in zip(
-        counts, items, widths, starts, places, strides, strict=True
-    ):
-        own = flat[at : at + count * width].view(count, width)
-        at += count * width
-        if start < 0:
-            inverse = torch.arange(own_items, device=flat.device)
-        else:
-            inverse = inverse_I[start : start + own_items].to(torch.int64)
-        found.append((own, inverse, place, stride))
-    return found
+    for segment in segments_of(rows, source, slots, counts, widths, slot_starts, places, strides, firsts):
+        s, (here, there, slots_P, _) = segment.number, segment
+        if firsts[s] < 0:
+            here.copy_(there[slots_P])
+            continue
+        row_I, item_I = _items(segment, items_I, starts_U1, firsts[s])
+        ends_I, ends_P = (torch.arange(size + 1, device=rows.device) for size in (row_I.shape[0], here.shape[0]))
+        here.copy_(_OPS.select_segments_backward(there[item_I], ends_P, row_I, ends_I, here.shape[0]))
