@@ -60,7 +60,9 @@ class Steps:
         module: Any = (
             EmbeddingCollection([EmbeddingConfig(ROWS, dim, name, feature_names=own) for name, own in configs])
             if case == "sequence"
-            else EmbeddingBagCollection([EmbeddingBagConfig(ROWS, dim, name, feature_names=own) for name, own in configs])
+            else EmbeddingBagCollection(
+                [EmbeddingBagConfig(ROWS, dim, name, feature_names=own) for name, own in configs]
+            )
         )
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
         wire = Wire(distinct=distinct)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,9 @@ def test_rows_and_sums_have_the_reference_s_bits(items: int, width: int, dtype: 
 
 def test_sums_are_the_transpose_of_copies() -> None:
     case = Case(5, torch.float64, 2)
-    matrix = torch.stack([case.expanded(OPS.expand_rows_, u, fresh=True) for u in torch.eye(case.rows.numel()).double()])
+    matrix = torch.stack(
+        [case.expanded(OPS.expand_rows_, u, fresh=True) for u in torch.eye(case.rows.numel()).double()]
+    )
     transpose = torch.stack([case.summed(OPS.sum_rows_, unit) for unit in torch.eye(case.size).double()])
     assert torch.equal(matrix, transpose.T)
 
@@ -125,11 +128,10 @@ def test_segments_that_leave_their_tensors_are_refused(op: str, fault: str) -> N
         case.segments[3][2] = case.size
     else:
         case.segments[0][0] = 100
+    run: Any = case.expanded if op == "expand_rows_" else case.summed
+    given = case.rows if op == "expand_rows_" else case.grad
     with pytest.raises(AssertionError, match=f"{op}: segment"):
-        if op == "expand_rows_":
-            case.expanded(OPS.expand_rows_, case.rows)
-        else:
-            case.summed(OPS.sum_rows_, case.grad)
+        run(getattr(OPS, op), given)
 
 
 @pytest.mark.parametrize(

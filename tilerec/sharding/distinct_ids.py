@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+
 import torch
 
 from tilerec.errors import ConfigError
@@ -93,11 +94,17 @@ class DistinctIds:
                 sent[slot], firsts[slot] = found[key], ends[key]
         repeats = Repeats(items, starts, firsts, all_items > items.numel())
         return replace(
-            batch, ids=ids, offsets=offsets, batches=sent_batches, bags=sent, samples=list(batch.batches), repeats=repeats
-        )
+            batch,
+            ids=ids,
+            offsets=offsets,
+            batches=sent_batches,
+            bags=sent,
+            samples=list(batch.batches),
+            repeats=repeats,
+        )  # fmt: skip
 
     def _limits(self, batch: RouteInput, key_of_slot: dict[int, int], count: int) -> tuple[list[int], list[int]]:
-        """Return per key the rows of its tables, and the largest percentage of distinct ids with which they are sent."""
+        """Return per key the rows of its tables, and the largest percentage of distinct ids that are sent as such."""
         by_key = defaultdict[int, list[int]](list)
         for slot, key in key_of_slot.items():
             by_key[key].append(slot)

@@ -29,8 +29,7 @@ from tilerec.sharding.combine_autograd import Output, combine, pooled_output
 from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, dense_names, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
-from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
-from tilerec.sharding.parts import split_parts
+from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples, split_parts
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor

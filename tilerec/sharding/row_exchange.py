@@ -284,9 +284,7 @@ class RowExchange:
             for start, adds, slot in zip(own.slot_starts, own.adds, own_slots, strict=True)
             if start >= 0 or adds
         ]
-        if repeats is None:
-            return bool(partial)
-        return repeats.gaps or any(repeats.firsts[slot] < 0 for slot in partial)
+        return bool(partial) if repeats is None else repeats.gaps or any(repeats.firsts[s] < 0 for s in partial)
 
     def _place_(
         self, out: Tensor, rows: Tensor, routed: Routed, segments: SegmentArguments, slots: list[int], fresh: bool
