@@ -58,6 +58,16 @@ class Wire:
         if self.distinct not in (None, True, False):
             raise ConfigError(f"Wire: got distinct={self.distinct!r:.200}; expected True, False or None. Correct it.")
 
+    @property
+    def rounds(self) -> bool:
+        """True if rows or gradients change on the way."""
+        return (self.forward, self.backward) != ("fp32", "fp32")
+
+    @property
+    def keeps_bits(self) -> bool:
+        """True if exact sums are possible: nothing is rounded, and no sum has to be formed before it travels."""
+        return not self.rounds and not self.distinct
+
 
 @dataclass(frozen=True)
 class ParameterSharding:
