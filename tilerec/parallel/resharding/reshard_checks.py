@@ -84,8 +84,9 @@ def prepare_move(
         for name, sharding in whole.plan[path].items():
             if part.exchange.exact and sharding.wire is not None and not sharding.wire.keeps_bits:
                 raise ConfigError(
-                    f"reshard: plan: table {table_word((path, name))}: got the wire {sharding.wire}, which rounds or adds "
-                    "up gradients on the way, but the model was sharded with exact=True. Leave the wire out of the plan."
+                    f"reshard: plan: table {table_word((path, name))}: got the wire {sharding.wire}, which rounds or "
+                    "adds up gradients on the way, but the model was sharded with exact=True. Leave the wire out of "
+                    "the plan."
                 )
     stepped = {table_word(names[0]): table for names, table, _ in moving if table.rows.spec is None}
     steppers = ExternalOptimizers(stepped, optimizers)
