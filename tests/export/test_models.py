@@ -85,6 +85,21 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
     _check(tower, own, [(own,)])
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_tables_with_names_of_module_attributes(quantized: bool) -> None:
+    names = ["items", "type", "type_", "user"]
+    model: nn.Module = EmbeddingBagCollection([EmbeddingBagConfig(20, 4, name) for name in names]).eval()
+    if quantized:
+        model = quantize_tables(model, "int8")
+    features = KeyedJaggedTensor.from_lengths_sync(names, torch.arange(12), torch.ones(12, dtype=torch.int64))
+    found = prepared(whole_model(model), features)
+    places = [f"embedding_bags.{name}" for name in names]
+    assert [(entry.name, entry.weight) for entry in found.manifest.tables] == [(own, f"{own}.weight") for own in places]
+    with torch.no_grad():
+        got = found.program.module()(features.values(), features.lengths().view(4, 3))
+        assert torch.equal(got.values(), model(features).values())
+
+
 def test_a_model_with_quantized_tables() -> None:
     model = quantize_tables(DLRMS["DLRM"](dlrm_tables()).eval(), "int8")
     batches = [dlrm_batch(size) for size in (1, 2, 9)]

@@ -45,9 +45,7 @@ def package_of(model: nn.Module, example: Any) -> Package:
     assert whole is not None
     made = prepared(whole, example)
     program: Any = made.program.module()
-    known = {**dict(program.named_parameters()), **dict(program.named_buffers())}
-    weights = {own.name: known[own.name].detach() for own in made.manifest.weights if own.name in known}
-    return Package(made.manifest, weights, Runner(program, pytree.treespec_dumps(made.program.call_spec.out_spec)))
+    return Package(made.manifest, made.weights, Runner(program, pytree.treespec_dumps(made.program.call_spec.out_spec)))
 
 
 def batches(package: Package, args: Any) -> list[dict[str, Tensor]]:
@@ -59,7 +57,10 @@ class Two(nn.Module):
     def __init__(self, keys: tuple[str, ...] = ("user", "item")) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.tables = EmbeddingBagCollection([EmbeddingBagConfig(24, 4, key, feature_names=[key]) for key in keys])
+        # "items" is a method of the tables' module, too.
+        self.tables = EmbeddingBagCollection(
+            [EmbeddingBagConfig(24, 4, key.replace("item", "items"), feature_names=[key]) for key in keys]
+        )
         self.over = nn.Linear(4 * len(keys), 1)
 
     def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
@@ -90,7 +91,7 @@ def test_a_package_equals_its_model() -> None:
 
 
 def shift_a_row(package: Package) -> None:
-    package.weights["tables.embedding_bags.item.weight"][int(LOGGED[0][0]["item"].values()[0])] += 0.5
+    package.weights["tables.embedding_bags.items.weight"][int(LOGGED[0][0]["item"].values()[0])] += 0.5
 
 
 def shift_the_dense_part(package: Package) -> None:
@@ -116,7 +117,7 @@ def test_other_weights_are_another_version(fault: Callable[[Package], None], cau
 
 
 def test_quantized_rows_are_another_data_type() -> None:
-    package = package_of(quantize_tables(Two().eval(), "int8", per_table={"item": "fp32"}), LOGGED[0])
+    package = package_of(quantize_tables(Two().eval(), "int8", per_table={"items": "fp32"}), LOGGED[0])
     result = found(package, Two())
     assert causes(result) == {"user": "data type"}
 

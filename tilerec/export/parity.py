@@ -31,7 +31,7 @@ from tilerec.ops.quantized.row_format import dequantize_rows, quantize_rows
 from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
-from tilerec.torch_private import pytree
+from tilerec.torch_private import pytree, submodules
 
 Batch = Mapping[str, Tensor]
 """Tensors of a package's inputs, by the names of its manifest."""
@@ -152,6 +152,13 @@ def _configs(model: nn.Module) -> Iterator[tuple[str, AnyTableConfig]]:
                 yield ".".join(filter(None, (path, part._holder, config.name))), config
 
 
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    """Return a submodule; unlike torch's `get_submodule`, one named `items` or `type`, too."""
+    for name in path.split("."):
+        model = cast(nn.Module, submodules(model)[name])
+    return model
+
+
 class _Tables:
     """The tables of both sides."""
 
@@ -179,7 +186,7 @@ class _Tables:
             return Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
         entry = self._entries[places[0]]
         own, other = self._rows(entry, ids_U)
-        wanted = cast(Tensor, self._model.get_submodule(entry.name).weight).detach()[own]
+        wanted = cast(Tensor, _module_at(self._model, entry.name).weight).detach()[own]
         stored = self._package.weights[entry.weight][other]
         row_type = ROW_TYPES.get(entry.data_type)
         if row_type is not None and row_type.bits:
