@@ -22,9 +22,12 @@ from tilerec.export.whole_model import whole_model
 from tilerec.models.two_tower import Tower, TwoTower
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables
+from tilerec.retrieval.item_index import ItemIndex
+from tilerec.retrieval.retriever import Retriever
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.torch_private import pytree
+from tilerec.train.saved_model import weights_hash
 
 OFTEN = ("dcn, mixture, crosses alone", "ple", "DLRM_Projection")
 
@@ -83,6 +86,11 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
     table = "user" if side == "query" else "item"
     assert [entry.name for entry in manifest.tables] == [f"embedding_bag_collection.embedding_bags.{table}"]
     _check(tower, own, [(own,)])
+    if side == "query":
+        vectors = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+        index = ItemIndex.build(vectors, torch.arange(20) + (1 << 40), tower=weights_hash(tower))
+        few = KeyedJaggedTensor.from_lengths_sync(["u", "v"], torch.arange(2), torch.ones(2, dtype=torch.int64))
+        _check(Retriever(tower, index, 4).eval(), own, [(own,), (few,)])
 
 
 @pytest.mark.parametrize("quantized", [False, True])
