@@ -15,6 +15,7 @@ from tests.models.click_models import BOTH, MODELS
 from tests.models.test_dlrm import MODELS as DLRMS
 from tests.models.test_dlrm import batch as dlrm_batch
 from tests.models.test_dlrm import tables as dlrm_tables
+from tilerec.errors import ConfigError
 from tilerec.export.cpp_flags import ops_library
 from tilerec.export.exporting import prepared
 from tilerec.export.signature import flat_tensors
@@ -22,7 +23,7 @@ from tilerec.export.whole_model import whole_model
 from tilerec.models.two_tower import Tower, TwoTower
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables
-from tilerec.retrieval.item_index import ItemIndex
+from tilerec.retrieval.item_index import Filters, ItemIndex
 from tilerec.retrieval.retriever import Retriever
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
@@ -90,7 +91,11 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
         vectors = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
         index = ItemIndex.build(vectors, torch.arange(20) + (1 << 40), tower=weights_hash(tower))
         few = KeyedJaggedTensor.from_lengths_sync(["u", "v"], torch.arange(2), torch.ones(2, dtype=torch.int64))
-        _check(Retriever(tower, index, 4).eval(), own, [(own,), (few,)])
+        retriever = Retriever(tower, index, 4).eval()
+        _check(retriever, own, [(own,), (few,)])
+        none = torch.zeros(3, dtype=torch.int64)
+        with pytest.raises(ConfigError, match="got arguments with a container that a file cannot describe"):
+            prepared(whole_model(retriever), (own, Filters(none, none, none[:, None])))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

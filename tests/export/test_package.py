@@ -299,4 +299,5 @@ def test_a_cpp_program_refuses_half_a_package(binary: Path, path: Path, tmp_path
 
 
 def test_the_op_library_is_there_with_a_checkout_or_a_wheel() -> None:
-    assert ops_library().stat().st_size < 1 << 20
+    # Stripped, without kernels that no op calls: docs/export.md lists its parts.
+    assert ops_library().stat().st_size < 1_200_000

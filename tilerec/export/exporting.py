@@ -28,8 +28,9 @@ def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = F
     """Compile a model and write it, with its weights, to one file. Collective for a sharded model; rank 0 writes.
 
     The file runs in any process: `load` in Python, `tilerec/export/cpp/model.h` in C++. It takes batches of any number
-    of samples and ids, also none and one, and returns the bits of the model in evaluation mode on the CPU. Tables of
-    managed collision are read only: an id without a row gets what it gets in evaluation mode. The model stays as it is.
+    of samples and ids, also none and one, and returns the bits of the model in evaluation mode on the CPU; where torch
+    operators sum over a dimension, as in a norm, the last bits may differ. Tables of managed collision are read only:
+    an id without a row gets what it gets in evaluation mode. The model stays as it is.
 
     Args:
         model: unsharded, or sharded on every rank. Its tables may be cached; their rows are written whole.
