@@ -8,7 +8,9 @@ cause             meaning
 missing feature   one of the two does not read the feature
 id mapping        raw ids have other rows: the managed ids are of another state
 data type         the rows are those of the model, in the package's type
-other version     the rows are those of another state of training
+other version     the rows or weights are those of another state of training
+rounding          rows and weights are equal, outputs to within `ROUNDING`: the compiler sums in another order
+other code        rows and weights are equal, and the outputs are not
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 from tilerec.torch_private import pytree, submodules
+
+ROUNDING = 1e-5
+"""Largest difference of an output that is rounding, as a share of the output's largest number."""
 
 Batch = Mapping[str, Tensor]
 """Tensors of a package's inputs, by the names of its manifest."""
@@ -67,7 +72,12 @@ class Parity(NamedTuple):
     @property
     def is_equal(self) -> bool:
         """True if every output, row and weight has the same bits."""
-        return not any(one.cause for one in (*self.outputs, *self.features, *self.weights))
+        return not self.causes
+
+    @property
+    def causes(self) -> set[str]:
+        """Return the causes of all differences: {"rounding"} for a package that answers as the model up to rounding."""
+        return {one.cause for one in (*self.outputs, *self.features, *self.weights) if one.cause}
 
 
 @torch.no_grad()
@@ -85,6 +95,7 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
     tables = _Tables(package, model)
     outputs: dict[str, Difference] = {}
     ids: dict[tuple[str, str], Tensor] = {}
+    scales: dict[str, float] = {}
     samples = 0
     for batch in batches:
         tensors = [_tensor(batch, spec.name) for spec in package.manifest.signature.specs()]
@@ -93,13 +104,21 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
         samples += found[0].shape[0]
         for spec, got, want in zip(package.manifest.outputs, found, wanted, strict=True):
             outputs[spec.name] = _sum_up(outputs.get(spec.name), _compared(spec.name, got, want, "see below"))
+            largest = float(want.double().abs().nan_to_num(0, 0, 0).max()) if want.numel() else 0.0
+            scales[spec.name] = max(scales.get(spec.name, 0.0), largest)
         for (own, key), values in _ids_of(package, tensors):
             ids[own, key] = torch.cat([ids[own, key], values]).unique() if (own, key) in ids else values.unique()
     if not samples:
         raise InputError("Parity: got no samples; expected at least one logged batch. Pass files of requests.")
     features = [tables.feature(key, values) for (_, key), values in ids.items()]
     features += [Difference(name, "", 0, 0, torch.inf, "missing feature") for name in tables.unknown_to_package(ids)]
-    return Parity(samples, list(outputs.values()), features, tables.weights())
+    weights = tables.weights()
+    if not any(one.cause for one in (*features, *weights)):
+        for name, one in outputs.items():
+            if one.cause:
+                cause = "rounding" if one.largest <= ROUNDING * scales[name] else "other code"
+                outputs[name] = one._replace(cause=cause)
+    return Parity(samples, list(outputs.values()), features, weights)
 
 
 def _tensor(batch: Batch, name: str) -> Tensor:
