@@ -136,8 +136,9 @@ def test_outputs_that_differ_alone_are_rounding_or_other_code(factor: float, cau
 
 def test_quantized_rows_are_another_data_type() -> None:
     package = package_of(quantize_tables(Two().eval(), "int8", per_table={"items": "fp32"}), LOGGED[0])
-    result = found(package, Two())
-    assert causes(result) == {"user": "data type"}
+    assert causes(found(package, Two())) == {"user": "data type"}
+    assert found(package, quantize_tables(Two().eval(), "int8", per_table={"items": "fp32"})).is_equal
+    assert causes(found(package, quantize_tables(Two().eval(), "int4"))) == dict.fromkeys(("user", "item"), "data type")
 
 
 def test_other_ids_are_another_id_mapping() -> None:

@@ -30,7 +30,9 @@ from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.ops.hash.definition import zch_find
 from tilerec.ops.quantized.row_format import dequantize_rows, quantize_rows
+from tilerec.quantized.collection import QuantTableCollection
 from tilerec.quantized.row_type import ROW_TYPES
+from tilerec.quantized.table import QuantTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
 from tilerec.torch_private import pytree, submodules
@@ -86,8 +88,8 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
 
     Args:
         package: of `tilerec.export.load`.
-        model: unsharded, on the CPU, in evaluation mode, with float tables; its arguments are those of the package.
-        batches: the package's inputs, as the server logs them.
+        model: unsharded, on the CPU, in evaluation mode; its arguments are those of the package.
+        batches: the package's inputs by name.
 
     Raises:
         InputError: a batch does not fit the package, or there is none.
@@ -166,7 +168,7 @@ def _ids_of(package: Package, tensors: Sequence[Tensor]) -> Iterator[tuple[tuple
 def _configs(model: nn.Module) -> Iterator[tuple[str, AnyTableConfig]]:
     """Yield the path of each table of a model, and its config."""
     for path, part in model.named_modules():
-        if isinstance(part, TableCollection):
+        if isinstance(part, (TableCollection, QuantTableCollection)):
             for config in part._configs:
                 yield ".".join(filter(None, (path, part._holder, config.name))), config
 
@@ -205,21 +207,22 @@ class _Tables:
             return Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
         entry = self._entries[places[0]]
         own, other = self._rows(entry, ids_U)
-        wanted = cast(Tensor, _module_at(self._model, entry.name).weight).detach()[own]
+        table = _module_at(self._model, entry.name)
+        rows = cast(Tensor, table.weight).detach()[own]
+        own_bits = table.row_type.bits if isinstance(table, QuantTable) else 0
+        wanted = _floats(rows, entry.dim, own_bits)
         stored = self._package.weights[entry.weight][other]
         row_type = ROW_TYPES.get(entry.data_type)
-        if row_type is not None and row_type.bits:
-            got = dequantize_rows(stored, entry.dim, row_type.bits)
-            encoded = quantize_rows(wanted, row_type.bits)
-        else:
-            got, encoded = stored.float(), wanted.to(stored.dtype)
-        gaps_U = (got - wanted.float()).abs().amax(1) if ids_U.numel() else torch.zeros(0)
+        bits = 0 if row_type is None else row_type.bits
+        got = _floats(stored, entry.dim, bits)
+        gaps_U = (got - wanted).abs().amax(1) if ids_U.numel() else torch.zeros(0)
         differs = (gaps_U > 0) | (own != other)
         cause = ""
         if bool((own != other).any()):
             cause = "id mapping"
         elif bool(differs.any()):
-            cause = "data type" if torch.equal(encoded, stored) else "other version"
+            is_type = _is_rounded(wanted, rows, own_bits, got, stored, bits)
+            cause = "data type" if is_type else "other version"
         largest = float(gaps_U.max()) if gaps_U.numel() else 0.0
         return Difference(key, entry.name, ids_U.numel(), int(differs.sum()), largest, cause)
 
@@ -253,6 +256,20 @@ class _Tables:
                 continue  # a constant of the compiler
             found.append(_compared(name, got, want.detach(), "other version"))
         return found
+
+
+def _floats(rows: Tensor, dim: int, bits: int) -> Tensor:
+    """Return rows of `bits` bits, or of floats where it is 0, as float32."""
+    return dequantize_rows(rows, dim, bits) if bits else rows.float()
+
+
+def _is_rounded(want: Tensor, rows: Tensor, own_bits: int, got: Tensor, stored: Tensor, bits: int) -> bool:
+    """Return True if two types of the same rows explain that the model's numbers `want` are not the package's `got`."""
+    if bits and own_bits:  # neither side has the numbers that were rounded
+        return bits != own_bits
+    if own_bits:
+        return torch.equal(quantize_rows(got, own_bits), rows)
+    return torch.equal(quantize_rows(want, bits) if bits else want.to(stored.dtype), stored)
 
 
 def _managed_of(part: ManagedCollisionEmbeddings) -> Iterator[tuple[str, str, ManagedCollisionModule]]:

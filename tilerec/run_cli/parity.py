@@ -46,11 +46,14 @@ def parity(
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(2) from None
-    table = Table("", "name", "table", "compared", "differ", "largest difference", "cause")
+    table = Table("", "name", "table", "compared", "differ", "largest gap", "cause")
+    for column in table.columns:
+        column.overflow = "fold"
     for kind, some in (("output", found.outputs), ("feature", found.features), ("weight", found.weights)):
         for one in some:
             if kind != "weight" or one.cause:
-                row = (one.name, one.table, f"{one.seen:,}", f"{one.differing:,}", f"{one.largest:g}", one.cause)
+                own = one.table.rpartition(".")[2]
+                row = (one.name, own, f"{one.seen:,}", f"{one.differing:,}", f"{one.largest:.3g}", one.cause)
                 table.add_row(kind, *row)
     SafeConsole().print(table)
     if found.causes - {"rounding"}:
