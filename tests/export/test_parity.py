@@ -167,6 +167,8 @@ def test_no_or_other_batches_are_refused() -> None:
     package = package_of(Two().eval(), LOGGED[0])
     with pytest.raises(InputError, match="got no samples"):
         parity(package, Two(), [])
+    with pytest.raises(InputError, match=r"does not take the package's \['sparse'\]"):
+        parity(package, nn.Bilinear(2, 2, 2), [])
     with pytest.raises(InputError, match=r"got a batch without 'sparse\.values'"):
         parity(package, Two(), [{"dense": torch.zeros(1)}])
 

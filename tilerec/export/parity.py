@@ -15,6 +15,7 @@ other code        rows and weights are equal, and the outputs are not
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -92,8 +93,9 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
         batches: the package's inputs by name.
 
     Raises:
-        InputError: a batch does not fit the package, or there is none.
+        InputError: a batch does not fit the package, there is none, or the model has other arguments.
     """
+    _check_arguments(package, model)
     tables = _Tables(package, model)
     outputs: dict[str, Difference] = {}
     ids: dict[tuple[str, str], Tensor] = {}
@@ -121,6 +123,17 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
                 cause = "rounding" if one.largest <= ROUNDING * scales[name] else "other code"
                 outputs[name] = one._replace(cause=cause)
     return Parity(samples, list(outputs.values()), features, weights)
+
+
+def _check_arguments(package: Package, model: nn.Module) -> None:
+    names = package.manifest.signature.arguments
+    try:
+        inspect.signature(model.forward).bind(*names)
+    except TypeError as error:
+        raise InputError(
+            f"Parity: got a {type(model).__name__}, whose forward does not take the package's {list(names)} ({error}); "
+            "expected the model of the package. For one tower of a model, pass `Tower(model, side)`, or --tower."
+        ) from None
 
 
 def _tensor(batch: Batch, name: str) -> Tensor:

@@ -25,6 +25,9 @@ def parity(
     batches: Annotated[
         list[Path], typer.Argument(help="Bodies of logged requests: safetensors files (.safetensors), or JSON.")
     ],
+    tower: Annotated[
+        str, typer.Option(help="Of a two-tower run: the package is the 'query' or the 'candidate' tower.")
+    ] = "",
 ) -> None:
     """Compare a package with the trained model, feature by feature, on logged requests. Exit code 1 for a difference.
 
@@ -35,12 +38,14 @@ def parity(
 
     from tilerec.export.loading import load
     from tilerec.export.parity import parity as compare
+    from tilerec.run_cli.export import one_tower
     from tilerec.train.trained_run import find_trained
     from tilerec.train.world import World
 
     try:
         trained = find_trained(run)
         model = trained.load(trained.config.data.open(), torch.device("cpu"), World(None))
+        model = one_tower(model, tower) if tower else model
         opened = load(package)
         found = compare(opened, model, (logged_batch(path, opened.manifest) for path in batches))
     except TilerecError as error:
