@@ -26,10 +26,7 @@ constexpr int64_t kGroupQueries = 64;
 constexpr int64_t kSpare = 64;           // candidates beyond k, at least, before they are reduced to k again
 constexpr int64_t kThreadRows = 131072;  // rows times queries, about 1 ms: threads of a busy machine start late
 
-struct Call {
-  int64_t queries, rows, scale, words, query_scale, query_sum, first, last, required, forbidden, scores, places;
-  int64_t batch, dim, count, ranges, k, int8, query_bytes;
-};
+using Call = SearchCall;
 
 template <class T>
 T* pointer(int64_t address) {

@@ -43,6 +43,16 @@ struct SearchBlock {
 // Bytes of the scratch of a thread: a block of rows, 32 bits per number at most.
 inline int64_t search_scratch(int64_t dim) { return (dim + kSearchPadding) * kSearchBlock * 4; }
 
+// A call of tr_best_rows: addresses of contiguous arrays, then sizes.
+struct SearchCall {
+  // The result's are scores (float) and places (int64), [batch, k]. query_scale and query_sum are read for int8 only.
+  int64_t queries, rows, scale, words, query_scale, query_sum, first, last, required, forbidden, scores, places;
+  int64_t batch, dim, count, ranges, k, int8, query_bytes;
+};
+
 }  // namespace tilerec
+
+// Returns TR_OK or TR_NO_MEMORY. `call` is a SearchCall.
+extern "C" __attribute__((visibility("default"))) int32_t tr_best_rows(const void* call, int64_t threads);
 
 TILEREC_DECLARE(void search_block(const SearchBlock&))

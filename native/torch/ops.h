@@ -77,5 +77,8 @@ Tensor repeat_segments(Tensor rows, Tensor offsets, int64_t total);
 // hash_ops.cpp
 Tensor zch_buckets(Tensor ids, int64_t buckets);
 Two zch_find(Tensor ids, Tensor slot_ids, Tensor used, int64_t first, int64_t buckets, int64_t slots, int64_t max_probe);
+// search_ops.cpp
+Two best_rows(Tensor query, Tensor rows, Tensor scale, Tensor words, Tensor first, Tensor last, Tensor required, Tensor forbidden,
+              int64_t k);
 
 }  // namespace tilerec::ops

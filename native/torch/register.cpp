@@ -37,6 +37,9 @@ const Op kOps[] = {
     {"zch_buckets(Tensor ids_N, int buckets) -> Tensor", TORCH_BOX(&zch_buckets)},
     {"zch_find(Tensor ids_N, Tensor ids_E, Tensor used_E, int first, int buckets, int slots, int max_probe) -> (Tensor, Tensor)",
      TORCH_BOX(&zch_find)},
+    {"best_rows(Tensor query, Tensor rows, Tensor scale, Tensor words, Tensor first, Tensor last, Tensor required, Tensor "
+     "forbidden, SymInt k) -> (Tensor, Tensor)",
+     TORCH_BOX(&best_rows)},
 };
 
 // Whether this process has imported the Python package, which defines the ops itself. Python is found, if it is there,

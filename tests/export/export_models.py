@@ -15,6 +15,7 @@ from tilerec.modules.hash_zch import HashZchManagedCollisionModule
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddingBagCollection
 from tilerec.quantized import quantize_tables
+from tilerec.retrieval.item_index import ItemIndex
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 
@@ -49,7 +50,7 @@ def every_batch(samples: int, seed: int = 0) -> EveryBatch:
 
 
 class EveryKind(nn.Module):
-    """Pooled, sequence, managed, position-weighted and quantized tables, and a dense layer."""
+    """Pooled, sequence, managed, position-weighted and quantized tables, a search of items, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +75,8 @@ class EveryKind(nn.Module):
         self.small = quantize_tables(EmbeddingBagCollection(small), "int8", per_table={"item": "int4"})
         read = EmbeddingCollection([EmbeddingConfig(ROWS, DIM, "read", feature_names=["user"])])
         self.read = quantize_tables(read, "int2")
+        vectors = torch.randn(ROWS, 2 * DIM, generator=torch.Generator().manual_seed(2))
+        self.index = ItemIndex.build(vectors, torch.arange(ROWS) + (1 << 40), form="ivf-int8", lists=4, nprobe=2)
         self.top = nn.Linear(DENSE + 4 * DIM, 2)
 
     def forward(self, dense: Tensor, pooled: KeyedJaggedTensor, managed: KeyedJaggedTensor) -> dict[str, Tensor]:
@@ -81,10 +84,13 @@ class EveryKind(nn.Module):
         weighted = self.weighted(pooled).values()
         raw, _ = self.managed(managed)
         seen = self.rows(pooled)["item"]
+        score, best = self.index(own, 3)
         return {
             "logits": self.top(torch.cat([dense, own, weighted, raw.values()], dim=1)),
             "seen": seen.to_padded_dense(3).sum(1),
             "small": self.small(pooled).values(),
+            "score": score,
+            "best": best,
             "read": self.read(pooled)["user"].to_padded_dense(3).sum(1),
         }
 

@@ -15,6 +15,7 @@ from tests.models.click_models import BOTH, MODELS
 from tests.models.test_dlrm import MODELS as DLRMS
 from tests.models.test_dlrm import batch as dlrm_batch
 from tests.models.test_dlrm import tables as dlrm_tables
+from tilerec.errors import ConfigError
 from tilerec.export.cpp_flags import ops_library
 from tilerec.export.exporting import prepared
 from tilerec.export.signature import flat_tensors
@@ -22,9 +23,12 @@ from tilerec.export.whole_model import whole_model
 from tilerec.models.two_tower import Tower, TwoTower
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables
+from tilerec.retrieval.item_index import Filters, ItemIndex
+from tilerec.retrieval.retriever import Retriever
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.torch_private import pytree
+from tilerec.train.saved_model import weights_hash
 
 OFTEN = ("dcn, mixture, crosses alone", "ple", "DLRM_Projection")
 
@@ -83,6 +87,30 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
     table = "user" if side == "query" else "item"
     assert [entry.name for entry in manifest.tables] == [f"embedding_bag_collection.embedding_bags.{table}"]
     _check(tower, own, [(own,)])
+    if side == "query":
+        vectors = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+        index = ItemIndex.build(vectors, torch.arange(20) + (1 << 40), tower=weights_hash(tower))
+        few = KeyedJaggedTensor.from_lengths_sync(["u", "v"], torch.arange(2), torch.ones(2, dtype=torch.int64))
+        retriever = Retriever(tower, index, 4).eval()
+        _check(retriever, own, [(own,), (few,)])
+        none = torch.zeros(3, dtype=torch.int64)
+        with pytest.raises(ConfigError, match="got arguments with a container that a file cannot describe"):
+            prepared(whole_model(retriever), (own, Filters(none, none, none[:, None])))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_tables_with_names_of_module_attributes(quantized: bool) -> None:
+    names = ["items", "type", "type_", "user"]
+    model: nn.Module = EmbeddingBagCollection([EmbeddingBagConfig(20, 4, name) for name in names]).eval()
+    if quantized:
+        model = quantize_tables(model, "int8")
+    features = KeyedJaggedTensor.from_lengths_sync(names, torch.arange(12), torch.ones(12, dtype=torch.int64))
+    found = prepared(whole_model(model), features)
+    places = [f"embedding_bags.{name}" for name in names]
+    assert [(entry.name, entry.weight) for entry in found.manifest.tables] == [(own, f"{own}.weight") for own in places]
+    with torch.no_grad():
+        got = found.program.module()(features.values(), features.lengths().view(4, 3))
+        assert torch.equal(got.values(), model(features).values())
 
 
 def test_a_model_with_quantized_tables() -> None:

@@ -12,6 +12,7 @@ import torch
 from tilerec.export.cpp_flags import ops_library
 from tilerec.export.manifest import OPS_ABI
 from tilerec.ops.quantized.row_format import BITS, quantize_rows
+from tilerec.ops.search.definition import quantized
 from tilerec.torch_private import schema_of
 
 BOTH = """
@@ -40,6 +41,19 @@ except RuntimeError as error:
     print(error)
 """
 
+SEARCH = """
+import ctypes, sys, torch
+ctypes.CDLL(sys.argv[1])
+for args, (score, place) in torch.load(sys.argv[2]):
+    found = torch.ops.tilerec.best_rows(*args)
+    print(torch.equal(found[0], score), torch.equal(found[1], place))
+for query in (args[0][:, 1:], args[0] / 0):
+    try:
+        torch.ops.tilerec.best_rows(query, *args[1:])
+    except RuntimeError as error:
+        print(error)
+"""
+
 
 def _library() -> ctypes.CDLL:
     """Load the library after Python has defined the ops."""
@@ -50,7 +64,7 @@ def _library() -> ctypes.CDLL:
 
 def test_the_library_and_python_have_the_same_schemas() -> None:
     schemas = _library().tilerec_ops_schemas().decode().splitlines()
-    assert len(schemas) >= 11
+    assert len(schemas) >= 14
     for schema in schemas:
         own = torch._C.parse_schema(f"tilerec::{schema}")
         assert str(own) == str(schema_of("tilerec", schema.partition("(")[0]))
@@ -93,3 +107,25 @@ def test_quantized_rows_are_read_without_python(tmp_path: Path) -> None:
     assert first == "quantized_pooled_lookup True"
     assert second == "quantized_sequence_lookup True"
     assert "quantized_sequence_lookup: got table" in error
+
+
+def test_items_are_found_without_python(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(5, 70, generator=generator)
+    queries[1], queries[2] = 0, queries[2] * 1e-44  # codes of 0
+    vectors = torch.randn(200, 70, generator=generator)
+    codes, scale = quantized(vectors)
+    words = torch.arange(200) % 4
+    first = torch.tensor([[0, 100], [20, 60], [0, 190], [-5, 150], [9, 9]])
+    found = []
+    for rows, scales in ((vectors, scale[:0]), (codes, scale)):
+        args = queries, rows, scales, words, first, first + 30, torch.tensor([0, 1, 2, 0, 0]), torch.zeros(5).long(), 7
+        found.append((args, torch.ops.tilerec.best_rows(*args)))
+    torch.save(found, tmp_path / "cases.pt")
+    command = [sys.executable, "-c", SEARCH, str(ops_library()), str(tmp_path / "cases.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    same, again, size, finite = (line for line in done.stdout.splitlines() if line and not line.startswith("Exception"))
+    assert same == again == "True True"
+    assert "best_rows: got queries of 69 numbers; expected float32 [B, 70]" in size
+    assert "best_rows: got query 0 with values that are not finite" in finite

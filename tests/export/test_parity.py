@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tilerec.export.signature import flat_tensors
 from tilerec.export.whole_model import whole_model
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables
+from tilerec.run_cli.parity import logged_batch
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 
@@ -45,9 +47,7 @@ def package_of(model: nn.Module, example: Any) -> Package:
     assert whole is not None
     made = prepared(whole, example)
     program: Any = made.program.module()
-    known = {**dict(program.named_parameters()), **dict(program.named_buffers())}
-    weights = {own.name: known[own.name].detach() for own in made.manifest.weights if own.name in known}
-    return Package(made.manifest, weights, Runner(program, pytree.treespec_dumps(made.program.call_spec.out_spec)))
+    return Package(made.manifest, made.weights, Runner(program, pytree.treespec_dumps(made.program.call_spec.out_spec)))
 
 
 def batches(package: Package, args: Any) -> list[dict[str, Tensor]]:
@@ -59,7 +59,10 @@ class Two(nn.Module):
     def __init__(self, keys: tuple[str, ...] = ("user", "item")) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.tables = EmbeddingBagCollection([EmbeddingBagConfig(24, 4, key, feature_names=[key]) for key in keys])
+        # "items" is a method of the tables' module, too.
+        self.tables = EmbeddingBagCollection(
+            [EmbeddingBagConfig(24, 4, key.replace("item", "items"), feature_names=[key]) for key in keys]
+        )
         self.over = nn.Linear(4 * len(keys), 1)
 
     def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
@@ -90,7 +93,7 @@ def test_a_package_equals_its_model() -> None:
 
 
 def shift_a_row(package: Package) -> None:
-    package.weights["tables.embedding_bags.item.weight"][int(LOGGED[0][0]["item"].values()[0])] += 0.5
+    package.weights["tables.embedding_bags.items.weight"][int(LOGGED[0][0]["item"].values()[0])] += 0.5
 
 
 def shift_the_dense_part(package: Package) -> None:
@@ -115,10 +118,27 @@ def test_other_weights_are_another_version(fault: Callable[[Package], None], cau
         assert (item.differing, item.largest) == (1, pytest.approx(0.5))
 
 
+class Factor(Two):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, sparse: KeyedJaggedTensor) -> Tensor:
+        return super().forward(sparse) * self.factor
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(1 + 2**-20, "rounding"), (2.0, "other code")])
+def test_outputs_that_differ_alone_are_rounding_or_other_code(factor: float, cause: str) -> None:
+    result = found(package_of(Two().eval(), LOGGED[0]), Factor(factor))
+    assert result.causes == {cause}
+    assert not result.is_equal
+
+
 def test_quantized_rows_are_another_data_type() -> None:
-    package = package_of(quantize_tables(Two().eval(), "int8", per_table={"item": "fp32"}), LOGGED[0])
-    result = found(package, Two())
-    assert causes(result) == {"user": "data type"}
+    package = package_of(quantize_tables(Two().eval(), "int8", per_table={"items": "fp32"}), LOGGED[0])
+    assert causes(found(package, Two())) == {"user": "data type"}
+    assert found(package, quantize_tables(Two().eval(), "int8", per_table={"items": "fp32"})).is_equal
+    assert causes(found(package, quantize_tables(Two().eval(), "int4"))) == dict.fromkeys(("user", "item"), "data type")
 
 
 def test_other_ids_are_another_id_mapping() -> None:
@@ -147,8 +167,27 @@ def test_no_or_other_batches_are_refused() -> None:
     package = package_of(Two().eval(), LOGGED[0])
     with pytest.raises(InputError, match="got no samples"):
         parity(package, Two(), [])
+    with pytest.raises(InputError, match=r"does not take the package's \['sparse'\]"):
+        parity(package, nn.Bilinear(2, 2, 2), [])
     with pytest.raises(InputError, match=r"got a batch without 'sparse\.values'"):
         parity(package, Two(), [{"dense": torch.zeros(1)}])
+
+
+def test_requests_in_both_forms_are_batches(tmp_path: Path) -> None:
+    manifest = package_of(Two().eval(), LOGGED[0]).manifest
+    tensors = {"sparse.values": torch.tensor([3, 1, 2]), "sparse.lengths": torch.tensor([[1, 0], [1, 1]]).int()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    samples = [{"sparse": {"user": [3], "item": [1]}}, {"sparse": {"item": [2]}}]
+    (tmp_path / "a.json").write_text(json.dumps({"instances": samples}))
+    (tmp_path / "b.json").write_text(json.dumps({"instances": [{"sparse": {"shop": [3]}}]}))
+    for name in ("a.safetensors", "a.json"):
+        read = logged_batch(tmp_path / name, manifest)
+        assert list(read) == list(tensors)
+        assert all(map(torch.equal, read.values(), tensors.values()))
+    with pytest.raises(InputError, match=r"b\.json: .*shop"):
+        logged_batch(tmp_path / "b.json", manifest)
+    with pytest.raises(InputError, match="expected the file of a request"):
+        logged_batch(tmp_path / "c.json", manifest)
 
 
 def test_the_command_refuses_files_that_are_no_package(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,21 @@ from tilerec.comms.agreement import on_all_ranks
 from tilerec.errors import ConfigError
 from tilerec.export.manifest import OPS_ABI, Manifest, TableEntry, base_hash
 from tilerec.export.package_file import weight_places, write_package
-from tilerec.export.program import output_specs, traced
+from tilerec.export.program import output_specs, rename_hidden, traced
 from tilerec.export.signature import bound_arguments, dtype_name, example_signature
 from tilerec.export.whole_model import model_group, whole_model
 from tilerec.modules.collection import TableCollection
 from tilerec.quantized.collection import QuantTableCollection
-from tilerec.torch_private import compile_package, package_loader, uncompiled
+from tilerec.torch_private import compile_package, package_loader, submodules, uncompiled
 
 
 def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = False) -> None:
     """Compile a model and write it, with its weights, to one file. Collective for a sharded model; rank 0 writes.
 
     The file runs in any process: `load` in Python, `tilerec/export/cpp/model.h` in C++. It takes batches of any number
-    of samples and ids, also none and one, and returns the bits of the model in evaluation mode on the CPU. Tables of
-    managed collision are read only: an id without a row gets what it gets in evaluation mode. The model stays as it is.
+    of samples and ids, also none and one, and returns the bits of the model in evaluation mode on the CPU; where torch
+    operators sum over a dimension, as in a norm, the last bits may differ. Tables of managed collision are read only:
+    an id without a row gets what it gets in evaluation mode. The model stays as it is.
 
     Args:
         model: unsharded, or sharded on every rank. Its tables may be cached; their rows are written whole.
@@ -66,9 +67,12 @@ def prepared(model: nn.Module, example: Any, *, strict: bool = False) -> Prepare
     """Trace a model of `whole_model` and describe it."""
     names, args = bound_arguments(model, example)
     signature = example_signature(names, args)
+    renamed = rename_hidden(model)
     program = traced(model, signature, args, strict=strict)
     outputs, keys = output_specs(program, signature)
     weights = _weights(program)
+    # The compiled part knows a renamed table by its new name, deltas and checkpoints by that of the model.
+    weights |= {f"{old}.weight": weights[f"{new}.weight"] for new, old in renamed.items() if f"{new}.weight" in weights}
     places = weight_places(weights)
     manifest = Manifest(
         OPS_ABI, torch_version(), torch.backends.cpu.get_cpu_capability(), base_hash(places), signature,
@@ -120,8 +124,9 @@ def _tables(model: nn.Module, tensors: dict[str, Tensor]) -> list[TableEntry]:
         if not isinstance(part, (TableCollection, QuantTableCollection)):
             continue
         types = part.row_types() if isinstance(part, QuantTableCollection) else {}
-        for config in part._configs:
-            rows = part.get_submodule(f"{part._holder}.{config.name}").weight
+        tables = submodules(cast(nn.Module, submodules(part)[part._holder])).values()
+        for config, table in zip(part._configs, tables, strict=True):  # a table may have been renamed
+            rows = cast(nn.Module, table).weight
             assert isinstance(rows, Tensor)
             weight = names.get((rows.data_ptr(), rows.shape))
             if weight is not None:

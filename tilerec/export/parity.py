@@ -8,11 +8,14 @@ cause             meaning
 missing feature   one of the two does not read the feature
 id mapping        raw ids have other rows: the managed ids are of another state
 data type         the rows are those of the model, in the package's type
-other version     the rows are those of another state of training
+other version     the rows or weights are those of another state of training
+rounding          rows and weights are equal, outputs to within `ROUNDING`: the compiler sums in another order
+other code        rows and weights are equal, and the outputs are not
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -28,10 +31,15 @@ from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
 from tilerec.ops.hash.definition import zch_find
 from tilerec.ops.quantized.row_format import dequantize_rows, quantize_rows
+from tilerec.quantized.collection import QuantTableCollection
 from tilerec.quantized.row_type import ROW_TYPES
+from tilerec.quantized.table import QuantTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import AnyTableConfig
-from tilerec.torch_private import pytree
+from tilerec.torch_private import pytree, submodules
+
+ROUNDING = 1e-5
+"""Largest difference of an output that is rounding, as a share of the output's largest number."""
 
 Batch = Mapping[str, Tensor]
 """Tensors of a package's inputs, by the names of its manifest."""
@@ -67,7 +75,12 @@ class Parity(NamedTuple):
     @property
     def is_equal(self) -> bool:
         """True if every output, row and weight has the same bits."""
-        return not any(one.cause for one in (*self.outputs, *self.features, *self.weights))
+        return not self.causes
+
+    @property
+    def causes(self) -> set[str]:
+        """Return the causes of all differences: {"rounding"} for a package that answers as the model up to rounding."""
+        return {one.cause for one in (*self.outputs, *self.features, *self.weights) if one.cause}
 
 
 @torch.no_grad()
@@ -76,15 +89,17 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
 
     Args:
         package: of `tilerec.export.load`.
-        model: unsharded, on the CPU, in evaluation mode, with float tables; its arguments are those of the package.
-        batches: the package's inputs, as the server logs them.
+        model: unsharded, on the CPU, in evaluation mode; its arguments are those of the package.
+        batches: the package's inputs by name.
 
     Raises:
-        InputError: a batch does not fit the package, or there is none.
+        InputError: a batch does not fit the package, there is none, or the model has other arguments.
     """
+    _check_arguments(package, model)
     tables = _Tables(package, model)
     outputs: dict[str, Difference] = {}
     ids: dict[tuple[str, str], Tensor] = {}
+    scales: dict[str, float] = {}
     samples = 0
     for batch in batches:
         tensors = [_tensor(batch, spec.name) for spec in package.manifest.signature.specs()]
@@ -93,13 +108,32 @@ def parity(package: Package, model: nn.Module, batches: Iterable[Batch]) -> Pari
         samples += found[0].shape[0]
         for spec, got, want in zip(package.manifest.outputs, found, wanted, strict=True):
             outputs[spec.name] = _sum_up(outputs.get(spec.name), _compared(spec.name, got, want, "see below"))
+            largest = float(want.double().abs().nan_to_num(0, 0, 0).max()) if want.numel() else 0.0
+            scales[spec.name] = max(scales.get(spec.name, 0.0), largest)
         for (own, key), values in _ids_of(package, tensors):
             ids[own, key] = torch.cat([ids[own, key], values]).unique() if (own, key) in ids else values.unique()
     if not samples:
         raise InputError("Parity: got no samples; expected at least one logged batch. Pass files of requests.")
     features = [tables.feature(key, values) for (_, key), values in ids.items()]
     features += [Difference(name, "", 0, 0, torch.inf, "missing feature") for name in tables.unknown_to_package(ids)]
-    return Parity(samples, list(outputs.values()), features, tables.weights())
+    weights = tables.weights()
+    if not any(one.cause for one in (*features, *weights)):
+        for name, one in outputs.items():
+            if one.cause:
+                cause = "rounding" if one.largest <= ROUNDING * scales[name] else "other code"
+                outputs[name] = one._replace(cause=cause)
+    return Parity(samples, list(outputs.values()), features, weights)
+
+
+def _check_arguments(package: Package, model: nn.Module) -> None:
+    names = package.manifest.signature.arguments
+    try:
+        inspect.signature(model.forward).bind(*names)
+    except TypeError as error:
+        raise InputError(
+            f"Parity: got a {type(model).__name__}, whose forward does not take the package's {list(names)} ({error}); "
+            "expected the model of the package. For one tower of a model, pass `Tower(model, side)`, or --tower."
+        ) from None
 
 
 def _tensor(batch: Batch, name: str) -> Tensor:
@@ -147,9 +181,16 @@ def _ids_of(package: Package, tensors: Sequence[Tensor]) -> Iterator[tuple[tuple
 def _configs(model: nn.Module) -> Iterator[tuple[str, AnyTableConfig]]:
     """Yield the path of each table of a model, and its config."""
     for path, part in model.named_modules():
-        if isinstance(part, TableCollection):
+        if isinstance(part, (TableCollection, QuantTableCollection)):
             for config in part._configs:
                 yield ".".join(filter(None, (path, part._holder, config.name))), config
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    """Return a submodule; unlike torch's `get_submodule`, one named `items` or `type`, too."""
+    for name in path.split("."):
+        model = cast(nn.Module, submodules(model)[name])
+    return model
 
 
 class _Tables:
@@ -179,21 +220,22 @@ class _Tables:
             return Difference(key, "", ids_U.numel(), ids_U.numel(), torch.inf, "missing feature")
         entry = self._entries[places[0]]
         own, other = self._rows(entry, ids_U)
-        wanted = cast(Tensor, self._model.get_submodule(entry.name).weight).detach()[own]
+        table = _module_at(self._model, entry.name)
+        rows = cast(Tensor, table.weight).detach()[own]
+        own_bits = table.row_type.bits if isinstance(table, QuantTable) else 0
+        wanted = _floats(rows, entry.dim, own_bits)
         stored = self._package.weights[entry.weight][other]
         row_type = ROW_TYPES.get(entry.data_type)
-        if row_type is not None and row_type.bits:
-            got = dequantize_rows(stored, entry.dim, row_type.bits)
-            encoded = quantize_rows(wanted, row_type.bits)
-        else:
-            got, encoded = stored.float(), wanted.to(stored.dtype)
-        gaps_U = (got - wanted.float()).abs().amax(1) if ids_U.numel() else torch.zeros(0)
+        bits = 0 if row_type is None else row_type.bits
+        got = _floats(stored, entry.dim, bits)
+        gaps_U = (got - wanted).abs().amax(1) if ids_U.numel() else torch.zeros(0)
         differs = (gaps_U > 0) | (own != other)
         cause = ""
         if bool((own != other).any()):
             cause = "id mapping"
         elif bool(differs.any()):
-            cause = "data type" if torch.equal(encoded, stored) else "other version"
+            is_type = _is_rounded(wanted, rows, own_bits, got, stored, bits)
+            cause = "data type" if is_type else "other version"
         largest = float(gaps_U.max()) if gaps_U.numel() else 0.0
         return Difference(key, entry.name, ids_U.numel(), int(differs.sum()), largest, cause)
 
@@ -227,6 +269,20 @@ class _Tables:
                 continue  # a constant of the compiler
             found.append(_compared(name, got, want.detach(), "other version"))
         return found
+
+
+def _floats(rows: Tensor, dim: int, bits: int) -> Tensor:
+    """Return rows of `bits` bits, or of floats where it is 0, as float32."""
+    return dequantize_rows(rows, dim, bits) if bits else rows.float()
+
+
+def _is_rounded(want: Tensor, rows: Tensor, own_bits: int, got: Tensor, stored: Tensor, bits: int) -> bool:
+    """Return True if two types of the same rows explain that the model's numbers `want` are not the package's `got`."""
+    if bits and own_bits:  # neither side has the numbers that were rounded
+        return bits != own_bits
+    if own_bits:
+        return torch.equal(quantize_rows(got, own_bits), rows)
+    return torch.equal(quantize_rows(want, bits) if bits else want.to(stored.dtype), stored)
 
 
 def _managed_of(part: ManagedCollisionEmbeddings) -> Iterator[tuple[str, str, ManagedCollisionModule]]:

@@ -19,7 +19,33 @@ from tilerec.export.signature import (
     with_flat_forward,
 )
 from tilerec.sparse.keyed_tensor import KeyedTensor
-from tilerec.torch_private import any_sizes, pytree
+from tilerec.torch_private import any_sizes, pytree, submodules
+
+
+def rename_hidden(model: nn.Module) -> dict[str, str]:
+    """Rename submodules that an attribute of their parent hides, such as a table `items` or `type`.
+
+    torch.export and AOTInductor find a module's tensors through attributes. `_` is added to the name of such a module;
+    forwards of collections do not use the names of their tables.
+
+    Returns:
+        The old path of each renamed submodule, by its new path.
+    """
+    renamed = {}
+    for path, part in model.named_modules():
+        children = dict(submodules(part))
+        hidden = [name for name, child in children.items() if getattr(part, name, None) is not child]
+        if not hidden:
+            continue
+        submodules(part).clear()
+        for name, child in children.items():
+            free = name
+            while name in hidden and (free in children or hasattr(part, free)):
+                free += "_"
+            submodules(part)[free] = child
+            if free != name:
+                renamed[".".join(filter(None, (path, free)))] = ".".join(filter(None, (path, name)))
+    return renamed
 
 
 def traced(model: nn.Module, signature: Signature, args: tuple[Any, ...], *, strict: bool) -> ExportedProgram:

@@ -235,7 +235,14 @@ def example_signature(names: Sequence[str], args: Sequence[Any]) -> Signature:
     inputs = tuple(_input(path, value, batch) for path, value in zip(paths, values, strict=True))
     if not any(BATCH in spec.shape for own in inputs for spec in own.tensors):
         raise ConfigError("export: got an example without samples; expected a batch of the model. Pass its arguments.")
-    return Signature(tuple(names), inputs, pytree.treespec_dumps(structure))
+    try:
+        text = pytree.treespec_dumps(structure)
+    except NotImplementedError:
+        raise ConfigError(
+            f"export: got arguments with a container that a file cannot describe ({structure}); expected lists, "
+            "tuples and dicts. Pass its tensors to a module around the model."
+        ) from None
+    return Signature(tuple(names), inputs, text)
 
 
 def flat_tensors(signature: Signature, values: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from tilerec.run_cli.parity import parity
 from tilerec.run_cli.predict import predict
 from tilerec.run_cli.quantize import quantize
 from tilerec.run_cli.serve import bench_serve, serve
+from tilerec.run_cli.serve_files import serve_files
 from tilerec.run_cli.train import train
 
 
@@ -26,4 +27,5 @@ def add_run_commands(app: typer.Typer) -> None:
     app.command()(parity)
     app.command()(serve)
     app.command("bench-serve")(bench_serve)
+    app.command("serve-files")(serve_files)
     app.command()(init)

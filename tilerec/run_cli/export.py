@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tilerec.data.batch import Batch
+    from tilerec.models.two_tower import Tower
     from tilerec.train.trained_run import TrainedRun
 
 EXAMPLE_SAMPLES = 7
@@ -79,15 +80,24 @@ def _export(trained: TrainedRun, out: Path, data: str | None, tower: str, strict
 
 def _part(model: nn.Module, batch: Batch, tower: str) -> tuple[nn.Module, object]:
     """Return the module to export, and its example."""
-    from tilerec.models.two_tower import Tower, TwoTower
-
     if not tower:
         return model, {"dense_features": batch.dense_features, "sparse_features": batch.sparse_features}
-    if not isinstance(model, TwoTower):
-        raise ConfigError(
-            f"--tower: got '{tower}' for a run of {type(model).__name__}; expected a run with model.kind = "
-            "'two_tower'. Leave it out."
-        )
-    part = Tower(model, tower)
+    part = one_tower(model, tower)
     keys = batch.sparse_features.keys()
     return part, batch.sparse_features.permute([keys.index(name) for name in part.features])
+
+
+def one_tower(model: nn.Module, side: str) -> Tower:
+    """Return the "query" or the "candidate" tower of a model.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    from tilerec.models.two_tower import Tower, TwoTower
+
+    if not isinstance(model, TwoTower):
+        raise ConfigError(
+            f"--tower: got '{side}' for a run of {type(model).__name__}; expected a run with model.kind = "
+            "'two_tower'. Leave it out."
+        )
+    return Tower(model, side)

@@ -1,6 +1,6 @@
 """`tilerec parity`: does a package answer as the trained model does?
 
-tilerec parity model.pt2 runs/a requests/*.safetensors
+tilerec parity model.pt2 runs/a requests/*
 """
 
 from __future__ import annotations
@@ -16,47 +16,69 @@ from tilerec.terminal import SafeConsole, print_error, print_plain
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilerec.export.manifest import Manifest
+
 
 def parity(
     package: Annotated[Path, typer.Argument(help="A package of `tilerec export`.")],
     run: Annotated[str, typer.Argument(help="A run file, the log folder of a run, or a checkpoint in it.")],
     batches: Annotated[
-        list[Path], typer.Argument(help="Logged batches: safetensors files with the package's inputs by name.")
+        list[Path], typer.Argument(help="Bodies of logged requests: safetensors files (.safetensors), or JSON.")
     ],
+    tower: Annotated[
+        str, typer.Option(help="Of a two-tower run: the package is the 'query' or the 'candidate' tower.")
+    ] = "",
 ) -> None:
-    """Compare a package with the trained model, feature by feature, on logged batches. Exit code 1 for a difference."""
+    """Compare a package with the trained model, feature by feature, on logged requests. Exit code 1 for a difference.
+
+    Rounding of compiled sums is no difference.
+    """
     import torch
     from rich.table import Table
 
     from tilerec.export.loading import load
     from tilerec.export.parity import parity as compare
+    from tilerec.run_cli.export import one_tower
     from tilerec.train.trained_run import find_trained
     from tilerec.train.world import World
 
     try:
         trained = find_trained(run)
         model = trained.load(trained.config.data.open(), torch.device("cpu"), World(None))
-        found = compare(load(package), model, map(_batch, batches))
+        model = one_tower(model, tower) if tower else model
+        opened = load(package)
+        found = compare(opened, model, (logged_batch(path, opened.manifest) for path in batches))
     except TilerecError as error:
         print_error(str(error))
         raise typer.Exit(2) from None
-    table = Table("", "name", "table", "compared", "differ", "largest difference", "cause")
+    table = Table("", "name", "table", "compared", "differ", "largest gap", "cause")
+    for column in table.columns:
+        column.overflow = "fold"
     for kind, some in (("output", found.outputs), ("feature", found.features), ("weight", found.weights)):
         for one in some:
             if kind != "weight" or one.cause:
-                row = (one.name, one.table, f"{one.seen:,}", f"{one.differing:,}", f"{one.largest:g}", one.cause)
+                own = one.table.rpartition(".")[2]
+                row = (one.name, own, f"{one.seen:,}", f"{one.differing:,}", f"{one.largest:.3g}", one.cause)
                 table.add_row(kind, *row)
     SafeConsole().print(table)
-    if not found.is_equal:
+    if found.causes - {"rounding"}:
         raise typer.Exit(1)
-    print_plain(f"equal for {found.samples:,} samples")
+    print_plain(f"equal{' but for rounding' if found.causes else ''} for {found.samples:,} samples")
 
 
-def _batch(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def logged_batch(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Return the inputs of a request, as the server reads it.
+
+    Raises:
+        InputError: the file cannot be read, or the request does not fit the package.
+    """
+    from tilerec.serve.wire import SAFETENSORS, parse
 
     try:
-        return dict(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: got '{error}'; expected a safetensors file of a request. Check the path.") from error
+        body = path.read_bytes()
+        tensors = parse(body, SAFETENSORS if path.suffix == ".safetensors" else "application/json", manifest).tensors
+    except OSError as error:
+        raise InputError(f"{path}: got '{error.strerror}'; expected the file of a request. Check the path.") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    return {spec.name: tensor for spec, tensor in zip(manifest.signature.specs(), tensors, strict=True)}

@@ -54,7 +54,8 @@ class Keys(Sequence[str]):
                 raise InputError(
                     f"keys: got {name!r}, a {type(name).__name__}; expected feature names (str). Pass strings."
                 )
-        self._hash = hash(self.names)
+        # Not under Dynamo, which cannot trace it in torch 2.11.
+        self._hash = 0 if torch.compiler.is_compiling() else hash(self.names)
         self._selections: dict[tuple[int, ...], Keys] = {}
         self._splits: dict[tuple[int, ...], tuple[Keys, ...]] = {}
 
@@ -152,7 +153,7 @@ class Keys(Sequence[str]):
         return self is other or (isinstance(other, Keys) and self.names == other.names)
 
     def __hash__(self) -> int:
-        return self._hash
+        return self._hash or hash(self.names)
 
     def __repr__(self) -> str:
         return f"Keys({list(self.names)})"
