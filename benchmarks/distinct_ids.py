@@ -54,7 +54,7 @@ def made_batches(case: str, rank: int, exponent: float) -> list[KeyedJaggedTenso
 class Steps:
     """One model of a rank, and its steps."""
 
-    def __init__(self, case: str, kind: ShardingType, distinct: bool | None) -> None:
+    def __init__(self, case: str, kind: ShardingType, wire: Wire) -> None:
         tables, dim, _, _ = CASES[case]
         configs = [(f"t{t}", [f"f{t}"]) for t in range(tables)]
         module: Any = (
@@ -65,7 +65,6 @@ class Steps:
             )
         )
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
-        wire = Wire(distinct=distinct)
         size = dist.get_world_size()
         plan = {
             f"t{t}": ParameterSharding(kind, ranks=[t % size] if kind is ShardingType.TABLE_WISE else None, wire=wire)
@@ -87,7 +86,7 @@ class Steps:
 def on_rank(case: str, kind: ShardingType, rounds: int, exponent: float) -> dict[str, tuple[list[float], int]]:
     torch.set_num_threads(1)
     batches = made_batches(case, dist.get_rank(), exponent)
-    models = {name: Steps(case, kind, distinct) for name, distinct in WAYS.items()}
+    models = {name: Steps(case, kind, Wire(distinct=distinct)) for name, distinct in WAYS.items()}
     found: dict[str, tuple[list[float], int]] = {name: ([], 0) for name in models}
     for number in range(rounds + 1):
         for name, model in models.items():
