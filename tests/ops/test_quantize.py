@@ -7,7 +7,14 @@ import torch
 from torch.library import opcheck
 
 from tilerec.errors import ConfigError
-from tilerec.ops.quantize.definition import pack_rows, pack_segments, unpack_rows, unpack_segments
+from tilerec.ops.quantize.definition import (
+    pack_rows,
+    pack_segments,
+    pack_segments_reference,
+    unpack_rows,
+    unpack_segments,
+    unpack_segments_reference,
+)
 
 OPS = torch.ops.tilerec
 FORMATS = ["int8", "fp8"]
@@ -69,6 +76,38 @@ def test_a_row_that_is_not_finite_has_codes_of_zero_and_a_scale_that_shows_it(fo
     back = unpack_rows(packed, format, torch.float32)
     assert back[0].isnan().all()
     torch.testing.assert_close(back[1], torch.tensor([4.0, 0.0, 2.0]), rtol=0.07, atol=0.02)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_and_unpacked_rows_have_the_reference_s_bits(format: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    counts, widths = [3, 0, 700, 2, 90, 5], [5, 2, 300, 0, 61, 7]
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    flat = torch.randn(sum(sizes)) * (2 * torch.randn(sum(sizes))).exp()
+    flat[torch.rand(flat.shape) < 0.01] *= 0.0  # zeros of both signs
+    flat[-35:-28] = -0.0  # rows of zeros, of tiny numbers, and of numbers that end half-way between two codes
+    flat[-28:-21] = torch.linspace(-9e-37, 9e-37, 7)
+    flat[-21:-14] = torch.tensor([127.0, 0.5, 1.5, -2.5, 126.5, -126.5, 0.0]) * 2.0**-20
+    flat[-14:-7] = torch.tensor([448.0, 432.0, 2.0**-7, 2.0**-10, -3 * 2.0**-10, 17.0, -(2.0**-6) * (1 - 2.0**-5)])
+    flat[-7:] = torch.tensor([1.0, float("inf"), -1.0, 0.0, -0.0, 3.0, 4.0])
+    packed = pack_segments(flat, counts, widths, format)
+    assert torch.equal(packed, pack_segments_reference(flat, counts, widths, format))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        got = unpack_segments(packed, counts, widths, format, dtype)
+        want = unpack_segments_reference(packed, counts, widths, format, dtype)
+        assert got.dtype == want.dtype == dtype
+        assert torch.equal(got.nan_to_num(7.5), want.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_byte_of_fp8_is_unpacked_as_torch_does(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    packed = torch.cat([torch.tensor([0.75]).view(torch.uint8), codes])
+    got = unpack_segments(packed, [1], [256], "fp8", dtype)
+    want = (codes.view(torch.float8_e4m3fn).float() * 0.75).to(dtype)
+    assert torch.equal(got.nan_to_num(7.5), want.nan_to_num(7.5))
+    assert torch.equal(got.signbit()[~got.isnan()], want.signbit()[~want.isnan()])
 
 
 def test_what_is_no_matrix_of_such_rows_is_refused() -> None:

@@ -10,6 +10,7 @@ from tilerec.ops.hash import cpu as hash
 from tilerec.ops.jagged import cpu as jagged
 from tilerec.ops.lookup import cpu as lookup
 from tilerec.ops.marks import cpu as marks
+from tilerec.ops.quantize import cpu as quantize
 from tilerec.ops.quantized import cpu as quantized
 from tilerec.ops.random import cpu as random
 from tilerec.ops.runtime.library import LIBRARY
@@ -19,5 +20,5 @@ from tilerec.ops.update import cpu as update
 
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
-    for family in (distinct, exchange, hash, jagged, lookup, marks, quantized, random, search, update):
+    for family in (distinct, exchange, hash, jagged, lookup, marks, quantize, quantized, random, search, update):
         LIBRARY.serve("CPU", family.kernels(library))

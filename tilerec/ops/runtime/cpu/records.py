@@ -145,6 +145,18 @@ class RepeatsRecord(ctypes.Structure):
     ]
 
 
+class PackingRecord(ctypes.Structure):
+    """`tr_packing` of native/quantize.h."""
+
+    _fields_ = [
+        ("lists", _P),
+        ("segments", _I64),
+        ("rows", _P),
+        ("packed", _P),
+        *((name, _I64) for name in ("fp8", "wide", "threads")),
+    ]
+
+
 class Zch(ctypes.Structure):
     """`tr_zch` of native/hash.h."""
 
