@@ -43,6 +43,7 @@ class Case:
     ranks: int
     hosts: int
     wire: str = "fp32"
+    pooled: bool = True
 
     @property
     def host_ranks(self) -> list[list[int]]:
@@ -75,14 +76,20 @@ class Runner:
         self.grad = data["grad"][rank]  # [B, T * D], by table
         self.names = [f"f{t}" for t in range(case.tables)]
         self.lengths = torch.full((case.tables * case.batch,), case.length, dtype=torch.int32)
+        # Each id of a bag gets the bag's gradient, so both kinds of modules make the same update. Per table [B * L, D].
+        parts = [] if case.pooled else self.grad.split(case.dim, dim=1)
+        self.id_grads = [part.repeat_interleave(case.length, dim=0) for part in parts]
 
-    def step(self, k: int) -> Tensor:
-        """Run forward, backward and update with batch `k`; return the output as the module returns it, `[B, T * D]`."""
+    def step(self, k: int) -> Any:
+        """Run forward, backward and update with batch `k`; return the module's output: `[B, T * D]`, or by table."""
         raise NotImplementedError
 
-    def by_table(self, output: Tensor) -> Tensor:
-        """Return an output with its columns in the order of the tables."""
-        return output
+    def by_table(self, output: Any) -> Tensor:
+        """Return an output with its columns in the order of the tables; unpooled rows are added up by bag."""
+        if self.case.pooled:
+            return output.detach()
+        size = self.case.batch, self.case.length, self.case.dim
+        return torch.cat([output[name].values().detach().view(size).sum(1) for name in self.names], dim=1)
 
     def tiles(self) -> Iterable[Tile]:
         """Yield the memory of this rank's tiles of the tables."""
@@ -124,7 +131,7 @@ def result_of(runner: Runner, touched: list[Tensor]) -> dict[str, Any]:
     case, held, strays = runner.case, [], 0
     tiles = list(runner.tiles())
     fill(tiles, case.dim)
-    output = runner.by_table(runner.step(0).detach()).float().clone()
+    output = runner.by_table(runner.step(0)).float().clone()
     for tile in tiles:
         rows = touched[tile.table]
         rows = rows[(rows >= tile.row) & (rows < tile.row + tile.values.shape[0])]
@@ -208,14 +215,16 @@ def serve(make: Callable[[Case, dict[str, Any], int], Runner], hello: Answer, mo
 
 
 class TorchRec(Runner):
-    """TorchRec's `ShardedEmbeddingBagCollection` on CPU, by a plan made by hand."""
+    """TorchRec's sharded collection on CPU, by a plan made by hand."""
 
     def __init__(self, case: Case, data: dict[str, Any], rank: int) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.sharding_plan import construct_module_sharding_plan
         from torchrec.distributed.types import ShardingEnv
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
         super().__init__(case, data, rank)
         if case.hosts > 1:
@@ -223,14 +232,15 @@ class TorchRec(Runner):
         if case.wire != "fp32":
             raise Lacks("wire: only ours is run with another")
         self.batch_type = KeyedJaggedTensor
-        module = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(num_embeddings=case.rows, embedding_dim=case.dim, name=f"t{t}", feature_names=[name])
-                for t, name in enumerate(self.names)
-            ],
-            device=torch.device("meta"),
-        )
-        sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR})
+        config = EmbeddingBagConfig if case.pooled else EmbeddingConfig
+        configs = [
+            config(num_embeddings=case.rows, embedding_dim=case.dim, name=f"t{t}", feature_names=[name])
+            for t, name in enumerate(self.names)
+        ]
+        collection = EmbeddingBagCollection if case.pooled else EmbeddingCollection
+        module = collection(tables=configs, device=torch.device("meta"))
+        fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LR}
+        sharder = (EmbeddingBagCollectionSharder if case.pooled else EmbeddingCollectionSharder)(fused_params=fused)
         plan = construct_module_sharding_plan(
             module,
             {f"t{t}": torchrec_placement(case, t) for t in range(case.tables)},
@@ -249,9 +259,13 @@ class TorchRec(Runner):
         self.columns: Tensor | None = None
         self.by_module: Tensor | None = None
 
-    def step(self, k: int) -> Tensor:
+    def step(self, k: int) -> Any:
         features = self.batch_type(self.names, self.ids[k], lengths=self.lengths)
         pooled = self.module(features).wait()
+        if not self.case.pooled:
+            torch.autograd.backward([pooled[name].values() for name in self.names], self.id_grads)
+            self._update()
+            return pooled
         values = pooled.values()
         if self.by_module is None:
             # Its columns have the order of its shards: permute the given gradient to it once, before any timing.
@@ -261,13 +275,17 @@ class TorchRec(Runner):
             columns = torch.cat([torch.arange(t * D, (t + 1) * D) for t in order])
             self.by_module, self.columns = self.grad[:, columns].contiguous(), columns.argsort()
         values.backward(self.by_module)
+        self._update()
+        return values
+
+    def _update(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return values
 
-    def by_table(self, output: Tensor) -> Tensor:
-        return output[:, self.columns]
+    def by_table(self, output: Any) -> Tensor:
+        found = super().by_table(output)
+        return found[:, self.columns] if self.case.pooled else found
 
     def tiles(self) -> Iterator[Tile]:
         yield from torchrec_tiles(self.module)

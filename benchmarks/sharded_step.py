@@ -1,6 +1,7 @@
 """A training step of sharded tables, beside TorchRec, over gloo on CPU.
 
     python benchmarks/sharded_step.py --peer .venv-peer/bin/python [--quick] [--tilings row-wise,…] [--csv FILE]
+    python benchmarks/sharded_step.py --unpooled --tables 8 --dims 64 --lengths 20 --batch 1024    a row per id
     python benchmarks/sharded_step.py --stages [--profile 15] [--tilings …]     tilerec alone: parts of a step's time
     python benchmarks/sharded_step.py --ranks 4 --hosts 2 --tilings table-row-wise,grid                    tilerec alone
 
@@ -71,6 +72,7 @@ from peer import LR, PERIOD, table_values  # noqa: E402
 from sharded_peer import Case, Runner, Tile, serve  # noqa: E402
 
 from tilerec.comms.process import ProcessGroupComms  # noqa: E402
+from tilerec.modules.embedding import EmbeddingCollection  # noqa: E402
 from tilerec.modules.embedding_bag import EmbeddingBagCollection  # noqa: E402
 from tilerec.ops import backends  # noqa: E402
 from tilerec.ops.runtime.cpu.library import status  # noqa: E402
@@ -79,7 +81,7 @@ from tilerec.parallel.shard import shard  # noqa: E402
 from tilerec.sharding.wire import RowWire  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire  # noqa: E402
-from tilerec.spec.table import EmbeddingBagConfig  # noqa: E402
+from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig  # noqa: E402
 from tilerec.spec.topology import Topology  # noqa: E402
 
 TILINGS = ("table-wise", "column-wise", "row-wise", "data-parallel")
@@ -103,22 +105,23 @@ class Ours(Runner):
     def __init__(self, case: Case, data: dict[str, Any], rank: int) -> None:
         super().__init__(case, data, rank)
         self.touched: list[Tensor] = data["touched"]
-        module = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(case.rows, case.dim, f"t{t}", feature_names=[name])
-                for t, name in enumerate(self.names)
-            ],
-            device=torch.device("meta"),
-        )
+        config: Any = EmbeddingBagConfig if case.pooled else EmbeddingConfig
+        configs = [config(case.rows, case.dim, f"t{t}", feature_names=[name]) for t, name in enumerate(self.names)]
+        collection: Any = EmbeddingBagCollection if case.pooled else EmbeddingCollection
+        module = collection(configs, device=torch.device("meta"))
         apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": LR})
         topology = Topology(case.ranks, "cpu", hosts=case.host_ranks)
         plan = {f"t{t}": placement(case, t) for t in range(case.tables)}
         self.module: Any = shard(module, plan={"": plan}, topology=topology, device="cpu")
 
-    def step(self, k: int) -> Tensor:
+    def step(self, k: int) -> Any:
         self.module.exchange.group.traffic.reset()
         features = KeyedJaggedTensor(self.names, self.ids[k], lengths=self.lengths)
-        values = self.module(features).values()
+        output = self.module(features)
+        if not self.case.pooled:
+            torch.autograd.backward([output[name].values() for name in self.names], self.id_grads)
+            return output
+        values = output.values()
         values.backward(self.grad)
         return values
 
@@ -166,10 +169,13 @@ def placement(case: Case, table: int) -> ParameterSharding:
 # ------------------------------------------------------------------------------------------------------- stages
 
 STAGE_OF_OP = {
+    "distinct_ids": "route",
     "route_ids": "route",
     "pooled_lookup": "lookup",
     "place_rows_": "scatter",
-    "pick_rows": "gather",
+    "expand_rows_": "scatter",
+    "pick_rows_": "gather",
+    "sum_rows_": "gather",
     "update_rows_": "update",
     "sum_row_gradients_of_tables": "sums",
 }
@@ -266,10 +272,12 @@ def _moved(name: str, args: Any, result: Any) -> int:
         return _size(args[0], args[1], *result)
     if name == "pooled_lookup":
         return _size(args[2], args[3], result[0])
-    if name == "place_rows_":
+    if name == "distinct_ids":
+        return _size(args[0], args[1], *result)
+    if name in ("place_rows_", "expand_rows_", "sum_rows_"):
         return _size(args[0], args[1])
-    if name == "pick_rows":
-        return 2 * _size(result)
+    if name == "pick_rows_":
+        return 2 * _size(args[0])
     if name == "update_rows_":
         return _size(args[2], args[3], args[4])
     if name == "sum_row_gradients_of_tables":
@@ -688,7 +696,8 @@ class Bench:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for tiling, dim, length in itertools.product(options.tilings, options.dims, options.lengths):
-        yield Case(tiling, dim, length, options.tables, options.rows, options.batch, options.ranks, options.hosts)
+        sizes = (options.tables, options.rows, options.batch, options.ranks, options.hosts)
+        yield Case(tiling, dim, length, *sizes, pooled=not options.unpooled)
 
 
 def parse() -> argparse.Namespace:
@@ -709,6 +718,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=4, help="different ones, in turn")
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="fp32", help="of --stages and --profile")
     parser.add_argument("--no-bf16", action="store_true", help="leave out the bf16 columns")
+    parser.add_argument("--unpooled", action="store_true", help="a row per id, by EmbeddingCollection")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--round-seconds", type=float, default=0.4)
     parser.add_argument("--csv", type=Path, help="write the rows there too")
@@ -740,7 +750,7 @@ def main() -> None:
                 print(f"- peer: torchrec {hello['torchrec']}, fbgemm-gpu-cpu {hello['fbgemm']}, torch "
                       f"{hello['torch']}, Python {hello['python']}")  # fmt: skip
             print(f"- {options.tables} tables x {options.rows} rows, {options.batch} samples a rank, Zipf 1.05 with "
-                  "scrambled ids, SGD; sparse part only")  # fmt: skip
+                  f"scrambled ids{', a row per id' if options.unpooled else ''}, SGD; sparse part only")  # fmt: skip
             print(f"- recipe: `{' '.join(['python', *sys.argv])}`, {time.strftime('%Y-%m-%d')}; "
                   f"{options.rounds} rounds of {options.round_seconds} s in turn, medians\n")  # fmt: skip
             if not backends.NATIVE_CPU:

@@ -166,15 +166,20 @@ def test_a_sharder_names_the_class_that_sharding_makes() -> None:
 
 def test_arguments_of_a_sharder_without_effect_are_taken_with_a_warning() -> None:
     wire = Wire("bf16", "bf16")
-    with pytest.warns(UserWarning, match=r"EmbeddingCollectionSharder: .*use_index_dedup .*the same") as seen:
-        sequences = EmbeddingCollectionSharder({"learning_rate": 0.5}, wire, use_index_dedup=True)
-    assert seen[0].filename == __file__
     with pytest.warns(UserWarning, match="BagCollectionSharder: .*sharded_module_order_overwrite") as seen:
         pooled = EmbeddingBagCollectionSharder({"learning_rate": 0.5}, wire, sharded_module_order_overwrite=["t"])
     assert seen[0].filename == __file__
-    assert sequences.optimizer == pooled.optimizer == SGD(0.5)
-    assert sequences.wire == pooled.wire == wire
+    assert pooled.optimizer == SGD(0.5)
+    assert pooled.wire == wire
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        EmbeddingCollectionSharder(None, None, False)
         EmbeddingBagCollectionSharder(None, None, None)
+
+
+def test_index_dedup_sends_distinct_ids() -> None:
+    wire = Wire("bf16", "bf16")
+    for given, dedup, wanted in [
+        (None, False, None), (wire, False, wire), (None, True, Wire(distinct=True)),
+        (wire, True, Wire("bf16", "bf16", distinct=True)),
+    ]:  # fmt: skip
+        assert EmbeddingCollectionSharder(None, given, use_index_dedup=dedup).wire == wanted

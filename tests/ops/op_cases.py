@@ -168,6 +168,15 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         ),
         "pick_rows_": lambda: (rand(4), rand(9), whole(0, 2, dtype=torch.int32), [2], [2], [0], [1], [3]),
         "pick_rows": lambda: (rand(9), whole(0, 2, dtype=torch.int32), [2], [2], [0], [1], [3]),
+        "distinct_ids": lambda: (whole(7, 3, 7, 5, 6), whole(0, 1, 1, 2, 3, 5), [4, 1], [9, 9], [100, 100], False),
+        "expand_rows_": lambda: (
+            rand(9), rand(4), whole(dtype=torch.int32), [2], [2], [-1], [1], [3], [0], True,
+            whole(0, 2, 1, dtype=torch.int32), whole(0, 2, 3, dtype=torch.int32), [0], [0],
+        ),
+        "sum_rows_": lambda: (
+            rand(4), rand(9), whole(dtype=torch.int32), [2], [2], [-1], [1], [3],
+            whole(0, 2, 1, dtype=torch.int32), whole(0, 2, 3, dtype=torch.int32), [0],
+        ),
         "pack_segments": lambda: (rand(13), [2, 1], [5, 3], "int8"),
         "unpack_segments": lambda: (
             torch.ops.tilerec.pack_segments(rand(13), [2, 1], [5, 3], "int8"), [2, 1], [5, 3], "int8", torch.float32

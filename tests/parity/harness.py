@@ -44,6 +44,7 @@ from tilerec.spec.optimizer import (
     PartialRowWiseLAMB,
     RowWiseAdagrad,
 )
+from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tilerec.spec.tile import Tile, Tiling, ceil_chunks
 from tilerec.spec.topology import Topology
@@ -85,6 +86,7 @@ class Case:
     bad_ids: bool = False
     frozen: tuple[str, ...] = ()
     fan_in: Mapping[str, float] = field(default_factory=dict)
+    distinct: bool | None = None  # whether repeated ids travel once: `Wire`
     mean_length: float = 2.0
     steps: int = 3
     seed: int = 0
@@ -391,8 +393,9 @@ def run_rank(group: Group, case: Case, base: Any = None) -> Record:
     """The same on one of W ranks. `base`: a built module to copy, where ranks share the random generator."""
     module = build(case) if base is None else copy.deepcopy(base)
     shard_collection(
-        module, case.tilings, group, group.split("route"), case.topology, exact=case.exact, fan_in=case.fan_in
-    )
+        module, case.tilings, group, group.split("route"), case.topology, exact=case.exact, fan_in=case.fan_in,
+        wires=dict.fromkeys(case.tilings, Wire(distinct=case.distinct)),
+    )  # fmt: skip
     own = batches(case, group.rank)
     seen = _train(case, module, own, float(case.world_size))
     held = {
@@ -545,13 +548,14 @@ def assemble(case: Case, ranks: Sequence[Record]) -> dict[str, Tensor]:
 def keeps_order(case: Case, table: TableCase) -> bool:
     """Whether no sum of this table's run is reordered and no scale rounds, so that bits must be equal.
 
-    Tiles have one owner (replicas add their own sums first), rows are whole where the rule adds over them, bags are
-    whole (or there are none), a mean is not divided at another place, and W is a power of two.
+    Tiles have one owner (replicas add their own sums first), every id travels, rows are whole where the rule adds over
+    them, bags are whole (or there are none), a mean is not divided at another place, and W is a power of two.
     """
     tiling = case.tilings[table.name]
     return (
         case.world_size & (case.world_size - 1) == 0
         and not tiling.replicated
+        and (case.pooled or case.distinct is False or case.world_size == 1)
         and not (adds_over_rows(case.optimizer) and len(tiling.blocks) > 1)
         and not (case.pooled and any(len(block.owners) > 1 for block in tiling.blocks))
         and not table.mean

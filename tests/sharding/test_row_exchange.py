@@ -24,6 +24,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
+from tilerec.spec.plan import Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -74,7 +75,7 @@ def test_rows_of_single_ids_do_not_grow_with_the_ranks(size: int) -> None:
     local = split_batch(features, [64 // size] * size)
 
     def fn(group: Group) -> Any:
-        return step(group, rows(64, size, DIM), local[group.rank])
+        return step(group, rows(64, size, DIM), local[group.rank], wires={"t": Wire(distinct=False)})
 
     made = run_virtual_ranks(size, fn)
     away = sum(int((batch.values() // (64 // size) != home).sum()) for home, batch in enumerate(local))
@@ -239,7 +240,8 @@ def test_rows_that_meet_are_of_one_block(kind: str, monkeypatch: pytest.MonkeyPa
         module: Any = EmbeddingCollection(tables) if kind == "sequence" else EmbeddingBagCollection(tables)
         tilings = {table.name: TILINGS[name](20, dim, hosts, 1) for table, dim in zip(tables, dims, strict=True)}
         topology = Topology(group.size, "cpu", hosts=hosts)
-        shard_collection(module, tilings, group, group.split("route"), topology)
+        wires = {table.name: Wire(distinct=False) for table in tables}
+        shard_collection(module, tilings, group, group.split("route"), topology, wires=wires)
         module(random_batch(["a", "b"], 20, 5, seed=group.rank, variable=kind == "variable"))
 
     for name in TILINGS:

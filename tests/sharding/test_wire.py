@@ -6,6 +6,7 @@ Legend: W ranks, B samples.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import hypothesis
@@ -284,11 +285,13 @@ def test_float64_tables_keep_their_dtype_under_every_format(names: list[str]) ->
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("bags", [True, False], ids=["bags", "ids"])
+@pytest.mark.parametrize(
+    ("bags", "distinct"), [(True, None), (False, False), (False, True)], ids=["bags", "ids", "distinct"]
+)
 @pytest.mark.parametrize(
     "wires",
     [
-        None,
+        dict.fromkeys(ROWS, Wire()),
         dict.fromkeys(ROWS, Wire("fp16", "fp16")),
         dict.fromkeys(ROWS, Wire("bf16", "fp32")),
         dict.fromkeys(ROWS, Wire("int8", "int8")),
@@ -297,16 +300,21 @@ def test_float64_tables_keep_their_dtype_under_every_format(names: list[str]) ->
     ],
     ids=["fp32", "fp16", "bf16-fp32", "int8", "mixed", "one table"],
 )
-def test_bytes_are_those_of_the_rows_that_must_travel(wires: dict[str, Wire] | None, bags: bool, tiles: str) -> None:
+def test_bytes_are_those_of_the_rows_that_must_travel(
+    wires: dict[str, Wire], bags: bool, distinct: bool | None, tiles: str
+) -> None:
     cover = TILES[tiles]
     local = batches()
+    wires = {t: replace(wires.get(t, Wire()), distinct=distinct) for t in ROWS}
     rows, gradients = torch.zeros(W, W, dtype=torch.int64), torch.zeros(W, W, dtype=torch.int64)
     for t in ROWS:
-        wire = (wires or {}).get(t, Wire())
+        wire = wires[t]
         for r0, r1, c0, c1, owner in cover[t]:
             for home in range(W):
                 # Only rows with something in them travel.
-                count = sum(int(((ids >= r0) & (ids < r1)).any()) for ids in pieces(bags, local[home], t))
+                sent = pieces(bags, local[home], t)
+                sent = list(local[home][f"f{t}"].values().unique()[:, None]) if distinct else sent
+                count = sum(int(((ids >= r0) & (ids < r1)).any()) for ids in sent)
                 rows[owner, home] += count * codec(wire.forward).row_bytes(c1 - c0)
                 gradients[home, owner] += count * codec(wire.backward).row_bytes(c1 - c0)
     rows.fill_diagonal_(0)

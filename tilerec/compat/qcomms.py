@@ -117,7 +117,8 @@ class QCommsConfig:
     def wire(self) -> Wire:
         """Return the formats as a `Wire` for plans."""
         forward, backward = self.forward_precision, self.backward_precision
-        return Wire(*[each.value if isinstance(each, CommType) else each for each in (forward, backward)])
+        names = [each.value if isinstance(each, CommType) else each for each in (forward, backward)]
+        return Wire(names[0], names[1])
 
 
 def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> Wire:

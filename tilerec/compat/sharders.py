@@ -6,6 +6,7 @@ The plan alone places tables, so every kind of collection is sharded with or wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, cast, final
 
 from torch import nn
@@ -142,7 +143,7 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
 
     Args:
         fused_params, qcomm_codecs_registry: see `ModuleSharder`.
-        use_index_dedup: accepted with a warning; no effect.
+        use_index_dedup: send each distinct id of a batch once. False: where the counts of a batch show that it pays.
     """
 
     _op = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL
@@ -155,9 +156,8 @@ class EmbeddingCollectionSharder(ModuleSharder[EmbeddingCollection]):
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-        reason = "ids that a batch repeats are sent each time; results are the same"
-        name = "use_index_dedup"
-        warn_ignored_settings(type(self).__name__, {name: use_index_dedup}, {name: reason}, 2)
+        if use_index_dedup:
+            self._wire = replace(self._wire or Wire(), distinct=True)
 
 
 def get_default_sharders() -> list[ModuleSharder]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from tilerec.ops.distinct import cpu as distinct
 from tilerec.ops.exchange import cpu as exchange
 from tilerec.ops.hash import cpu as hash
 from tilerec.ops.jagged import cpu as jagged
@@ -18,5 +19,5 @@ from tilerec.ops.update import cpu as update
 
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
-    for family in (exchange, hash, jagged, lookup, marks, quantized, random, search, update):
+    for family in (distinct, exchange, hash, jagged, lookup, marks, quantized, random, search, update):
         LIBRARY.serve("CPU", family.kernels(library))

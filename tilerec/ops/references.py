@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilerec.ops.cache import definition as cache
+from tilerec.ops.distinct import definition as distinct
 from tilerec.ops.exchange import definition as exchange
 from tilerec.ops.gradient import definition as gradient
 from tilerec.ops.hash import definition as hash
@@ -15,5 +16,7 @@ from tilerec.ops.random import renew
 from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
-REFERENCES = (cache, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, search, update)
+REFERENCES = (
+    cache, distinct, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, search, update,
+)  # fmt: skip
 """Files that define the ops. Importing them registers the reference kernels."""

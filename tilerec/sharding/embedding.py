@@ -29,7 +29,7 @@ from tilerec.sharding.combine_autograd import Output, combine, pooled_output
 from tilerec.sharding.compiled import Begun, Combination, TracedModule, begin, dense_names, finish, is_traceable
 from tilerec.sharding.exchange import Exchange, LookedUpBatch, RoutedAhead, RoutedFeatures, RouteInFlight
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
-from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples
+from tilerec.sharding.home_bags import check_variable, pooled_at_home, rows_of_samples, split_parts
 from tilerec.sharding.route import RouteInput
 from tilerec.sharding.tile_leaves import TileLeaves
 from tilerec.sparse.jagged_tensor import JaggedTensor
@@ -97,6 +97,8 @@ class ShardedCollection(TableCollection, TracedModule):
             batch, keys = self._batch(features, leaves)
         except Exception as error:
             return self.begin_refused(error, note)
+        if self.exchange.distinct is not None:
+            batch = self.exchange.distinct(batch, keys)
         begun = stages.router.begin(batch, keys, note)
         return RouteInFlight(features, begun, stages, batch.weights, self._divisors(features))
 
@@ -352,9 +354,11 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         return self._parts(looked, output, lambda flat: flat.to(dtype))
 
     def _jagged(self, features: KeyedJaggedTensor, counts: Sequence[int], flat: Tensor) -> dict[str, JaggedTensor]:
-        parts = flat.split([count * dim for count, dim in zip(counts, self._dims, strict=True)])
+        sizes = [count * dim for count, dim in zip(counts, self._dims, strict=True)]
         results = {}
-        by_key = features.to_dict() if torch.compiler.is_compiling() else features  # one split in place of many slices
+        compiling = torch.compiler.is_compiling()
+        parts = flat.split(sizes) if compiling else split_parts(flat, sizes)
+        by_key = features.to_dict() if compiling else features  # one split in place of many slices
         for read, part, count in zip(self._reads, parts, counts, strict=True):
             feature = by_key[read.feature]
             results[read.name] = JaggedTensor(

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilerec.comms.codec import codec
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
+from tilerec.sharding.distinct_ids import DistinctIds
 from tilerec.sharding.header import header_sizes_of
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.posted_headers import PostedHeaders, header_sizes
@@ -54,6 +55,7 @@ class Exchange:
             for s, slot in enumerate(slots)
             if len(tables[slot.table].tiling.blocks) > 1
         ]
+        self.distinct = None if exact else DistinctIds(self.layout, each_id=each_id)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}
 
@@ -145,6 +147,7 @@ class RoutedFeatures:
                     routed.ids, routed.offsets, routed.sample_weights, routed.slots, routed.positions,
                     routed.member_slots, features.values(), features.weights_or_none(), features.lengths_or_none(),
                     features.offsets_or_none(), None if inverse is None else inverse[1], *self.divisors,
+                    *([] if routed.repeats is None else [routed.repeats.items_I, routed.repeats.starts_U1]),
                 ]
             )  # fmt: skip
 

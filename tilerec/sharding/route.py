@@ -35,6 +35,7 @@ from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.merged_bags import BagMarks, BagUnion, MergedBags
 from tilerec.sharding.posted_headers import Headers, PostedHeaders, header_sizes
 from tilerec.sharding.read_counts import ReadCounts
+from tilerec.sharding.repeats import Repeats
 from tilerec.storage.prefetched_results import StreamEvent
 from tilerec.storage.tensor_mark import mark_of
 
@@ -69,6 +70,7 @@ class Routed:
     pending: Any = None
     # Tensors of a batch that the lookup reads without a copy, each with its mark when it was routed.
     in_place: tuple[tuple[Tensor, Any], ...] = ()
+    repeats: Repeats | None = None  # set if the bags are distinct ids
 
     def check(self) -> None:
         """Raise an `InputError` if a batch that is read without a copy was written to after it was routed."""
@@ -97,6 +99,8 @@ class RouteInput:
     batches: list[int]  # as in `pooled_lookup`
     bags: list[int]  # per slot
     facts: LookupFacts = field(default_factory=LookupFacts)  # must be equal on all ranks
+    samples: list[int] | None = None  # `batches` before repeated ids were left out; None: they are the same
+    repeats: Repeats | None = None  # set if repeated ids were left out
 
 
 @dataclass
@@ -228,7 +232,7 @@ class Router:
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
         self._check(headers, home.flags, batch.facts)
-        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.batches)
+        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.samples or batch.batches)
         # The host has the sizes now: cut the tensors to them.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
         if slots.numel() > present:
@@ -357,7 +361,7 @@ class Router:
             batch.bags, own_counts, slot_starts,
             _compact(all_slots) if max(slot_starts, default=-1) >= 0 else all_slots.new_empty(0),
             _compact(positions) if weights_need_grad else None, sent_ids, expected.present, expected.ids,
-            weights_need_grad, expected.unions, expected.members,
+            weights_need_grad, expected.unions, expected.members, repeats=batch.repeats,
         )  # fmt: skip
         sent = StreamEvent(payload.device) if payload.is_cuda else None
         routed.pending = lambda: self._receive(routed, handle, sent, expected, weights is not None)

@@ -131,6 +131,7 @@ class RowExchange:
         self._per_owner = [0 if owner == me else len(own) for owner, own in enumerate(layout.home)]
         self._home = [s for owner, own in enumerate(layout.home) if owner != me for s in own]
         self._home_widths = [s.width for s in self._home]
+        self._local_slots, self._home_slots = [s.slot for s in self._local_home], [s.slot for s in self._home]
         merges = [(h, merge) for h, own in enumerate(layout.merging) for merge in own]
         self._merge_units = [
             (m, h, unit.width) for m, (h, merge) in enumerate(merges) for unit in layout.parts[merge.parts[0]].units
@@ -264,18 +265,40 @@ class RowExchange:
         routed = looked.routed
         local = self._segments(self._local_home, routed, places)
         others = self._segments(self._home, routed, places)
-        whole = all(start < 0 for start in (*local.slot_starts, *others.slot_starts)) and not any(
-            (*local.adds, *others.adds)
-        )
         out = reused_empty(size, self.wide, looked.local.device)
-        fresh = not whole  # start from zeros, for bags without ids and for sums
+        fresh = self._has_gaps(routed, (local, others))  # start from zeros
         if local.counts:
-            torch.ops.tilerec.place_rows_(out, looked.local, routed.slots, *local, fresh)
+            self._place_(out, looked.local, routed, local, self._local_slots, fresh)
             fresh = False
         rows = looked.handle.wait()
         if others.counts or fresh:
-            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *others, fresh)
+            self._place_(out, rows, routed, others, self._home_slots, fresh)
         return out
+
+    def _has_gaps(self, routed: Routed, segments: Sequence[SegmentArguments]) -> bool:
+        """Return True if some elements of the output get no row, or a sum of rows."""
+        repeats, slots = routed.repeats, (self._local_slots, self._home_slots)
+        partial = [
+            slot
+            for own, own_slots in zip(segments, slots, strict=True)
+            for start, adds, slot in zip(own.slot_starts, own.adds, own_slots, strict=True)
+            if start >= 0 or adds
+        ]
+        return bool(partial) if repeats is None else repeats.gaps or any(repeats.firsts[s] < 0 for s in partial)
+
+    def _place_(
+        self, out: Tensor, rows: Tensor, routed: Routed, segments: SegmentArguments, slots: list[int], fresh: bool
+    ) -> None:
+        if routed.repeats is None:
+            torch.ops.tilerec.place_rows_(out, rows, routed.slots, *segments, fresh)
+        else:
+            routed.repeats.place_(out, rows, routed.slots, segments, slots, fresh)
+
+    def _pick_(self, rows: Tensor, grad: Tensor, routed: Routed, segments: SegmentArguments, slots: list[int]) -> None:
+        if routed.repeats is None:
+            torch.ops.tilerec.pick_rows_(rows, grad, routed.slots, *segments[:-1])
+        else:
+            routed.repeats.pick_(rows, grad, routed.slots, segments[:-1], slots)
 
     def _segments(self, home: Sequence[HomeSegment], routed: Routed, places: Sequence[BagLocation]) -> SegmentArguments:
         """Return the positions in the output of the rows of these segments."""
@@ -385,7 +408,8 @@ class RowExchange:
         """
         routed, layout = looked.routed, self.layout
         others = self._segments(self._home, routed, places)
-        out = torch.ops.tilerec.pick_rows(grad, routed.slots, *others[:-1])
+        out = reused_empty(sum(self._home_rows(routed).sizes()), grad.dtype, grad.device)
+        self._pick_(out, grad, routed, others, self._home_slots)
         received = self._owner_rows(routed)
         here = sum(routed.present[s.count] * s.width for s in self._local)
         # One buffer for local and received gradients, so that received ones need no copy.
@@ -394,7 +418,7 @@ class RowExchange:
         into = self._receive_buffer(self._grads_in, received, grad.device) if both is None else both[here:]
         handle = self._send("gradients", out, into, self._home_rows(routed), received, self._grads_out, self._grads_in)
         local = grad.new_empty(here) if both is None else both[:here]
-        torch.ops.tilerec.pick_rows_(local, grad, routed.slots, *self._segments(self._local_home, routed, places)[:-1])
+        self._pick_(local, grad, routed, self._segments(self._local_home, routed, places), self._local_slots)
         rows = handle.wait()
         if both is not None:
             return both

@@ -53,15 +53,15 @@ def shard_collection(
         name: path of the collection in the model, for errors; "": errors list its tables.
 
     Raises:
-        ConfigError: `exact` with a wire that rounds.
+        ConfigError: `exact` with a wire that rounds, or that adds up gradients before they travel.
     """
     tables = module._tables
     names = list(tables)
     for table_name, wire in (wires or {}).items():
-        if exact and wire != Wire():
+        if exact and not wire.keeps_bits:
             raise ConfigError(
-                f"Table '{table_name}': exact=True needs the same bits under every plan, and its wire {wire} rounds; "
-                "leave out one of them."
+                f"Table '{table_name}': exact=True needs the same bits under every plan, and its wire {wire} rounds or "
+                "adds up gradients on the way; leave out one of them."
             )
     each_id = isinstance(module, EmbeddingCollection)
     # An unpooled id has one owner, so there is nothing to add up inside a host.

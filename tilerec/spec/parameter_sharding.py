@@ -35,13 +35,19 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Wire:
-    """Number formats on the network: `forward` for rows, `backward` for their gradients.
+    """How rows travel: number formats, `forward` for rows and `backward` for their gradients, and repeated ids.
 
-    Each is "fp32" (the dtype of the sums: exact), "fp16", "bf16", "int8" or "fp8" (the last two with a scale per row).
+    Each format is "fp32" (the dtype of the sums: exact), "fp16", "bf16", "int8" or "fp8" (the last two with a scale per
+    row).
+
+    distinct: a rank asks for each distinct row of a feature once, and adds up its gradients before they travel. None:
+    if the counts of a batch show that it saves time; True: always; False: never. For unpooled features, and for pooled
+    ones with at most one id per bag.
     """
 
     forward: str = "fp32"
     backward: str = "fp32"
+    distinct: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -49,6 +55,18 @@ class Wire:
                 raise ConfigError(
                     f"Wire: got {name}={getattr(self, name)!r}; expected one of {CODECS}. Use one of these."
                 )
+        if self.distinct not in (None, True, False):
+            raise ConfigError(f"Wire: got distinct={self.distinct!r:.200}; expected True, False or None. Correct it.")
+
+    @property
+    def rounds(self) -> bool:
+        """True if rows or gradients change on the way."""
+        return (self.forward, self.backward) != ("fp32", "fp32")
+
+    @property
+    def keeps_bits(self) -> bool:
+        """True if exact sums are possible: nothing is rounded, and no sum has to be formed before it travels."""
+        return not self.rounds and not self.distinct
 
 
 @dataclass(frozen=True)
@@ -224,6 +242,8 @@ class ParameterSharding:
             out["tiling"] = self.tiling.to_json()
         if self.wire is not None:
             out["wire"] = {"forward": self.wire.forward, "backward": self.wire.backward}
+            if self.wire.distinct is not None:
+                out["wire"]["distinct"] = self.wire.distinct
         return out
 
     @staticmethod
@@ -269,8 +289,11 @@ _FIELDS = (
 
 def read_wire(value: JsonValue) -> Wire:
     """Read a `Wire` from `{"forward": "bf16", "backward": "bf16"}`; a missing direction is fp32."""
-    for each in value.record(("forward", "backward")).values():
-        if each.value not in CODECS:
+    for name, each in value.record(("forward", "backward", "distinct")).items():
+        if name == "distinct":
+            if each.value not in (None, True, False):
+                raise each.error("true, false or null")
+        elif each.value not in CODECS:
             raise each.error(f"one of {CODECS}")
     return Wire(**value.value)
 

@@ -36,7 +36,7 @@ from tilerec.planner.report.report_text import (
     percent_text,
 )
 from tilerec.planner.report.what_if import WhatIf
-from tilerec.spec.plan import ParameterSharding, ShardingPlan, Wire
+from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.ranks import ranks_to_text
 
@@ -267,7 +267,7 @@ def _about(plan: ShardingPlan | None, report: PlanReport) -> tuple[list[str], st
 
 def _plan_details(sharding: ParameterSharding) -> str:
     parts = [] if sharding.kernel is None else [f"kernel {sharding.kernel.value}"]
-    if sharding.wire not in (None, Wire()):
+    if sharding.wire is not None and sharding.wire.rounds:
         parts.append(f"rows are sent as {sharding.wire.forward}, gradients as {sharding.wire.backward}")
     return ", ".join(parts)
 

@@ -34,7 +34,10 @@ BATCH = 400
 def step_bytes(
     works: list[TableWork], tilings: list[Tiling], topology: Topology, rule: Any = torch.optim.SGD
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Bytes that each rank sent in one step of even ids and bags of one size, by name: in all, and between hosts."""
+    """Bytes that each rank sent in one step of even ids and bags of one size, by name: in all, and between hosts.
+
+    Every id travels: prices do not know how many ids are repetitions.
+    """
 
     def run(group: Group) -> tuple[dict[str, int], dict[str, int]]:
         torch.manual_seed(0)
@@ -46,7 +49,9 @@ def step_bytes(
         if rule is not None:
             apply_optimizer_in_backward(rule, model.parameters(), {"lr": 0.1})
         plan = {
-            w.name: ParameterSharding("explicit", tiling=t, ids_per_bag=w.ids_per_bag, wire=w.wire)
+            w.name: ParameterSharding(
+                "explicit", tiling=t, ids_per_bag=w.ids_per_bag, wire=dataclasses.replace(w.wire, distinct=False)
+            )
             for w, t in zip(works, tilings, strict=True)
         }
         shard(model, plan=plan, mesh=group, topology=topology)

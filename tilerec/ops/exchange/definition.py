@@ -27,7 +27,7 @@ from tilerec.ops.lookup.checks import check_covered, raise_uncovered
 from tilerec.ops.lookup.definition import raise_bad_id
 from tilerec.ops.runtime.library import LIBRARY
 
-_SEGMENTS = "int[] counts, int[] widths, int[] slot_starts, int[] places, int[] strides"
+SEGMENTS = "int[] counts, int[] widths, int[] slot_starts, int[] places, int[] strides"
 
 
 def _feature(names: str, route: int) -> str:
@@ -215,18 +215,30 @@ def _read_routes(
     return routes
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
+    """A segment in the reference kernels."""
+
     here: Tensor  # its rows, `[count, width]`
     there: Tensor  # view of the other tensor, one row per slot
     slots: Tensor  # rows of `there`
     number: int
 
 
-def _segments(rows: Tensor, other: Tensor, slots: Tensor, *lists: Sequence[int]) -> list[_Segment]:
-    """Return the segments that have rows, after checking all segments. `lists`: as in `_SEGMENTS`."""
+def segments_of(
+    rows: Tensor, other: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
+    slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], repeats: Sequence[int] = (),
+) -> list[Segment]:  # fmt: skip
+    """Return the segments that have rows, after checking all segments.
+
+    Args:
+        rows, other, slots, counts, widths, slot_starts, places, strides: as of the ops.
+        repeats: per segment, at least 0 if its slots are not rows of `other` (tilerec/ops/distinct).
+    """
     at, found = 0, []
     flat = other.view(-1)
-    for s, (count, width, start, place, stride) in enumerate(zip(*lists, strict=True)):
+    repeats = repeats or [-1] * len(counts)
+    lists = (counts, widths, slot_starts, places, strides, repeats)
+    for s, (count, width, start, place, stride, repeat) in enumerate(zip(*lists, strict=True)):
         assert min(count, width, stride) >= 0, f"segment {s} has a negative shape"
         assert at + count * width <= rows.numel(), f"segment {s} has more rows than there are"
         here = rows[at : at + count * width].view(count, width)
@@ -239,15 +251,17 @@ def _segments(rows: Tensor, other: Tensor, slots: Tensor, *lists: Sequence[int])
             assert start + count <= slots.numel(), f"segment {s} has slots that are not there"
             slots_P = slots[start : start + count].to(torch.int64)
         lowest, last = int(slots_P.min()), int(slots_P.max())
+        if repeat >= 0:
+            last = (flat.numel() - place - width) // max(1, stride)
         end = place + last * stride + width
         assert lowest >= 0, f"segment {s} has negative slots"
         assert 0 <= place <= end <= flat.numel(), f"segment {s} has places outside its tensor"
         there = flat.as_strided((last + 1, width), (stride, 1), flat.storage_offset() + place)
-        found.append(_Segment(here, there, slots_P, s))
+        found.append(Segment(here, there, slots_P, s))
     return found
 
 
-@LIBRARY.op(f"place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {_SEGMENTS}, int[] adds, bool fresh=False) -> ()")
+@LIBRARY.op(f"place_rows_(Tensor(a!) out, Tensor rows, Tensor slots, {SEGMENTS}, int[] adds, bool fresh=False) -> ()")
 def _place_rows_reference_(
     out: Tensor, rows: Tensor, slots: Tensor, counts: Sequence[int], widths: Sequence[int],
     slot_starts: Sequence[int], places: Sequence[int], strides: Sequence[int], adds: Sequence[int],
@@ -270,7 +284,7 @@ def _place_rows_reference_(
     Example: rows (1, 2, 3, 4), one segment of 2 x 2, slots (0, 2), place 1, stride 3, out 9 zeros -> (0, 1, 2, 0, 0, 0,
     0, 3, 4).
     """
-    segments = _segments(rows, out, slots, counts, widths, slot_starts, places, strides)
+    segments = segments_of(rows, out, slots, counts, widths, slot_starts, places, strides)
     if fresh:
         out.zero_()
     for here, there, slots_P, s in segments:
@@ -280,13 +294,13 @@ def _place_rows_reference_(
             there[slots_P] = here
 
 
-@LIBRARY.op(f"pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, {_SEGMENTS}) -> ()")
+@LIBRARY.op(f"pick_rows_(Tensor(a!) rows, Tensor source, Tensor slots, {SEGMENTS}) -> ()")
 def _pick_rows_reference_(rows: Tensor, source: Tensor, slots: Tensor, *lists: Sequence[int]) -> None:
     """Gather the segments of `source` (contiguous) into a 1-D tensor (contiguous, at least as long).
 
     It is the transpose of `place_rows_`; `lists` are the lists of that op, without `adds`.
     """
-    for here, there, slots_P, _ in _segments(rows, source, slots, *lists):
+    for here, there, slots_P, _ in segments_of(rows, source, slots, *lists):
         here.copy_(there[slots_P])
 
 
@@ -307,7 +321,7 @@ def pick_rows_from(
 
 
 _pick_rows_reference = LIBRARY.op(
-    f"pick_rows(Tensor source, Tensor slots, {_SEGMENTS}) -> Tensor",
+    f"pick_rows(Tensor source, Tensor slots, {SEGMENTS}) -> Tensor",
     lambda source, _, counts, widths, *__: source.new_empty(
         sum(count * width for count, width in zip(counts, widths, strict=True))
     ),

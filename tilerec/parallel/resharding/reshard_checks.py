@@ -17,7 +17,7 @@ from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.table_optimizers import check_not_dense, sharder_optimizers
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.table import ShardedTable, check_rule
-from tilerec.spec.plan import ShardingPlan, Wire
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 from tilerec.torch_private import graph_task_id
@@ -82,10 +82,11 @@ def prepare_move(
             moving.append((list(names), table, new))
     for path, part in collections.items():
         for name, sharding in whole.plan[path].items():
-            if part.exchange.exact and sharding.wire != Wire():
+            if part.exchange.exact and sharding.wire is not None and not sharding.wire.keeps_bits:
                 raise ConfigError(
-                    f"reshard: plan: table {table_word((path, name))}: got the wire {sharding.wire}, which rounds, but "
-                    "the model was sharded with exact=True. Leave the wire out of the plan."
+                    f"reshard: plan: table {table_word((path, name))}: got the wire {sharding.wire}, which rounds or "
+                    "adds up gradients on the way, but the model was sharded with exact=True. Leave the wire out of "
+                    "the plan."
                 )
     stepped = {table_word(names[0]): table for names, table, _ in moving if table.rows.spec is None}
     steppers = ExternalOptimizers(stepped, optimizers)

@@ -55,7 +55,10 @@ def with_changes(
             raise ConfigError(f"data type {data_type!r} is none of {list(TYPES)}.")
         tables = tuple(replace(table, data_type=TYPES[data_type.lower()]) for table in tables)
     if wire is not None:
-        tables = tuple(replace(table, wire=Wire(wire.lower(), wire.lower())) for table in tables)
+        own = wire.lower()
+        tables = tuple(
+            replace(table, wire=replace(table.wire or Wire(), forward=own, backward=own)) for table in tables
+        )
     return replace(request, topology=topology, tables=tables, batch_size=batch_size or request.batch_size)
 
 

@@ -19,7 +19,6 @@ from tilerec.planner.report.variation import with_changes
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.table_limits import may_offload
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.table import DataType
 
@@ -113,7 +112,7 @@ class _Change:
 def _changes(request: PlanRequest, fullest: float) -> Iterator[_Change]:
     """Yield the changes that have an effect on a request, the most useful first."""
     topology = request.topology
-    exact = [table for table in request.tables if table.wire in (None, Wire())]
+    exact = [table for table in request.tables if table.wire is None or not table.wire.rounds]
     if topology.world_size > 1 and exact:
         yield _Change(
             "bf16 on the wire",

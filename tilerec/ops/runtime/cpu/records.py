@@ -112,6 +112,39 @@ class SegmentsRecord(ctypes.Structure):
     ]
 
 
+class DistinctRecord(ctypes.Structure):
+    """`tr_distinct` of native/distinct.h."""
+
+    _fields_ = [
+        ("ids", _P),
+        ("index_type", _I64),
+        ("offsets", _P),
+        ("keys", _I64),
+        ("lists", _P),
+        ("each_id", _I64),
+        *((name, _P) for name in ("out", "out_offsets", "counts", "items", "starts", "inverse", "table")),
+        *((name, _I64) for name in ("room", "threads", "item_count")),
+    ]
+
+
+class RepeatsRecord(ctypes.Structure):
+    """`tr_repeats` of native/distinct.h."""
+
+    _fields_ = [
+        ("lists", _P),
+        ("segments", _I64),
+        ("flat", _P),
+        ("flat_size", _I64),
+        ("rows", _P),
+        ("rows_size", _I64),
+        ("slots", _P),
+        ("slot_count", _I64),
+        ("items", _P),
+        ("starts", _P),
+        *((name, _I64) for name in ("item_count", "start_count", "element_bytes", "fresh", "threads")),
+    ]
+
+
 class Zch(ctypes.Structure):
     """`tr_zch` of native/hash.h."""
 
