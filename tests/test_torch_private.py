@@ -244,7 +244,6 @@ def test_holders_of_a_storage_are_its_tensors_and_its_python_object() -> None:
     assert private.storage_holders(storage) == 2
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.11
 def test_an_active_profiler_is_seen() -> None:
     assert not private.profiler_is_active()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from tilerec.export.cpp_flags import ops_library
@@ -28,31 +29,19 @@ from tilerec.ops.jagged.definition import offsets_from_lengths
 print(offsets_from_lengths(lengths).tolist())
 """
 
-QUANTIZED = """
+ALONE = """
 import ctypes, sys, torch
 ctypes.CDLL(sys.argv[1])
-for op, args, want in torch.load(sys.argv[2]):
-    got = getattr(torch.ops.tilerec, op)(*args, torch.float32, "a@a,b@b,c@c,d@d")
-    print(op, torch.equal(got, want))
-weights, dims, bits, *rest = args
-try:
-    torch.ops.tilerec.quantized_sequence_lookup(weights, [8] * 4, bits, *rest, torch.float32, "a@a,b@b,c@c,d@d")
-except RuntimeError as error:
-    print(error)
+found = []
+for op, args in torch.load(sys.argv[2]):
+    try:
+        found.append(getattr(torch.ops.tilerec, op)(*args))
+    except RuntimeError as error:
+        found.append(str(error))
+torch.save(found, sys.argv[3])
 """
 
-SEARCH = """
-import ctypes, sys, torch
-ctypes.CDLL(sys.argv[1])
-for args, (score, place) in torch.load(sys.argv[2]):
-    found = torch.ops.tilerec.best_rows(*args)
-    print(torch.equal(found[0], score), torch.equal(found[1], place))
-for query in (args[0][:, 1:], args[0] / 0):
-    try:
-        torch.ops.tilerec.best_rows(query, *args[1:])
-    except RuntimeError as error:
-        print(error)
-"""
+Call = tuple[str, tuple[Any, ...]]
 
 
 def _library() -> ctypes.CDLL:
@@ -88,44 +77,69 @@ def test_python_may_come_after_the_library() -> None:
     assert places == "1"  # large outputs reuse their memory
 
 
-def test_quantized_rows_are_read_without_python(tmp_path: Path) -> None:
+def _quantized_calls() -> list[Call]:
+    """Return two lookups of every row type, and one with a wrong number of columns."""
     generator = torch.Generator().manual_seed(0)
     floats = torch.randn(4, 50, 9, generator=generator)
     rows = [*(quantize_rows(each, bits) for each, bits in zip(floats, BITS, strict=False)), floats[3].half()]
     ids, offsets = torch.arange(60) % 50, torch.tensor([0, 3, 3, 10, 20, 25, 30, 41, 60])
-    tables = (rows, [9] * 4, [*BITS, 0], ids)
-    cases = [
-        ("quantized_pooled_lookup", (*tables, offsets, torch.rand(60), [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1], [2])),
-        ("quantized_sequence_lookup", (*tables, torch.tensor([0, 20, 30, 41, 60]), [0, 1, 2, 3])),
+    tables, end = (rows, [9] * 4, [*BITS, 0], ids), (torch.float32, "a@a,b@b,c@c,d@d")
+    every = [0, 1, 2, 3]
+    sequence = torch.tensor([0, 20, 30, 41, 60]), every, *end
+    return [
+        (
+            "quantized_pooled_lookup",
+            (*tables, offsets, torch.rand(60, generator=generator), every, every, [0, 1, 0, 1], [2], *end),
+        ),
+        ("quantized_sequence_lookup", (*tables, *sequence)),
+        ("quantized_sequence_lookup", (rows, [8] * 4, [*BITS, 0], ids, *sequence)),
     ]
-    found = [(op, args, getattr(torch.ops.tilerec, op)(*args, torch.float32, "a@a,b@b,c@c,d@d")) for op, args in cases]
-    torch.save(found, tmp_path / "cases.pt")
-    command = [sys.executable, "-c", QUANTIZED, str(ops_library()), str(tmp_path / "cases.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    first, second, error = done.stdout.splitlines()[:3]
-    assert first == "quantized_pooled_lookup True"
-    assert second == "quantized_sequence_lookup True"
-    assert "quantized_sequence_lookup: got table" in error
 
 
-def test_items_are_found_without_python(tmp_path: Path) -> None:
+def _search_calls() -> list[Call]:
+    """Return a search among float32 and int8 rows, one with short queries, and one with queries that are not finite."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(5, 70, generator=generator)
     queries[1], queries[2] = 0, queries[2] * 1e-44  # codes of 0
     vectors = torch.randn(200, 70, generator=generator)
     codes, scale = quantized(vectors)
-    words = torch.arange(200) % 4
     first = torch.tensor([[0, 100], [20, 60], [0, 190], [-5, 150], [9, 9]])
-    found = []
-    for rows, scales in ((vectors, scale[:0]), (codes, scale)):
-        args = queries, rows, scales, words, first, first + 30, torch.tensor([0, 1, 2, 0, 0]), torch.zeros(5).long(), 7
-        found.append((args, torch.ops.tilerec.best_rows(*args)))
-    torch.save(found, tmp_path / "cases.pt")
-    command = [sys.executable, "-c", SEARCH, str(ops_library()), str(tmp_path / "cases.pt")]
+    rest = torch.arange(200) % 4, first, first + 30, torch.tensor([0, 1, 2, 0, 0]), torch.zeros(5).long(), 7
+    return [
+        ("best_rows", (queries, vectors, scale[:0], *rest)),
+        ("best_rows", (queries, codes, scale, *rest)),
+        ("best_rows", (queries[:, 1:], codes, scale, *rest)),
+        ("best_rows", (queries / 0, codes, scale, *rest)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Results and errors of all calls in a process that has not imported tilerec."""
+    folder = tmp_path_factory.mktemp("alone")
+    calls = {"quantized": _quantized_calls(), "search": _search_calls()}
+    torch.save([call for own in calls.values() for call in own], folder / "calls.pt")
+    command = [sys.executable, "-c", ALONE, str(ops_library()), str(folder / "calls.pt"), str(folder / "found.pt")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    same, again, size, finite = (line for line in done.stdout.splitlines() if line and not line.startswith("Exception"))
-    assert same == again == "True True"
+    found = iter(torch.load(folder / "found.pt"))
+    return {name: [next(found) for _ in own] for name, own in calls.items()}
+
+
+def _here(call: Call) -> Any:
+    return getattr(torch.ops.tilerec, call[0])(*call[1])
+
+
+def test_quantized_rows_are_read_without_python(alone: dict[str, list[Any]]) -> None:
+    *found, error = alone["quantized"]
+    for call, result in zip(_quantized_calls(), found, strict=False):
+        assert torch.equal(result, _here(call))
+    assert "quantized_sequence_lookup: got table" in error
+
+
+def test_items_are_found_without_python(alone: dict[str, list[Any]]) -> None:
+    *found, size, finite = alone["search"]
+    for call, result in zip(_search_calls(), found, strict=False):
+        assert all(map(torch.equal, result, _here(call)))
     assert "best_rows: got queries of 69 numbers; expected float32 [B, 70]" in size
     assert "best_rows: got query 0 with values that are not finite" in finite
