@@ -10,6 +10,7 @@ from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.recipes.data import SyntheticData
 from tilerec.recipes.model import DLRMConfig
+from tilerec.sharding import distinct_ids
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.testing.ranks import run_ranks
@@ -39,6 +40,7 @@ def _on_rank(eval_every: int) -> list[dict[str, float]]:
         parallel=ParallelConfig(sharding="row_wise"),
     )
     log = _Events()
+    distinct_ids.GAIN = 1.0  # every id travels
     train(config, watchers=[log], group=ProcessGroupComms())
     return [{**event.values, "step": event.step} for event in log.events if event.kind == "train"]
 
