@@ -2,9 +2,9 @@
 
     sudo python benchmarks/wire_link.py [--rates 1gbit,10gbit,] [--rounds 5] [--cases sequence,bags,long]
 
-Two hosts of one rank each are network namespaces joined by a virtual cable (`linked_hosts.py`: Linux, root, iproute2);
-`tc` limits its speed; an empty rate is as fast as memory. Models that differ in nothing but `Wire` take turns. A time is
-the median over rounds of the slower rank's mean step, in ms: forward, a backward from a given gradient, SGD update.
+Two hosts of one rank each are network namespaces joined by a virtual cable (`linked_hosts.py`: Linux, root, iproute2).
+`tc` limits its speed; an empty rate is as fast as memory. Models that differ in nothing but `Wire` take turns. A time
+is the median over rounds of the slower rank's mean step, in ms: forward, a backward from a given gradient, SGD update.
 
     sequence   8 tables x 100,000 x 64, row-wise, 1,024 samples of a rank, 20 ids each, unpooled
     bags       26 tables x 100,000 x 128, row-wise, 2,048 samples of a rank, one id per bag

@@ -1,4 +1,4 @@
-"""Packed rows on the native library (native/quantize.cpp): fp32 rows, unpacked to fp32 or fp64. Others: the reference."""
+"""Packed rows on the native library (native/quantize.cpp): fp32 rows, unpacked to fp32 or fp64; else the reference."""
 
 from __future__ import annotations
 
