@@ -49,6 +49,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward  # noqa: E402
 from tilerec.parallel.full_state import full_state_dict  # noqa: E402
 from tilerec.parallel.two_d.dmp_collection import DMPCollection  # noqa: E402
 from tilerec.planner import EmbeddingShardingPlanner, ParameterConstraints, row_wise  # noqa: E402
+from tilerec.sharding.replicas import MOST_COPIES  # noqa: E402
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor  # noqa: E402
 from tilerec.spec.optimizer import SGD, OptimizerSpec, RowWiseAdagrad  # noqa: E402
 from tilerec.spec.table import EmbeddingBagConfig  # noqa: E402
@@ -239,17 +240,24 @@ def replica_seconds(
     topology = Topology(group * replicas, "cuda", local_world_size=HOST)
     inside, outside = 1000.0 * topology.intra_host_bw, 1000.0 * topology.inter_host_bw
     here = min(replicas, HOST)  # replicas are neighbours
-    touched = 0.0
-    for config, each in zip(configs, ids, strict=True):
-        row = 4 * config.embedding_dim + 4
-        steps = every or 1
-        ranks = group if every is None else group * replicas
-        drawn = each * BATCH * ranks * steps
-        distinct = config.num_embeddings * -math.expm1(-drawn / config.num_embeddings)
-        touched += distinct / group * row / steps  # of one rank, rows being spread over the group
+    steps = every or 1
+
+    def touched(ranks: int) -> float:
+        """Return the bytes of a rank's rows that so many ranks' batches touch; rows are spread over the group."""
+        total = 0.0
+        for config, each in zip(configs, ids, strict=True):
+            drawn = each * BATCH * ranks * steps
+            distinct = config.num_embeddings * -math.expm1(-drawn / config.num_embeddings)
+            total += distinct / group * (4 * config.embedding_dim + 4) / steps
+        return total
+
     if every is None:
-        return touched * ((here - 1) / inside + (replicas - here) / outside)
-    ring = 2 * (replicas - 1) / replicas * touched
+        # Copies for each other replica, or shares: rows to the replicas that add them up, and the sums to all.
+        to_each = touched(group)
+        if replicas > MOST_COPIES:
+            to_each = (touched(group) + touched(group * replicas)) / replicas
+        return to_each * ((here - 1) / inside + (replicas - here) / outside)
+    ring = 2 * (replicas - 1) / replicas * touched(group * replicas)
     return ring / inside + (ring / here / outside if replicas > here else 0.0)
 
 

@@ -16,7 +16,8 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sharding import replicas
-from tilerec.sharding.replicas import GradientForm, ReplicaTable, choose_form, exchange_replica_gradients
+from tilerec.sharding.replica_messages import ReplicaTable
+from tilerec.sharding.replicas import GradientForm, choose_form, exchange_replica_gradients
 from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import RowWiseAdagrad
@@ -50,8 +51,9 @@ KEYS = ["a", "b", "c"]
             1_000,
             [(65536, 655360)] * 8,
             16,
-            GradientForm.ROWS,
+            GradientForm.SHARES,
         ),  # the same among some ranks only: no all-reduce there
+        (10**9, [(2048, 20480)] * 9, 9, GradientForm.SHARES),  # more than 8 replicas: no copies for each of them
         (1_000_000, [(0, 0)] * 4, 4, GradientForm.ROWS),  # nothing at all: nothing to send
     ],
 )
@@ -65,6 +67,13 @@ def test_exact_sums_need_the_bags_and_sample_weights_need_the_rows() -> None:
     long_bags, single = [(2048, 20480)] * 2, [(2048, 2048)] * 2
     assert choose_form(10**6, 64, single, 2, bags_can_travel=True, exact=True) is GradientForm.BAGS
     assert choose_form(10**6, 64, long_bags, 2, bags_can_travel=False, exact=False) is GradientForm.ROWS
+
+
+def test_exact_sums_among_many_replicas_travel_in_shares() -> None:
+    many, few = [(2048, 2048)] * 9, [(2048, 2048)] * 4
+    assert choose_form(10**9, 64, many, 9, bags_can_travel=True, exact=True) is GradientForm.SHARES
+    assert choose_form(10**9, 64, few, 4, bags_can_travel=True, exact=True) is GradientForm.BAGS
+    assert choose_form(1000, 64, few, 4, bags_can_travel=True, exact=True) is GradientForm.SHARES  # few distinct rows
 
 
 def configs() -> list[EmbeddingBagConfig]:
@@ -129,6 +138,16 @@ def test_every_form_updates_the_rows_of_the_unsharded_module(
             {"replica counts": 1, "replica rows": 1, "replica ids": 1, "replica gradients": 1},
         ),
         (GradientForm.DENSE, {"replica counts": 1, "replica gradients, dense": 1}),
+        (
+            GradientForm.SHARES,
+            {
+                "replica counts": 1,
+                "replica shares": 1,
+                "replica rows": 1,
+                "replica ids": 2,
+                "replica gradients": 2,
+            },
+        ),
     ],
 )
 def test_all_tables_share_one_message_of_each_kind(
@@ -139,7 +158,7 @@ def test_all_tables_share_one_message_of_each_kind(
         assert {name: count for name, count in made.items() if name.startswith("replica")} == calls
 
 
-@pytest.mark.parametrize("form", [GradientForm.BAGS, GradientForm.ROWS])
+@pytest.mark.parametrize("form", [GradientForm.BAGS, GradientForm.ROWS, GradientForm.SHARES])
 @pytest.mark.parametrize("rows", [2**31 - 1, 2**31 + 1])
 def test_rows_beyond_32_bits_keep_their_numbers(rows: int, form: GradientForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row numbers travel as int32 where they fit, and as int64 where one table has more rows."""

@@ -17,7 +17,8 @@ from tilerec.comms.group import Group
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import RuleTables, UpdateCall
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group, mean_over_replica_groups
-from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients
+from tilerec.sharding.replica_messages import ReplicaTable
+from tilerec.sharding.replicas import exchange_replica_gradients
 
 
 def dense_grads(

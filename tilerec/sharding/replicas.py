@@ -6,11 +6,14 @@ Per table and step, the form that sends the fewest bytes is used (all replicas c
   rows    summed gradients of touched rows: at most (4 D + 4) N bytes from each to each
   dense   one all-reduce of the whole gradient and of the touch counts of rows: 8 (D + 1) rows (W - 1) / W bytes from
           each; only if every rank of the group is a replica
+  shares  replica i of R adds up the rows whose number has the remainder i (`replica_shares.py`), then sends the sums as
+          rows: about (4 D + 4) (U + U') (R - 1) / R bytes from each, for U' distinct rows of all replicas. Beyond
+          MOST_COPIES replicas nothing else is sent but a dense sum: no replica sends R - 1 copies of its gradients.
 
-    G[row] = sum over features, then replicas, then occurrences      (bags: in that order; rows, dense: sums of sums)
+    G[row] = sum over features, then replicas, then occurrences      (exact: in that order; else sums of sums)
 
-For any number of tables: one message with counts, one with integers, one with gradients to every peer, and one
-all-reduce.
+For any number of tables: one message with counts, one with integers, one with gradients to every peer, one
+all-reduce, and three messages of shares.
 
 Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R replicas, W ranks.
 """
@@ -18,18 +21,28 @@ Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R repli
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from tilerec.comms.group import Group, Pending
+from tilerec.comms.group import Group
 from tilerec.ops.backends import reused_empty
 from tilerec.ops.gradient.definition import sum_rows_of_tables
 from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.upload import upload
+from tilerec.sharding.replica_messages import (
+    Counts,
+    ReplicaTable,
+    UnpackedBags,
+    exchange_call,
+    exchange_counts,
+    exchange_ints,
+    id_bounds,
+    read_ints,
+)
+from tilerec.sharding.replica_shares import bags_of_record, bags_of_sums, sum_shares
 
 
 class GradientForm(Enum):
@@ -38,25 +51,11 @@ class GradientForm(Enum):
     BAGS = "bags"
     ROWS = "rows"
     DENSE = "dense"
+    SHARES = "shares"
 
 
-@dataclass(frozen=True)
-class ReplicaTable:
-    """One table of a gradient exchange. All fields but `features` are the same on all replicas."""
-
-    handle: int
-    rows: int
-    dim: int
-    features: list[int]  # of the record
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Counts of one replica's gradients of one table."""
-
-    features: int
-    bags: int
-    ids: int
+MOST_COPIES = 8
+"""Largest number of replicas that send all their gradients to each other."""
 
 
 def choose_form(
@@ -72,15 +71,29 @@ def choose_form(
     Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB; rows at most 0.26 MB (at most
     all rows of the table); dense 0.26 MB. The result is rows.
     """
-    if exact:
-        return GradientForm.BAGS
-    others = len(counts) - 1
+    replicas = len(counts)
+    others = replicas - 1
+    row = 4 * dim + 4
+    touched = [min(ids, rows) for _, ids in counts]
     as_bags = others * sum(4 * dim * bags + 4 * ids for bags, ids in counts)
-    as_rows = others * sum((4 * dim + 4) * min(ids, rows) for _, ids in counts)
-    as_dense = 8 * (dim + 1) * rows * others if len(counts) == group_size else None
-    if as_dense is not None and as_dense < min(as_rows, as_bags):
-        return GradientForm.DENSE
-    return GradientForm.BAGS if bags_can_travel and as_bags < as_rows else GradientForm.ROWS
+    as_rows = others * row * sum(touched)
+    if exact:  # shares of bags: a bag travels once to each replica that adds up one of its rows
+        copies = sum(bags * replicas * (1 - (1 - 1 / replicas) ** (ids / bags)) for bags, ids in counts if bags)
+        to_adders = (4 * dim * copies + 4 * sum(ids for _, ids in counts)) * others / replicas
+        direct, form = as_bags, GradientForm.BAGS
+    else:
+        to_adders = row * sum(touched) * others / replicas
+        direct, form = as_rows, GradientForm.ROWS
+        if bags_can_travel and as_bags < as_rows:
+            direct, form = as_bags, GradientForm.BAGS
+    as_shares = to_adders + others * row * min(rows, sum(touched))
+    if replicas > MOST_COPIES:
+        direct, form = 2 * as_shares, GradientForm.SHARES
+    elif as_shares < direct:
+        direct, form = min(direct, 2 * as_shares), GradientForm.SHARES  # one message takes less time than six
+    if exact or replicas != group_size:
+        return form
+    return GradientForm.DENSE if 8 * (dim + 1) * rows * others < direct else form
 
 
 def exchange_replica_gradients(
@@ -95,14 +108,14 @@ def exchange_replica_gradients(
     me, others = group.rank, [rank for rank in replicas if rank != group.rank]
     bounds = id_bounds(record)
     own = [
-        _Counts(
+        Counts(
             len(table.features),
             sum(record.bags[f] for f in table.features),
             sum(bounds[f][1] - bounds[f][0] for f in table.features),
         )
         for table in tables
     ]
-    counts = _exchange_counts(group, others, own)
+    counts = {**exchange_counts(group, "replica counts", dict.fromkeys(others, own)), me: own}
     forms = [
         choose_form(
             table.rows, table.dim, [(counts[r][t].bags, counts[r][t].ids) for r in replicas], group.size,
@@ -113,13 +126,21 @@ def exchange_replica_gradients(
     as_bags = [t for t, form in enumerate(forms) if form is GradientForm.BAGS]
     as_rows = [t for t, form in enumerate(forms) if form is GradientForm.ROWS]
     as_dense = [t for t, form in enumerate(forms) if form is GradientForm.DENSE]
-    summed = [*as_rows, *as_dense]
-    rows_of = [tables[t].rows for t in summed]
-    sums = dict(zip(summed, sum_rows_of_tables(record, [tables[t].features for t in summed], rows_of), strict=True))
-    distinct = _exchange_ints(group, others, "replica rows", [sums[t][0].numel() for t in as_rows]) if as_rows else {}
-
+    in_shares = [t for t, form in enumerate(forms) if form is GradientForm.SHARES]
+    own_sums = [*as_rows, *as_dense, *([] if exact else in_shares)]  # rows that this replica adds up before they travel
+    rows_of = [tables[t].rows for t in own_sums]
+    sums = dict(zip(own_sums, sum_rows_of_tables(record, [tables[t].features for t in own_sums], rows_of), strict=True))
+    if in_shares:
+        parts = {
+            t: bags_of_record(record, bounds, tables[t].features) if exact else [bags_of_sums(*sums[t])]
+            for t in in_shares
+        }
+        sums |= sum_shares(group, replicas, record.serial, tables, parts)
+        as_rows = sorted([*as_rows, *in_shares])
     small = all(table.rows < 1 << 31 for table in tables)
-    distinct[me] = [sums[t][0].numel() for t in as_rows]
+    mine = [sums[t][0].numel() for t in as_rows]
+    distinct = exchange_ints(group, "replica rows", dict.fromkeys(others, mine)) if as_rows else {}
+    distinct[me] = mine
     numbers = _pack_numbers(record, bounds, tables, as_bags, [sums[t][0] for t in as_rows], small)
     received: dict[int, Tensor] = {me: numbers}
     sizes: list[int] = []  # of each replica's gradients
@@ -136,7 +157,7 @@ def exchange_replica_gradients(
     rows = dict(zip(replicas, room.split(sizes), strict=True))
     gradients = rows[me]
     _pack_gradients(gradients, record, tables, as_bags, [sums[t][1] for t in as_rows])
-    exchange = _exchange_call(group, others)
+    exchange = exchange_call(group, others)
     if as_bags or as_rows:
         ids_pending = exchange("replica ids", {r: received[r] for r in others}, dict.fromkeys(others, numbers))
         gradients_pending = exchange(
@@ -144,54 +165,14 @@ def exchange_replica_gradients(
         )
         ids_pending.wait()
         gradients_pending.wait()
-    unpacked = _Unpacked(room)
-    features = [sum(counts[rank][t].features for t in as_bags) for rank in replicas]
-    head = _read_ints([received[rank][: 2 * count] for rank, count in zip(replicas, features, strict=True)])
-    for rank, own_head in zip(replicas, head, strict=True):
-        unpacked.add(received[rank], own_head, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
+    unpacked = UnpackedBags(room)
+    head = read_ints([received[rank][: 2 * sum(counts[rank][t].features for t in as_bags)] for rank in replicas])
+    for rank, numbers_of_features in zip(replicas, head, strict=True):
+        unpacked.add(received[rank], numbers_of_features, tables, as_bags, [counts[rank][t] for t in as_bags], as_rows,
                      distinct.get(rank, []))  # fmt: skip
     if as_dense:
         unpacked.add_dense(_reduce_dense(group, tables, {t: sums[t] for t in as_dense}), tables)
     return unpacked.record(record, tables)
-
-
-def _exchange_call(group: Group, others: Sequence[int]) -> Callable[..., Pending]:
-    """Return the call that exchanges messages: one for all ranks of the group, or point to point for some of them."""
-    return group.swap if len(others) == group.size - 1 else group.exchange
-
-
-def _exchange_ints(group: Group, others: Sequence[int], name: str, own: Sequence[int]) -> dict[int, list[int]]:
-    """Send integers to every peer, and return as many from each peer."""
-    mine = upload(own, group.device)
-    received = {rank: torch.empty_like(mine) for rank in others}
-    _exchange_call(group, others)(name, received, dict.fromkeys(others, mine)).wait()
-    return dict(zip(others, _read_ints(list(received.values())), strict=True))
-
-
-def _read_ints(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Copy integers from the device to the host, with one wait for all tensors."""
-    if not tensors:
-        return []
-    numbers = iter(torch.cat(list(tensors)).tolist())
-    return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
-
-
-def _exchange_counts(group: Group, others: Sequence[int], own: Sequence[_Counts]) -> dict[int, list[_Counts]]:
-    flat = [number for c in own for number in (c.features, c.bags, c.ids)]
-    received = _exchange_ints(group, others, "replica counts", flat)
-    of_peers = {
-        rank: [_Counts(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)] for rank, numbers in received.items()
-    }
-    return {**of_peers, group.rank: list(own)}
-
-
-def id_bounds(record: GradientRecord) -> list[tuple[int, int]]:
-    """Return the range of each feature's ids in `record.ids`."""
-    if record.offsets is None:
-        return [(start, start + count) for start, count in zip(record.starts, record.bags, strict=True)]
-    edges = [edge for start, count in zip(record.starts, record.bags, strict=True) for edge in (start, start + count)]
-    at = record.offsets[upload(edges, record.offsets.device)].tolist()
-    return list(zip(at[0::2], at[1::2], strict=True))
 
 
 def _pack_numbers(
@@ -259,65 +240,3 @@ def _reduce_dense(
         rows_U = touched[begin:end] - edge
         found[t] = (rows_U, block[rows_U])
     return found
-
-
-class _Unpacked:
-    """Contents of all replicas' messages, concatenated."""
-
-    def __init__(self, gradients: Tensor) -> None:
-        self.lengths: list[Tensor] = []
-        self.ids: list[Tensor] = []
-        self.grads = [gradients]
-        # Per feature: (table, position in the sum, order of arrival), first bag, bags, first gradient.
-        self.features: list[tuple[tuple[int, int, int], int, int, int]] = []
-        self._bag = self._element = 0
-
-    def _take(self, t: int, order: int, bags: int, dim: int) -> None:
-        self.features.append(((t, order, len(self.features)), self._bag, bags, self._element))
-        self._bag += bags
-        self._element += bags * dim
-
-    def add(
-        self, numbers: Tensor, head: Sequence[int], tables: Sequence[ReplicaTable], as_bags: Sequence[int],
-        counts: Sequence[_Counts], as_rows: Sequence[int], distinct: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Append one replica's message.
-
-        Args:
-            head: the beginning of the message, on the host: (position in the sum, bags) of each feature.
-        """
-        sizes = [len(head), sum(c.bags for c in counts), sum(c.ids for c in counts)]
-        _, lengths, ids, rows = numbers.split([*sizes, numbers.numel() - sum(sizes)])
-        pairs = list(zip(head[::2], head[1::2], strict=True))
-        at = 0
-        for t, c in zip(as_bags, counts, strict=True):
-            for order, bags in pairs[at : at + c.features]:
-                self._take(t, order, bags, tables[t].dim)
-            at += c.features
-        for t, size in zip(as_rows, distinct, strict=True):
-            self._take(t, 0, size, tables[t].dim)
-        self.lengths += [lengths, torch.ones_like(rows)]
-        self.ids += [ids, rows]
-
-    def add_dense(self, found: dict[int, tuple[Tensor, Tensor]], tables: Sequence[ReplicaTable]) -> None:
-        """Append the rows that `_reduce_dense` has summed."""
-        for t, (rows_U, grads_UD) in found.items():
-            self._take(t, 0, rows_U.numel(), tables[t].dim)
-            self.lengths.append(torch.ones_like(rows_U))
-            self.ids.append(rows_U)
-            self.grads.append(grads_UD.reshape(-1))
-
-    def record(self, own: GradientRecord, tables: Sequence[ReplicaTable]) -> GradientRecord:
-        """Return everything as one record, with the features of a table in the order of the sum."""
-        lengths_P = torch.cat(self.lengths)
-        offsets = torch.zeros(lengths_P.numel() + 1, dtype=torch.int64, device=lengths_P.device)
-        torch.cumsum(lengths_P, 0, out=offsets[1:])
-        features = sorted(self.features)
-        dims = tuple([tables[mark[0]].dim for mark, *_ in features])
-        grads = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)
-        return GradientRecord(
-            own.serial, grads, torch.cat(self.ids), offsets, None,
-            tuple([tables[mark[0]].handle for mark, *_ in features]), dims,
-            tuple([bag for _, bag, _, _ in features]), tuple([count for _, _, count, _ in features]),
-            tuple([element for _, _, _, element in features]), dims, (0,) * len(features),
-        )  # fmt: skip

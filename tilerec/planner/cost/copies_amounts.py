@@ -12,9 +12,10 @@ from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES
 from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.workload import Ints
 
-# The charges of each form of `Replicas`: 0 bags, 1 rows, 2 dense, 3 dense without an attached optimizer.
+# The charges of each form of `Replicas`: 0 bags, 1 rows, 2 dense, 3 dense without an attached optimizer, 4 shares.
 _CHARGES_OF_FORMS = (
-    ("replicas", (0, 1, 2)), ("replica rows", (0, 1)), ("replica row numbers", (1,)), ("dense replicas", (2, 3)),
+    ("replicas", (0, 1, 2, 4)), ("replica rows", (0, 1, 4)), ("replica row numbers", (1, 4)),
+    ("dense replicas", (2, 3)), ("replica shares", (4,)),
 )  # fmt: skip
 
 

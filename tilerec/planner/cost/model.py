@@ -21,6 +21,7 @@ from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.rates import Rates
 from tilerec.planner.cost.workload import Ints, Workload
+from tilerec.sharding.replicas import MOST_COPIES
 from tilerec.spec.topology import Topology
 
 STAGES = ("ids", "lookup", "rows", "gradients", "update")
@@ -110,9 +111,9 @@ class Model:
         spare = np.maximum(self.all_distinct[table] * rows / self.workload.rows[table] - held, 0.0)
         return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 
-    def replicas(self, table: Ints) -> Replicas:
-        """Return the exchange of gradients of tables with a copy on every rank."""
-        return Replicas(self, table)
+    def replicas(self, table: Ints, copies: Ints | None = None) -> Replicas:
+        """Return the exchange of gradients of tables with so many copies each (None: a copy on every rank)."""
+        return Replicas(self, table, np.full(len(table), self.ranks) if copies is None else copies)
 
     def wire(self, table: Ints, width: Any, *, backward: bool) -> Floats:
         """Return the bytes of a row on the wire."""
@@ -130,51 +131,81 @@ class Model:
 class Replicas:
     """Exchange of gradients between copies of whole tables, [n] for the given tables (sharding/replicas.py).
 
+    Each copy serves the batches of an equal number of ranks.
+
     form: 0 gradients of bags, 1 gradients of rows, 2 a dense gradient, 3 the dense gradient of a table without an
-    attached optimizer. sent: bytes to each other rank. reduced: bytes of the all-reduce. ids, bags: numbers that the
-    update then sorts and reads. seconds: local work besides links and update.
+    attached optimizer, 4 sums by shares. sent: bytes to each other rank. reduced: bytes of the all-reduce, or half of
+    those that all replicas together send one of them in shares. ids, bags: numbers that the update then sorts and
+    reads. seconds: local work besides links and update.
     """
 
-    def __init__(self, model: Model, table: Ints) -> None:
-        work, rates, ranks = model.workload, model.rates, model.ranks
+    def __init__(self, model: Model, table: Ints, copies: Ints) -> None:
+        work, rates = model.workload, model.rates
         dim, rows = work.dim[table].astype(np.float64), work.rows[table].astype(np.float64)
+        replicas = copies.astype(np.float64)
+        homes, others = model.ranks / replicas, replicas - 1.0
         bags_T, ids_T = work.per_table(work.bags * filled(work.ids_per_bag)), work.ids
         weighted = np.zeros(len(work.names), np.bool_)
         weighted[work.table[work.weighted]] = True
-        features = work.per_table(np.ones(len(work.bags)))[table]
-        bags, ids = bags_T[table], ids_T[table]
-        own, everyone = model.own_distinct[table], model.all_distinct[table]
-        others = float(ranks - 1)
-        as_bags = others * ranks * (4.0 * dim * bags + 4.0 * ids)
-        as_rows = others * ranks * (4.0 * dim + 4.0) * np.minimum(ids, rows)
+        features = work.per_table(np.ones(len(work.bags)))[table] * homes
+        bags, ids = bags_T[table] * homes, ids_T[table] * homes
+        everyone = model.all_distinct[table]
+        own = model.own_distinct[table]
+        for count in set(homes.tolist()) - {1.0}:
+            own = np.where(homes == count, work.distinct(count)[table], own)
+        row = 4.0 * dim + 4.0
+        touched = np.minimum(ids, rows)
+        as_bags = others * replicas * (4.0 * dim * bags + 4.0 * ids)
+        as_rows = others * replicas * row * touched
         as_dense = 8.0 * (dim + 1.0) * rows * others
-        self.form = np.where(
-            as_dense < np.minimum(as_rows, as_bags), 2, np.where((as_bags < as_rows) & ~weighted[table], 0, 1)
-        )
+        as_shares = others * row * (touched + np.minimum(rows, replicas * touched))
+        by_bags = (as_bags < as_rows) & ~weighted[table]
+        direct = np.where(by_bags, as_bags, as_rows)
+        many = copies > MOST_COPIES
+        in_shares = (as_shares < direct) | many
+        self.form = np.select([in_shares, by_bags], [4, 0], 1)
+        least = np.where(many, 2.0 * as_shares, np.minimum(direct, 2.0 * as_shares))
+        self.form = np.where((as_dense < least) & (copies == model.ranks), 2, self.form)
         self.form = np.where(work.attached[table], self.form, 3)
         word = np.where(rows < 1 << 31, 4.0, 8.0)
         wide = float(work.wide)
+        by_rows = (self.form == 1) | (self.form == 4)
         self.numbers = np.select(
             [self.form == 0, self.form == 1], [(2.0 * features + bags + ids) * word, own * word], 0.0
         )
         self.gradients = np.select([self.form == 0, self.form == 1], [bags, own], 0.0) * dim * wide
-        self.row_numbers = np.where(self.form == 1, 8.0, 0.0)  # "replica rows"
-        self.sent = self.numbers + self.gradients + self.row_numbers + np.where(self.form < 3, 24.0, 0.0)
+        self.row_numbers = np.where(by_rows, 8.0, 0.0)  # "replica rows"
+        self.sent = self.numbers + self.gradients + self.row_numbers + np.where(self.form != 3, 24.0, 0.0)
+        # In shares, a replica's own rows travel with their length and number, then the sums of all with their number.
+        shared = 2.0 * own * word + everyone * word
+        self.sent += np.where(self.form == 4, 24.0 + 2.0 * word, 0.0)
+        self.shared_numbers = np.where(self.form == 4, shared, 0.0)
+        self.shared_gradients = np.where(self.form == 4, (own + everyone) * dim * wide, 0.0)
+        self.share_head = np.where(self.form == 4, 2.0 * word, 0.0)
         self.reduced = np.select(
-            [self.form == 2, self.form == 3],
-            [(dim + 1.0) * rows * wide, dim * rows * work.element[table]],
+            [self.form == 2, self.form == 3, self.form == 4],
+            [
+                (dim + 1.0) * rows * wide,
+                dim * rows * work.element[table],
+                (self.shared_numbers + self.shared_gradients) / 2.0,
+            ],
             0.0,
         )
-        self.ids = np.select([self.form == 0, self.form == 1], [ids * ranks, own * ranks], everyone)
-        self.bags = np.select([self.form == 0], [bags * ranks], self.ids)
+        self.ids = np.select([self.form == 0, self.form == 1], [ids * replicas, own * replicas], everyone)
+        self.bags = np.select([self.form == 0], [bags * replicas], self.ids)
         summed = (
             bags * rates.at("update_bag", dim) + ids * rates.at("update_id", dim) + rates.copied(2.0 * own * dim * wide)
         )
-        dense = rates.copied(6.0 * self.reduced)
+        # Rows of all replicas are added up once more, and copied into and out of messages.
+        shares = summed + own * (rates.at("update_bag", dim) + rates.at("update_id", dim))
+        shares = shares + rates.copied(2.0 * self.reduced)
+        whole = rates.copied(6.0 * self.reduced)
         self.seconds = (
-            np.select([self.form == 0, self.form == 1], [bags * rates.at("pick", dim), summed], dense)
+            np.select(
+                [self.form == 0, self.form == 1, self.form == 4], [bags * rates.at("pick", dim), summed, shares], whole
+            )
             + np.where(self.form == 2, summed, 0.0)
-            + rates.copied(self.numbers * ranks)
+            + rates.copied(self.numbers * replicas)
             + model.speeds.replica
         )
 

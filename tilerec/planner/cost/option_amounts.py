@@ -18,8 +18,8 @@ from tilerec.planner.cost.workload import Ints
 from tilerec.planner.search.instance import PICO
 
 CHARGES = (
-    "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "hosts", "row sums",
-    "partly filled",
+    "exchange", "replicas", "replica rows", "replica row numbers", "dense replicas", "replica shares", "hosts",
+    "row sums", "partly filled",
 )  # fmt: skip
 """Fixed charges: costs that a plan pays once if any table needs them.
 

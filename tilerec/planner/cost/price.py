@@ -257,35 +257,31 @@ class _Pricing:
         which = [t for t, tiling in enumerate(tilings) if tiling.replicated]
         if not which:
             return
-        replicas = self.model.replicas(np.array(which))
+        copied = [(t, tile) for t in which for tile in tilings[t].tiles() if len(tile.owners) > 1]
+        owners = np.array([len(tile.owners) for _, tile in copied], np.int64)
+        replicas = self.model.replicas(np.array([t for t, _ in copied], np.int64), owners)
         forms = replicas.form
-        copied = [(i, tile) for i, t in enumerate(which) for tile in tilings[t].tiles() if len(tile.owners) > 1]
-        updates = self._updates_of_copies(tilings, np.array(which), copied, replicas)
-        for (i, tile), update in zip(copied, updates.tolist(), strict=True):
-            self._copies(tilings[which[i]], tile, replicas, i, update)
-        self.calls += int(np.any(forms < 3)) + 2 * int(np.any(forms < 2))
-        self.calls += int(np.any(forms == 1)) + int(np.any(forms >= 2))
+        updates = self._updates_of_copies(tilings, copied, replicas)
+        for i, ((t, tile), update) in enumerate(zip(copied, updates.tolist(), strict=True)):
+            self._copies(tilings[t], tile, replicas, i, update)
+        in_shares = bool(np.any(forms == 4))
+        self.calls += int(np.any(forms != 3)) + 2 * int(in_shares or np.any(forms < 2)) + 3 * int(in_shares)
+        self.calls += int(in_shares or np.any(forms == 1)) + int(np.any((forms == 2) | (forms == 3)))
 
-    def _updates_of_copies(
-        self, tilings: Sequence[Tiling], which: Ints, copied: list[tuple[int, Tile]], form: Replicas
-    ) -> Floats:
-        """Return the seconds of the update of each copied tile (i, tile), of the i-th table of `which` and `form`."""
+    def _updates_of_copies(self, tilings: Sequence[Tiling], copied: list[tuple[int, Tile]], form: Replicas) -> Floats:
+        """Return the seconds of the update of each copied tile (table, tile)."""
         work, model = self.work, self.model
-        index = np.array([i for i, _ in copied], np.int64)
-        t = which[index]
-        others = np.array([len(tile.owners) - 1.0 for _, tile in copied])
+        t = np.array([t for t, _ in copied], np.int64)
         width = np.array([float(tile.c1 - tile.c0) for _, tile in copied])
-        row_share = np.array([(tile.r1 - tile.r0) / tilings[i].rows for (_, tile), i in zip(copied, t, strict=True)])
-        # `form` assumes a replica on every rank; fewer replicas serve a larger part of the batches each.
-        part = np.where(form.form[index] != 2, row_share, row_share * others / (self.ranks - 1.0))
-        distinct = model.all_distinct[t] * row_share
+        part = np.array([(tile.r1 - tile.r0) / tilings[t].rows for t, tile in copied])
+        distinct = model.all_distinct[t] * part
         return self.rates.update(
-            form.ids[index] * part, form.bags[index] * part, distinct, model.update_far(distinct), width,
+            form.ids * part, form.bags * part, distinct, model.update_far(distinct), width,
             work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
         )  # fmt: skip
 
     def _copies(self, tiling: Tiling, tile: Tile, form: Replicas, i: int, update: float) -> None:
-        """Add the exchange and the updates of the copies of one tile of the i-th table of `form`.
+        """Add the exchange and the updates of the copies of one tile, the i-th of `form`.
 
         Args:
             update: seconds of the update of one copy.
@@ -316,8 +312,13 @@ class _Pricing:
             "replica gradients": float(form.gradients[i]) * share,
         }
         lines = {name: value * others for name, value in bytes_of.items()}
+        part = share * others / (others + 1.0)
         if form.form[i] == 3:
             lines = {"dense gradients": ring}
+        elif form.form[i] == 4:
+            lines["replica shares"] = 24.0 * others
+            lines["replica ids"] += float(form.share_head[i]) * others + float(form.shared_numbers[i]) * part
+            lines["replica gradients"] += float(form.shared_gradients[i]) * part
         elif form.form[i] == 2:
             lines["replica gradients, dense"] = ring
         for name, value in lines.items():
