@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,15 @@ from tilerec.delta import DeltaWriter
 from tilerec.errors import ConfigError, InputError
 from tilerec.export import Package, export
 from tilerec.export import load as load_package
+from tilerec.serve import endpoints, served_model
 from tilerec.serve.app import make_app
 from tilerec.serve.batcher import Batcher, Batching, Overloaded
 from tilerec.serve.joined import joined, parted
 from tilerec.serve.load import Load, offer_load
-from tilerec.serve.served_model import ServedModel, Version
+from tilerec.serve.request_log import LogOptions, RequestLog
+from tilerec.serve.served_model import ServedModel, Version, mark_of
 from tilerec.serve.server import ServerOptions
-from tilerec.serve.wire import Query, parse
+from tilerec.serve.wire import Query, answer, parse
 
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles a package: nightly")
 Opened = Callable[[Path], Package]
@@ -222,6 +225,166 @@ def test_the_weights_follow_a_log(served_path: Path, tmp_path: Path, small: Smal
         assert predict(client, {"instances": INSTANCES}).status_code == 200
 
 
+def test_a_new_version_serves_once_it_has_the_newest_rows(
+    served_path: Path, tmp_path: Path, small: Small, opened: Opened
+) -> None:
+    """A replaced file has older rows than the log. They never serve: neither at the swap nor if the log is unusable."""
+    trained = Small()
+    trained.load_state_dict(small.state_dict())
+    writer = DeltaWriter(tmp_path / "deltas", trained, base_every=99)
+    writer.publish(0)
+    served: list[list[float]] = []
+
+    def open_and_note(path: Path) -> Package:
+        package = opened(path)
+        if model:
+            served.append(model[0].version.package.weights["over.bias"].tolist())
+        return package
+
+    model: list[ServedModel] = []
+    model.append(ServedModel(served_path, deltas=tmp_path / "deltas", every=0, opened=open_and_note))
+    with torch.no_grad():
+        trained.over.bias += 1
+    writer.publish(1)
+    model[0].look()
+    first = model[0].version
+    (tmp_path / "deltas").rename(tmp_path / "away")
+    served_path.with_suffix(".new").write_bytes(GOOD)
+    served_path.with_suffix(".new").replace(served_path)
+    model[0].look()
+    assert model[0].version is first
+    assert model[0].error
+    (tmp_path / "away").rename(tmp_path / "deltas")
+    model[0].look()
+    assert model[0].version is not first
+    assert (model[0].sequence, model[0].error) == (1, "")
+    assert model[0].version.package.weights["over.bias"].tolist() == trained.over.bias.tolist()
+    assert served == [trained.over.bias.tolist()]
+
+
+def test_an_error_that_lasts_is_counted_once(served_path: Path, tmp_path: Path, opened: Opened) -> None:
+    events: list[str] = []
+    model = ServedModel(served_path, deltas=tmp_path / "none", every=0, opened=opened, noted=events.append)
+    model.look()
+    model.look()
+    assert events == ["refused"]
+
+
+def test_a_file_that_the_caller_has_checked_is_not_read_again(
+    served_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[bool] = []
+
+    def stand_in(path: Path, *, verify: bool = True) -> Package:
+        checks.append(verify)
+        return opened(path)
+
+    monkeypatch.setattr(served_model, "load", stand_in)
+    model = ServedModel(served_path, every=0, opened=stand_in, checked=mark_of(served_path))
+    ServedModel(served_path, every=0, opened=stand_in, checked=(1, 2, 3))
+    served_path.with_suffix(".new").write_bytes(GOOD)
+    served_path.with_suffix(".new").replace(served_path)
+    model.look()
+    assert checks == [False, True, True]
+
+
+# -- bodies and failures ---------------------------------------------------------------------------------------
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_read_whole(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "MOST_BYTES", 100)
+    sent: list[int] = []
+
+    def parts() -> Iterator[bytes]:
+        for number in range(100):
+            sent.append(number)
+            yield b" " * 40
+
+    assert client.post("/v1/predict", content=b" " * 101).status_code == 413
+    assert client.post("/v1/predict", content=parts()).status_code == 413
+    assert predict(client, b" " * 100).status_code == 400
+
+
+def test_a_large_body_is_parsed_in_a_thread(client: TestClient, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def noted(*args: Any) -> Query:
+        names.append(threading.current_thread().name)
+        return parse(*args)
+
+    monkeypatch.setattr(endpoints, "parse", noted)
+    for padding in (0, endpoints.LARGE_BYTES):
+        body = json.dumps({"instances": INSTANCES}).encode() + b" " * padding
+        assert [list(one.values()) for one in predict(client, body).json()["predictions"]] == [[v] for v in want(small)]
+    assert names[0] != names[1]
+    assert names[1].startswith("asyncio")
+
+
+def test_an_error_of_the_model_is_an_answer(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> list[Any]:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Version, "run", fails)
+        found = predict(client, {"instances": INSTANCES})
+        assert found.status_code == 500
+        assert "got an error of the model" in found.json()["error"]
+    assert predict(client, {"instances": INSTANCES}).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2/model", 404), ("GET", "/v1/predict", 405)])
+def test_an_unknown_address_gets_the_known_ones(client: TestClient, method: str, path: str, status: int) -> None:
+    found = client.request(method, path)
+    assert found.status_code == status
+    assert "expected POST /v1/predict" in found.json()["error"]
+
+
+def test_numbers_are_exact_in_both_directions(served_path: Path, opened: Opened) -> None:
+    manifest = opened(served_path).manifest
+    large = [2**53 + 1, -(2**63), 2**63 - 1]
+    body = {"inputs": {"dense": [[0.1] * 3], "sparse": {"values": large, "lengths": [[3], [0]]}}}
+    found = parse(json.dumps(body).encode(), "application/json", manifest)
+    assert found.tensors[1].tolist() == large
+    numbers = torch.tensor([0.1, float("nan"), -float("inf"), 1e-45, 3.4e38])
+    text, _ = answer(found, [numbers], manifest, "v")
+    (values,) = json.loads(text, parse_constant=lambda word: pytest.fail(word))["outputs"].values()
+    assert values[1:3] == [None, None]
+    assert torch.equal(torch.tensor([v for v in values if v is not None]), numbers[numbers.isfinite()])
+    with pytest.raises(InputError, match="true or false"):
+        parse(json.dumps({"instances": [{"dense": [1, 2, 3], "sparse": {"user": [True]}}]}).encode(), "", manifest)
+
+
+# -- the request log -------------------------------------------------------------------------------------------
+
+
+def test_logged_requests_are_read_back_and_the_oldest_are_replaced(tmp_path: Path) -> None:
+    log = RequestLog(LogOptions(str(tmp_path / "log"), every=2, keep=2))
+    for number in range(8):
+        log.add(str(number).encode(), "safetensors" if number == 6 else "json")
+    log.close()
+    found = {path.name.rpartition("-")[2]: path.read_bytes() for path in (tmp_path / "log").iterdir()}
+    assert found == {"0.json": b"4", "1.safetensors": b"6"}
+
+
+def test_answered_requests_are_logged_and_others_are_not(served_path: Path, opened: Opened, tmp_path: Path) -> None:
+    options = LogOptions(str(tmp_path / "log"), every=1)
+    with TestClient(make_app(ServedModel(served_path, every=0, opened=opened), log=options)) as client:
+        predict(client, {"instances": 3})
+        predict(client, {"instances": INSTANCES})
+    (one,) = (tmp_path / "log").iterdir()
+    assert json.loads(one.read_bytes()) == {"instances": INSTANCES}
+
+
+def test_a_log_that_cannot_be_written_fails_no_request(served_path: Path, opened: Opened, tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"a file, not a folder")
+    options = LogOptions(str(tmp_path / "log"), every=1)
+    with TestClient(make_app(ServedModel(served_path, every=0, opened=opened), log=options)) as client:
+        for _ in range(3):
+            assert predict(client, {"instances": INSTANCES}).status_code == 200
+
+
 # -- processes -------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +414,14 @@ def test_workers_share_a_socket_and_are_replaced(tmp_path: Path, small: Small) -
         finally:
             server.send_signal(signal.SIGTERM)
     assert server.returncode == 0
+    with started(path, "--workers", "2") as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        children = workers(server)
+        server.kill()
+        server.wait()
+        while any(Path(f"/proc/{child}").exists() for child in children):  # the test's time limit ends this
+            pass
     ended = CliRunner().invoke(app, ["bench-serve", str(path), "--rate", "50", "--seconds", "0.5", "--pairs", "1:9"])
     assert ended.exit_code == 0
     assert "p99.9" in ended.output

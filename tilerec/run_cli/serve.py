@@ -27,6 +27,9 @@ def serve(
     max_samples: Annotated[int, typer.Option(help="Most samples of a batch of several requests.")] = 1024,
     wait_ms: Annotated[float, typer.Option(help="Milliseconds that a request waits for others.")] = 0.0,
     max_waiting: Annotated[int, typer.Option(help="Most requests that wait; more get status 503.")] = 1000,
+    log: Annotated[str, typer.Option(help="Folder for bodies of requests, which `tilerec parity` reads.")] = "",
+    log_every: Annotated[int, typer.Option(help="One of so many requests is written there.")] = 100,
+    log_keep: Annotated[int, typer.Option(help="Files that each worker keeps there.")] = 1000,
 ) -> None:
     """Serve a package over HTTP: POST /v1/predict, GET /v1/model, /healthz, /readyz and /metrics."""
     try:
@@ -37,11 +40,13 @@ def serve(
         print_error(_INSTALL)
         raise typer.Exit(1) from None
     from tilerec.serve.batcher import Batching
+    from tilerec.serve.request_log import LogOptions
     from tilerec.serve.server import ServerOptions, run_server
 
     try:
         batching = Batching(max_samples, wait_ms, max_waiting)
-        options = ServerOptions(package, deltas, host, port, workers, threads, every, batching=batching)
+        logged = LogOptions(log, log_every, log_keep)
+        options = ServerOptions(package, deltas, host, port, workers, threads, every, batching=batching, log=logged)
         run_server(options, lambda address: print_plain(f"serving {package} on {address}"))
     except TilerecError as error:
         print_error(str(error))

@@ -134,7 +134,7 @@ class Batcher:
         version, queries = batch[0].version, [one.query for one in batch]
         began = time.perf_counter()
         try:
-            return list(parted(version.package.run(joined(queries, version.manifest)), queries))
+            return list(parted(version.run(joined(queries, version.manifest)), queries))
         except InputError as error:
             if len(batch) == 1:
                 return [error]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import final
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.06, 0.1, 0.2, 0.5, 1, 2)
@@ -11,11 +14,21 @@ _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
-def prepare_workers() -> tempfile.TemporaryDirectory[str]:
-    """Return the folder that worker processes share; call it before prometheus_client is imported."""
-    folder = tempfile.TemporaryDirectory(prefix="tilerec-metrics-")
-    os.environ[FOLDER] = folder.name
-    return folder
+@contextmanager
+def worker_metrics() -> Iterator[None]:
+    """Share the counters of processes that are forked in the block; enter it before prometheus_client is imported."""
+    with tempfile.TemporaryDirectory(prefix="tilerec-metrics-") as folder:
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+def forget_worker(pid: int) -> None:
+    """Drop the gauges of a worker that has ended; its counters remain in the sums."""
+    for path in Path(os.environ[FOLDER]).glob(f"gauge_live*_{pid}.db"):
+        path.unlink(missing_ok=True)
 
 
 @final
@@ -31,6 +44,7 @@ class ServerMetrics:
         self.batch_samples = Histogram("tilerec_batch_samples", "Samples of a batch.", buckets=_SAMPLES, registry=own)
         self.batch_seconds = Histogram("tilerec_batch_seconds", "Seconds of a batch.", buckets=_SECONDS, registry=own)
         self.events = Counter("tilerec_model_events", "Packages and deltas, by event.", ["event"], registry=own)
+        self.logged = Counter("tilerec_logged_requests", "Requests written to the log.", registry=own)
         self.sequence = Gauge(
             "tilerec_delta_sequence", "Number of the published state that serves.", registry=own,
             multiprocess_mode="livemin",

@@ -4,16 +4,19 @@
       |  fork, so a worker starts in a fraction of a second and shares the parent's pages
     workers  each maps the package's weights, takes connections from the socket, and batches its own requests
 
-A worker that dies is started again. SIGTERM and SIGINT end the server once the running requests are answered.
+A worker that dies is started again. Workers end with their parent. SIGTERM and SIGINT end the server once the running
+requests are answered.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,11 +30,13 @@ import torch
 from tilerec.errors import ConfigError
 from tilerec.export.package_file import check_weights, open_package
 from tilerec.serve.batcher import Batching
-from tilerec.serve.metrics import ServerMetrics, prepare_workers
-from tilerec.serve.served_model import ServedModel
+from tilerec.serve.metrics import ServerMetrics, forget_worker, worker_metrics
+from tilerec.serve.request_log import LogOptions
+from tilerec.serve.served_model import Mark, ServedModel, mark_of
 
 _LOG = logging.getLogger("tilerec.serve")
 _TOO_SOON_S, _MOST_DEATHS = 5.0, 3
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class ServerOptions:
         threads: of torch in each worker. One is best for the latency of small requests.
         every: seconds between two looks at the file and the log; 0 for none.
         grace: seconds that running requests have at the end.
+        log: of requests.
     """
 
     path: str
@@ -57,6 +63,7 @@ class ServerOptions:
     every: float = 1.0
     grace: int = 30
     batching: Batching = field(default_factory=Batching)
+    log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16 or self.workers < 1 or self.threads < 1 or self.every < 0 or self.grace < 0:
@@ -75,18 +82,20 @@ def run_server(options: ServerOptions, ready: Callable[[str], object] = lambda a
     Raises:
         FileError, ConfigError: the package cannot be served. OSError: the port is in use.
     """
+    checked = mark_of(options.path)
     check_weights(open_package(Path(options.path)), f"Package {options.path}")
-    folder = prepare_workers() if options.workers > 1 else None
     with socket.create_server((options.host, options.port), backlog=2048) as listener:
         host, port = listener.getsockname()[:2]
-        if folder is None:
-            _work(options, listener, lambda: ready(f"http://{host}:{port}"))
+        if options.workers == 1:
+            _work(options, listener, checked, lambda: ready(f"http://{host}:{port}"))
             return
-        with folder:
-            _Workers(options, listener).run(lambda: ready(f"http://{host}:{port}"))
+        with worker_metrics():
+            _Workers(options, listener, checked).run(lambda: ready(f"http://{host}:{port}"))
 
 
-def _work(options: ServerOptions, listener: socket.socket, ready: Callable[[], object] = lambda: None) -> None:
+def _work(
+    options: ServerOptions, listener: socket.socket, checked: Mark | None, ready: Callable[[], object] = lambda: None
+) -> None:  # fmt: skip
     """Serve in this process."""
     import uvicorn
 
@@ -95,12 +104,12 @@ def _work(options: ServerOptions, listener: socket.socket, ready: Callable[[], o
     torch.set_num_threads(options.threads)
     metrics = ServerMetrics()
     model = ServedModel(
-        options.path, deltas=options.deltas or None, every=options.every,
+        options.path, deltas=options.deltas or None, every=options.every, checked=checked,
         noted=lambda event: metrics.events.labels(event).inc(),
     )  # fmt: skip
     config = uvicorn.Config(
-        make_app(model, options.batching, metrics), log_level="warning", timeout_graceful_shutdown=options.grace,
-        access_log=False, lifespan="on",
+        make_app(model, options.batching, metrics, options.log), log_level="warning",
+        timeout_graceful_shutdown=options.grace, access_log=False, lifespan="on",
     )  # fmt: skip
     ready()
     uvicorn.Server(config).run(sockets=[listener])
@@ -109,8 +118,8 @@ def _work(options: ServerOptions, listener: socket.socket, ready: Callable[[], o
 class _Workers:
     """The worker processes of a server."""
 
-    def __init__(self, options: ServerOptions, listener: socket.socket) -> None:
-        self._options, self._listener = options, listener
+    def __init__(self, options: ServerOptions, listener: socket.socket, checked: Mark | None) -> None:
+        self._options, self._listener, self._checked = options, listener, checked
         self._context: Any = multiprocessing.get_context("fork")
         self._running: dict[ForkProcess, float] = {}
         self._stops = False
@@ -128,6 +137,7 @@ class _Workers:
                 for process in [process for process in self._running if not process.is_alive()]:
                     began = self._running.pop(process)
                     process.join()
+                    forget_worker(process.pid or 0)
                     if self._stops:
                         continue
                     deaths = deaths + 1 if time.monotonic() - began < _TOO_SOON_S else 0
@@ -146,7 +156,8 @@ class _Workers:
                 signal.signal(name, handler)
 
     def _start(self) -> None:
-        process = self._context.Process(target=_work_in_child, args=(self._options, self._listener))
+        args = (self._options, self._listener, self._checked, os.getpid())
+        process = self._context.Process(target=_work_in_child, args=args)
         process.start()
         self._running[process] = time.monotonic()
 
@@ -157,7 +168,16 @@ class _Workers:
                 os.kill(process.pid, signal.SIGTERM)
 
 
-def _work_in_child(options: ServerOptions, listener: socket.socket) -> None:
+def _work_in_child(options: ServerOptions, listener: socket.socket, checked: Mark | None, parent: int) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, signal.SIG_DFL)
-    _work(options, listener)
+    _end_with(parent)
+    _work(options, listener, checked)
+
+
+def _end_with(parent: int) -> None:
+    """Let the system send SIGTERM to this process when its parent ends, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), signal.SIGTERM)

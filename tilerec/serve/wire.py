@@ -16,6 +16,7 @@ Legend: B samples, K keys.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,14 +68,25 @@ def answer(query: Query, outputs: Sequence[Tensor], manifest: Manifest, version:
         from safetensors.torch import save
 
         return save({name: tensor.contiguous() for name, tensor in named.items()}), SAFETENSORS
-    lists = {
-        name: tensor.float().tolist() if tensor.is_floating_point() else tensor.tolist()
-        for name, tensor in named.items()
-    }
+    lists = {name: _listed(tensor) for name, tensor in named.items()}
     if query.form == "columns":
         return json.dumps({"outputs": lists, "version": version}).encode(), "application/json"
     samples = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     return json.dumps({"predictions": samples, "version": version}).encode(), "application/json"
+
+
+def _listed(tensor: Tensor) -> Any:
+    """Return the numbers as lists, exact; null for those that are not finite, which JSON lacks."""
+    if not tensor.is_floating_point():
+        return tensor.tolist()
+    listed = tensor.double().tolist()
+    return listed if bool(tensor.isfinite().all()) else _finite(listed)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return value if math.isfinite(value) else None
 
 
 # -------------------------------------------------------------------------------------------------------- safetensors
@@ -120,6 +132,8 @@ def _tensor(value: Any, spec: TensorSpec) -> Tensor:
         tensor = torch.tensor(value) if value or not isinstance(value, list) else torch.empty(0, dtype=dtype)
         if tensor.numel() and tensor.is_floating_point() and not dtype.is_floating_point:
             raise ValueError("numbers with a point")
+        if tensor.dtype is torch.bool and dtype is not torch.bool:
+            raise ValueError("true or false")
         tensor = torch.tensor(value, dtype=dtype)  # once more: not by way of float32
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(
