@@ -15,11 +15,13 @@ from tests.models.click_models import BOTH, MODELS
 from tests.models.test_dlrm import MODELS as DLRMS
 from tests.models.test_dlrm import batch as dlrm_batch
 from tests.models.test_dlrm import tables as dlrm_tables
+from tests.models.test_sasrec import _model as next_items
 from tilerec.errors import ConfigError
 from tilerec.export.cpp_flags import ops_library
 from tilerec.export.exporting import prepared
 from tilerec.export.signature import flat_tensors
 from tilerec.export.whole_model import whole_model
+from tilerec.models.sasrec_tower import SASRecTower
 from tilerec.models.two_tower import Tower, TwoTower
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.quantized import quantize_tables
@@ -96,6 +98,19 @@ def test_a_tower_alone_has_its_own_tables_and_the_model_s_vectors(side: str) -> 
         none = torch.zeros(3, dtype=torch.int64)
         with pytest.raises(ConfigError, match="got arguments with a container that a file cannot describe"):
             prepared(whole_model(retriever), (own, Filters(none, none, none[:, None])))
+
+
+@pytest.mark.parametrize("side", ["query", "candidate"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_side_of_a_model_of_next_items_takes_other_numbers_and_lengths(side: str, strict: bool) -> None:
+    tower = SASRecTower(next_items().eval(), side).eval()
+
+    def batch(sequences: list[list[int]]) -> tuple[KeyedJaggedTensor]:
+        flat = torch.tensor([item for one in sequences for item in one], dtype=torch.int64)
+        return (KeyedJaggedTensor(tower.features, flat, lengths=torch.tensor([len(one) for one in sequences])),)
+
+    others = ([[1], [2, 3], [], [4, 5, 6, 7, 8, 9]], [[2, 1]], [[], []], [])
+    _check(tower, batch([[1, 2, 3], [4], [5, 6, 7, 8]]), [batch(one) for one in others], strict=strict)
 
 
 @pytest.mark.parametrize("quantized", [False, True])

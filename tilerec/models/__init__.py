@@ -8,6 +8,7 @@ from tilerec.models.linear import LogisticRegression
 from tilerec.models.mmoe import MMoE
 from tilerec.models.ple import PLE
 from tilerec.models.sasrec import SASRec, SASRecOutput
+from tilerec.models.sasrec_tower import SASRecTower
 from tilerec.models.shared_bottom import SharedBottom
 from tilerec.models.task_towers import TaskTowers
 from tilerec.models.two_tower import Tower, TwoTower, TwoTowerTrainTask
@@ -30,6 +31,7 @@ __all__ = [
     "OverArch",
     "SASRec",
     "SASRecOutput",
+    "SASRecTower",
     "SharedBottom",
     "SimpleDeepFMNN",
     "SparseArch",

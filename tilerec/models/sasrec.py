@@ -52,6 +52,9 @@ class SASRec(nn.Module):
         dropout: probability.
         device: of all weights but the table's.
 
+    Attributes:
+        sequence, target, max_length: as given.
+
     State: `embedding_collection.*`, `positions`, `blocks.*`, `last_norm.*`.
 
     Raises:
@@ -86,7 +89,7 @@ class SASRec(nn.Module):
                 "dropout in [0, 1). Correct them."
             )
         self.embedding_collection = embedding_collection
-        self._sequence, self._target = sequence, target
+        self.sequence, self.target = sequence, target
         self._features = list(configs[0].feature_names)
         self.max_length, self._dim, self._dropout = max_length, dim, dropout
         self.positions = nn.Parameter(torch.empty(max_length, dim, device=device))
@@ -113,16 +116,16 @@ class SASRec(nn.Module):
             InputError: a sequence is longer than `max_length`.
         """
         found = self.embedding_collection(sparse_features)
-        sequence = found[self._sequence]
+        sequence = found[self.sequence]
         states_ND = self._encode(sequence)
         candidate_CD = None
         if candidates is not None:
-            candidate_CD = self.embedding_collection(self._as_features(candidates))[self._sequence].values()
-        return SASRecOutput(states_ND, sequence.values(), found[self._target].values(), candidate_CD)
+            candidate_CD = self.embedding_collection(self._as_features(candidates))[self.sequence].values()
+        return SASRecOutput(states_ND, sequence.values(), found[self.target].values(), candidate_CD)
 
     def _as_features(self, ids: Tensor) -> KeyedJaggedTensor:
         """Return ids as one sequence; other features of the table are empty."""
-        lengths = [ids.numel() if name == self._sequence else 0 for name in self._features]
+        lengths = [ids.numel() if name == self.sequence else 0 for name in self._features]
         return KeyedJaggedTensor(self._features, ids, lengths=torch.tensor(lengths, device=ids.device), stride=1)
 
     def _encode(self, sequence: JaggedTensor) -> Tensor:
@@ -135,19 +138,34 @@ class SASRec(nn.Module):
             )
         # A batch without items keeps the same graph, so that all ranks have gradients of the same parameters.
         length = max(longest, 1)
-        x_BLD = sequence.to_padded_dense(length) * self._dim**0.5
+        x_BLD = sequence.to_padded_dense(length)
         if not x_BLD.shape[0]:
-            x_BLD = x_BLD.new_zeros(1, length, self._dim)
-        place_L = torch.arange(length, device=x_BLD.device)
-        has_BL = place_L < lengths_B[:, None]
-        position_BL = (self.max_length - lengths_B[:, None] + place_L).clamp(max=self.max_length - 1)
-        if not lengths_B.numel():
-            has_BL, position_BL = torch.zeros_like(x_BLD[:, :, 0], dtype=torch.bool), place_L[None] * 0
-        x_BLD = dropout(x_BLD + self.positions[position_BL], self._dropout, self.training)
-        for block in self.blocks:
-            x_BLD = block(x_BLD)
-        states: Tensor = self.last_norm(x_BLD)[has_BL]
-        return states
+            x_BLD, lengths_B = x_BLD.new_zeros(1, length, self._dim), lengths_B.new_zeros(1)
+        has_BL = torch.arange(length, device=x_BLD.device) < lengths_B[:, None]
+        parts = EncoderParts(self.positions, self.blocks, self.last_norm, self._dropout if self.training else 0.0)
+        return encode(x_BLD, lengths_B, parts)[has_BL]
+
+
+class EncoderParts(NamedTuple):
+    """Weights of the encoder, and the probability of dropout."""
+
+    positions: Tensor
+    blocks: nn.ModuleList
+    last_norm: nn.LayerNorm
+    dropout: float
+
+
+def encode(x_BLD: Tensor, lengths_B: Tensor, parts: EncoderParts) -> Tensor:
+    """Return the states [B, L, D] of padded sequences of rows; those behind a sequence have no meaning."""
+    positions = parts.positions
+    place_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
+    position_BL = (positions.shape[0] - lengths_B[:, None] + place_L).clamp(max=positions.shape[0] - 1)
+    x_BLD = x_BLD * x_BLD.shape[2] ** 0.5 + positions[position_BL]
+    x_BLD = dropout(x_BLD, parts.dropout, parts.dropout > 0)
+    for block in parts.blocks:
+        x_BLD = block(x_BLD)
+    states: Tensor = parts.last_norm(x_BLD)
+    return states
 
 
 class _Block(nn.Module):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tilerec.data.batch import Batch
+    from tilerec.models.sasrec_tower import SASRecTower
     from tilerec.models.two_tower import Tower
     from tilerec.train.trained_run import TrainedRun
 
@@ -33,7 +34,7 @@ def export(
         str | None, typer.Option(help="File with samples, for the names and types of inputs. Default: the run's data.")
     ] = None,
     tower: Annotated[
-        str, typer.Option(help="Of a two-tower run: export the 'query' or the 'candidate' tower alone.")
+        str, typer.Option(help="Of a two-tower or next-item run: export the 'query' or the 'candidate' side alone.")
     ] = "",
     strict: Annotated[bool, typer.Option(help="Trace with Dynamo instead of running the Python code.")] = False,
     set_: Annotated[
@@ -80,24 +81,35 @@ def _export(trained: TrainedRun, out: Path, data: str | None, tower: str, strict
 
 def _part(model: nn.Module, batch: Batch, tower: str) -> tuple[nn.Module, object]:
     """Return the module to export, and its example."""
+    from tilerec.models.sasrec import SASRec
+
     if not tower:
+        if isinstance(model, SASRec):
+            raise ConfigError(
+                "--tower: got nothing for a run of next items; expected 'query', for vectors of sequences, or "
+                "'candidate', for those of items. Choose one."
+            )
         return model, {"dense_features": batch.dense_features, "sparse_features": batch.sparse_features}
     part = one_tower(model, tower)
     keys = batch.sparse_features.keys()
     return part, batch.sparse_features.permute([keys.index(name) for name in part.features])
 
 
-def one_tower(model: nn.Module, side: str) -> Tower:
+def one_tower(model: nn.Module, side: str) -> Tower | SASRecTower:
     """Return the "query" or the "candidate" tower of a model.
 
     Raises:
         ConfigError: the model has none.
     """
+    from tilerec.models.sasrec import SASRec
+    from tilerec.models.sasrec_tower import SASRecTower
     from tilerec.models.two_tower import Tower, TwoTower
 
+    if isinstance(model, SASRec):
+        return SASRecTower(model, side)
     if not isinstance(model, TwoTower):
         raise ConfigError(
             f"--tower: got '{side}' for a run of {type(model).__name__}; expected a run with model.kind = "
-            "'two_tower'. Leave it out."
+            "'two_tower' or 'sasrec'. Leave it out."
         )
     return Tower(model, side)
