@@ -21,6 +21,7 @@ Legend: U distinct rows, D columns, P bags, N ids, F features, T tables, R repli
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from enum import Enum
 
@@ -77,6 +78,7 @@ def choose_form(
     touched = [min(ids, rows) for _, ids in counts]
     as_bags = others * sum(4 * dim * bags + 4 * ids for bags, ids in counts)
     as_rows = others * row * sum(touched)
+    direct: float
     if exact:  # shares of bags: a bag travels once to each replica that adds up one of its rows
         copies = sum(bags * replicas * (1 - (1 - 1 / replicas) ** (ids / bags)) for bags, ids in counts if bags)
         to_adders = (4 * dim * copies + 4 * sum(ids for _, ids in counts)) * others / replicas
@@ -86,14 +88,15 @@ def choose_form(
         direct, form = as_rows, GradientForm.ROWS
         if bags_can_travel and as_bags < as_rows:
             direct, form = as_bags, GradientForm.BAGS
-    as_shares = to_adders + others * row * min(rows, sum(touched))
+    # Distinct rows of all replicas: independent draws have the most if they are even.
+    together = rows * (1 - math.prod(1 - own / rows for own in touched)) if rows else 0.0
+    as_shares = to_adders + others * row * together
     if replicas > MOST_COPIES:
-        direct, form = 2 * as_shares, GradientForm.SHARES
-    elif as_shares < direct:
-        direct, form = min(direct, 2 * as_shares), GradientForm.SHARES  # one message takes less time than six
-    if exact or replicas != group_size:
-        return form
-    return GradientForm.DENSE if 8 * (dim + 1) * rows * others < direct else form
+        direct = math.inf
+    as_dense = 8 * (dim + 1) * rows * others
+    if not exact and replicas == group_size and as_dense < direct and as_dense <= as_shares:
+        return GradientForm.DENSE  # one message, shares are six
+    return GradientForm.SHARES if as_shares < direct else form
 
 
 def exchange_replica_gradients(

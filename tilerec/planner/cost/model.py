@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tilerec.planner.cost.default_speeds import default_speeds
-from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.rates import Rates
 from tilerec.planner.cost.workload import Ints, Workload
 from tilerec.sharding.replicas import MOST_COPIES
@@ -158,14 +158,14 @@ class Replicas:
         as_bags = others * replicas * (4.0 * dim * bags + 4.0 * ids)
         as_rows = others * replicas * row * touched
         as_dense = 8.0 * (dim + 1.0) * rows * others
-        as_shares = others * row * (touched + np.minimum(rows, replicas * touched))
+        together = rows * (1.0 - missed(touched / np.maximum(rows, 1.0), replicas))
+        as_shares = others * row * (touched + together)
         by_bags = (as_bags < as_rows) & ~weighted[table]
         direct = np.where(by_bags, as_bags, as_rows)
-        many = copies > MOST_COPIES
-        in_shares = (as_shares < direct) | many
-        self.form = np.select([in_shares, by_bags], [4, 0], 1)
-        least = np.where(many, 2.0 * as_shares, np.minimum(direct, 2.0 * as_shares))
-        self.form = np.where((as_dense < least) & (copies == model.ranks), 2, self.form)
+        direct = np.where(copies > MOST_COPIES, np.inf, direct)
+        self.form = np.select([as_shares < direct, by_bags], [4, 0], 1)
+        dense = (as_dense < direct) & (as_dense <= as_shares) & (copies == model.ranks)
+        self.form = np.where(dense, 2, self.form)
         self.form = np.where(work.attached[table], self.form, 3)
         word = np.where(rows < 1 << 31, 4.0, 8.0)
         wide = float(work.wide)
