@@ -72,6 +72,7 @@ def choose_form(
     Example: 1,000 rows x 64, 2 replicas of 2,048 bags with 20,480 ids each: bags 0.6 MB; rows at most 0.26 MB (at most
     all rows of the table); dense 0.26 MB. The result is rows.
     """
+    # All replicas must come to one result, so only operations that IEEE 754 rounds alike on every machine are used.
     replicas = len(counts)
     others = replicas - 1
     row = 4 * dim + 4
@@ -80,7 +81,7 @@ def choose_form(
     as_rows = others * row * sum(touched)
     direct: float
     if exact:  # shares of bags: a bag travels once to each replica that adds up one of its rows
-        copies = sum(bags * replicas * (1 - (1 - 1 / replicas) ** (ids / bags)) for bags, ids in counts if bags)
+        copies = sum(min(ids, bags * replicas) for bags, ids in counts)
         to_adders = (4 * dim * copies + 4 * sum(ids for _, ids in counts)) * others / replicas
         direct, form = as_bags, GradientForm.BAGS
     else:
