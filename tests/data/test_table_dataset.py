@@ -18,8 +18,9 @@ from hypothesis import given
 from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.hold_out import HoldOut
+from tilerec.data.map_groups import MapGroups
 from tilerec.data.parquet_files import ParquetGroups
-from tilerec.data.row_groups import MapGroups, TableGroups
+from tilerec.data.row_groups import TableGroups
 from tilerec.data.table_dataset import TableDataset
 from tilerec.errors import ConfigError, InputError
 

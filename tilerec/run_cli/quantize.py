@@ -106,10 +106,10 @@ def _model_and_score(trained: TrainedRun, data: str | None, samples: int, device
     size, place = config.train.eval_batch_size, run_device(device, 1)
     dataset: Dataset
     if data is None:
-        dataset = config.data.open()
+        dataset = config.task.with_checks(config.data.open())
         batches = dataset.held_out(size)
     else:
-        rows = config.data.open_rows((data,), labels=True)
+        rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
         dataset, batches = rows, (batch for batch, _ in rows.rows(size))
     kept, count = [], 0
     for batch in batches:
