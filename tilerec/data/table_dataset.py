@@ -99,7 +99,7 @@ class TableDataset(RowDataset):
             session=group_by_session, labels=labels,
         )  # fmt: skip
         self._held_passes = (
-            self._passes if held_out_data is None else RowPasses(as_source(held_out_data), columns, labels=labels)
+            None if held_out_data is None else RowPasses(as_source(held_out_data), columns, labels=labels)
         )
         self._items_data, self._samples_data = items, samples
         if labels and not self._passes.is_stream and not self.train_rows:
@@ -110,7 +110,7 @@ class TableDataset(RowDataset):
     def with_label_bounds(self, low: float, high: float) -> TableDataset:
         other = copy(self)
         other._passes = self._passes.with_label_bounds((low, high))
-        other._held_passes = self._held_passes.with_label_bounds((low, high))
+        other._held_passes = None if self._held_passes is None else self._held_passes.with_label_bounds((low, high))
         return other
 
     @property
@@ -161,8 +161,8 @@ class TableDataset(RowDataset):
         Raises:
             ConfigError: the data are a stream.
         """
-        _check_size_known(self._held_passes, "held_out_rows")
-        return self._passes.held_out_rows if self._held_passes is self._passes else self._held_passes.total_rows
+        _check_size_known(self._held_passes or self._passes, "held_out_rows")
+        return self._passes.held_out_rows if self._held_passes is None else self._held_passes.total_rows
 
     def session_savings(self) -> SessionSavings:
         """Return the ids that shared bags left out so far in the latest pass, with `group_by_session`."""
@@ -193,8 +193,8 @@ class TableDataset(RowDataset):
         yield from assembled_shares(parts, self._features, no_rows, savings, self._read_ahead_bytes)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        separate = self._held_passes is not self._passes
-        items = self._held_passes.rows(batch_size) if separate else self._passes.held_out(batch_size)
+        apart = self._held_passes
+        items = self._passes.held_out(batch_size) if apart is None else apart.rows(batch_size)
         for batch, _ in self._batches(items, batch_size):
             yield batch
 
@@ -218,12 +218,15 @@ class TableDataset(RowDataset):
         return reader.catalog(source, counted, held)
 
     def row_count(self) -> RowCount:
-        held = 0 if self._held_passes is self._passes else self._held_passes.total_rows
-        return RowCount(rows=self._passes.total_rows + held)
+        return RowCount(rows=sum(one.total_rows for one in self._sources))
 
     @property
     def fingerprint(self) -> str:
-        return "; ".join(dict.fromkeys(one.source.fingerprint for one in (self._passes, self._held_passes)))
+        return "; ".join(one.source.fingerprint for one in self._sources if one.source.fingerprint)
+
+    @property
+    def _sources(self) -> list[RowPasses]:
+        return [self._passes] if self._held_passes is None else [self._passes, self._held_passes]
 
     def _batches(self, items: Iterator[OrderedParts], batch_size: int) -> Iterator[tuple[Batch, pa.Table]]:
         _check_batch_size(batch_size)
