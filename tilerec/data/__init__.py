@@ -7,14 +7,12 @@ from tilerec.data.dataset import Catalog, Dataset, RowDataset, SparseFeature
 from tilerec.data.delimited import Block, Column, ColumnKind, DelimitedFile, RowCount
 from tilerec.data.hold_out import HoldOut
 from tilerec.data.interactions import Interactions, LogSplit
-from tilerec.data.map_groups import MapGroups
 from tilerec.data.movielens import MovieLens
 from tilerec.data.parquet_files import ParquetGroups
-from tilerec.data.row_groups import RowGroups, TableGroups
 from tilerec.data.rows import Vocabulary, hash_rows, hash_values
-from tilerec.data.stream_groups import StreamGroups
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.data.table_dataset import TableDataset
+from tilerec.data.table_source import MapGroups, RowGroups, StreamGroups, TableGroups
 from tilerec.data.text_files import DelimitedGroups, ListColumn
 from tilerec.data.transform import signed_log
 

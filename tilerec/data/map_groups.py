@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from tilerec.data.row_groups import GroupReader, RowGroups
 from tilerec.data.sample_table import first_table, sample_table
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, InputError
 
 FIRST_SAMPLES = 64
 """Samples whose types are those of the columns."""
@@ -28,7 +28,7 @@ class MapGroups(RowGroups):
 
     Raises:
         ConfigError: `rows_per_group` is below 1.
-        InputError: the samples are no dicts, or their values have several types.
+        InputError: there are no samples, or they are no dicts.
     """
 
     sampled = True
@@ -40,6 +40,8 @@ class MapGroups(RowGroups):
         self._step = rows_per_group
         self.name = type(dataset).__name__
         rows = len(dataset)
+        if not rows:
+            raise InputError(f"{self.name}: got no samples; expected some. Check the data set.")
         self.group_rows = tuple(min(self._step, rows - at) for at in range(0, rows, self._step))
         first = self._fetch(0, min(rows, FIRST_SAMPLES))
         table = first_table(first, f"{self.name}, samples 0 to {len(first) - 1}")
@@ -78,7 +80,7 @@ class SampleReader(GroupReader):
     """
 
     def __init__(self, samples: Sequence[Any], where: str, schema: pa.Schema) -> None:
-        self._samples, self._where, self._schema = samples, where, schema
+        self._samples, self._where, self._types = samples, where, schema
 
     def read(self, columns: Sequence[str]) -> pa.Table:
-        return sample_table(self._samples, columns, self._where, self._schema)
+        return sample_table(self._samples, columns, self._where, self._types)

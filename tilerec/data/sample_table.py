@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tilerec.data.arrow_values import is_list, kind_of
 from tilerec.errors import InputError
 
 _NUMBERS = ("boolean", "integer", "number")
+_ERRORS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 
 
 def first_table(samples: Sequence[Any], where: str) -> pa.Table:
@@ -89,18 +91,29 @@ def _check_dicts(samples: Sequence[Any], where: str) -> None:
 
 def _column(samples: Sequence[Any], name: str, where: str) -> pa.Array:
     try:
-        return pa.array([_plain(sample[name]) for sample in samples])
+        values = [_plain(sample[name]) for sample in samples]
     except KeyError as error:
         place = next(place for place, sample in enumerate(samples) if name not in sample)
         raise InputError(
             f"{where}: column {name!r}: got sample {place} without it; expected the same columns in every sample. "
             "Return None where a value is missing."
         ) from error
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-        raise InputError(
-            f"{where}: column {name!r}: got values of several types, or of a type that Arrow lacks ({error}); expected "
-            "numbers, text, or one-dimensional lists of them. Return one such type for every sample."
-        ) from error
+    try:
+        return pa.array(values)
+    except OverflowError as error:
+        for kind in (pa.uint64(), pa.list_(pa.uint64())):  # ids from 2^63 on
+            with suppress(*_ERRORS):
+                return pa.array(values, kind)
+        raise _unreadable(name, where, error) from error
+    except _ERRORS as error:
+        raise _unreadable(name, where, error) from error
+
+
+def _unreadable(name: str, where: str, error: Exception) -> InputError:
+    return InputError(
+        f"{where}: column {name!r}: got values of several types, or of a type that Arrow lacks ({error}); expected "
+        "numbers, text, or one-dimensional lists of them. Return one such type for every sample."
+    )
 
 
 def _plain(value: Any) -> Any:

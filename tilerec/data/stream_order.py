@@ -58,6 +58,10 @@ class StreamOrder(BatchOrder):
 
     def has(self, position: int) -> bool:
         self._read_to(position + 1)
+        if not self._read:
+            raise InputError(
+                f"{self.groups.name}: got no samples to train on; expected some. Hold out less, or add data."
+            )
         if position > self._read:
             raise InputError(
                 f"{self.groups.name}: got {self._read:,} samples to train on; expected more than {position:,}, "

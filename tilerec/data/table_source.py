@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tilerec.data.map_groups import MapGroups
 from tilerec.data.row_groups import RowGroups, TableGroups
 from tilerec.data.stream_groups import StreamGroups
+from tilerec.errors import InputError
 
+__all__ = ["MapGroups", "RowGroups", "StreamGroups", "TableGroups", "as_source", "opened"]
 _TABLES = ("__arrow_c_stream__", "__arrow_c_array__", "__dataframe__")
 """Methods of objects that Arrow reads as tables."""
 
@@ -34,13 +37,18 @@ def as_source(data: Any) -> RowGroups | StreamGroups:
     """
     if isinstance(data, (RowGroups, StreamGroups)):
         return data
+    if isinstance(data, (str, Path)):
+        raise InputError(
+            f"TableDataset: got the path {str(data)!r}; expected data. Pass ParquetGroups({str(data)!r}), or "
+            "DelimitedGroups for text files."
+        )
     if isinstance(data, (IterableDataset, DataLoader)):
         return StreamGroups(data)
     if isinstance(data, Dataset):
         return MapGroups(data)
     # A frame of an older pandas has none of the methods.
     frame = type(data).__module__.partition(".")[0] == "pandas" or any(hasattr(data, name) for name in _TABLES)
-    if frame or isinstance(data, (pa.Table, pa.RecordBatch, Mapping, str, bytes)):
+    if frame or isinstance(data, (pa.Table, pa.RecordBatch, Mapping, bytes)):
         return TableGroups(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return MapGroups(data)
