@@ -97,6 +97,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
             "train run.toml --log-dir logs --trace days/1.parquet",
             "trace (--trace): got days/1.parquet, which is a file",
         ),
+        ("train run.toml --log-dir . --resume", "log_dir (--log-dir): got run.toml, which is RUN; expected"),
         ("train run.toml --log-dir . --plan plan.json", "log_dir (--log-dir): got plan.json, which is --plan"),
         ("plan tables.json --topology topology.json --out tables.json", "which is SOURCE"),
         ("plan tables.json --topology topology.json --out topology.json", "which is --topology"),

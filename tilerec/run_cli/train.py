@@ -122,16 +122,18 @@ def _check_resume(resume: bool, log_dir: str) -> None:
 
 
 def _check_outputs(run: RunConfig, source: str) -> None:
-    """Raise if the trace or a log would replace the run file or the data. A run that is resumed replaces its logs."""
-    from tilerec.train.log_folder import log_files
+    """Raise if the trace or a log would replace the run file, the data or the plan."""
+    from tilerec.train.log_folder import has_logs, log_files
     from tilerec.train.run_file import path_settings
 
     own = [source] if source.endswith(".toml") else []
     read = {"RUN": own, "the run's data": path_settings(run.data), "--plan": [run.parallel.plan]}
     if run.trace:
         check_output("trace (--trace)", run.trace, shared=read)
-    if run.log_dir and not run.checkpoint.resume:
-        for file in log_files(Path(run.log_dir)):
+    folder = Path(run.log_dir)
+    # A folder with logs is that of a run to resume, or has an error of its own.
+    if run.log_dir and not has_logs(folder):
+        for file in log_files(folder):
             check_output("log_dir (--log-dir)", file, shared=read)
 
 

@@ -32,6 +32,11 @@ def log_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def has_logs(folder: Path) -> bool:
+    """Return True if the folder has the logs of a run."""
+    return (folder / "metrics.jsonl").exists()
+
+
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
     """Create the folder, write the config and the model's plan, and return the loggers.
 
@@ -43,7 +48,7 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         FileError: a file cannot be written.
     """
     folder = Path(config.log_dir)
-    if resumed_at is None and (folder / "metrics.jsonl").exists():
+    if resumed_at is None and has_logs(folder):
         raise ConfigError(
             f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder, "
             "or continue that run with checkpoint.resume."
