@@ -18,10 +18,18 @@ from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
+from tilerec.train.run_file import RUN_FILE
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
+from tilerec.train.saved_model import MODEL_FILE
 
 VOCABULARY_FOLDER = "vocabulary"
+
+
+def log_files(folder: Path) -> list[Path]:
+    """Return the files with fixed names that a run writes into its folder."""
+    names = ("config.json", "plan.json", "metrics.jsonl", "summary.json", RUN_FILE, MODEL_FILE)
+    return [folder / name for name in names]
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
