@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
 from tilerec.comms.process import ProcessGroupComms
+from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
+from tilerec.data.hold_out import HoldOut
 from tilerec.modules.cached_tables import cache_tables
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.pipelines import StageTimes
 from tilerec.recipes.data import SyntheticData
+from tilerec.recipes.files import FilesData
 from tilerec.recipes.model import DLRMConfig
 from tilerec.sharding import distinct_ids
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
@@ -172,6 +177,42 @@ def test_ids_that_travel_once_count_once_in_reads_and_every_time_in_ids_per_seco
     distinct = sum(_of(event, "distinct_rate").values())
     assert reads < 128
     assert reads == pytest.approx(64 * distinct, rel=0.3)  # the rate is that of the latest batch
+
+
+def _lists(folder: Path) -> RunConfig:
+    """A managed table of sparse ids, and lists of 0 to 3 ids: 120 rows, 180 ids in the lists."""
+    rows = range(120)
+    table = {
+        "click": [float(row % 3 == 0) for row in rows],
+        "price": [float(row) for row in rows],
+        "user": [10**12 * (row % 7) for row in rows],
+        "friends": pa.array([list(range(row % 4)) for row in rows], pa.list_(pa.int64())),
+    }
+    parquet.write_table(pa.table(table), folder / "rows.parquet")
+    ids = (IdColumn("user"), IdColumn("friends", kind="list"))
+    tables = (TableRows("user", 20, "managed"), TableRows("friends", 40))
+    return RunConfig(
+        name="lists",
+        data=FilesData(
+            (str(folder),),
+            Columns((LabelColumn("click"),), (DenseColumn("price"),), ids, tables),
+            hold_out=HoldOut(every=0),
+        ),
+        model=DLRMConfig(embedding_dim=4, dense_arch=(4,), over_arch=(4,)),
+        train=TrainConfig(batch_size=16, log_every=100),
+    )
+
+
+def test_managed_tables_and_lists_count_their_ids_on_one_process_and_on_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    config = _lists(tmp_path)
+    of_ranks, _ = two_ranks.run(_on_rank, replace(config, parallel=ParallelConfig(sharding="row_wise")), 1.0)[0]
+    for (event,) in (_trained(config, None), of_ranks):
+        seconds = event["ms_per_step/step"] * event["step"] / 1e3
+        counts = {table: rate * seconds for table, rate in _of(event, "ids_per_second").items()}
+        assert counts == {"user": pytest.approx(120), "friends": pytest.approx(180)}
+        reads = sum(_of(event, "reads_per_step").values()) * event["step"]
+        assert reads == pytest.approx(300)
+        assert set(_of(event, "distinct_rate")) == {"user", "friends"}
 
 
 def _stats(module: torch.nn.Module) -> TableStats:
