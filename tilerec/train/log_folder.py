@@ -18,10 +18,23 @@ from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
+from tilerec.train.run_file import RUN_FILE
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
+from tilerec.train.saved_model import MODEL_FILE
 
 VOCABULARY_FOLDER = "vocabulary"
+
+
+def log_files(folder: Path) -> list[Path]:
+    """Return the files with fixed names that a run writes into its folder."""
+    names = ("config.json", "plan.json", "metrics.jsonl", "summary.json", RUN_FILE, MODEL_FILE)
+    return [folder / name for name in names]
+
+
+def has_logs(folder: Path) -> bool:
+    """Return True if the folder has the logs of a run."""
+    return (folder / "metrics.jsonl").exists()
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
@@ -35,7 +48,7 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         FileError: a file cannot be written.
     """
     folder = Path(config.log_dir)
-    if resumed_at is None and (folder / "metrics.jsonl").exists():
+    if resumed_at is None and has_logs(folder):
         raise ConfigError(
             f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder, "
             "or continue that run with checkpoint.resume."

@@ -22,7 +22,7 @@ from tilerec.checkpoint.manager import CheckpointManager, Found, latest, read_me
 from tilerec.checkpoint.tree import Json
 from tilerec.errors import CommsError, ConfigError, TilerecError
 from tilerec.json_document import JsonValue
-from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.hosts import launched_topology
 from tilerec.spec.plan import ShardingPlan
 from tilerec.stop_signals import RunStopped, StopSignals, stop_request
 from tilerec.train.config import RunConfig
@@ -176,7 +176,7 @@ class RunCheckpoints:
         if saved is None or metadata.get("parallel") != self._parallel():
             return None
         plan = ShardingPlan.from_json(JsonValue.of(saved, f"Checkpoint {found.path}: plan"))
-        hosts = topology_of(group, None, None, compute_device).hosts
+        hosts = launched_topology(group, compute_device).hosts
         return plan if (plan.world_size, plan.hosts) == (group.size, hosts) else None
 
     def resume(self, run: Run) -> bool:

@@ -21,11 +21,12 @@ from tilerec.checkpoint.loading import load as load_checkpoint
 from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
+from tilerec.output_path import Inputs
 from tilerec.train.config import RunConfig
 from tilerec.train.log_folder import VOCABULARY_FOLDER
 from tilerec.train.override import override_all
 from tilerec.train.quantized_model import load_quantized, row_types_in
-from tilerec.train.run_file import RUN_FILE, read_run_file
+from tilerec.train.run_file import RUN_FILE, path_settings, read_run_file
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.world import World
 
@@ -38,16 +39,30 @@ class TrainedRun:
         config: the run as it was trained.
         folder: its log folder.
         checkpoint: the checkpoint with the model; None: the model file.
+        run_file: the run file outside of the folder that led to it; None if another path did.
     """
 
     config: RunConfig
     folder: Path
     checkpoint: Path | None = None
+    run_file: Path | None = None
 
     @property
     def model_file(self) -> Path:
         """The model's weights."""
         return self.folder / MODEL_FILE
+
+    @property
+    def inputs(self) -> Inputs:
+        """Files of the run that commands read, for `check_output`."""
+        own = [] if self.run_file is None else [self.run_file]
+        model = self.checkpoint or self.model_file
+        return {"RUN": [*own, self.folder / RUN_FILE, model, self.folder / VOCABULARY_FOLDER]}
+
+    @property
+    def data_inputs(self) -> Inputs:
+        """Paths and URLs in the settings of the run's data, for `check_output`."""
+        return {"the run's data": path_settings(self.config.data)}
 
     def with_settings(self, assignments: Iterable[str]) -> TrainedRun:
         """Return the run with some settings changed, as for `override`."""
@@ -103,7 +118,7 @@ def find_trained(path: str | Path) -> TrainedRun:
         return _trained(given.parent)
     config = read_run_file(given)
     if config.log_dir:
-        return _trained(Path(config.log_dir))
+        return replace(_trained(Path(config.log_dir)), run_file=given)
     folder = runs_folder(given, config.name)
     found = sorted((file.stat().st_mtime_ns, file.parent) for file in folder.glob(f"*/{MODEL_FILE}"))
     if not found:
@@ -111,7 +126,7 @@ def find_trained(path: str | Path) -> TrainedRun:
             f"{given}: got no trained model in {folder}; expected at least one. Run `tilerec train {given}`, or pass "
             "the log folder of a run that used --log-dir."
         )
-    return _trained(found[-1][1])
+    return replace(_trained(found[-1][1]), run_file=given)
 
 
 def _trained(folder: Path) -> TrainedRun:
