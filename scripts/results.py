@@ -128,6 +128,18 @@ CHOSEN: dict[tuple[str, str, int], tuple[str, ...]] = {
         "train.epochs=2",
         "model.mean_pooling=true",
     ),
+    # Those of MMoE, with four shared experts beside two of each task.
+    ("movielens_ple", "user", 2): (
+        "train.embedding_optimizer.lr=0.1",
+        "train.embedding_optimizer.weight_decay=1e-5",
+        "train.dense_optimizer.lr=0.003",
+        "train.epochs=2",
+        "model.embedding_dim=16",
+        "model.task_experts=2",
+        "model.shared_experts=4",
+        "model.expert=32",
+        "model.tower=",
+    ),
     ("movielens_linear", "time", 1): (
         "train.embedding_optimizer.lr=0.1",
         "train.embedding_optimizer.weight_decay=0",
