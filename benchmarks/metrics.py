@@ -11,12 +11,17 @@ Before it is timed, every value of every mode is compared with TorchRec's, lifet
 window of 16 of them. AUC is exact there (`arguments={"exact": True}`); its time is shown for 600,000 samples, exact and
 by histogram.
 
-The last part trains the synthetic DLRM recipe at batch 4,096 and shows the share of updates and reports in its time.
+The last part trains the synthetic DLRM recipe at batch 4,096, in one process and on two ranks, and shows the share of
+everything that is logged in its time: updates and reports of metrics, counts of ids, times of stages, use of tables,
+and the writing of files. Each part is timed where it is called; what costs less than a reading of the clock is timed in
+a loop of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import statistics
@@ -208,40 +213,151 @@ def row(
         print(f"{'':18}TorchRec {shown:>7}{middle[2]:12.3f}{ratios[0]:8.1f}{middle[3]:12.3f}{ratios[1]:8.1f}")
 
 
-def step_share() -> None:
-    """Train the synthetic recipe and print the share of its metrics."""
-    from tilerec.metrics.module import MetricModule
-    from tilerec.recipes.registry import RECIPES
-    from tilerec.train.loop import train
-    from tilerec.train.override import override_all
+class Spent:
+    """CPU seconds of this thread in some functions, by part."""
 
-    spent = {"update": 0.0, "compute": 0.0}
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
 
-    def counting(name: str) -> Any:
-        inner = getattr(MetricModule, name)
+    def add(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        self.calls[part] = self.calls.get(part, 0) + 1
 
-        def outer(*arguments: Any) -> Any:
+    def wrap(self, part: str, owner: Any, name: str) -> None:
+        """Count the time of a method."""
+        inner = getattr(owner, name)
+
+        def outer(*arguments: Any, **named: Any) -> Any:
             start = time.thread_time()
             try:
-                return inner(*arguments)
+                return inner(*arguments, **named)
             finally:
-                spent[name] += time.thread_time() - start
+                self.add(part, time.thread_time() - start)
 
-        return outer
+        setattr(owner, name, outer)
 
-    for name in spent:
-        setattr(MetricModule, name, counting(name))
+    def wrap_context(self, part: str, owner: Any, name: str) -> None:
+        """Count the time in which a context manager begins and ends."""
+        inner = getattr(owner, name)
+
+        @contextlib.contextmanager
+        def outer(*arguments: Any) -> Any:
+            context = inner(*arguments)
+            start = time.thread_time()
+            context.__enter__()
+            self.add(part, time.thread_time() - start)
+            yield
+            start = time.thread_time()
+            context.__exit__(None, None, None)
+            self.add(part, time.thread_time() - start)
+
+        setattr(owner, name, outer)
+
+
+def _per_call(function: Any, count: int = 20_000) -> float:
+    """Return CPU seconds per call of a function that takes about a microsecond; the least of five loops."""
+    found = []
+    for _ in range(5):
+        start = time.thread_time()
+        for _ in range(count):
+            function()
+        found.append((time.thread_time() - start) / count)
+    return min(found)
+
+
+def _span_seconds() -> float:
+    """Return CPU seconds of a timed stage."""
+    from tilerec.pipelines import StageTimes
+
+    times = StageTimes()
+
+    def one() -> None:
+        with times.span("stage"):
+            pass
+
+    return _per_call(one)
+
+
+def _hook_seconds() -> float:
+    """Return CPU seconds by which two empty hooks make the call of a module slower."""
+    bare, hooked = torch.nn.Identity(), torch.nn.Identity()
+    hooked.register_forward_pre_hook(lambda *_: None)
+    hooked.register_forward_hook(lambda *_: None)
+    return _per_call(lambda: hooked(None)) - _per_call(lambda: bare(None))
+
+
+def _board_seconds(values: int) -> float:
+    """Return CPU seconds of the process, with TensorBoard's thread, for an event of so many values."""
+    from tilerec.train.run_logger import Event, TensorBoard
+
+    with tempfile.TemporaryDirectory() as folder:
+        board = TensorBoard(Path(folder))
+        event = Event("train", 1, 1, {f"value/{index}": 0.5 for index in range(values)})
+        board.record(event)
+        start = time.process_time()
+        for _ in range(50):
+            board.record(event)
+        board.close()
+        return (time.process_time() - start) / 50
+
+
+def trained(ranks: int) -> str:
+    """Train the synthetic recipe on this rank, and return the share of everything that is logged."""
+    from tilerec.comms.process import ProcessGroupComms
+    from tilerec.metrics.module import MetricModule
+    from tilerec.recipes.registry import RECIPES
+    from tilerec.train import lookup_counts
+    from tilerec.train.loop import train
+    from tilerec.train.override import override_all
+    from tilerec.train.run_logger import JsonLines
+    from tilerec.train.table_stats import TableStats
+
+    spent = Spent()
+    spent.wrap("metrics, updates", MetricModule, "update")
+    spent.wrap("metrics, reports", MetricModule, "compute")
+    spent.wrap("ids of tables, hooks", lookup_counts._Collection, "_begin")
+    spent.wrap("ids of tables, hooks", lookup_counts._Collection, "_end")
+    spent.wrap("use of tables", TableStats, "values")
+    spent.wrap_context("use of tables", TableStats, "paused")
+    spent.wrap("JSONL", JsonLines, "record")
     config = RECIPES["synthetic"]()
-    sizes = ["data.train_rows=819200", "train.batch_size=4096", "train.threads=1"]
+    sizes = ["data.train_rows=819200", "train.batch_size=4096", "train.threads=1", "parallel.sharding=row_wise"]
     config = override_all(config, [*sizes, "data.held_out_rows=4096", "train.log_every=50"])
-    start = time.thread_time()
-    result = train(config)
-    whole = time.thread_time() - start
-    print(
-        f"\nsynthetic recipe, batch {BATCH}: {result.steps} steps of {whole / result.steps * 1e3:.1f} ms, reading, "
-        f"backward and evaluation included; AUC of the latest 50,000 samples: updates {spent['update'] / whole:.2%}, "
-        f"{result.steps // 50} reports {spent['compute'] / whole:.2%} of the time"
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = dataclasses.replace(config, log_dir=str(Path(folder) / "log"))
+        group = ProcessGroupComms() if ranks > 1 else None
+        start = time.thread_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = train(config, group=group)
+        whole = time.thread_time() - start
+        log = Path(folder) / "log" / "metrics.jsonl"
+        values = len(json.loads(log.read_text().splitlines()[0])) - 3 if log.exists() else 0
+    steps, events = result.steps, result.steps // 50
+    spent.add("times of stages", 9 * steps * _span_seconds())
+    spent.add("ids of tables, hooks", steps * _hook_seconds())
+    if values:
+        spent.add(f"TensorBoard, {values} values", events * _board_seconds(values))
+    lines = [
+        f"synthetic recipe, batch {BATCH}, {ranks} process(es): {steps} steps of {whole / steps * 1e3:.1f} ms CPU time "
+        f"of a rank, evaluation included; {events} events"
+    ]
+    for part, seconds in spent.seconds.items():
+        lines.append(f"  {part:26}{seconds / steps * 1e6:9.1f} us a step{seconds / whole:9.2%}")
+    logs = sum(seconds for part, seconds in spent.seconds.items() if not part.startswith("metrics"))
+    lines.append(f"  {'all but metrics':26}{logs / steps * 1e6:9.1f} us a step{logs / whole:9.2%}")
+    total = sum(spent.seconds.values())
+    lines.append(f"  {'all':26}{total / steps * 1e6:9.1f} us a step{total / whole:9.2%}")
+    return "\n".join(lines)
+
+
+def step_share() -> None:
+    """Train the synthetic recipe and print the share of everything that is logged."""
+    from tilerec.testing.ranks import run_ranks
+
+    for ranks in (1, 2):
+        print(f"\n{run_ranks(ranks, trained, ranks, timeout_s=900.0)[0]}")
 
 
 def main() -> None:

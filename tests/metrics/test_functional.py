@@ -41,6 +41,27 @@ def test_auc_equals_counting_pairs_with_ties_and_weights(samples: list[tuple[flo
     assert got == pytest.approx(_auc_by_pairs(p, y, w), abs=1e-12, nan_ok=True)
 
 
+@given(_samples, st.sampled_from([None, 1.0, 0.25]), st.sampled_from([torch.float32, torch.float64]))
+def test_auc_of_two_classes_with_equal_weights_equals_counting_pairs(
+    samples: list[tuple[float, float, float]], weight: float | None, dtype: torch.dtype
+) -> None:
+    p, y, _ = (list(part) for part in zip(*samples, strict=True))
+    weights = None if weight is None else torch.full((len(p),), weight)
+    got = auc(torch.tensor(p, dtype=dtype), torch.tensor(y), weights).item()
+    assert got == pytest.approx(_auc_by_pairs(p, y, [1.0] * len(p)), abs=1e-12, nan_ok=True)
+
+
+def test_auc_of_two_classes_is_that_of_the_general_way() -> None:
+    """Its sorts and searches against cumulative sums over the order, on many samples with ties."""
+    draw = torch.Generator().manual_seed(0)
+    p = torch.randn(5000, generator=draw).mul(100).round().div(100).sigmoid()
+    y = (torch.rand(5000, generator=draw) < p).float()
+    w = torch.ones(5000, dtype=torch.float64)
+    general = auc(torch.cat([p, p[:1]]), torch.cat([y, y[:1]]), torch.cat([w, 0 * w[:1]]))
+    for labels in (y, y.bool(), y.long()):
+        assert auc(p, labels).item() == pytest.approx(general.item(), abs=1e-14)
+
+
 @given(_samples)
 def test_losses_equal_the_formulas_sample_by_sample(samples: list[tuple[float, float, float]]) -> None:
     samples = [(min(max(p, 0.01), 0.99), y, w) for p, y, w in samples]

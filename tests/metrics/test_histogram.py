@@ -170,6 +170,14 @@ def test_a_nan_leaves_the_window_with_its_step(form: str) -> None:
     assert found == [False, True, True, False], form
 
 
+def test_updates_read_no_value_from_the_device(form: str) -> None:
+    """On the meta device a tensor has no values: any read would fail here."""
+    metrics = MetricModule(["a", "b"], ["auc"], window=10).to("meta")
+    for count in (0, 4, 7, 23):
+        metrics.update(*(torch.empty(2, count, device="meta") for _ in range(3)))
+    assert metrics._sums._samples is not None or form == "entries"
+
+
 # -------------------------------------------------------------------------------------------------------- ranks
 
 

@@ -113,6 +113,24 @@ def test_a_state_without_groups_is_refused_where_they_are_needed() -> None:
         SampleWindow(2, 100, groups=True).load(ring.state(), torch.device("cpu"), empty=False)
 
 
+def test_steps_without_weights_have_ones_before_and_after_steps_with_weights() -> None:
+    ring, want = SampleWindow(1, 12, groups=False), list[float]()
+    for number in range(12):
+        step = _step(5, number, tasks=1)
+        weighted = number in (4, 5, 9)
+        ring.add(Samples(step.predictions_TN, step.labels_TN, step.weights_TN if weighted else None), narrow=False)
+        want += step.weights_TN[0].tolist() if weighted else [1.0] * 5
+        columns, _ = ring.latest(len(ring.samples))
+        assert columns[2, 0].tolist() == want[-columns.shape[2] :]
+
+
+@pytest.mark.parametrize("labels", [torch.bool, torch.int64, torch.float64])
+def test_numbers_of_any_type_are_stored(labels: torch.dtype) -> None:
+    ring = SampleWindow(1, 10, groups=False)
+    ring.add(Samples(torch.tensor([[0.5, 0.25]]).half(), torch.tensor([[1, 0]]).to(labels), None), narrow=True)
+    assert ring.latest(1)[0].tolist() == [[[0.5, 0.25]], [[1.0, 0.0]], [[1.0, 1.0]]]
+
+
 def test_chunks_are_small() -> None:
     ring = SampleWindow(1, 3 * CHUNK, groups=False)
     ring.add(_step(2 * CHUNK + 5, 0, tasks=1), narrow=True)

@@ -100,9 +100,9 @@ class MeasureSums:
         Args:
             samples: of this rank.
             narrow: stored samples may be float32.
-            drop: see `StepSums.open`.
+            drop: see `StepSums.count`.
         """
-        count = samples.labels_TN.shape[1]
+        count = samples.given[1].shape[1]
         if samples.groups_TN is None:
             for measure in self._measures:
                 if measure.needs_groups:  # before anything is counted
@@ -110,13 +110,16 @@ class MeasureSums:
                         f"Measure {measure.name}: got no groups; expected one group per sample. Pass "
                         "update(groups=...)."
                     )
-        sums_TK = self._rings[0].open(count, drop=drop)
-        if self._terms:
-            terms = torch.stack([term.of(samples) for term in self._terms], 1)
-            (sums_TK[:, : len(self._terms)] if self._listed else sums_TK).add_(terms)
-        for measure in self._listed:
-            columns = self._places[measure.name].columns
-            measure.accumulate(samples, sums_TK[:, columns[0] : columns[-1] + 1])
+        if self._names[0]:
+            sums_TK = self._rings[0].open(count, drop=drop)
+            if self._terms:
+                terms = torch.stack([term.of(samples) for term in self._terms], 1)
+                (sums_TK[:, : len(self._terms)] if self._listed else sums_TK).add_(terms)
+            for measure in self._listed:
+                columns = self._places[measure.name].columns
+                measure.accumulate(samples, sums_TK[:, columns[0] : columns[-1] + 1])
+        else:
+            self._rings[0].count(count, drop=drop)
         for measure in self._apart:
             place = self._places[measure.name]
             if measure.has_lifetime:
@@ -128,7 +131,8 @@ class MeasureSums:
 
     def values(self, ranks: RankSums, extra: Tensor | None = None) -> list[Value]:
         """Return the values of all measures. Collective; one all-reduce if all ranks' windows have the same steps."""
-        counts = [latest_within([ranks.size * n for n in part.samples], self._window) for part in self._parts()]
+        size = ranks.size
+        counts = [latest_within([size * n for n in part.samples], self._window) for part in self._parts()]
         sums, equal = self._reduced(ranks, counts, extra)
         if not equal:
             all_samples = self._samples_of_all(ranks)
@@ -269,7 +273,7 @@ class MeasureSums:
             if place.window_ring is None and not measure.keeps_samples and self._samples is not None:
                 sums["window", -1 - place.ring] = sums_TK = self._counted(measure)
                 for p, y, w in self._samples.chunks(counts[-1]):
-                    measure.accumulate(Samples(p.double(), y.double(), w.double()), sums_TK)
+                    measure.accumulate(Samples(p, y, w), sums_TK)
         return sums
 
     def _counted(self, measure: Measure) -> Tensor:
@@ -296,9 +300,9 @@ class MeasureSums:
         if self._samples is None or not self._exact:
             return None
         columns_3Tn, groups_Tn = self._samples.latest(counts[-1])
-        p, y, w = ranks.concatenate("metric samples", columns_3Tn.double().movedim(2, 0)).movedim(0, 2)
+        p, y, w = ranks.concatenate("metric samples", columns_3Tn)
         if groups_Tn is not None:
-            groups_Tn = ranks.concatenate("metric groups", groups_Tn.T).T
+            groups_Tn = ranks.concatenate("metric groups", groups_Tn)
         return Samples(p, y, w, groups_Tn)
 
     def _values_of(self, measure: Measure, sums: _Sums, window: Samples | None) -> list[Value]:

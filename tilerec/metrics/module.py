@@ -125,36 +125,40 @@ class MetricModule(nn.Module):
         with torch.no_grad():
             tasks = len(self.tasks)
             count = predictions.shape[-1]
-            self.add(
+            self._add(
                 Samples(
-                    predictions.double().view(tasks, count),
-                    labels.double().view(tasks, count),
-                    None if weights is None else weights.double().view(tasks, count),
+                    predictions.reshape(tasks, count),
+                    labels.reshape(tasks, count),
+                    None if weights is None else weights.reshape(tasks, count),
                     None if groups is None else groups.long().expand(tasks, count),
                 ),
                 narrow=predictions.dtype != torch.float64,
             )
 
     def add(self, samples: Samples, *, narrow: bool = False) -> None:
-        """Add the samples of a step that are float64 [T, N] already; see `update`.
+        """Add the samples of a step that are [T, N] already; see `update`.
 
         Args:
             samples: of all tasks.
             narrow: stored samples may be float32.
         """
+        with torch.no_grad():
+            self._add(samples, narrow=narrow)
+
+    def _add(self, samples: Samples, *, narrow: bool) -> None:
         if self._synced:
             raise InputError(
                 "MetricModule: got an update under `synced`. Update after the with block, or the samples are lost."
             )
-        with torch.no_grad():
-            if samples.labels_TN.device != self._sums.device:
-                self._to(samples.labels_TN.device)
-            if samples.groups_TN is None:
-                for other in self._others:
-                    other.check_without_groups()
-            self._sums.add(samples, narrow=narrow, drop=self._ranks.size == 1)
+        device = samples.given[1].device
+        if device != self._sums.device:
+            self._to(device)
+        if samples.groups_TN is None:
             for other in self._others:
-                other.update(samples)
+                other.check_without_groups()
+        self._sums.add(samples, narrow=narrow, drop=self._ranks.size == 1)
+        for other in self._others:
+            other.update(samples)
 
     def compute(self) -> dict[str, Tensor]:
         """Return float64 scalars `{"<task>/<measure>/lifetime": …, "<task>/<measure>/window": …}`; NaN if undefined.
@@ -267,7 +271,10 @@ class MetricModule(nn.Module):
 
     def _check(self, predictions: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         """Raise if shapes disagree."""
-        tasks = len(self.tasks)
+        tasks, shape = len(self.tasks), predictions.shape
+        equal = shape == labels.shape and (weights is None or shape == weights.shape) and groups is None
+        if equal and ((len(shape) == 2 and shape[0] == tasks) or (len(shape) == 1 and tasks == 1)):
+            return
         given = {"predictions": predictions, "labels": labels, "weights": weights, "groups": groups}
         for name, tensor in given.items():
             if tensor is None:

@@ -55,16 +55,21 @@ class RankSums:
         return carried.to(tensor.device)
 
     def concatenate(self, name: str, tensor_n: Tensor) -> Tensor:
-        """Return the tensors of all ranks (same trailing shape), in the order of ranks. Collective."""
+        """Return the tensors of all ranks, concatenated along their last dimension in the order of ranks. Collective.
+
+        The other dimensions are equal on all ranks. If one rank has float64 numbers, the result is float64.
+        """
         if self.size == 1:
             return tensor_n
-        sizes_W = torch.zeros(self.size, dtype=torch.int64)
-        sizes_W[self.rank] = tensor_n.shape[0]
-        sizes = self.sum(f"sizes of {name}", sizes_W.to(tensor_n.device)).tolist()
+        sizes_W = torch.zeros(self.size + 1, dtype=torch.int64)
+        sizes_W[self.rank] = tensor_n.shape[-1]
+        sizes_W[-1] = int(tensor_n.dtype == torch.float64)
+        *sizes, wide = self.sum(f"sizes of {name}", sizes_W.to(tensor_n.device)).tolist()
         # A sum of tensors that are zero outside of the rank's own place: exact, and one kind of collective for all.
-        all_N = tensor_n.new_zeros(sum(sizes), *tensor_n.shape[1:])
+        dtype = torch.float64 if wide else tensor_n.dtype
+        all_N = tensor_n.new_zeros(*tensor_n.shape[:-1], sum(sizes), dtype=dtype)
         start = sum(sizes[: self.rank])
-        all_N[start : start + tensor_n.shape[0]] = tensor_n
+        all_N[..., start : start + tensor_n.shape[-1]] = tensor_n
         return self.sum(name, all_N)
 
     def objects(self, own: Any) -> list[Any]:

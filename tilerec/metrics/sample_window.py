@@ -48,6 +48,7 @@ class SampleWindow:
         self._columns_3TC = torch.zeros(3, self._tasks, 0, device=device)
         self._groups_TC = torch.zeros(self._tasks, 0, dtype=torch.int64, device=device)
         self._first = 0  # column of the oldest sample
+        self._weighted = False  # whether a step had weights; all are 1 otherwise, in free columns too
         self._stored: deque[int] = deque()  # columns per step
         self._counts: deque[int] = deque()  # samples per step; one column may stand for several after a `load`
         self._columns = self._held = 0  # columns and samples of all steps
@@ -68,29 +69,39 @@ class SampleWindow:
             samples: of this rank.
             narrow: store float32, which loses nothing of predictions with at most 32 bits.
         """
-        batch_3TN = torch.stack([samples.predictions_TN, samples.labels_TN, samples.weights_TN])
-        count = batch_3TN.shape[2]
+        count = samples.given[1].shape[1]
         while self._counts and self._held + count > self._window:
             self._drop_oldest()
-        self._append(batch_3TN, samples.groups_TN, [count], [count], narrow=narrow)
+        self._append(samples.given, samples.groups_TN, [count], [count], narrow=narrow)
 
     def _append(
-        self, batch_3TN: Tensor, groups_TN: Tensor | None, stored: list[int], counts: list[int], *, narrow: bool
+        self,
+        batch: tuple[Tensor, Tensor, Tensor | None],
+        groups_TN: Tensor | None,
+        stored: list[int],
+        counts: list[int],
+        *,
+        narrow: bool,
     ) -> None:
-        """Append the columns of some steps."""
-        size = batch_3TN.shape[2]
+        """Append the columns of some steps: predictions, labels and weights, [T, N] each."""
+        size = batch[0].shape[1]
         dtype = self._columns_3TC.dtype if narrow else torch.float64
         if self._columns + size > self._columns_3TC.shape[2] or dtype != self._columns_3TC.dtype:
             self._grow(self._columns + size, dtype)
+        self._weighted = self._weighted or batch[2] is not None
+        # Few ops: between two steps of a model, each costs 10 us. Weights are ones already while none were given.
+        rows = [one for one in batch if one is not None]
+        if self._weighted and batch[2] is None:
+            rows.append(torch.ones_like(rows[0]))
         capacity = self._columns_3TC.shape[2]
-        at = 0
+        begin, at = (self._first + self._columns) % max(capacity, 1), 0
         while at < size:
-            begin = (self._first + self._columns + at) % capacity
             part = min(size - at, capacity - begin)
-            self._columns_3TC[:, :, begin : begin + part] = batch_3TN[:, :, at : at + part]
+            parts = rows if part == size else [row.narrow(1, at, part) for row in rows]
+            torch.stack(parts, out=self._columns_3TC.narrow(0, 0, len(rows)).narrow(2, begin, part))
             if self._has_groups and groups_TN is not None:
                 self._groups_TC[:, begin : begin + part] = groups_TN[:, at : at + part]
-            at += part
+            begin, at = 0, at + part
         self._stored.extend(stored)
         self._counts.extend(counts)
         self._columns += size
@@ -101,7 +112,7 @@ class SampleWindow:
         columns_3Tn, groups_Tn = self._latest_columns(self._columns)
         capacity = max(needed, min(2 * self._columns_3TC.shape[2], self._window))
         with torch.inference_mode(False):  # training may add to a ring that an evaluation created
-            self._columns_3TC = torch.zeros(3, self._tasks, capacity, dtype=dtype, device=columns_3Tn.device)
+            self._columns_3TC = torch.ones(3, self._tasks, capacity, dtype=dtype, device=columns_3Tn.device)
             if self._has_groups:
                 self._groups_TC = torch.zeros(self._tasks, capacity, dtype=torch.int64, device=columns_3Tn.device)
         self._columns_3TC[:, :, : self._columns] = columns_3Tn
@@ -167,14 +178,13 @@ class SampleWindow:
         step_n = step_WS.reshape(-1).repeat_interleave(stored_WS.reshape(-1))
         order_n = step_n.argsort(stable=True)
         columns_3Tn, groups_Tn = self.latest(len(self._stored))
-        all_n3T = ranks.concatenate("metric samples", columns_3Tn.double().movedim(2, 0))
         state = {
-            "samples": all_n3T[order_n].movedim(0, 2),
+            "samples": ranks.concatenate("metric samples", columns_3Tn)[:, :, order_n],
             "counts": torch.tensor(samples),
             "columns": stored_WS.sum(0).cpu(),
         }
         if groups_Tn is not None:
-            state["groups"] = ranks.concatenate("metric groups", groups_Tn.T)[order_n].T
+            state["groups"] = ranks.concatenate("metric groups", groups_Tn)[:, order_n]
         return state
 
     def load(self, state: Mapping[str, Any], device: torch.device, *, empty: bool) -> None:
@@ -203,8 +213,9 @@ class SampleWindow:
         columns = sum(stored[len(stored) - kept :])
         columns_3Tn = columns_3Tn[:, :, columns_3Tn.shape[2] - columns :]
         self._clear(device)
+        p, y, w = columns_3Tn.to(device)
         self._append(
-            columns_3Tn.to(device),
+            (p, y, w),
             None if groups_Tn is None else groups_Tn[:, groups_Tn.shape[1] - columns :].to(device),
             stored[len(stored) - kept :],
             counts[len(counts) - kept :],

@@ -17,12 +17,15 @@ from tilerec.metrics.functional import SMALLEST
 
 @final
 class Samples:
-    """One batch of all tasks. Shared quantities are computed once, at their first use.
+    """One batch of all tasks. Shared quantities are float64, and computed once, at their first use.
 
     Args:
-        predictions_TN, labels_TN: float64.
-        weights_TN: float64; None if all are 1.
+        predictions_TN, labels_TN: any type.
+        weights_TN: any type; None if all are 1.
         groups_TN: int64; None if the batch has no groups.
+
+    Attributes:
+        given: predictions, labels and weights as they were passed.
     """
 
     def __init__(
@@ -32,11 +35,24 @@ class Samples:
         weights_TN: Tensor | None,
         groups_TN: Tensor | None = None,
     ) -> None:
-        self.predictions_TN = predictions_TN
-        self.labels_TN = labels_TN
-        self.given_weights_TN = weights_TN
+        self.given = predictions_TN, labels_TN, weights_TN
         self.groups_TN = groups_TN
         self._kept: dict[object, Tensor] = {}
+
+    @cached_property
+    def predictions_TN(self) -> Tensor:
+        """Predictions."""
+        return self.given[0].double()
+
+    @cached_property
+    def labels_TN(self) -> Tensor:
+        """Labels."""
+        return self.given[1].double()
+
+    @cached_property
+    def given_weights_TN(self) -> Tensor | None:
+        """Weights; None if all are 1."""
+        return None if self.given[2] is None else self.given[2].double()
 
     @cached_property
     def weights_TN(self) -> Tensor:
@@ -80,8 +96,8 @@ class Samples:
 
     def finite(self) -> Tensor:
         """Return whether all numbers of each task are finite, bool [T]."""
-        columns = torch.stack([self.predictions_TN, self.labels_TN, self.weights_TN])
-        return columns.isfinite().all(2).all(0)
+        totals_T = self.predictions_TN.sum(1) + self.labels_TN.sum(1) + self.weights_TN.sum(1)
+        return totals_T.isfinite()
 
     def above(self, threshold: float) -> Tensor:
         """Return 1 where p >= threshold, 0 below and NaN where p is not finite; float64 [T, N]."""

@@ -92,7 +92,7 @@ class SavedSums:
             tasks, measure.window_width(), window, measure.entries, device, dtype=torch.float32, lifetime=False
         )
         for count, columns_3Tn in steps.steps():
-            p, y, w = columns_3Tn.double()
+            p, y, w = columns_3Tn
             measure.accumulate_window(Samples(p, y, w), ring.open(count, drop=False))
         return ring.state()
 

@@ -86,20 +86,26 @@ class StepSums:
         self.retired_TK = self.retired_TK.to(device)
 
     def open(self, samples: int, *, drop: bool) -> Tensor:
-        """Count a step and return the sums to which its sums are added, [T, K].
+        """Count a step and return the sums to which its sums are added, [T, K]; see `count`."""
+        if not self._window:
+            return self.retired_TK
+        self.count(samples, drop=drop)
+        return self.tensor_ETK[(self._first + len(self.steps) - 1) % self._entries]
+
+    def count(self, samples: int, *, drop: bool) -> None:
+        """Count a step without sums.
 
         Args:
             samples: number of samples of this rank.
             drop: whether entries may leave the window now; on several ranks they leave it in a report.
         """
         if not self._window:
-            return self.retired_TK
+            return
         if not self.steps or self.steps[-1] >= self._per_entry:
             self._begin_entry(drop)
         self.steps[-1] += 1
         self.samples[-1] += samples
         self._held += samples
-        return self.tensor_ETK[(self._first + len(self.steps) - 1) % self._entries]
 
     def latest(self, count: int) -> Tensor:
         """Return the sums of the latest `count` entries, float64 [T, K]."""
