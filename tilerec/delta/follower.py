@@ -10,7 +10,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -53,6 +53,8 @@ class Follower:
             from a base; "": the newest base is loaded.
         lock: held while at most `ROWS` rows of a tensor are written. None: readers may see a row that is half new.
         partial: True: the target lacks some tensors of the log, which are passed over.
+        noted: called, while the lock is held, with the record of a state and False before its first row is written, and
+            with True once the target has all of it.
 
     Raises:
         FileError: the log has no whole base, or cannot be read. DeltaRefused: the base does not fit the target.
@@ -61,9 +63,10 @@ class Follower:
     def __init__(
         self, folder: str | Path, target: nn.Module | Mapping[str, Tensor], *, state: str = "",
         lock: AbstractContextManager[object] | None = None, partial: bool = False,
+        noted: Callable[[DeltaRecord, bool], object] = lambda record, complete: None,
     ) -> None:  # fmt: skip
         self.log = DeltaLog(folder)
-        self._target = target
+        self._target, self._noted = target, noted
         self._lock = lock if lock is not None else nullcontext()
         self._partial = partial
         self.record = self._entry_of(state).record if state else self._load_base()
@@ -119,7 +122,7 @@ class Follower:
         except (FileError, InputError) as error:
             raise DeltaRefused(str(error), "damaged") from error
         places = self._places(entry, staged)
-        with self._announced():
+        with self._writing(entry.record):
             for part, pieces in places:
                 for piece in pieces:
                     self._write(part, piece)
@@ -127,16 +130,23 @@ class Follower:
         return entry.record
 
     @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Announce the block's writes to the target's tables, before and after: a request may fill caches meanwhile."""
-        if not isinstance(self._target, nn.Module):
-            yield
-            return
-        announce_write(self._target)
+    def _writing(self, record: DeltaRecord) -> Iterator[None]:
+        """Announce the block's writes to readers, and to the target's tables.
+
+        Tables get two announcements: a request may fill caches in between.
+        """
+        module = self._target if isinstance(self._target, nn.Module) else None
+        with self._lock:
+            self._noted(record, False)
+        if module is not None:
+            announce_write(module)
         try:
             yield
         finally:
-            announce_write(self._target)
+            if module is not None:
+                announce_write(module)
+        with self._lock:
+            self._noted(record, True)
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -232,7 +242,7 @@ class Follower:
         SavedContents(entry.path).verify()
         chain = open_chain(entry.folder)
         try:
-            with self._announced():
+            with self._writing(entry.record):
                 for name, pieces in own.items():
                     for piece in pieces:
                         self._write_base(chain, name, piece)
