@@ -1,23 +1,23 @@
 """Benchmark of logs of published states: the cost of tracking in a step, the size of deltas, the speed of a follower.
 
-    python benchmarks/delta.py [--rounds 7] [--rows 100000] [--folder FOLDER]
+    python benchmarks/delta.py [--rounds 7] [--rows 100000] [--samples 10000] [--parts served ...]
 
 tracking    26 tables of 64 columns, batches of 2,048 samples with 10 ids per feature (Zipf law of exponent 1.05),
             row-wise Adagrad: the tables alone, and within a DLRM (512-256-64, 512-256-1). Two models take turns, one of
             them with a writer that observes its tables; processor time.
 delta       bytes and seconds of a delta after 1, 10 and 100 such steps, beside the model
-follower    one thread applies a delta of a million rows of 68 bytes (64 int8 numbers, scale and bias) to a table
-            of that form, and one of 64 float32 columns. Seconds from the open of the delta to its last row.
-served      another thread looks up one sample of 26 ids meanwhile: p50 and p99 beside those without a follower
+served      that DLRM, quantized to int8 or with its float32 rows, is exported. One thread runs single samples on the
+            package without a pause, in turn alone and beside a follower in another thread, which applies a delta of a
+            million rows (int8: 68 bytes each), from its open to the last row. The follower works alone as well. Samples
+            "with their core" are those during which no other process took the core.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
+import resource
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -27,14 +27,20 @@ from statistics import median
 
 import numpy as np
 import torch
+from lookup import machine
 from torch import Tensor, nn
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward
-from tilerec.delta import DeltaWriter, EntryName, Follower
+from tilerec.delta import DeltaWriter, EntryName
+from tilerec.export import export
 from tilerec.models.dlrm import DLRM
+from tilerec.quantized import quantize_tables
+from tilerec.serve.package_copy import copy_package
+from tilerec.serve.served_model import Version, tried
 from tilerec.spec.optimizer import RowWiseAdagrad
 
-TABLES, DIM, BATCH, LENGTH, EXPONENT = 26, 64, 2048, 10, 1.05
+TABLES, DIM, DENSE, BATCH, LENGTH, EXPONENT = 26, 64, 13, 2048, 10, 1.05
+DELTA_ROWS = 1_000_000
 KEYS = [f"f{table}" for table in range(TABLES)]
 
 
@@ -71,8 +77,8 @@ def tracking(rows: int, folder: Path, rounds: int) -> None:
         if what == "tables":
             models, dense = own_tables, None
         else:
-            models = [DLRM(tables, 13, [512, 256, 64], [512, 256, 1]) for tables in own_tables]
-            dense = torch.rand(BATCH, 13)
+            models = [DLRM(tables, DENSE, [512, 256, 64], [512, 256, 1]) for tables in own_tables]
+            dense = torch.rand(BATCH, DENSE)
         writer = DeltaWriter(folder / what, own_tables[1])
         writer.publish(0)
         os.sync()  # the base's pages go to the disk now, not beside the steps
@@ -108,78 +114,133 @@ def deltas(rows: int, folder: Path) -> None:
     writer.close()
 
 
-class Table(nn.Module):
-    """A table of plain rows, and the float tables that are read meanwhile."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(value, requires_grad=False)
+# ------------------------------------------------------------------------------------------------------------- served
 
 
-def follower(name: str, value: Tensor, count: int, folder: Path, rounds: int, served: EmbeddingBagCollection) -> None:
-    """A delta of `count` rows of a table of twice as many."""
-    source, target = Table(value.clone()), Table(value.clone())
-    writer = DeltaWriter(folder / name, source, base_every=1000)
-    writer.publish(0)
-    lock = threading.Lock()
-    follows = Follower(folder / name, target, lock=lock)
-    places = torch.randperm(value.shape[0], generator=torch.Generator().manual_seed(3))[:count]
-    seconds, alone, beside = [], [], []
-    for number in range(1, rounds + 1):
-        source.rows[places] += 1
-        writer.publish(number)
-        alone += lookups(served, lock, lambda found: len(found) < 500)
-        done = threading.Event()
-        reads: list[float] = []
-        reader = threading.Thread(
-            target=lambda reads=reads, done=done: reads.extend(lookups(served, lock, lambda _: not done.is_set()))
-        )
-        reader.start()
-        began = time.perf_counter()
-        follows.apply(EntryName(number, False))
-        seconds.append(time.perf_counter() - began)
-        done.set()
-        reader.join()
-        beside += reads
-        assert torch.equal(target.rows, source.rows)
-    took = median(seconds)
-    print(f"follower   {name}: {count / took / 1e6:6.2f} million rows/s, {took:.3f} s for {count:,} rows")
-    for when, found in (("alone ", alone), ("beside", beside)):
-        p50, p99 = (np.percentile(found, q) * 1e6 for q in (50, 99))
-        print(f"served     {name}: one sample {when} p50 {p50:7.1f} us, p99 {p99:7.1f} us, {len(found):,} samples")
-    writer.close()
+class Reader:
+    """Runs single samples on a served version, without a pause, and notes the seconds of each."""
 
+    def __init__(self, version: Version, rows: int) -> None:
+        draw = torch.Generator().manual_seed(5)
+        lengths = torch.ones(TABLES, 1, dtype=torch.int32)
+        self._version, self._at = version, 0
+        self._requests = [
+            [torch.randn(1, DENSE, generator=draw), torch.randint(0, rows, (TABLES,), generator=draw), lengths]
+            for _ in range(1000)
+        ]
 
-def lookups(module: EmbeddingBagCollection, lock: threading.Lock, go_on: Callable[[list[float]], bool]) -> list[float]:
-    (batch,) = batches(module.embedding_bag_configs()[0].num_embeddings, 1, samples=1, length=1)
-    found: list[float] = []
-    with torch.inference_mode():
-        while go_on(found):
+    def read(self, go_on: Callable[[int], bool]) -> list[tuple[float, bool]]:
+        """Return seconds of each sample, and whether another process took the core meanwhile."""
+        found: list[tuple[float, bool]] = []
+        while go_on(len(found)):
+            request = self._requests[self._at % len(self._requests)]
+            self._at += 1
+            switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
             began = time.perf_counter()
-            with lock:
-                module(batch)
-            found.append(time.perf_counter() - began)
-    return found
+            self._version.run(request)
+            seconds = time.perf_counter() - began
+            found.append((seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw != switches))
+        return found
+
+
+class Served:
+    """A package of a model that trains on: its log, its follower and its reader."""
+
+    def __init__(self, kind: str, rows: int, folder: Path) -> None:
+        torch.manual_seed(1)
+        self.model: nn.Module = DLRM(model_of(rows), DENSE, [512, 256, DIM], [512, 256, 1]).eval()
+        if kind == "int8":
+            self.model = quantize_tables(self.model, "int8")
+        lengths = torch.ones(TABLES * 2, dtype=torch.int32)
+        example = KeyedJaggedTensor.from_lengths_sync(KEYS, torch.zeros(TABLES * 2, dtype=torch.int64), lengths)
+        path, log = folder / f"{kind}.pt2", folder / f"log-{kind}"
+        export(self.model, (torch.randn(2, DENSE), example), path)
+        self.writer = DeltaWriter(log, self.model, base_every=10_000)
+        self.writer.publish(0)
+        copy = copy_package(path)
+        self.version = tried(copy.load())
+        copy.close()
+        self.follower, self.reader = self.version.follow(log), Reader(self.version, rows)
+        state = self.model.state_dict().values()
+        self._tables = [value for value in state if value.dim() == 2 and value.shape[0] == rows]
+        self._rows, self._draw, self._number = rows, torch.Generator().manual_seed(3), 0
+        self.count = DELTA_ROWS // TABLES * TABLES
+
+    def publish(self) -> EntryName:
+        """Publish a delta of `count` rows."""
+        self._number += 1
+        with torch.no_grad():
+            for value in self._tables:
+                value[torch.randperm(self._rows, generator=self._draw)[: self.count // TABLES]] += 1
+        self.writer.publish(self._number)
+        return EntryName(self._number, False)
+
+    def apply(self, name: EntryName) -> tuple[float, float]:
+        """Apply a delta; return seconds, and seconds of processor time."""
+        began, used = time.perf_counter(), time.thread_time()
+        self.follower.apply(name)
+        return time.perf_counter() - began, time.thread_time() - used
+
+    def apply_beside_requests(self) -> tuple[tuple[float, float], list[tuple[float, bool]]]:
+        """Publish and apply a delta while samples run; return both times."""
+        name, done, found = self.publish(), threading.Event(), list[tuple[float, bool]]()
+        thread = threading.Thread(target=lambda: found.extend(self.reader.read(lambda _: not done.is_set())))
+        thread.start()
+        times = self.apply(name)
+        done.set()
+        thread.join()
+        return times, found
+
+
+def served(kind: str, rows: int, folder: Path, samples: int) -> None:
+    own = Served(kind, rows, folder)
+    own.reader.read(lambda found: found < 500)
+    sides: tuple[list[tuple[float, bool]], list[tuple[float, bool]]] = [], []
+    together, alone = list[tuple[float, float]](), list[tuple[float, float]]()
+    while len(sides[1]) < samples:
+        times, found = own.apply_beside_requests()
+        together.append(times)
+        sides[1].extend(found)
+        sides[0].extend(own.reader.read(lambda read, found=found: read < len(found)))
+        alone.append(own.apply(own.publish()))
+    for name, value in own.model.state_dict().items():
+        assert name not in own.version.package.weights or torch.equal(own.version.package.weights[name], value)
+    own.writer.close()
+    beside, quiet = (own.count / median(wall for wall, _ in times) / 1e6 for times in (together, alone))
+    used = own.count / median(processor for _, processor in together) / 1e6
+    print(
+        f"follower   {kind}: {beside:5.2f} million rows/s beside requests, {quiet:.2f} alone, "
+        f"{used:.2f} in a second of processor time"
+    )
+    for which in ("all", "with their core"):
+        a, b = (np.array([1e6 * one for one, lost in side if which == "all" or not lost]) for side in sides)
+        p50_a, p99_a, p50_b, p99_b = (float(np.percentile(side, q)) for side in (a, b) for q in (50, 99))
+        print(
+            f"served     {kind}, samples {which}: {len(a):,} alone p50 {p50_a:.0f} us, p99 {p99_a:.0f}; "
+            f"{len(b):,} beside p50 {p50_b:.0f} us, p99 {p99_b:.0f}: {p99_b / p99_a:.2f} of the p99"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--parts", nargs="+", default=["tracking", "delta", "served"])
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"{machine()}; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"load of the machine {os.getloadavg()[0]:.1f}")
     try:
-        tracking(options.rows, folder, options.rounds)
-        deltas(options.rows, folder)
+        if "tracking" in options.parts:
+            tracking(options.rows, folder, options.rounds)
+        if "delta" in options.parts:
+            deltas(options.rows, folder)
         torch.set_num_threads(1)
-        sys.setswitchinterval(0.0005)
-        served = model_of(options.rows)
-        rows = 2 * 1_000_000
-        int8 = torch.randint(0, 255, (rows, DIM + 4), dtype=torch.uint8)
-        follower("int8", int8, rows // 2, folder, options.rounds, served)
-        follower("fp32", torch.randn(rows, DIM), rows // 2, folder, options.rounds, served)
+        for kind in ("int8", "fp32") if "served" in options.parts else ():
+            served(kind, options.rows, folder, options.samples)
+        print(f"load of the machine {os.getloadavg()[0]:.1f}")
     finally:
         shutil.rmtree(folder)
 

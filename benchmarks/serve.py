@@ -1,21 +1,25 @@
 """A server of a large package: its start, its memory, its latency under load, and a swap of the file meanwhile.
 
-    python benchmarks/serve.py [--rows 100000] [--workers 2] [--rate 20 50] [--seconds 20]
+    python benchmarks/serve.py [--rows 100000] [--workers 2] [--rate 20 50] [--seconds 20] [--starts 5]
 
 A DLRM of 26 tables of 100 columns (1.04 GB with 100,000 rows each) with MLPerf's small dense part, exported once.
 
-    start       from the command to the first answer; then a worker is killed, and the time until its successor
-                answers is measured
-    memory      resident memory of parent and workers after load, with shared pages counted once (Pss), beside the
-                size of the package; "own" are pages that no other process has (they are not of the package)
+    start       from the command to the first answer, and the processor time of its processes; in turn, a process that
+                only imports what the server imports. The difference is what the package adds: reading it into memory,
+                its digests, loading. Medians
+    restart     all workers are killed; the time until a successor answers
+    memory      of parent and workers after load, shared pages counted once. Weights: the copy in memory. Code: mapped
+                libraries. Shared: the interpreter and torch, which workers have from the parent. Own: pages that a
+                single process has
     latency     open-loop load of 100 to 700 pairs per request, one id per feature; waiting counts
-    swap        the same load while the file is replaced by another version: failed requests, and versions answered
+    swap        the same load while another version is renamed over the file, or written into it (cp): failed requests,
+                and versions answered
+    load        of the machine, before and after: its mean number of running processes in the last minute
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -27,12 +31,15 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from statistics import median
+from threading import Thread
 
 import torch
 from lookup import machine
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from tilerec.export import export
+from tilerec.export.manifest import Manifest
 from tilerec.export.package_file import open_package
 from tilerec.models import DLRM
 from tilerec.serve.load import Load, LoadReport, body_of, offer_load, sample_inputs
@@ -75,14 +82,25 @@ class Server:
         text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(word) for word in text.split()]
 
-    def memory(self) -> tuple[float, float]:
-        """Return Pss, and memory of one process alone, of parent and workers together, in bytes."""
-        total, own = 0, 0
+    def memory(self) -> dict[str, float]:
+        """Return the memory of parent and workers together, in bytes, by its kind; each page counts once."""
+        found = dict.fromkeys(("code", "shared", "own"), 0.0)
         for pid in [self.process.pid, *self.children()]:
-            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-            total += int(fields["Pss"].split()[0]) << 10
-            own += sum(int(fields[name].split()[0]) << 10 for name in ("Private_Clean", "Private_Dirty"))
-        return float(total), float(own)
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            fields = {name: 1024.0 * int(text.split()[0]) for name, text in (line.split(":", 1) for line in lines)}
+            own = fields["Private_Clean"] + fields["Private_Dirty"]
+            found["own"] += own
+            found["code"] += fields["Pss_File"]
+            found["shared"] += fields["Pss"] - fields["Pss_File"] - fields["Pss_Shmem"] - own
+        return found
+
+    def processor_time(self) -> float:
+        """Return the seconds of processor time of parent and workers."""
+        total = 0
+        for pid in [self.process.pid, *self.children()]:
+            words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(words[11]) + int(words[12])
+        return total / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -95,51 +113,109 @@ def line_of(found: LoadReport) -> str:
     return f"{'  '.join(parts)}  {found.pairs / found.seconds:9,.0f} pairs/s  failed: {failed}"
 
 
+IMPORTS = "import tilerec.cli, tilerec.serve.server; from importlib import import_module; " + (
+    "[import_module(name) for name in tilerec.serve.server._IMPORTS]"
+)
+
+
+def imports() -> tuple[float, float]:
+    """Return wall and processor time of a process that imports the server's modules."""
+    began, before = time.perf_counter(), os.times()
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - began, used
+
+
+def starts(package: Path, workers: int, body: tuple[bytes, str], rounds: int) -> None:
+    """Print the medians of starts, and of imports alone, in turn."""
+    whole, alone = [], []
+    for _ in range(rounds):
+        alone.append(imports())
+        server = Server(package, workers)
+        try:
+            server.wait_for_answer(body)
+            whole.append((time.perf_counter() - server.began, server.processor_time()))
+        finally:
+            server.close()
+    for column, name in enumerate(("wall", "processor")):
+        total, base = (median(pair[column] for pair in pairs) for pairs in (whole, alone))
+        least = min(pair[column] for pair in whole)
+        print(
+            f"start    {total:6.2f} s {name} time to the first answer (least {least:.2f}): imports {base:.2f}, "
+            f"the package {total - base:.2f}"
+        )
+
+
+def restart(server: Server, body: tuple[bytes, str]) -> None:
+    before = set(server.children())
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    began = time.perf_counter()
+    while not set(server.children()) - before:
+        time.sleep(0.001)
+    server.wait_for_answer(body)
+    print(f"restart  {time.perf_counter() - began:6.2f} s to an answer, after all workers were killed")
+
+
+def swap(server: Server, manifest: Manifest, load: Load, body: tuple[bytes, str], how: str, replace: Thread) -> None:
+    """Print the latency of a load during which a thread replaces the file."""
+    first = server.wait_for_answer(body)
+    timer = threading.Timer(load.seconds / 3, replace.start)
+    timer.start()
+    found = offer_load(server.address, manifest, load)
+    timer.join()
+    replace.join()
+    while (last := server.wait_for_answer(body)) == first:
+        time.sleep(0.1)
+    print(f"swap, {how} {load.rate:5g}/s  {line_of(found)}  versions {first}, {last}")
+
+
+def load_of_machine() -> str:
+    return f"load of the machine {os.getloadavg()[0]:.1f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rate", type=float, nargs="+", default=[20.0, 50.0])
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--starts", type=int, default=5)
     options = parser.parse_args()
     print(f"{machine()}; torch {torch.__version__}, Python {platform.python_version()}; {options.workers} workers")
     with tempfile.TemporaryDirectory() as name:
-        package, other = Path(name, "model.pt2"), Path(name, "other.pt2")
+        package, other, third = (Path(name, f"{own}.pt2") for own in ("model", "other", "third"))
         make_package(options.rows, 1, package)
         make_package(options.rows, 2, other)
+        shutil.copy(package, third)
         size = package.stat().st_size
         manifest = open_package(package).manifest
         body = body_of(manifest, sample_inputs(manifest, 2, 1, torch.Generator().manual_seed(0)), "safetensors")
+        print(f"package  {size / 1e6:,.0f} MB; {load_of_machine()}")
+        starts(package, options.workers, body, options.starts)
         server = Server(package, options.workers)
         try:
             server.wait_for_answer(body)
-            seconds = time.perf_counter() - server.began
-            print(f"start    {seconds:6.2f} s to the first answer; package {size / 1e6:,.0f} MB")
-            if options.workers > 1:
-                before = set(server.children())
-                for pid in before:
-                    os.kill(pid, signal.SIGKILL)
-                began = time.perf_counter()
-                while not set(server.children()) - before:
-                    time.sleep(0.001)
-                server.wait_for_answer(body)
-                print(f"restart  {time.perf_counter() - began:6.2f} s to an answer, after all workers were killed")
+            restart(server, body)
             for rate in options.rate:
                 found = offer_load(server.address, manifest, Load(rate, options.seconds))
-                print(f"load     {rate:5g}/s  {line_of(found)}")
-            total, own = server.memory()
-            print(f"memory   {total / 1e6:,.0f} MB, {total / size:.2f} of the package; own pages {own / 1e6:,.0f} MB")
-            incoming = Path(shutil.copy(other, f"{package}.new"))
-            swap = threading.Timer(options.seconds / 3, lambda: incoming.replace(package))
-            first = server.wait_for_answer(body)
-            swap.start()
-            found = offer_load(server.address, manifest, Load(options.rate[0], options.seconds))
-            swap.join()
-            last = server.wait_for_answer(body)
-            versions = json.dumps([first, last])
-            print(f"swap     {options.rate[0]:5g}/s  {line_of(found)}  versions {versions}")
+                print(f"latency  {rate:5g}/s  {line_of(found)}")
+            parts = server.memory()
+            total = size + sum(parts.values())
+            text = ", ".join(f"{kind} {value / 1e6:,.0f}" for kind, value in {"weights": size, **parts}.items())
+            print(f"memory   {total / 1e6:,.0f} MB, {total / size:.2f} of the package: {text}")
+            load = Load(options.rate[0], options.seconds)
+            swap(server, manifest, load, body, "mv", Thread(target=lambda: other.replace(package)))
+            swap(server, manifest, load, body, "cp", Thread(target=lambda: write_into(package, third)))
+            print(load_of_machine())
         finally:
             server.close()
+
+
+def write_into(package: Path, other: Path) -> None:
+    with other.open("rb") as source, package.open("wb") as target:
+        shutil.copyfileobj(source, target)
 
 
 if __name__ == "__main__":

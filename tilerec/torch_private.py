@@ -412,17 +412,35 @@ def any_sizes() -> AbstractContextManager[None]:
 def compile_package(program: ExportedProgram, path: str) -> None:
     """Compile a program with AOTInductor into an archive without its constants; torch's documentation names this.
 
-    The code needs the vector instructions of this machine, and no others that its processor may have.
+    The code needs the vector instructions of this machine, and no others that its processor may have. It reads all
+    parameters and buffers from memory, so a value that is written there serves. Left alone, the compiler makes numbers
+    in the code of those with up to 8 elements (the bias of a logit), and of results of equal elements
+    (`temperature.exp()`).
     """
     import torch._inductor
     from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
 
-    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
+    options: dict[str, Any] = {
+        "aot_inductor.package_constants_in_so": False,
+        "joint_graph_constant_folding": False,
+    }
     if hasattr(config.cpp, "march"):  # torch >= 2.13
         options["cpp.march"] = ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+        lower = GraphLowering.get_attr
+
+        def keep_weights(graph: Any, target: str, *rest: Any) -> Any:
+            # Constants of the program have this prefix; the compiler may write them into the code.
+            with config.patch(always_keep_tensor_constants=not target.startswith("_tensor_constant")):
+                return lower(graph, target, *rest)
+
+        GraphLowering.get_attr = keep_weights  # type: ignore[assignment, method-assign]
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+        finally:
+            GraphLowering.get_attr = lower  # type: ignore[method-assign]
 
 
 def readable_op_calls(data: bytes) -> bytes:

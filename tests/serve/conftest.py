@@ -1,8 +1,10 @@
-"""A small model behind the interface of a package, without its compiler: a compilation takes half a minute."""
+"""A small model behind the interface of a package, without its compiler; and compiled, once in a test process."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,23 @@ from torch.utils import _pytree as pytree
 from tilerec.errors import ConfigError
 from tilerec.export import Package
 from tilerec.export.exporting import PreparedExport, prepared
+from tilerec.export.manifest import base_hash
+from tilerec.export.package_file import weight_places, write_package
 from tilerec.export.whole_model import whole_model
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.serve.package_source import FileWatch
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig
+from tilerec.torch_private import compile_package
 
 KEYS = ("user", "item")
 GOOD = b"a package"
+INSTANCES = [
+    {"dense": [0.0, 1.0, 2.0], "sparse": {"user": [1], "item": [4]}},
+    {"dense": [3.0, 4.0, 5.0], "sparse": {"user": [2, 3]}},
+    {"dense": [6.0, 7.0, 8.0], "sparse": {"item": [5], "user": []}},
+]
+LENGTHS, IDS = [[1, 2, 0], [1, 0, 1]], [1, 2, 3, 4, 5]
 
 
 class Small(nn.Module):
@@ -29,10 +41,11 @@ class Small(nn.Module):
         torch.manual_seed(seed)
         self.tables = EmbeddingBagCollection([EmbeddingBagConfig(20, 4, key, feature_names=[key]) for key in KEYS])
         self.over = nn.Linear(8 + 3, 1)
+        self.temperature = nn.Parameter(torch.full((1,), 0.1 * seed))
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         logits: Tensor = self.over(torch.cat([dense, self.tables(sparse).values()], 1))
-        return logits[:, 0]
+        return logits[:, 0] * self.temperature.exp()
 
 
 def batch(lengths: list[list[int]], ids: list[int]) -> tuple[Tensor, KeyedJaggedTensor]:
@@ -45,14 +58,14 @@ def batch(lengths: list[list[int]], ids: list[int]) -> tuple[Tensor, KeyedJagged
 class Runner:
     """Runs the program of a package that was not compiled, on the package's weights."""
 
-    def __init__(self, model: nn.Module, out_spec: str) -> None:
-        self._model, self._out_spec = model, out_spec
+    def __init__(self, model: nn.Module, weights: dict[str, Tensor], out_spec: str) -> None:
+        self._model, self._weights, self._out_spec = model, weights, out_spec
 
     def get_call_spec(self) -> list[str]:
         return ["", self._out_spec]
 
     def boxed_run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [self._model(*tensors)]
+        return [torch.func.functional_call(self._model, self._weights, tuple(tensors))]
 
 
 @pytest.fixture(scope="session")
@@ -76,10 +89,26 @@ def opened(made: PreparedExport) -> Callable[[Path], Package]:
         if path.read_bytes() != GOOD:
             raise ConfigError(f"Package {path}: got other bytes; expected a package.")
         module: Any = made.program.module()
-        weights = {name: value.detach() for name, value in module.state_dict().items()}
-        return Package(made.manifest, weights, Runner(module, pytree.treespec_dumps(spec)))
+        weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        return Package(made.manifest, weights, Runner(module, weights, pytree.treespec_dumps(spec)))
 
     return open_it
+
+
+class StandInSource:
+    """The versions of a file that `opened` loads, as `FileSource` has them of a package."""
+
+    def __init__(self, path: Path, opened: Callable[[Path], Package]) -> None:
+        self.name = str(path)
+        self._path, self._opened = path, opened
+        self._watch: FileWatch | None = None
+
+    def take(self) -> Package | None:
+        if self._watch is None:
+            self._watch = FileWatch(self._path)
+        elif not self._watch.changed():
+            return None
+        return self._opened(self._path)
 
 
 @pytest.fixture
@@ -87,4 +116,21 @@ def served_path(tmp_path: Path) -> Path:
     """A file that a test may replace."""
     path = tmp_path / "model.pt2"
     path.write_bytes(GOOD)
+    return path
+
+
+def package_bytes(made: PreparedExport, compiled: Path, weights: dict[str, Tensor] | None = None) -> bytes:
+    """Return a package with the program of `made`, and its weights or others."""
+    weights = made.weights if weights is None else weights
+    places = weight_places(weights)
+    file = io.BytesIO()
+    write_package(file, compiled, replace(made.manifest, base=base_hash(places), weights=tuple(places)), weights)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="session")
+def compiled(made: PreparedExport, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program's compiled part. The compiler works for ten seconds, so all tests of a process share it."""
+    path = tmp_path_factory.mktemp("compiled") / "model.pt2"
+    compile_package(made.program, str(path))
     return path

@@ -10,7 +10,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,8 @@ from tilerec.errors import ConfigError, FileError, InputError
 
 ROWS = 256
 """Rows that are written while the lock is held: about 20 microseconds."""
+BLOCK_ROWS = 4096
+"""Rows that are prepared at a time, before the lock is taken for the first of them."""
 
 Reason = Literal["damaged", "gap", "repeated", "other base", "other model", "other run"]
 
@@ -53,6 +55,8 @@ class Follower:
             from a base; "": the newest base is loaded.
         lock: held while at most `ROWS` rows of a tensor are written. None: readers may see a row that is half new.
         partial: True: the target lacks some tensors of the log, which are passed over.
+        noted: called, while the lock is held, with the record of a state and False before its first row is written, and
+            with True once the target has all of it.
 
     Raises:
         FileError: the log has no whole base, or cannot be read. DeltaRefused: the base does not fit the target.
@@ -61,9 +65,10 @@ class Follower:
     def __init__(
         self, folder: str | Path, target: nn.Module | Mapping[str, Tensor], *, state: str = "",
         lock: AbstractContextManager[object] | None = None, partial: bool = False,
+        noted: Callable[[DeltaRecord, bool], object] = lambda record, complete: None,
     ) -> None:  # fmt: skip
         self.log = DeltaLog(folder)
-        self._target = target
+        self._target, self._noted = target, noted
         self._lock = lock if lock is not None else nullcontext()
         self._partial = partial
         self.record = self._entry_of(state).record if state else self._load_base()
@@ -119,7 +124,7 @@ class Follower:
         except (FileError, InputError) as error:
             raise DeltaRefused(str(error), "damaged") from error
         places = self._places(entry, staged)
-        with self._announced():
+        with self._writing(entry.record):
             for part, pieces in places:
                 for piece in pieces:
                     self._write(part, piece)
@@ -127,16 +132,23 @@ class Follower:
         return entry.record
 
     @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Announce the block's writes to the target's tables, before and after: a request may fill caches meanwhile."""
-        if not isinstance(self._target, nn.Module):
-            yield
-            return
-        announce_write(self._target)
+    def _writing(self, record: DeltaRecord) -> Iterator[None]:
+        """Announce the block's writes to readers, and to the target's tables.
+
+        Tables get two announcements: a request may fill caches in between.
+        """
+        module = self._target if isinstance(self._target, nn.Module) else None
+        with self._lock:
+            self._noted(record, False)
+        if module is not None:
+            announce_write(module)
         try:
             yield
         finally:
-            announce_write(self._target)
+            if module is not None:
+                announce_write(module)
+        with self._lock:
+            self._noted(record, True)
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -232,7 +244,7 @@ class Follower:
         SavedContents(entry.path).verify()
         chain = open_chain(entry.folder)
         try:
-            with self._announced():
+            with self._writing(entry.record):
                 for name, pieces in own.items():
                     for piece in pieces:
                         self._write_base(chain, name, piece)
@@ -270,15 +282,35 @@ class Follower:
             place = place.narrow(dim, both.offsets[dim] - piece.box.offsets[dim], both.sizes[dim])
             values = values.narrow(dim, both.offsets[dim] - part.box.offsets[dim], both.sizes[dim])
         values = _bytes_of(values)
-        for at in range(low, high, ROWS):
-            some = values[at : min(at + ROWS, high)].to(place.device)
-            with self._lock:
-                if part.rows_U is None:
-                    start = at + part.box.offsets[0] - piece.box.offsets[0]
-                    place[start : start + some.shape[0]].copy_(some)
-                else:
-                    rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
-                    place.index_copy_(0, rows, some)
+        for at in range(low, high, BLOCK_ROWS):
+            some = values[at : min(at + BLOCK_ROWS, high)].to(place.device)
+            if part.rows_U is None:
+                own = place.narrow(0, at + part.box.offsets[0] - piece.box.offsets[0], some.shape[0])
+                _own_pages(own, None)
+                for target, source in zip(own.split(ROWS), some.split(ROWS), strict=True):
+                    with self._lock:
+                        target.copy_(source)
+            else:
+                rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
+                _own_pages(place, rows)
+                for listed, source in zip(rows.split(ROWS), some.split(ROWS), strict=True):
+                    with self._lock:
+                        place.index_copy_(0, listed, source)
+
+
+def _own_pages(place: Tensor, rows: Tensor | None) -> None:
+    """Write the first and the last cell of rows as they are.
+
+    If the tensor is mapped from a file, the first write to a page copies it, in 1 to 2 microseconds. So this happens
+    before the lock is taken, not while it is held. A reader sees no change.
+    """
+    if place.device.type != "cpu" or place.dim() < 2 or not place.shape[1]:
+        return
+    for cells in (place[:, :1], place[:, -1:]):
+        if rows is None:
+            cells.copy_(cells.clone())
+        else:
+            cells.index_copy_(0, rows, cells.index_select(0, rows))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -85,15 +85,36 @@ def _write(path: Path, found: PreparedExport) -> None:
     with tempfile.TemporaryDirectory(prefix="tilerec-export-") as folder:
         compiled = Path(folder) / "model.pt2"
         compile_package(found.program, str(compiled))
-        made = [name for name in package_loader(str(compiled)).get_constant_fqns() if name not in found.weights]
+        read = package_loader(str(compiled)).get_constant_fqns()
+        made = [name for name in read if name not in found.weights]
         if made:
             raise ConfigError(
                 f"export: the compiler made the constants {made[:4]}, which are no weights of the model; expected "
                 "parameters and buffers. Register them as buffers of a module."
             )
+        fixed = _fixed(found, read)
+        if fixed:
+            raise ConfigError(
+                f"export: the compiler wrote the weights {fixed[:4]} into its code, where no published state changes "
+                "them; expected all weights in memory. Export with another version of torch."
+            )
         size = sum(weight.nbytes for weight in found.weights.values())
         with open_replacement(path, "Package", f"{size:,} bytes") as file:
             write_package(file, compiled, found.manifest, found.weights)
+
+
+def _fixed(found: PreparedExport, read: list[str]) -> list[str]:
+    """Return the parameters and buffers that the compiled part does not read from memory.
+
+    Args:
+        read: names of those that it reads. A renamed table has two names and one memory.
+    """
+    constants = set(found.program.graph_signature.inputs_to_lifted_tensor_constants.values())
+    places = {found.weights[name].data_ptr() for name in read}
+    return [
+        name for name, weight in found.weights.items()
+        if weight.numel() and weight.data_ptr() not in places and name not in constants
+    ]  # fmt: skip
 
 
 def torch_version() -> str:

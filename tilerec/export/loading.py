@@ -91,7 +91,7 @@ def _cause(error: RuntimeError) -> InputError:
     return InputError(f"Package: got '{' '.join(text.split()):.600}'; expected a batch that the model can take.")
 
 
-def load(path: str | Path, *, verify: bool = True) -> Package:
+def load(path: str | Path, *, verify: bool = True, name: str = "") -> Package:
     """Load a package of `export`: a callable with the model's arguments, and the bits of its outputs.
 
     Weights are mapped into memory: processes that load one file share its pages.
@@ -99,14 +99,15 @@ def load(path: str | Path, *, verify: bool = True) -> Package:
     Args:
         verify: compare the digests of all weights with the manifest, which reads the file once. False starts in well
             under a second for any size.
+        name: of the file in errors; "": the path.
 
     Raises:
         FileError: the file cannot be read.
         ConfigError: it is no package, not all of one, its manifest does not describe it, or it was made for other ops,
             another torch or wider vectors than this machine has.
     """
-    what = f"Package {path}"
-    package = open_package(path)
+    what = f"Package {name or path}"
+    package = open_package(path, name=name)
     manifest = package.manifest
     _check_versions(manifest, what)
     if verify:

@@ -138,14 +138,17 @@ class OpenPackage(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-def open_package(path: str | Path) -> OpenPackage:
+def open_package(path: str | Path, *, name: str = "") -> OpenPackage:
     """Map the weights of a package and read its manifest.
+
+    Args:
+        name: of the file in errors; "": the path.
 
     Raises:
         FileError: the file cannot be read.
         ConfigError: it is no package, not all of one, or its manifest does not fit it.
     """
-    what = f"Package {path}"
+    what = f"Package {name or path}"
     try:
         with open(path, "rb") as file:
             start = file.read(4)

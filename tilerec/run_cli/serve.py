@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -11,7 +12,8 @@ import typer
 from tilerec.errors import TilerecError
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
-_INSTALL = "tilerec serve: needs fastapi, uvicorn and prometheus-client. Install tilerec[serve]."
+_NEEDS = ("starlette", "uvicorn", "prometheus_client")
+_INSTALL = "tilerec serve: needs starlette, uvicorn and prometheus-client. Install tilerec[serve]."
 
 
 def serve(
@@ -32,16 +34,13 @@ def serve(
     log_keep: Annotated[int, typer.Option(help="Files that each worker keeps there.")] = 1000,
 ) -> None:
     """Serve a package over HTTP: POST /v1/predict, GET /v1/model, /healthz, /readyz and /metrics."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
+    if any(find_spec(name) is None for name in _NEEDS):
         print_error(_INSTALL)
-        raise typer.Exit(1) from None
+        raise typer.Exit(1)
     from tilerec.serve.batcher import Batching
     from tilerec.serve.request_log import LogOptions
-    from tilerec.serve.server import ServerOptions, run_server
+    from tilerec.serve.server import run_server
+    from tilerec.serve.server_options import ServerOptions
 
     try:
         batching = Batching(max_samples, wait_ms, max_waiting)

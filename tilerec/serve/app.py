@@ -19,16 +19,17 @@ from tilerec.serve.request_log import LogOptions, RequestLog
 from tilerec.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 
 def make_app(
     model: ServedModel, batching: Batching | None = None, metrics: ServerMetrics | None = None,
     log: LogOptions | None = None,
-) -> FastAPI:  # fmt: skip
+) -> Starlette:  # fmt: skip
     """Return the application, for uvicorn or any other ASGI server. The model is closed when the server stops."""
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.routing import Route
 
     from tilerec.serve.endpoints import Endpoints
 
@@ -48,13 +49,12 @@ def make_app(
         model.close()
         request_log.close()
 
-    app = FastAPI(title="tilerec", lifespan=life, docs_url=None, redoc_url=None)
     found = Endpoints(model, batcher, numbers, request_log)
-    # Routes of Starlette: FastAPI's own would parse and check each body once more.
-    app.add_route("/v1/predict", found.predict, methods=["POST"])
-    app.add_route("/v1/model", found.about)
-    app.add_route("/healthz", found.alive)
-    app.add_route("/readyz", found.ready)
-    app.add_route("/metrics", found.metrics)
-    app.add_exception_handler(HTTPException, found.unknown)
-    return app
+    routes = [
+        Route("/v1/predict", found.predict, methods=["POST"]),
+        Route("/v1/model", found.about),
+        Route("/healthz", found.alive),
+        Route("/readyz", found.ready),
+        Route("/metrics", found.metrics),
+    ]
+    return Starlette(routes=routes, lifespan=life, exception_handlers={HTTPException: found.unknown})

@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from torch import Tensor
-
 from tilerec.errors import ConfigError, InputError
 from tilerec.serve.joined import can_join, check, joined, parted
-from tilerec.serve.served_model import Version
+from tilerec.serve.served_model import Answer, Version
 from tilerec.serve.wire import Query
 
 
@@ -49,7 +47,7 @@ class Overloaded(Exception):
 class _Waiting(NamedTuple):
     query: Query
     version: Version
-    answer: asyncio.Future[list[Tensor]]
+    answer: asyncio.Future[Answer]
 
 
 @final
@@ -76,8 +74,8 @@ class Batcher:
         """True if no further request may wait."""
         return len(self._waiting) >= self._batching.max_waiting
 
-    async def run(self, query: Query, version: Version) -> list[Tensor]:
-        """Return the outputs of a query.
+    async def run(self, query: Query, version: Version) -> Answer:
+        """Return the outputs of a query, and the state of the weights that made them.
 
         Raises:
             InputError: it does not fit the model. Overloaded: too many requests wait.
@@ -106,13 +104,13 @@ class Batcher:
                     await asyncio.sleep(self._batching.wait_ms / 1000)
                 batch = self._take()
                 found = await loop.run_in_executor(self._thread, self._run, batch)
-                for one, outputs in zip(batch, found, strict=True):
+                for one, answer in zip(batch, found, strict=True):
                     if one.answer.cancelled():
                         continue
-                    if isinstance(outputs, BaseException):
-                        one.answer.set_exception(outputs)
+                    if isinstance(answer, BaseException):
+                        one.answer.set_exception(answer)
                     else:
-                        one.answer.set_result(outputs)
+                        one.answer.set_result(answer)
         finally:
             self._task = None
 
@@ -130,11 +128,12 @@ class Batcher:
         self._waiting = self._waiting[len(batch) :]
         return batch
 
-    def _run(self, batch: list[_Waiting]) -> list[list[Tensor] | BaseException]:
+    def _run(self, batch: list[_Waiting]) -> list[Answer | BaseException]:
         version, queries = batch[0].version, [one.query for one in batch]
         began = time.perf_counter()
         try:
-            return list(parted(version.run(joined(queries, version.manifest)), queries))
+            outputs, state = version.run(joined(queries, version.manifest))
+            return [Answer(own, state) for own in parted(outputs, queries)]
         except InputError as error:
             if len(batch) == 1:
                 return [error]

@@ -18,7 +18,7 @@ from tilerec.serve.batcher import Batcher, Overloaded
 from tilerec.serve.metrics import ServerMetrics
 from tilerec.serve.request_log import RequestLog
 from tilerec.serve.served_model import ServedModel
-from tilerec.serve.wire import answer, parse
+from tilerec.serve.wire import ALIVE, AnswerError, answer, parse
 
 _LOG = logging.getLogger("tilerec.serve")
 MOST_BYTES = 1 << 26
@@ -44,6 +44,8 @@ class Endpoints:
         except Overloaded:
             waiting = self._batcher.waiting
             response = _error(503, f"Server: got {waiting} waiting requests; expected fewer. Try again later.")
+        except AnswerError as error:
+            response = _error(500, str(error))
         except ClientDisconnect:
             response = _error(400, "Request: got a closed connection; expected the whole body. Send it again.")
         except Exception:
@@ -66,19 +68,22 @@ class Endpoints:
             query = await loop.run_in_executor(None, parse, body, kind, version.manifest)
         else:
             query = parse(body, kind, version.manifest)
-        outputs = await self._batcher.run(query, version)
-        text, kind = answer(query, outputs, version.manifest, version.name)
+        outputs, state = await self._batcher.run(query, version)
+        text, kind = answer(query, outputs, version.manifest, state)
         self._log.add(body, "safetensors" if query.form == "safetensors" else "json")
-        return Response(text, 200, {"X-Model-Version": version.name}, kind)
+        return Response(text, 200, {"X-Model-Version": state}, kind)
 
     async def about(self, _: Request) -> Response:
         """Answer GET /v1/model."""
         model = self._model
-        manifest = model.version.manifest
+        version = model.version
+        manifest, record = version.manifest, version.record
         found = {
-            "version": model.version.name,
-            "loaded": model.version.loaded,
+            "version": version.name,
+            "loaded": version.loaded,
             "delta_sequence": model.sequence,
+            "delta_step": -1 if record is None else record.step,
+            "delta_state": "" if record is None else record.state,
             "error": model.error,
             "inputs": [asdict(own) for own in manifest.signature.inputs],
             "outputs": [asdict(own) for own in manifest.outputs],
@@ -92,7 +97,7 @@ class Endpoints:
 
     async def alive(self, _: Request) -> Response:
         """Answer GET /healthz."""
-        return Response("alive", 200)
+        return Response(ALIVE, 200)
 
     async def metrics(self, _: Request) -> Response:
         """Answer GET /metrics."""

@@ -9,20 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, InputError
 from tilerec.export.manifest import Manifest
 from tilerec.export.signature import BATCH, dtype_of_name
+from tilerec.serve.wire import ALIVE, SAFETENSORS
 
 BOUNDS_MS = {"MLPerf DLRM v1": 30.0, "MLPerf DLRM-v2": 60.0}
 """Bounds of p99 in MLPerf inference's server scenario, milliseconds."""
+CONNECT_S = 30.0
+"""Seconds that a server has to answer before the load begins."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,6 @@ def sample_inputs(manifest: Manifest, samples: int, ids: int, generator: torch.G
 
 def body_of(manifest: Manifest, tensors: Mapping[str, Tensor], form: str) -> tuple[bytes, str]:
     """Return a request's body and its content type."""
-    from tilerec.serve.wire import SAFETENSORS
-
     if form == "safetensors":
         from safetensors.torch import save
 
@@ -120,7 +123,11 @@ def offer_load(address: str, manifest: Manifest, load: Load) -> LoadReport:
 
     Args:
         address: `http://127.0.0.1:8000`.
+
+    Raises:
+        InputError: there is no server at the address, or it answered no request.
     """
+    check_server(address)
     dice, generator = np.random.default_rng(load.seed), torch.Generator().manual_seed(load.seed)
     count = max(1, int(load.rate * load.seconds))
     times = np.cumsum(dice.exponential(1 / load.rate, count))
@@ -130,9 +137,30 @@ def offer_load(address: str, manifest: Manifest, load: Load) -> LoadReport:
         int(size): body_of(manifest, sample_inputs(manifest, int(size), load.ids, generator), load.form)
         for size in {int(size) for size in sizes}
     }
-    return asyncio.run(
+    found = asyncio.run(
         _send(address, [(float(at), *bodies[int(size)], int(size)) for at, size in zip(times, sizes, strict=True)])
     )
+    if not found.latency_ms:
+        failed = ", ".join(f"{count} of {status}" for status, count in found.failed.items())
+        raise InputError(
+            f"Load on {address}: got no answer to {count} requests ({failed}); expected answers. Offer the package "
+            "that the server serves, and see the server's log."
+        )
+    return found
+
+
+def check_server(address: str) -> None:
+    """Raise `InputError` if no server of `tilerec serve` answers at an address."""
+    try:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=CONNECT_S) as found:
+            text = found.read(100).decode(errors="replace")
+    except (OSError, ValueError, HTTPException) as error:  # urllib's own errors are OSErrors
+        text = str(getattr(error, "reason", error))
+    if text != ALIVE:
+        raise InputError(
+            f"Load on {address}: got '{text}' from /healthz; expected a running server, http://HOST:PORT. Start one "
+            "with tilerec serve, or correct the address."
+        )
 
 
 async def _send(address: str, requests: Sequence[tuple[float, bytes, str, int]]) -> LoadReport:

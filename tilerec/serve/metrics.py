@@ -16,12 +16,19 @@ FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 @contextmanager
 def worker_metrics() -> Iterator[None]:
-    """Share the counters of processes that are forked in the block; enter it before prometheus_client is imported."""
+    """Share the counters of processes that are forked in the block."""
+    from prometheus_client import values
+
+    before = values.ValueClass
     with tempfile.TemporaryDirectory(prefix="tilerec-metrics-") as folder:
         os.environ[FOLDER] = folder
+        # The package chooses this class when it is imported: too early, and if another module did that, counters of
+        # workers would be lost.
+        values.ValueClass = values.get_value_class()
         try:
             yield
         finally:
+            values.ValueClass = before
             del os.environ[FOLDER]
 
 

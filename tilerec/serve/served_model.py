@@ -1,110 +1,116 @@
 """`ServedModel`: the version of a package that serves now; the next one takes its place between two batches.
 
-file replaced  ->  another thread loads and tries the new one, and brings it to the newest published state
-               ->  new requests go to it; running ones end on the old one
-                   not usable, or its log is not: the old one goes on with its own log, the error is kept
+another version  ->  another thread loads and tries it, and brings it to the newest published state
+                 ->  new requests go to it; running ones end on the old one
+                     not usable, or its log is not: the old one goes on with its own log, the error is kept
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from tilerec.delta.follower import Follower
+from tilerec.delta.record import DeltaRecord
 from tilerec.errors import TilerecError
-from tilerec.export.loading import Package, load
+from tilerec.export.loading import Package
 from tilerec.export.manifest import Manifest
 from tilerec.export.signature import BATCH, dtype_of_name
+from tilerec.serve.package_source import PackageSource
 
 _LOG = logging.getLogger("tilerec.serve")
 
 
-Mark = tuple[int, int, int]
-"""Inode, time of modification and size of a file."""
+class Answer(NamedTuple):
+    """Outputs of a batch. version: `Version.name` while it ran."""
+
+    outputs: list[Tensor]
+    version: str
 
 
-def mark_of(path: str | Path) -> Mark | None:
-    """Return the mark of a file; None if there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-@dataclass(frozen=True)
+@final
 class Version:
-    """A loaded package.
+    """A loaded package, and the published state of its weights.
 
     Attributes:
-        name: the first digits of its weights' digest.
+        base: the first digits of the digest of the package's weights.
+        name: of the weights as they are: `3f09a1c2b7d4`, those of the package; `3f09a1c2b7d4@17`, state 17 of the log;
+            `3f09a1c2b7d4@16..17`, rows of both, while state 17 is written.
+        record: of the published state; None: the package's own weights, or rows of several states.
         lock: held by a batch, and by a follower for a few rows at a time, so no batch reads a row that is half new.
     """
 
-    package: Package
-    name: str
-    loaded: float = field(default_factory=time.time)
-    lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        self.base = self.name = package.manifest.base[:12]
+        self.record: DeltaRecord | None = None
+        self.loaded = time.time()
+        self.lock = threading.Lock()
+        self._state = ""
 
     @property
     def manifest(self) -> Manifest:
         return self.package.manifest
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of the outputs, as `Package.run`."""
+    def run(self, tensors: Sequence[Tensor]) -> Answer:
+        """Return the tensors of the outputs, as `Package.run`, and the state of the weights that made them."""
         with self.lock:
-            return self.package.run(tensors)
+            return Answer(self.package.run(tensors), self.name)
+
+    def follow(self, deltas: str | Path) -> Follower:
+        """Return a follower of these weights, at the newest base of a log. Raises as `Follower`."""
+        return Follower(deltas, self.package.weights, lock=self.lock, partial=True, noted=self._note)
+
+    def _note(self, record: DeltaRecord, complete: bool) -> None:
+        """Name the weights. Called while the lock is held."""
+        self.record = record if complete else None
+        if complete:
+            self._state = str(record.sequence)
+            self.name = f"{self.base}@{self._state}"
+        else:
+            self.name = f"{self.base}@{self._state}..{record.sequence}"
 
 
 @final
 class ServedModel:
-    """The package of a file, and of those that replace it.
+    """The first version of a source, and those that replace it.
 
     Args:
-        path: of the package. Replace it as a whole (`mv`), as `tilerec export` does.
+        source: of the versions: `FileSource(path)` for a file.
         deltas: folder of a log of published states (tilerec/delta) that the weights follow; None for none.
-        every: seconds between two looks at the file and the log; 0 for none.
-        opened: loads a package; `tilerec.export.load`, with all of its checks.
-        checked: mark of the file whose weights the caller has checked: they are not read once more. None: none.
+        every: seconds between two looks at the source and the log; 0 for none.
         noted: called with "loaded", "failed", "delta" or "refused" for each such event.
 
     Raises:
-        FileError, ConfigError: as `tilerec.export.load`.
+        FileError, ConfigError: the first version cannot be loaded.
     """
 
     def __init__(
-        self, path: str | Path, *, deltas: str | Path | None = None, every: float = 1.0,
-        opened: Callable[[Path], Package] = load, checked: Mark | None = None,
+        self, source: PackageSource, *, deltas: str | Path | None = None, every: float = 1.0,
         noted: Callable[[str], object] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._path, self._deltas, self._every, self._opened = Path(path), deltas, every, opened
-        self._noted = noted
+        self._source, self._deltas, self._every, self._noted = source, deltas, every, noted
         self._follower: Follower | None = None
         self._waiting: Version | None = None  # for its log
         self._stop = threading.Event()
-        self.error = ""
-        self._seen = mark_of(self._path)
-        if checked is not None and self._seen == checked and opened is load:
-            self.version = self._loaded(functools.partial(load, verify=False))
-        else:
-            self.version = self._loaded(opened)
+        self._errors = {"source": "", "log": ""}
+        first = source.take()
+        assert first is not None
+        self.version = tried(first)
         self._follow()
         self._thread = threading.Thread(target=self._watch, name="versions", daemon=True)
         if every:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop looking at the file."""
+        """Stop looking for versions."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -114,16 +120,20 @@ class ServedModel:
         """Number of the published state that the weights have; -1 without a log."""
         return -1 if self._follower is None else self._follower.sequence
 
+    @property
+    def error(self) -> str:
+        """Why the newest version or the newest published state does not serve; "" if both do."""
+        return " ".join(filter(None, self._errors.values()))
+
     def look(self) -> None:
-        """Load the file if it was replaced, and apply the deltas that have come. The thread calls this."""
-        mark = mark_of(self._path)
-        if mark != self._seen and mark is not None:
-            self._seen = mark
-            try:
-                self._waiting = self._loaded(self._opened)
-            except (TilerecError, OSError) as error:
-                self._waiting = None
-                self._keep(error, "failed")
+        """Load a version that has come, and apply the deltas that have come. The thread calls this."""
+        try:
+            package = self._source.take()
+            if package is not None:
+                self._waiting = tried(package)
+        except (TilerecError, OSError) as error:
+            self._waiting = None
+            self._keep("source", error, "failed")
         if self._waiting is not None:
             self._replace(self._waiting)
         self._follow()
@@ -133,48 +143,52 @@ class ServedModel:
         follower = None
         if self._deltas is not None:
             try:
-                follower = self._follower_of(version)
+                follower = version.follow(self._deltas)
                 follower.poll()
             except (TilerecError, OSError) as error:
-                self._keep(error, "refused")
+                self._keep("log", error, "refused")
                 return
-        self.version, self._follower, self._waiting, self.error = version, follower, None, ""
+        self.version, self._follower, self._waiting = version, follower, None
+        self._errors = {"source": "", "log": ""}
         self._noted("loaded")
-        _LOG.info("%s: version %s serves", self._path, version.name)
+        _LOG.info("%s: version %s serves", self._source.name, version.name)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._every):
             try:
                 self.look()
             except Exception as error:  # the thread outlives whatever a file holds
-                self._keep(error, "failed")
+                self._keep("source", error, "failed")
 
-    def _keep(self, error: BaseException, event: str) -> None:
-        if str(error) == self.error:  # every look finds it again
+    def _keep(self, origin: str, error: BaseException, event: str) -> None:
+        if str(error) == self._errors[origin]:  # every look finds it again
             return
-        self.error = str(error)
+        self._errors[origin] = str(error)
         self._noted(event)
-        _LOG.error("%s. Version %s goes on.", error, self.version.name)
-
-    def _loaded(self, opened: Callable[[Path], Package]) -> Version:
-        package = opened(self._path)
-        package.run(_nothing(package.manifest))  # what the first call prepares, no request waits for
-        return Version(package, package.manifest.base[:12])
-
-    def _follower_of(self, version: Version) -> Follower:
-        return Follower(self._deltas or "", version.package.weights, lock=version.lock, partial=True)
+        _LOG.error("%s Version %s goes on.", error, self.version.name)
 
     def _follow(self) -> None:
         if self._deltas is None:
             return
         try:
             if self._follower is None:
-                self._follower = self._follower_of(self.version)
+                self._follower = self.version.follow(self._deltas)
             for _ in self._follower.poll():
                 self._noted("delta")
-                self.error = "" if self._waiting is None else self.error
+            if self._waiting is None:
+                self._errors["log"] = ""
         except (TilerecError, OSError) as error:
-            self._keep(error, "refused")
+            self._keep("log", error, "refused")
+
+
+def tried(package: Package) -> Version:
+    """Return a package that has run one sample without ids: no request waits for what the first call prepares.
+
+    Raises:
+        TilerecError: it cannot run.
+    """
+    package.run(_nothing(package.manifest))
+    return Version(package)
 
 
 def _nothing(manifest: Manifest) -> list[Tensor]:

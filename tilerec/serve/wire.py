@@ -29,6 +29,12 @@ from tilerec.export.signature import BATCH, InputSpec, TensorSpec, dtype_of_name
 
 MOST_SAMPLES = 1 << 16
 SAFETENSORS = "application/octet-stream"
+ALIVE = "alive"
+"""Body of the answer to GET /healthz."""
+
+
+class AnswerError(Exception):
+    """Outputs that an answer cannot hold."""
 
 
 class Query(NamedTuple):
@@ -48,7 +54,9 @@ def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
     if content_type.partition(";")[0].strip() == SAFETENSORS:
         return _of_tensors(body, manifest)
     try:
-        data = json.loads(body)
+        data = json.loads(body, parse_constant=_no_number)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"Request: got a body that is no JSON ({error}); expected a JSON object. Correct it."
@@ -62,25 +70,36 @@ def parse(body: bytes, content_type: str, manifest: Manifest) -> Query:
 
 
 def answer(query: Query, outputs: Sequence[Tensor], manifest: Manifest, version: str) -> tuple[bytes, str]:
-    """Return the body and the content type of an answer."""
+    """Return the body and the content type of an answer.
+
+    Raises:
+        AnswerError: an output is NaN, and the answer is JSON.
+    """
     named = {spec.name: tensor for spec, tensor in zip(manifest.outputs, outputs, strict=True)}
     if query.form == "safetensors":
         from safetensors.torch import save
 
         return save({name: tensor.contiguous() for name, tensor in named.items()}), SAFETENSORS
-    lists = {name: _listed(tensor) for name, tensor in named.items()}
+    lists = {name: _listed(name, tensor) for name, tensor in named.items()}
     if query.form == "columns":
         return json.dumps({"outputs": lists, "version": version}).encode(), "application/json"
     samples = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     return json.dumps({"predictions": samples, "version": version}).encode(), "application/json"
 
 
-def _listed(tensor: Tensor) -> Any:
-    """Return the numbers as lists, exact; null for those that are not finite, which JSON lacks."""
+def _listed(name: str, tensor: Tensor) -> Any:
+    """Return the numbers as lists, exact; null for infinities, which JSON lacks."""
     if not tensor.is_floating_point():
         return tensor.tolist()
     listed = tensor.double().tolist()
-    return listed if bool(tensor.isfinite().all()) else _finite(listed)
+    if bool(tensor.isfinite().all()):
+        return listed
+    if bool(tensor.isnan().any()):
+        raise AnswerError(
+            f"Output '{name}': got nan at {tensor.isnan().nonzero()[0].tolist()}; expected numbers: the model's "
+            "weights are damaged, or it has no output for this input. Look at the newest version and its training."
+        )
+    return _finite(listed)
 
 
 def _finite(value: Any) -> Any:
@@ -140,9 +159,19 @@ def _tensor(value: Any, spec: TensorSpec) -> Tensor:
             f"Input '{spec.name}': got values that are no {spec.dtype} tensor ({error}); expected [{_shape(spec)}]. "
             "Correct them."
         ) from None
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        at = (~tensor.isfinite()).nonzero()[0].tolist()
+        raise InputError(
+            f"Input '{spec.name}': got a number outside of the range of {spec.dtype} at {at}; expected finite numbers. "
+            "Correct it."
+        )
     if not tensor.numel() and tensor.dim() < len(spec.shape):  # [] for no samples
         tensor = tensor.reshape(*(0 if isinstance(size, str) else size for size in spec.shape))
     return tensor
+
+
+def _no_number(word: str) -> Any:
+    raise InputError(f"Request: got {word} in its JSON; expected finite numbers: JSON has no others. Correct it.")
 
 
 def _shape(spec: TensorSpec) -> str:

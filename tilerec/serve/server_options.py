@@ -1,0 +1,43 @@
+"""`ServerOptions`: the settings of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tilerec.errors import ConfigError
+from tilerec.serve.batcher import Batching
+from tilerec.serve.request_log import LogOptions
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings of a server.
+
+    Attributes:
+        path: of the package; replace the file to serve another version.
+        deltas: folder of a log of published states that the weights follow; "" for none.
+        host, port: to listen on; port 0: a free one.
+        workers: processes. Each batches its own requests.
+        threads: of torch in each worker. One is best for the latency of small requests.
+        every: seconds between two looks at the file and the log; 0 for none.
+        grace: seconds that running requests have at the end.
+        log: of requests.
+    """
+
+    path: str
+    deltas: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    threads: int = 1
+    every: float = 1.0
+    grace: int = 30
+    batching: Batching = field(default_factory=Batching)
+    log: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16 or self.workers < 1 or self.threads < 1 or self.every < 0 or self.grace < 0:
+            raise ConfigError(
+                f"serve: got {self}; expected a port from 0 to 65535, workers and threads from 1, every and grace from "
+                "0. Correct them."
+            )

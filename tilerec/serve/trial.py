@@ -1,0 +1,82 @@
+"""`Trial`: a process that reads a changed file into memory and runs it once. A broken one ends no server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext
+from typing import final
+
+import torch
+
+from tilerec.errors import ConfigError, TilerecError
+from tilerec.serve.package_copy import PackageCopy, copy_package, new_memory
+from tilerec.serve.served_model import tried
+from tilerec.serve.worker import follow_parent
+
+_NICENESS = 10
+"""A trial digests the whole file; requests come first."""
+
+
+@final
+class Trial:
+    """A running trial. Raises `OSError` if there is no memory for it.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, context: ForkContext, path: str) -> None:
+        self._path, self._fd = path, new_memory()
+        self._answer, end = context.Pipe(duplex=False)
+        self._process = context.Process(target=_try, args=(path, self._fd, end, os.getpid()))
+        self._process.start()
+        end.close()
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is ready when the trial has ended."""
+        return self._process.sentinel
+
+    def result(self) -> PackageCopy:
+        """Return the copy of a file that serves. Waits for the end.
+
+        Raises:
+            TilerecError: it does not serve.
+        """
+        self._process.join()
+        text = "" if self._answer.closed else self._received()
+        self._answer.close()
+        if text or self._process.exitcode:
+            os.close(self._fd)
+            raise ConfigError(
+                text
+                or f"Package {self._path}: got code {self._process.exitcode} from a process that tried it; expected 0. "
+                "See its error above, and the free memory."
+            )
+        return PackageCopy(self._fd, self._path)
+
+    def stop(self) -> None:
+        """End the trial without a result."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGTERM)
+        self._process.join()
+        self._answer.close()
+        os.close(self._fd)
+
+    def _received(self) -> str:
+        try:
+            return str(self._answer.recv())
+        except EOFError:  # it was killed
+            return ""
+
+
+def _try(path: str, fd: int, answer: Connection, parent: int) -> None:
+    follow_parent(parent)
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    try:
+        tried(copy_package(path, fd).load())
+    except (TilerecError, OSError) as error:
+        answer.send(str(error))
