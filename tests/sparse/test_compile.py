@@ -247,7 +247,9 @@ def _with_offsets(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(kjt.keys(), kjt.values(), offsets=kjt.offsets())
 
 
-@pytest.mark.parametrize(("form", "strict"), [("table", False), ("lengths", False), ("lengths", True), ("offsets", False)])
+@pytest.mark.parametrize(
+    ("form", "strict"), [("table", False), ("lengths", False), ("lengths", True), ("offsets", False)]
+)
 def test_slices_by_key_export_for_every_batch_size(form: str, strict: bool, tmp_path: Path) -> None:
     def batch(stride: int) -> KeyedJaggedTensor:
         own = _ids(stride, stride, table=form == "table")
