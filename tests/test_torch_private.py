@@ -482,6 +482,23 @@ def test_a_program_of_any_sizes_takes_no_sample_and_one() -> None:
     assert [program.module()(torch.ones(size, 2)).shape[0] for size in (0, 1, 5)] == [0, 1, 5]
 
 
+def test_a_fresh_size_is_its_own_only_where_torch_assumes_something_about_it() -> None:
+    """`unbacked_rows` has the size of `private.fresh_size`."""
+
+    class Halves(nn.Module):
+        def forward(self, flat: Tensor, table: Tensor) -> Tensor:
+            sizes = [torch.ops.tilerec.unbacked_rows(own, 2).shape[0] // 2 for own in (flat, table.view(-1))]
+            return torch.zeros(sizes[0], sizes[1])
+
+    dynamic = torch.export.Dim.DYNAMIC
+    example = torch.ones(6), torch.ones(2, 3)
+    program = torch.export.export(Halves(), example, dynamic_shapes=({0: dynamic}, {1: dynamic}))
+    (shape,) = [node.meta["val"].shape for node in program.graph.nodes if "zeros" in str(node.target)]
+    assert torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(shape[0])
+    assert not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(shape[1])
+    assert program.module()(torch.ones(2), torch.ones(2, 5)).shape == (1, 5)
+
+
 # `private.compile_package`, `private.readable_op_calls` and `private.package_loader`: tests/export/test_package.py
 
 

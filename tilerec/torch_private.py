@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.fx.experimental._config
@@ -407,6 +407,28 @@ def any_sizes() -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     return context
+
+
+def fresh_size(size: int, parts: int) -> int:
+    """Return an unbacked size in place of a backed one, in a fake kernel: the traced program assumes nothing about it.
+
+    Where traced code asks about it all the same, torch answers for the example's size, and the program asserts the
+    answer. A constant size, an unbacked one, and a multiple of `parts` such as `parts * s0` are returned as they are.
+    Public substitute: none that has an example.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+    from torch.utils._sympy.functions import FloorDiv
+
+    if not isinstance(size, torch.SymInt) or free_unbacked_symbols(size):
+        return size
+    if not (size // parts).node.expr.has(FloorDiv):
+        return size
+    fresh: Any = torch.library.get_ctx().new_dynamic_size()
+    env = fresh.node.shape_env
+    # torch < 2.13 has the older name
+    give = getattr(env, "set_real_tensor_prop_unbacked_vals", None) or env.set_unbacked_var_to_val
+    give(fresh.node.expr, size.node.hint)
+    return cast(int, fresh)
 
 
 def compile_package(program: ExportedProgram, path: str) -> None:

@@ -68,6 +68,11 @@ Tensor segment_ids(Tensor offsets, int64_t total) {
   return out;
 }
 
+Tensor unbacked_rows(Tensor items, int64_t) {
+  const Tensor own = items_of("unbacked_rows", items);
+  return new_tensor({own.size(0), 0}, own.scalar_type());
+}
+
 Tensor select_segments(Tensor values, Tensor offsets, Tensor order, Tensor out_offsets, int64_t total) {
   const char* op = "select_segments";
   values = items_of(op, values), offsets = offsets_of(op, "offsets", offsets);

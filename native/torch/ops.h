@@ -69,6 +69,7 @@ Tensor quantized_sequence_lookup(std::vector<Tensor> weights, Sizes dims, Sizes 
 // jagged_ops.cpp
 Tensor offsets_from_lengths(Tensor lengths);
 Tensor segment_ids(Tensor offsets, int64_t total);
+Tensor unbacked_rows(Tensor items, int64_t parts);
 Tensor select_segments(Tensor values, Tensor offsets, Tensor order, Tensor out_offsets, int64_t total);
 Tensor jagged_to_padded(Tensor values, Tensor offsets, int64_t length, double padding);
 Tensor padded_to_jagged(Tensor padded, Tensor offsets, int64_t total);

@@ -27,6 +27,7 @@ const Op kOps[] = {
      TORCH_BOX(&quantized_sequence_lookup)},
     {"offsets_from_lengths(Tensor lengths_S) -> Tensor", TORCH_BOX(&offsets_from_lengths)},
     {"segment_ids(Tensor offsets_S1, SymInt total) -> Tensor", TORCH_BOX(&segment_ids)},
+    {"unbacked_rows(Tensor items_N, int parts) -> Tensor", TORCH_BOX(&unbacked_rows)},
     {"select_segments(Tensor values_N, Tensor offsets_S1, Tensor order_P, Tensor out_offsets_P1, SymInt total) -> Tensor",
      TORCH_BOX(&select_segments)},
     {"jagged_to_padded(Tensor values_N, Tensor offsets_B1, SymInt length, float padding) -> Tensor",

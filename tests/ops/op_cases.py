@@ -115,6 +115,7 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
     return {
         "offsets_from_lengths": lambda: (whole(2, 0, 1, dtype=torch.int32),),
         "segment_ids": lambda: (whole(0, 2, 2, 3), 3),
+        "unbacked_rows": lambda: (whole(2, 0, 1, 4), 2),
         "select_segments": lambda: (*segments(), whole(2, 0, 2), whole(0, 1, 3, 4), 4),
         "select_segments_backward": lambda: (
             rand(4, 2, grad=True), whole(0, 2, 2, 3), whole(2, 0, 2), whole(0, 1, 3, 4), 3

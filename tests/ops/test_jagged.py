@@ -282,6 +282,7 @@ def _arguments() -> dict[str, tuple[Any, ...]]:
         "segment_ids": (offsets, 3),
         "select_segments": (torch.rand(3, 2, dtype=torch.float64), offsets, order, out_offsets, 4),
         "select_segments_backward": (torch.rand(4, 2, dtype=torch.float64), offsets, order, out_offsets, 3),
+        "unbacked_rows": (torch.tensor([2, 0, 1, 4]), 2),
         "take_segments_": (
             [torch.rand(2, 2), torch.rand(1, 2)],
             [torch.tensor([0, 2, 2]), torch.tensor([0, 1])],

@@ -70,6 +70,30 @@ def other_mode() -> list[str]:
     return [act(eager), act(compiled)]
 
 
+class _PartlyUsed(nn.Module):
+    """The loss adds the looked-up rows times a factor; without one it does not depend on them."""
+
+    def __init__(self, model: Any, factor: float | None) -> None:
+        super().__init__()
+        self.model, self.factor = model, factor
+
+    def forward(self, dense_BD: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        pooled_BC = self.model.tables(features).values()
+        loss = self.model.linear(dense_BD).sum()
+        return loss if self.factor is None else loss + self.factor * pooled_BC.sum()
+
+
+def unused_output(compiled: bool, factor: float | None) -> None:
+    """Train two steps; rank 0 uses the rows, and other ranks use them with this factor."""
+    torch._dynamo.reset()
+    case, group = Case("sum", "row_wise"), ProcessGroupComms()
+    forward: Any = _PartlyUsed(model(case, group), 1.0 if group.rank == 0 else factor)
+    if compiled:
+        forward = compile_model(forward, backend=case.backend)
+    for step in range(2):
+        _train(case, forward, step, group.rank)
+
+
 def changed_training() -> None:
     """Tables are frozen, thawed, and get an optimizer after the model has been compiled: as in eager mode."""
     case = Case("sum", "mixed", attached=False)

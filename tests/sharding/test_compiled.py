@@ -10,8 +10,9 @@ import pytest
 
 from tests.parity.harness import TILINGS
 from tests.sharding.compiled_models import Case, run
-from tests.sharding.compiled_steps import bad_id, changed_training, in_flight, other_mode
+from tests.sharding.compiled_steps import bad_id, changed_training, in_flight, other_mode, unused_output
 from tests.sharding.managed_models import POLICIES
+from tilerec.errors import CommsError
 from tilerec.testing.ranks import Ranks
 
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="minutes: nightly")
@@ -74,6 +75,16 @@ def test_a_bad_id_raises_on_all_ranks_and_the_next_batch_trains(pools: dict[int,
     for eager, compiled in pools[2].run(bad_id):
         assert compiled == eager
         assert compiled.startswith("InputError")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rank_that_uses_no_row_has_no_backward_and_all_ranks_raise(compiled: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch, Ranks(2, timeout_s=120.0) as ranks:
+        patch.syspath_prepend(str(Path(__file__).parents[2]))
+        ranks.run(unused_output, compiled, 0.0)  # the remedy of docs/compile.md
+        for error in ranks.run(unused_output, compiled, None, return_exceptions=True):
+            assert isinstance(error, CommsError)
+            assert "rank 0 waits in all_to_all 'gradients', which rank 1 has not called" in str(error)
 
 
 def test_ranks_that_disagree_on_training_raise(pools: dict[int, Ranks]) -> None:

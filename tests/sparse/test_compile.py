@@ -209,52 +209,83 @@ def _saved_and_loaded(program: torch.export.ExportedProgram, path: Path) -> nn.M
     return torch.export.load(path).module()
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_program_exported_with_a_table_of_lengths_takes_every_batch_size(strict: bool, tmp_path: Path) -> None:
-    """The batch size is dimension 1 of the lengths; from S = F * B torch would not learn that it may be 1."""
+@pytest.mark.parametrize(
+    ("table", "dim", "strict"),
+    [(table, Dim.DYNAMIC, strict) for table in (False, True) for strict in (False, True)] + [(False, Dim.AUTO, False)],
+)
+def test_an_exported_program_takes_every_batch_size(table: bool, dim: Any, strict: bool, tmp_path: Path) -> None:
+    """The batch size is dimension 1 of a table of lengths; from S = F * B torch would not learn that it may be 1."""
     torch._dynamo.reset()
     module = _Joined().eval()
     program = torch.export.export(
         module,
-        (torch.rand(4, 5), _ids(4, 0, table=True)),
-        dynamic_shapes=({0: Dim.DYNAMIC}, [{0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}]),
+        (torch.rand(4, 5), _ids(4, 0, table)),
+        dynamic_shapes=({0: dim}, [{0: dim}, {int(table): dim}]),
         strict=strict,
     )
     loaded = _saved_and_loaded(program, tmp_path / "joined.pt2")
     for stride in (1, 2, 5, 0):
-        dense_BD, kjt = torch.rand(stride, 5), _ids(stride, stride, table=True)
-        torch.testing.assert_close(loaded(dense_BD, kjt), module(dense_BD, kjt))
+        dense_BD, kjt = torch.rand(stride, 5), _ids(stride, stride, table)
+        assert torch.equal(loaded(dense_BD, kjt), module(dense_BD, kjt))
+    with pytest.raises((RuntimeError, AssertionError)):
+        loaded(torch.rand(2, 5), _ids(3, 0, table))
 
 
-def test_flat_lengths_take_every_batch_size_too_where_the_exporter_is_told_not_to_specialise(
-    tmp_path: Path,
-) -> None:
+class _Sizes(nn.Module):
+    """All that depends on a batch size: slices, permutations, offsets by key, and empty tensors."""
+
+    def forward(self, kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
+        return [
+            *(jagged.values() + 1 for jagged in kjt.to_dict().values()),
+            kjt["b"].lengths() + 1,
+            kjt.permute([2, 0])["a"].lengths() + 1,
+            kjt.values().new_zeros(kjt.stride()),
+        ]
+
+
+def _with_offsets(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(kjt.keys(), kjt.values(), offsets=kjt.offsets())
+
+
+@pytest.mark.parametrize(
+    ("form", "strict"), [("table", False), ("lengths", False), ("lengths", True), ("offsets", False)]
+)
+def test_slices_by_key_export_for_every_batch_size(form: str, strict: bool, tmp_path: Path) -> None:
+    def batch(stride: int) -> KeyedJaggedTensor:
+        own = _ids(stride, stride, table=form == "table")
+        return _with_offsets(own) if form == "offsets" else own
+
     torch._dynamo.reset()
-    module = _Joined().eval()
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+    shapes = ([{0: Dim.DYNAMIC}, {int(form == "table"): Dim.DYNAMIC}],)
+    program = torch.export.export(_Sizes(), (batch(4),), dynamic_shapes=shapes, strict=strict)
+    loaded = _saved_and_loaded(program, tmp_path / "sizes.pt2")
+    # Lengths are differences of offsets, of which torch takes two for granted.
+    for stride in (1, 2, 5) if form == "offsets" else (1, 2, 5, 0):
+        _assert_equal(loaded(batch(stride)), _Sizes()(batch(stride)))
+
+
+def test_named_and_derived_dimensions_may_begin_at_zero() -> None:
+    samples, bags = Dim("samples", min=0), Dim("bags", min=0)
+    for lengths in (3 * samples, bags):
+        shapes = ({0: samples}, [{0: Dim("ids", min=0)}, {0: lengths}])
         program = torch.export.export(
-            module,
-            (torch.rand(4, 5), _ids(4, 0, table=False)),
-            dynamic_shapes=({0: Dim.DYNAMIC}, [{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}]),
+            _Joined().eval(), (torch.rand(4, 5), _ids(4, 0, table=False)), dynamic_shapes=shapes
         )
-    loaded = _saved_and_loaded(program, tmp_path / "flat.pt2")
-    for stride in (1, 2, 5):
-        dense_BD, kjt = torch.rand(stride, 5), _ids(stride, stride, table=False)
-        torch.testing.assert_close(loaded(dense_BD, kjt), module(dense_BD, kjt))
+        assert program.module()(torch.rand(1, 5), _ids(1, 0, table=False)).shape[0] == 1
 
 
-def test_slices_by_key_export_for_every_batch_size(tmp_path: Path) -> None:
-    class Slices(nn.Module):
-        def forward(self, kjt: KeyedJaggedTensor) -> list[torch.Tensor]:
-            return [jagged.values() + 1 for jagged in kjt.to_dict().values()] + [kjt.permute([2, 0]).lengths() + 1]
+def test_a_program_that_depends_on_the_batch_size_refuses_other_ones() -> None:
+    class Branch(nn.Module):
+        def forward(self, kjt: KeyedJaggedTensor) -> torch.Tensor:
+            return kjt.values() * 2 if kjt.stride() > 1 else kjt.values()
 
     program = torch.export.export(
-        Slices(), (_ids(4, 0, table=True),), dynamic_shapes=([{0: Dim.DYNAMIC}, {1: Dim.DYNAMIC}],)
-    )
-    loaded = _saved_and_loaded(program, tmp_path / "slices.pt2")
-    for stride in (1, 2, 5, 0):
-        kjt = _ids(stride, stride, table=True)
-        _assert_equal(loaded(kjt), Slices()(kjt))
+        Branch(), (_ids(4, 0, table=False),), dynamic_shapes=([{0: Dim.DYNAMIC}, {0: Dim.DYNAMIC}],)
+    ).module()
+    kjt = _ids(7, 7, table=False)
+    assert torch.equal(program(kjt), kjt.values() * 2)
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        program(_ids(1, 0, table=False))
 
 
 def test_one_graph_serves_every_table_of_lengths() -> None:

@@ -83,8 +83,11 @@ def pair_dots(x_BnD: torch.Tensor) -> torch.Tensor:
 
 def _stacked(what: str, sparse_count: int, dense_BD: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
     """Return the dense and the sparse vectors of each sample, [B, F + 1, D]."""
-    batch, dim = dense_BD.shape if dense_BD.dim() == 2 else (-1, -1)
-    if dense_BD.dim() != 2 or tuple(sparse_BFD.shape) != (batch, sparse_count, dim):
+    fits = dense_BD.dim() == 2 and tuple(sparse_BFD.shape[1:]) == (sparse_count, dense_BD.shape[1])
+    # An exported program asserts that `cat` gets equal batch sizes; a question here would make torch warn.
+    if fits and not torch.compiler.is_exporting():
+        fits = sparse_BFD.shape[0] == dense_BD.shape[0]
+    if not fits:
         raise InputError(
             f"{what}: got dense features of shape {list(dense_BD.shape)} and sparse features of shape "
             f"{list(sparse_BFD.shape)}; expected [B, D] and [B, {sparse_count}, D]. Set the dense arch's last layer "

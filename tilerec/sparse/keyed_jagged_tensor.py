@@ -18,10 +18,10 @@ In a compiled program the key offsets of a synced batch are inputs of the graph.
 that torch compiles another one for a feature with no id or exactly one. An unsynced batch always uses one graph, which
 reads the key offsets itself; this needs `torch._dynamo.config.capture_scalar_outputs = True`.
 
-For export the batch size must be the size of a dimension. Lengths given as a table [F, B] stay a table. So export with
-such a batch and a dynamic dimension 1: the program then accepts every batch size. With flat lengths the program has
-only F * B, and torch guards that F * B // F is not 1. Such a program accepts batches of one sample if it is exported
-under `torch.fx.experimental._config.patch(backed_size_oblivious=True)`.
+A program that is exported with dynamic sizes accepts every batch size, 0 and 1 included. With flat lengths [F * B] it
+has one more op for each division by F, whose result torch knows nothing about (`Segments.count_per_key`). Lengths given
+as a table [F, B] stay a table. Their dimension 1 is the batch size, so a program of such a batch has no such op. Only a
+program that computes lengths from offsets needs a sample.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Parts(NamedTuple):
         if len(self.keys) == 0:
             return self.known_stride
         if self.strides is None:
-            return self.segments.count() // len(self.keys)
+            return self.segments.count_per_key(len(self.keys))
         if self.inverse_indices is not None:
             return self.inverse_indices[1].shape[-1]
         return max(self.known_stride, *self.strides.per_key())
@@ -60,8 +60,8 @@ class Parts(NamedTuple):
         """Return the number of bags of each key [F]."""
         if self.strides is not None:
             return self.strides.per_key()
-        bags, keys = self.segments.count(), len(self.keys)
-        return [bags // keys] * keys if keys else []
+        keys = len(self.keys)
+        return [self.segments.count_per_key(keys)] * keys
 
     def bag_offsets(self) -> list[int]:
         """Return the start of each key's bags in the lengths [F + 1]."""
@@ -76,7 +76,7 @@ class Parts(NamedTuple):
         if self.strides is not None and len(self.keys):
             return offsets_S1.index_select(0, upload(self.strides.bag_offsets(), offsets_S1.device))
         keys = len(self.keys)
-        stride = self.segments.count() // keys if keys else 0
+        stride = self.segments.count_per_key(keys)
         if torch.compiler.is_compiling():
             # A slice would guard on the number of offsets.
             return offsets_S1.index_select(0, torch.arange(keys + 1, device=offsets_S1.device) * stride)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import InputError
-from tilerec.ops.jagged.definition import offsets_from_lengths
+from tilerec.ops.jagged.definition import offsets_from_lengths, unbacked_rows
 from tilerec.sparse.value_checks import check_tensor
 
 _INTEGER = (torch.int64, torch.int32)
@@ -108,6 +108,23 @@ class Segments:
             return self.given_lengths.numel()
         assert self.given_offsets is not None, "segments hold lengths or offsets"
         return self.given_offsets.shape[0] - 1
+
+    def count_per_key(self, keys: int) -> int:
+        """Return the number of segments of each of `keys` keys, the batch size B; read as `count`.
+
+        An exporter that sees F * B // F adds guards, such as that it is not 1: torch spares only sizes of dimensions.
+        So in an export the division is one of a size about which nothing is known. Its form matters as well: torch
+        would replace a plain symbol by an equal size of a dense input, and demand the 2 samples that it takes for
+        granted there.
+        """
+        if keys < 1:
+            return 0
+        given = self.given_offsets if self.given_lengths is None else self.given_lengths
+        assert given is not None, "segments hold lengths or offsets"
+        if keys == 1 or given.dim() == 2 or not torch.compiler.is_exporting():
+            return self.count() // keys
+        rows = unbacked_rows(given, keys).shape[0]
+        return (rows - 1 if self.given_lengths is None else rows) // keys
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segments:
         """Apply `function` to the given tensors. Derived tensors are dropped: deriving is cheaper than copying."""

@@ -98,7 +98,7 @@ def _permute_lengths(parts: Parts, indices: Sequence[int], order_P: Tensor) -> t
     lengths_S = parts.segments.lengths()
     if parts.strides is None:
         keys = len(parts.keys)
-        rows_FB = lengths_S.view(keys, lengths_S.shape[0] // keys if keys else 0)
+        rows_FB = lengths_S.view(keys, parts.segments.count_per_key(keys))
         return rows_FB.index_select(0, order_P).view(-1), None
     strides = parts.strides.select(indices)
     # A key's bags are a segment of the lengths, just as its ids are a segment of the values.

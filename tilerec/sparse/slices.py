@@ -32,7 +32,7 @@ def slice_one(parts: Parts, position: int) -> JaggedTensor:
     assert key_offsets is not None, "the key offsets are fetched before a tensor is sliced"
     start, end = key_offsets[position], key_offsets[position + 1]
     if parts.strides is None:
-        stride = parts.segments.count() // len(parts.keys)
+        stride = parts.segments.count_per_key(len(parts.keys))
         first_bag, last_bag = stride * position, stride * (position + 1)
     else:
         bag_offsets = parts.strides.bag_offsets()

@@ -149,6 +149,7 @@ def _repeat_segments(rows_S: Tensor, offsets_S1: Tensor, total: int) -> None:
 CHECKS: dict[str, Callable[..., None]] = {
     "offsets_from_lengths": _offsets_from_lengths,
     "segment_ids": _segment_ids,
+    "unbacked_rows": lambda items_N, parts: _items("unbacked_rows", "items", items_N),
     "select_segments": _select("select_segments"),
     "select_segments_backward": _select("select_segments_backward"),
     "take_segments_": _take_segments_,

@@ -31,7 +31,7 @@ from torch import Tensor
 from tilerec.errors import InputError
 from tilerec.ops.jagged.checks import CHECKS
 from tilerec.ops.runtime.library import LIBRARY, Function
-from tilerec.torch_private import BelowAutograd
+from tilerec.torch_private import BelowAutograd, fresh_size
 
 _OPS = torch.ops.tilerec
 
@@ -70,6 +70,18 @@ def _segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     """
     segments_S = torch.arange(offsets_S1.shape[0] - 1, device=offsets_S1.device)
     return torch.repeat_interleave(segments_S, offsets_S1.diff(), output_size=total)
+
+
+@_op(
+    "unbacked_rows(Tensor items_N, int parts) -> Tensor",
+    lambda items_N, parts: items_N.new_empty(fresh_size(items_N.shape[0], parts), 0),
+)
+def _unbacked_rows(items_N: Tensor, parts: int) -> Tensor:
+    """Return no numbers, [N, 0]. An exporter takes its N for a size about which nothing is known.
+
+    It takes it for the size of the items if that is written as a multiple of `parts`.
+    """
+    return items_N.new_empty(items_N.shape[0], 0)
 
 
 def _source_positions(offsets_S1: Tensor, order_P: Tensor, out_offsets_P1: Tensor, total: int) -> Tensor:
@@ -343,6 +355,11 @@ def offsets_from_lengths(lengths_S: Tensor) -> Tensor:
 def segment_ids(offsets_S1: Tensor, total: int) -> Tensor:
     """Return the segment of every item, int64 [total]. offsets [0, 2, 2, 3] -> [0, 0, 2]."""
     return _OPS.segment_ids.default(offsets_S1, total)
+
+
+def unbacked_rows(items_N: Tensor, parts: int) -> Tensor:
+    """Return no numbers, [N, 0], for their shape: an exported program assumes nothing about this N // parts."""
+    return _OPS.unbacked_rows.default(items_N, parts)
 
 
 def select_segments(
