@@ -3,8 +3,8 @@
     run/checkpoints/step-100  step-200  step-300
 
     manager = CheckpointManager("run/checkpoints", every=100, keep_last=2)
-    step = manager.resume(parts)                # 0 if there is no checkpoint
-    for ...:
+    found = manager.resume(parts)               # None if there is no checkpoint
+    for step in ...:
         manager.save_if_due(step, parts)
 
 Only folders with a valid manifest count, and the number in the name is their order. The newest ones are never removed
@@ -13,12 +13,14 @@ before a newer one is complete, nor is the base of an incremental one.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +42,8 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+LAST_STEP = 10**18 - 1
+"""Largest step of a checkpoint: its name has at most 18 digits."""
 _MOST_LINKS = 64  # increments on a whole checkpoint: each is opened to load the last one
 _LEFT = re.compile(r"step-([0-9]{1,18})(?:\.(?:tmp|old)-[0-9a-f]+)+")
 """Folders of saves and removals that did not end, also of removals of these."""
@@ -97,6 +101,21 @@ def read_metadata(path: str | Path) -> Mapping[str, Json]:
     return open_manifest(folder_at(path)).metadata
 
 
+def _is_number(value: object, kind: type[Real]) -> bool:
+    """Return True for numbers of Python and numpy of a kind; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _step_of(step: int) -> int:
+    """Return a step; raise `ConfigError` for one whose checkpoint could not be found by its name."""
+    if not _is_number(step, Integral) or not 0 <= step <= LAST_STEP:
+        raise ConfigError(
+            f"CheckpointManager: got step={step!r}; expected a whole number from 0 to {LAST_STEP:,}. Pass the number of "
+            "steps that the job has done."
+        )
+    return int(step)
+
+
 class CheckpointManager:
     """Checkpoints of one run. Every rank has one with the same settings, and calls it at the same steps.
 
@@ -114,7 +133,7 @@ class CheckpointManager:
         group: the ranks, as for `save`.
 
     Raises:
-        ConfigError: a number is negative.
+        ConfigError: a number of steps or checkpoints is not whole, or a number is negative or not finite.
     """
 
     def __init__(
@@ -129,20 +148,21 @@ class CheckpointManager:
         incremental: bool = False,
         group: Group | dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (
-            ("every", every),
-            ("seconds", seconds),
-            ("keep_last", keep_last),
-            ("keep_every", keep_every),
-        ):
-            if value < 0:
-                raise ConfigError(f"CheckpointManager: got {name}={value}; expected a number from 0. Correct it.")
+        for name, count in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if not _is_number(count, Integral) or count < 0:
+                raise ConfigError(
+                    f"CheckpointManager: got {name}={count!r}; expected a whole number from 0. Correct it."
+                )
+        if not _is_number(seconds, Real) or not 0 <= seconds < math.inf:
+            raise ConfigError(
+                f"CheckpointManager: got seconds={seconds!r}; expected a finite number from 0. Correct it."
+            )
         self.folder = folder if "://" in str(folder) else os.path.abspath(folder)
         self._every, self._seconds = every, seconds
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ranks = ranks_of_job(group)
         self._since = time.monotonic()
-        self._last = -1  # step of the last save
+        self._last: int | None = None  # step of the last save
         self._damaged: set[int] = set()  # steps whose files have the right sizes and wrong bytes
         self._channel = self._ranks.split("checkpoints") if asynchronous else None
         self._running: RunningSave | None = None
@@ -151,7 +171,12 @@ class CheckpointManager:
         self._chain: list[tuple[int, Saved]] = []  # steps of the newest chain, the whole one first
 
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set."""
+        """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set.
+
+        Raises:
+            ConfigError: see `save`.
+        """
+        step = _step_of(step)
         if step == self._last:
             return False
         due = bool(self._every) and step % self._every == 0
@@ -164,7 +189,11 @@ class CheckpointManager:
         """Write the checkpoint of a step, then remove old ones; return its path. Collective. Raises as `save`.
 
         A damaged checkpoint of this step is replaced. If this manager has saved or resumed the step, nothing is done.
+
+        Raises:
+            ConfigError: the step is not a whole number from 0 to `LAST_STEP`; nothing is written.
         """
+        step = _step_of(step)
         path = f"{str(self.folder).rstrip('/')}/step-{step}"
         if step == self._last:
             return path
@@ -227,7 +256,7 @@ class CheckpointManager:
 
     def _forget(self) -> None:
         """Make the next save write everything: the last one failed."""
-        self._last, self._chain = -1, []
+        self._last, self._chain = None, []
         if self._changes is not None:
             self._changes.forget()
 
