@@ -16,6 +16,8 @@ counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,18 +47,18 @@ def list_checkpoints(path: _Path) -> None:
     from tilerec.checkpoint.contents import SavedContents
 
     table = Table("step", "GB", "tensors", "files", "base", "state")
-    for found in _found(path):
-        try:
-            contents = SavedContents(found)
-        except TilerecError as error:
-            table.add_row(_step(found), "", "", "", "", f"damaged: {error}")
-            continue
-        manifest = contents.manifest
-        row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
-        table.add_row(_step(found), *row, manifest.base.name if manifest.base else "", "whole")
-    if not table.row_count:
-        print_error(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
-        raise typer.Exit(1)
+    with _error_lines():
+        for found in _found(path):
+            try:
+                contents = SavedContents(found)
+            except TilerecError as error:
+                table.add_row(_step(found), "", "", "", "", f"damaged: {error}")
+                continue
+            manifest = contents.manifest
+            row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
+            table.add_row(_step(found), *row, manifest.base.name if manifest.base else "", "whole")
+        if not table.row_count:
+            raise FileError(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
     SafeConsole().print(table)
 
 
@@ -70,7 +72,7 @@ def inspect(
 
     from tilerec.checkpoint.contents import leaves
 
-    try:
+    with _error_lines():
         contents = _contents(path)
         table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
         for name, saved in contents.manifest.tensors.items():
@@ -87,9 +89,6 @@ def inspect(
             print_plain(f"[{name}] {value}")
         if digest:
             print_plain(f"digest {contents.digest()}")
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
 
 
 @checkpoint_app.command()
@@ -98,10 +97,10 @@ def verify(path: _Path) -> None:
     from tilerec.checkpoint.contents import SavedContents
 
     damaged = 0
-    found = _found(path)
-    if not found:
-        print_error(f"{path}: got no checkpoints; expected one. Check the path.")
-        raise typer.Exit(1)
+    with _error_lines():
+        found = _found(path)
+        if not found:
+            raise FileError(f"{path}: got no checkpoints; expected one. Check the path.")
     for one in found:
         try:
             size = SavedContents(one).verify(bases=found == [path])
@@ -115,21 +114,18 @@ def verify(path: _Path) -> None:
 
 @checkpoint_app.command()
 def diff(first: _Path, second: _Path) -> None:
-    """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any."""
+    """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any, 2 for errors."""
     from rich.table import Table
 
     from tilerec.checkpoint.contents import differences, value_differences
 
-    try:
+    with _error_lines(code=2):
         one, two = _contents(first), _contents(second)
         table = Table("tensor", "difference")
         for found in differences(one, two):
             text = found.text or (f"{found.cells:,} cells, at most {found.largest:g}" if found.cells else "")
             table.add_row(found.name, f"{found.what} {text}".strip())
         lines = value_differences(one, two)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
     if table.row_count:
         SafeConsole().print(table)
     for line in lines:
@@ -144,12 +140,9 @@ def compact(path: _Path) -> None:
     """Make an incremental checkpoint whole, in its place: it no longer needs the ones before it."""
     from tilerec.checkpoint.compaction import compact as make_whole
 
-    try:
+    with _error_lines():
         found = _contents(path).path
         made = make_whole(found)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     print_plain(f"{found}: {'made whole' if made else 'it is whole'}")
 
 
@@ -164,7 +157,7 @@ def export(
     """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
     from tilerec.checkpoint.changes import matches
 
-    try:
+    with _error_lines():
         if (out is None) == (dcp is None) or (only if dcp else part):
             raise ConfigError(
                 "tilerec checkpoint export: got other options; expected --out FILE [--only PATTERN] or --dcp FOLDER "
@@ -179,13 +172,9 @@ def export(
             return
         names = [name for name in contents.manifest.tensors if not only or matches(name, only)]
         if not names:
-            print_error(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
-            raise typer.Exit(1)
+            raise ConfigError(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
         assert out is not None
         contents.export(out, names)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     print_plain(f"wrote {out}: {len(names):,} tensors")
 
 
@@ -204,7 +193,7 @@ def import_checkpoint(
     from tilerec.checkpoint.dcp_import import import_dcp
     from tilerec.checkpoint.torchrec_import import import_torchrec
 
-    try:
+    with _error_lines():
         if part is not None if torchrec else steps is not None:
             raise ConfigError(
                 "tilerec checkpoint import: got other options; expected --torchrec [--steps N], or --part NAME without "
@@ -214,34 +203,33 @@ def import_checkpoint(
             done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
         else:
             done = import_dcp(folder, out, part=part, skip_values=skip_values)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     for name in done.skipped:
         print_plain(f"skipped {name}")
     print_plain(f"wrote {out}: {done.tensors:,} tensors")
 
 
+@contextmanager
+def _error_lines(code: int = 1) -> Iterator[None]:
+    """Print an error of the block as one line, and end the command with an exit code."""
+    try:
+        yield
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(code) from None
+
+
 def _found(path: str) -> list[str]:
     """Return the checkpoints at a path: itself, or those of the folder, oldest first."""
     from tilerec.checkpoint.folder import folder_at
-    from tilerec.checkpoint.manager import checkpoints
+    from tilerec.checkpoint.manager import checkpoints, names_in
     from tilerec.checkpoint.manifest import MANIFEST
     from tilerec.train.run_checkpoints import FOLDER
 
-    if MANIFEST in _names(path):
+    names = names_in(path)
+    if MANIFEST in names:
         return [path]
-    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in _names(path) else path
+    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in names else path
     return [folder_at(found.path).path for found in checkpoints(base)]
-
-
-def _names(path: str) -> list[str]:
-    from tilerec.checkpoint.folder import parent_at
-
-    try:
-        return parent_at(path).names()
-    except NotADirectoryError:
-        return []
 
 
 def _contents(path: str) -> SavedContents:

@@ -56,17 +56,23 @@ class Found(NamedTuple):
     path: str
 
 
-def checkpoints(folder: str | Path) -> list[Found]:
-    """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
+def names_in(folder: str | Path) -> list[str]:
+    """Return the names of what a folder holds; none if it does not exist. Raises FileError."""
     try:
-        names = parent_at(folder).names()
+        return parent_at(folder).names()
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(
             f"Checkpoints {folder}: got '{error.strerror or error}'; expected a folder that can be listed. Check the "
             "path, and try again.",
             error.errno,
         ) from error
-    steps = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def checkpoints(folder: str | Path) -> list[Found]:
+    """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
+    steps = sorted(int(match[1]) for name in names_in(folder) if (match := _NAME.fullmatch(name)))
     return [Found(step, f"{str(folder).rstrip('/')}/step-{step}") for step in steps]
 
 
@@ -110,8 +116,8 @@ def _step_of(step: int) -> int:
     """Return a step; raise `ConfigError` for one whose checkpoint could not be found by its name."""
     if not _is_number(step, Integral) or not 0 <= step <= LAST_STEP:
         raise ConfigError(
-            f"CheckpointManager: got step={step!r}; expected a whole number from 0 to {LAST_STEP:,}. Pass the number of "
-            "steps that the job has done."
+            f"CheckpointManager: got step={step!r}; expected a whole number from 0 to {LAST_STEP:,}. Pass the number "
+            "of steps that the job has done."
         )
     return int(step)
 
