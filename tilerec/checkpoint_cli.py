@@ -2,6 +2,7 @@
 
 tilerec checkpoint list runs/today                  the checkpoints of a run
 tilerec checkpoint inspect runs/today               tensors, numbers and digest of the newest one
+tilerec checkpoint inspect runs/today --run-file    the run file that trained it
 tilerec checkpoint verify runs/today/checkpoints/step-100
 tilerec checkpoint diff STEP-100 STEP-200           tensors and numbers that differ
 tilerec checkpoint compact runs/today               make the newest one whole, if it has changed rows only
@@ -66,14 +67,25 @@ def list_checkpoints(path: _Path) -> None:
 def inspect(
     path: _Path,
     digest: Annotated[bool, typer.Option(help="Read all bytes, and print a digest of the contents.")] = True,
+    run_file: Annotated[bool, typer.Option("--run-file", help="Print the run file of the run, and no more.")] = False,
 ) -> None:
     """Print the tensors and numbers of a checkpoint, and a digest that does not depend on plan or number of ranks."""
     from rich.table import Table
 
     from tilerec.checkpoint.contents import leaves
+    from tilerec.train.run_checkpoints import RUN_FILE_KEY
 
     with _error_lines():
         contents = _contents(path)
+        text = contents.manifest.metadata.get(RUN_FILE_KEY)
+        if run_file:
+            if not isinstance(text, str):
+                raise ConfigError(
+                    f"{contents.path}: got a checkpoint without a run file; expected one that `tilerec train` has "
+                    "saved. Leave --run-file out."
+                )
+            print_plain(text.rstrip("\n"))
+            return
         table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
         for name, saved in contents.manifest.tensors.items():
             layers = contents.chain.layers(name)
@@ -86,7 +98,7 @@ def inspect(
         for place, value in leaves("", contents.manifest.state.value):
             print_plain(f"{place}: {value}")
         for name, value in contents.manifest.metadata.items():
-            print_plain(f"[{name}] {value}")
+            print_plain(f"[{name}] {'see --run-file' if name == RUN_FILE_KEY else value}")
         if digest:
             print_plain(f"digest {contents.digest()}")
 

@@ -114,7 +114,17 @@ def open_chain(folder: CheckpointFolder, known: dict[str, Manifest] | None = Non
     links: list[Link] = []
     seen: set[str] = set()
     while True:
-        manifest = known[folder.path] if known is not None and folder.path in known else open_manifest(folder)
+        try:
+            manifest = known[folder.path] if known is not None and folder.path in known else open_manifest(folder)
+        except FileError as error:
+            if not links:
+                raise
+            first = links[0].folder.path
+            raise FileError(
+                f"{error} {first} continues this checkpoint: keep both in one folder, or make {first} whole where both "
+                "are (tilerec checkpoint compact).",
+                error.errno,
+            ) from error
         if known is not None:
             known[folder.path] = manifest
         if links:

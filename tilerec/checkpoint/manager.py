@@ -107,7 +107,7 @@ def read_metadata(path: str | Path) -> Mapping[str, Json]:
     return open_manifest(folder_at(path)).metadata
 
 
-def _is_number(value: object, kind: type[Real]) -> bool:
+def _is_number(value: object, kind: type) -> bool:
     """Return True for numbers of Python and numpy of a kind; a bool is none."""
     return isinstance(value, kind) and not isinstance(value, bool)
 

@@ -34,7 +34,9 @@ class DataConfig(ABC):
         return ()
 
     def with_vocabulary(self, folder: Path) -> DataConfig:
-        """Return the config with the vocabularies that a run has kept in a folder; unchanged if it has none."""
+        """Return the config with the vocabularies that a run has kept in a folder or a checkpoint; unchanged if it has
+        none.
+        """
         return self
 
     def open_catalog(self) -> Dataset:

@@ -1,27 +1,18 @@
-"""The folder of a run's logs: config.json, plan.json, metrics.jsonl, TensorBoard's files and summary.json.
-
-Data with vocabularies have them there, too: `vocabulary/<feature>.parquet` with one column `value`, whose row i is row
-i + 1 of the feature's table. So later commands need no training data to map values to rows.
-"""
+"""The folder of a run's logs: config.json, plan.json, metrics.jsonl, TensorBoard's files and summary.json."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 from torch import nn
 
-from tilerec.atomic_file import open_replacement, write_file
-from tilerec.data.dataset import Dataset
+from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
-
-VOCABULARY_FOLDER = "vocabulary"
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
@@ -59,11 +50,3 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
 def write_json(path: Path, values: dict[str, object]) -> None:
     """Write a JSON file of the folder; numbers that are not finite become null."""
     write_file(path, json.dumps(finite(values), indent=2, default=str) + "\n", "Logs")
-
-
-def write_vocabularies(folder: Path, dataset: Dataset) -> None:
-    """Write the vocabularies of a data set, if it has some."""
-    for name, values in dataset.vocabularies().items():
-        (folder / VOCABULARY_FOLDER).mkdir(exist_ok=True)
-        with open_replacement(folder / VOCABULARY_FOLDER / f"{name}.parquet", "Vocabulary") as file:
-            parquet.write_table(pa.table({"value": values}), file)

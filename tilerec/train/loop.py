@@ -20,7 +20,7 @@ from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
-from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
+from tilerec.train.log_folder import open_logs, write_json
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, run_result, summary
 from tilerec.train.run_checkpoints import RunCheckpoints
@@ -29,6 +29,7 @@ from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.started_run import started_run
 from tilerec.train.training_run import Run
+from tilerec.train.vocabulary_files import write_vocabularies
 from tilerec.train.world import World
 
 
@@ -104,7 +105,7 @@ def train(
 
 def _write_run(config: RunConfig, dataset: Dataset) -> None:
     """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
-    write_vocabularies(Path(config.log_dir), dataset)
+    write_vocabularies(Path(config.log_dir), dataset.vocabularies())
     try:
         # Without the folder, which may move.
         write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))

@@ -2,6 +2,8 @@
 
     <log_dir>/checkpoints/step-1000        one folder per checkpoint: see tilerec/checkpoint
 
+A checkpoint also holds the run file and the vocabularies, so a copy of its folder is enough to evaluate the model.
+
 The bits of a run that continues on the same number of ranks are those of a run without an interruption. Another number
 of ranks continues with the same global batches; its generators of dropout begin with the seed. Loss and AUC of the log
 entries go on in both cases.
@@ -15,8 +17,11 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
 
 from tilerec.checkpoint.manager import CheckpointManager, Found, latest, read_metadata, whole_checkpoints
 from tilerec.checkpoint.tree import Json
@@ -29,13 +34,17 @@ from tilerec.train.config import RunConfig
 from tilerec.train.load_attempts import MOST, LoadAttempts
 from tilerec.train.override import settings
 from tilerec.train.rank_votes import RankVotes
+from tilerec.train.run_file import text_of_run
 from tilerec.train.run_plan import plan_in
+from tilerec.train.vocabulary_files import VOCABULARY_PART, vocabulary_tensors
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
     from tilerec.train.training_run import Run
 
 FOLDER = "checkpoints"
+RUN_FILE_KEY = "run_file"
+"""Name of the run file's text in the metadata of a checkpoint."""
 _PLACES = ("path", "base", "read_ahead_mb")
 """Settings of data that do not change the samples or their order."""
 
@@ -73,6 +82,8 @@ class RunCheckpoints:
         self._since = time.monotonic()
         self._attempts = LoadAttempts(config.log_dir)
         self._votes = RankVotes(world.group, questions=2)
+        self._run_file = _run_file(config)
+        self._vocabulary: dict[str, Tensor] | None = None
         self._request: StopSignals | None = None
         self._stops = False
 
@@ -132,7 +143,11 @@ class RunCheckpoints:
             "windows": run.task.window_state(),
             "settings": self._settings(),
         }
-        about: dict[str, Json] = {"run": self._config.name, "ranks": self._world.size}
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary_tensors(run.dataset.vocabularies())
+        if self._vocabulary:
+            parts[VOCABULARY_PART] = self._vocabulary
+        about: dict[str, Json] = {"run": self._config.name, "ranks": self._world.size, **self._run_file}
         plan = plan_in(parts["model"])
         if plan is not None and not self._config.parallel.group_size:  # with replicas, it is no plan for `shard`
             about |= {"plan": plan.to_json(), "parallel": self._parallel()}
@@ -244,3 +259,12 @@ class RunCheckpoints:
                     f"Checkpoint {path}: got {name} = {now.get(name, 'nothing')}; expected "
                     f"{before.get(name, 'nothing')}, with which it was trained. Set it, or train in another log_dir."
                 )
+
+
+def _run_file(config: RunConfig) -> dict[str, Json]:
+    """Return the run file for the metadata; {} for a run with a class that no file can name."""
+    try:
+        # Without the log folder, which may move.
+        return {RUN_FILE_KEY: text_of_run(replace(config, log_dir=""))}
+    except ConfigError:
+        return {}

@@ -95,9 +95,14 @@ def toml_of_run(run: RunConfig) -> str:
     return toml_text(plain_record(run))
 
 
+def text_of_run(run: RunConfig) -> str:
+    """Return a run as a TOML document with absolute paths, for a file in any folder. Raises as `toml_of_run`."""
+    return toml_of_run(with_paths(run, os.path.abspath))
+
+
 def write_run_file(path: str | Path, run: RunConfig) -> None:
     """Write a run to a TOML file, with absolute paths; replaces the file as a whole or not at all."""
-    write_file(path, toml_of_run(with_paths(run, os.path.abspath)), "Run file")
+    write_file(path, text_of_run(run), "Run file")
 
 
 def plain_record(record: Any) -> dict[str, Any]:
