@@ -30,12 +30,13 @@ from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.job_tables import known_rows
-from tilerec.checkpoint.loading import load
+from tilerec.checkpoint.loading import load_chain
 from tilerec.checkpoint.manifest import Base, Manifest
 from tilerec.checkpoint.parts import ranks_of_job
 from tilerec.checkpoint.row_changes import JobChanges
 from tilerec.checkpoint.running_save import RunningSave
 from tilerec.checkpoint.saving import Saved, Since, file_errors, plan
+from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
@@ -174,6 +175,7 @@ class CheckpointManager:
         self._running: RunningSave | None = None
         self._noted: tuple[int, bool] = (0, False)  # step of the running save, and if it is incremental
         self._changes = JobChanges() if incremental else None
+        self._note_of_changes: dict[str, Json] = {}  # those that the job was loaded with
         self._chain: list[tuple[int, Saved]] = []  # steps of the newest chain, the whole one first
 
     def due(self, step: int) -> bool:
@@ -212,7 +214,7 @@ class CheckpointManager:
         tensors = self._chain[-1][1].tensors if base is not None else {}
         try:
             planned = plan(
-                path, parts, self._ranks, {"step": step, **(metadata or {})}, ahead=ahead,
+                path, parts, self._ranks, {"step": step, **self._note_of_changes, **(metadata or {})}, ahead=ahead,
                 since=None if self._changes is None else Since(self._changes, base, tensors),
             )  # fmt: skip
             if self._channel is not None:
@@ -290,28 +292,33 @@ class CheckpointManager:
         changes: Changes | None = None,
         check: Callable[[str, dict[str, Any]], None] | None = None,
         newest: int | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
         If reading it fails because a file is damaged, the one before it is loaded, with a warning.
 
         Args:
+            changes: what differs between the job and the checkpoints that were saved before it had these changes. Each
+                later save notes them, so the same job, started again, loads its own checkpoints as they are.
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
             newest: step of the newest checkpoint that may be loaded; later ones count as damaged. None for no limit.
+            memory_budget: as for `load`.
         """
         self.wait()
+        self._note_of_changes = {} if changes is None else changes.note
         for found in whole_checkpoints(self.folder, group=self._ranks):
             if newest is not None and found.step > newest:
                 self._damaged.add(found.step)
                 continue
             try:
-                values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
+                values, changed = load_chain(found.path, parts, self._ranks, changes or Changes(), check, memory_budget)
             except (InputError, FileError) as error:  # on all ranks, if on one
                 warnings.warn(f"{error} The checkpoint before it is loaded.", stacklevel=2)
                 self._damaged.add(found.step)
                 continue
             self._last = found.step
-            self._continue(found, parts, fits=changes is None)
+            self._continue(found, parts, fits=not changed)
             return found.step, values
         return None
 
