@@ -39,8 +39,9 @@ def _tables() -> Iterator[str]:
             cls = class_of_kind(base, kind, place)
             yield from _table(f'{title}: `[{place}]` with `kind = "{kind}"`', cls, place)
             yield from _inner(cls, place)
-    for place in ("train", "parallel", "checkpoint"):
+    for place in ("train", "parallel", "checkpoint", "delta"):
         yield from _table(f"`[{place}]`", hints_of(RunConfig)[place], place)
+        yield from _inner(hints_of(RunConfig)[place], place)
     for kind in kinds_of(OptimizerSpec):
         cls = class_of_kind(OptimizerSpec, kind, "optimizer")
         yield from _table(f'Optimizers: `kind = "{kind}"`', cls, "optimizer")

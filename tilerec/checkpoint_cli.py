@@ -73,7 +73,7 @@ def inspect(
     from rich.table import Table
 
     from tilerec.checkpoint.contents import leaves
-    from tilerec.train.run_checkpoints import RUN_FILE_KEY
+    from tilerec.train.run_metadata import RUN_FILE_KEY
 
     with _error_lines():
         contents = _contents(path)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilerec.checkpoint.chain import Wanted
 from tilerec.checkpoint.changes import Changes, matches
@@ -97,7 +97,7 @@ def _plan(source: Source, parts: Mapping[str, Any], states: Mapping[str, Any], c
         name = changes.name_here(saved)
         if name is not None and name.split(".", 1)[0] in parts:
             names[name] = saved
-    _check_names(path, here, names, {name for name in parts if has_fixed_names(parts[name])}, changes)
+    _check_names(path, parts, here, names, changes)
     wanted = [
         each
         for name, tensor in here.items()
@@ -138,19 +138,23 @@ def _dropped_parts(parts: Mapping[str, Any], tensors: Mapping[str, SavedTensor],
 
 
 def _check_names(
-    path: str, here: Mapping[str, Tensor], names: Mapping[str, str], fixed: set[str], changes: Changes
+    path: str, parts: Mapping[str, Any], here: Mapping[str, Tensor], names: Mapping[str, str], changes: Changes
 ) -> None:
     """Raise `ConfigError` for tensors that only one side has."""
+    fixed = {name for name, part in parts.items() if has_fixed_names(part)}
     missing = [name for name in here if name not in names and not matches(name, changes.keep)]
     unknown = [name for name in names if name not in here and name.split(".", 1)[0] in fixed]
     if missing or unknown:
         got = [f"a checkpoint without {_some(missing)}"] if missing else []
         got += [f"the unknown {_some(unknown)}"] if unknown else []
         keys = ["keep"] * bool(missing) + ["drop"] * bool(unknown) + ["rename"]
+        others = {name.split(".", 1)[0] for name in missing + unknown}
+        anew = [f"'{name}.*'" for name in parts if name in others and not isinstance(parts[name], nn.Module)]
         raise ConfigError(
             f"Checkpoint {path}: got {' and '.join(got)}; expected the tensors of this job. State what changed: "
             f"Changes({', '.join(f'{key}=' for key in keys)}); in a run file, "
             f"{', '.join(f'checkpoint.changes.{key}' for key in keys)}."
+            + (f" To begin an optimizer anew, drop all of its state: {', '.join(anew)}." if anew else "")
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from tilerec.checkpoint.changes import Changes
 from tilerec.data.dataset import Dataset, RowDataset
 from tilerec.data.file_list import FilePath
 from tilerec.errors import ConfigError
@@ -242,6 +243,10 @@ class ParallelConfig:
             )
 
 
+_CHANGING = ("model.", "tables.", "dense.")
+"""Parts of a run's checkpoint that may differ from the run."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints of a run, in the folder `checkpoints` of its `log_dir`.
@@ -256,6 +261,8 @@ class CheckpointConfig:
         incremental: write only the rows that have changed since the last checkpoint, and everything once these
             checkpoints are as large as the last whole one together.
         resume: continue from the newest whole checkpoint of `log_dir`, if there is one.
+        changes: what differs between the run and the checkpoint that it continues: names of tensors, which begin with
+            `model.`, `tables.` (the state of the embedding optimizer) or `dense.` (that of the dense one).
     """
 
     every: int = 0
@@ -265,6 +272,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     incremental: bool = False
     resume: bool = False
+    changes: Changes = field(default_factory=Changes)
 
     @property
     def saves(self) -> bool:
@@ -273,8 +281,16 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "seconds", "keep_last", "keep_every"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"checkpoint.{name}: got {getattr(self, name)}; expected at least 0.")
+        changes = self.changes
+        for key in ("rename", "drop", "keep", "resize"):
+            for name in getattr(changes, key):
+                if not name.startswith(_CHANGING):
+                    raise ConfigError(
+                        f"checkpoint.changes.{key}: got {name!r}; expected names that begin with "
+                        f"{', '.join(_CHANGING)}. List them with `tilerec checkpoint inspect`."
+                    )
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from tilerec.atomic_file import write_file
+from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
+from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
+from tilerec.train.vocabulary_files import write_vocabularies
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
@@ -50,3 +55,16 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
 def write_json(path: Path, values: dict[str, object]) -> None:
     """Write a JSON file of the folder; numbers that are not finite become null."""
     write_file(path, json.dumps(finite(values), indent=2, default=str) + "\n", "Logs")
+
+
+def write_run(config: RunConfig, dataset: Dataset) -> None:
+    """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
+    write_vocabularies(Path(config.log_dir), dataset.vocabularies())
+    try:
+        # Without the folder, which may move.
+        write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
+    except FileError:
+        raise
+    except ConfigError as error:
+        # A class of a notebook or a function has no name for a file; the run itself does not need one.
+        warnings.warn(f"{error} The run continues without {RUN_FILE}.", stacklevel=3)

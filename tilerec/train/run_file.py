@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -128,6 +129,8 @@ def _plain(value: Any) -> Any:
         return plain_record(value)
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     return "none" if value is None else value
 
 

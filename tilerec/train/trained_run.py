@@ -27,8 +27,8 @@ from tilerec.errors import ConfigError, TilerecError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override_all
 from tilerec.train.quantized_model import load_quantized, row_types_in
-from tilerec.train.run_checkpoints import RUN_FILE_KEY
 from tilerec.train.run_file import RUN_FILE, read_run_file, run_of_toml
+from tilerec.train.run_metadata import RUN_FILE_KEY
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.vocabulary_files import VOCABULARY_FOLDER, VOCABULARY_PART
 from tilerec.train.world import World
