@@ -9,8 +9,8 @@
 #                   (about 25 minutes)
 #   make mutate     change one operator or constant at a time, run the tests of its room, list undetected changes
 #                   (an hour or two; `make mutate ARGS="--rooms sparse --count 10 --seed 7"`, or `ARGS="--at FILE:LINE"`)
-#   make nightly    all tests: those that take minutes included (`make parity` among them), `make sanitize`,
-#                   `make simulated-gpu` and `make mutate` (hours)
+#   make nightly    all tests: those that take minutes included (`make parity` among them), `make chaos`,
+#                   `make sanitize`, `make simulated-gpu` and `make mutate` (hours); installs Ray, for its test
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
@@ -128,11 +128,12 @@ parity: setup
 	$(call say,parity: sharded equals unsharded$(comma) every combination)
 	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --timeout 900 tests/parity $(ARGS)
 
-# Part of the nightly tests; alone, it fails if fewer faults were injected than it states.
+# A step of the nightly tests. It fails if fewer faults were injected than tests/chaos/fault_counts.py states.
+CHAOS := tests/chaos tests/checkpoint
 .PHONY: chaos
 chaos: setup
 	$(call say,checkpoints under faults)
-	TILEREC_NIGHTLY=1 TILEREC_CHAOS=1 $(BIN)/python -m pytest -q --timeout 1800 tests/chaos tests/checkpoint $(ARGS)
+	TILEREC_NIGHTLY=1 TILEREC_CHAOS=1 $(BIN)/python -m pytest -q --timeout 1800 $(CHAOS) $(ARGS)
 
 .PHONY: sanitize
 sanitize: setup
@@ -149,12 +150,20 @@ mutate: setup
 	$(call say,mutants of six rooms$(comma) each against the tests of its room)
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
-# Tests that `make test` leaves out because they take minutes. After a failure the other steps still run.
+$(VENV)/.nightly: $(VENV)/.installed
+	$(call say,what the nightly tests need besides: Ray$(comma) models of Kubeflow)
+	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[test-nightly]'
+	touch $@
+
+# Tests that `make test` leaves out because they take minutes. After a failure the other steps still run. Files of
+# `make chaos` run there, and not beside other tests: kills at random moments need steady times.
 .PHONY: nightly
-nightly: setup
+nightly: setup $(VENV)/.nightly
 	$(call say,tests$(comma) including cases that take minutes)
 	failed=; \
-	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900 $(ARGS) || failed+=" tests"; \
+	TILEREC_NIGHTLY=1 $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900 \
+		$(addprefix --ignore ,$(CHAOS)) $(ARGS) || failed+=" tests"; \
+	$(MAKE) --no-print-directory chaos ARGS= || failed+=" chaos"; \
 	$(MAKE) --no-print-directory sanitize || failed+=" sanitize"; \
 	$(MAKE) --no-print-directory simulated-gpu || failed+=" simulated-gpu"; \
 	$(MAKE) --no-print-directory mutate ARGS= || failed+=" mutate"; \

@@ -45,6 +45,30 @@ def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("code", "raises"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_folder_whose_fsync_fails_is_an_error_unless_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raises: bool
+) -> None:
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    path = tmp_path / "plan.json"
+    path.write_text("earlier")
+    monkeypatch.setattr(atomic_file.os, "fsync", failing)
+    if raises:
+        with pytest.raises(FileError, match=r"Plan: .*plan\.json: got .* from the fsync of its folder") as error:
+            write_file(path, "later", "Plan")
+        assert error.value.errno == code
+    else:
+        write_file(path, "later", "Plan")
+    assert path.read_text() == "later"
+    assert [item.name for item in tmp_path.iterdir()] == ["plan.json"]
+
+
 def test_file_and_folder_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace

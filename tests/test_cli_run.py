@@ -151,6 +151,22 @@ def test_mistakes_are_one_line_and_leave_no_file(arguments: list[str], message: 
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_a_label_that_is_no_probability_is_named_with_its_row(folder: Path, tmp_path: Path) -> None:
+    table = parquet.read_table(folder / "test.parquet")
+    labels = table.column("click").to_pylist()
+    labels[70] = 2
+    bad = table.set_column(table.column_names.index("click"), "click", pa.array(labels))
+    parquet.write_table(bad, tmp_path / "bad.parquet", row_group_size=50)
+    message = "bad.parquet, row group 1: label column 'click': got 2 in row 20; expected 0 to 1. Set at_least"
+    for arguments in (["eval"], ["quantize", "--max-ne", "1%", "--out", str(tmp_path / "served"), "--data"]):
+        code, text = _invoke(arguments[0], str(folder / "run.toml"), *arguments[1:], str(tmp_path / "bad.parquet"))
+        assert code == 1
+        assert message in text
+    code, text = _invoke("train", str(folder / "run.toml"), "--data", str(tmp_path / "bad.parquet"), "--log-dir", "")
+    assert code == 1
+    assert message in text
+
+
 def test_show_prints_elements_of_lists_as_set_takes_them(folder: Path) -> None:
     code, text = _invoke("train", str(folder / "run.toml"), "--set", "data.columns.ids[1].missing=row", "--show")
     assert code == 0

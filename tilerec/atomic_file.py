@@ -2,12 +2,14 @@
 
     temporary file beside the target  ->  fsync  ->  rename over the target  ->  fsync of the folder
 
-A full disk, a killed process or a machine that stops leaves the earlier file unchanged.
+A full disk, a killed process or a machine that stops leaves the earlier file unchanged. If the last fsync fails, the
+new file is there, and an error states that a machine that stops may lose it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import uuid
@@ -48,6 +50,7 @@ def open_replacement(path: str | Path, what: str, needs: str = "enough space") -
         FileError: the file cannot be written. The block must raise another error for its own files.
     """
     before: os.stat_result | None = None
+    target: Path | None = None
     try:
         with contextlib.suppress(FileNotFoundError):
             before = os.stat(path)
@@ -55,7 +58,8 @@ def open_replacement(path: str | Path, what: str, needs: str = "enough space") -
             with Path(path).open("wb") as file:
                 yield file
         else:
-            with _replacement(Path(os.path.realpath(path)), before) as file:
+            target = Path(os.path.realpath(path))
+            with _replacement(target, before) as file:
                 yield file
     except TilerecError:
         raise
@@ -66,6 +70,8 @@ def open_replacement(path: str | Path, what: str, needs: str = "enough space") -
             f"with {needs}. Free space or choose another path{unchanged}.",
             error.errno,
         ) from error
+    if target is not None:
+        _sync_folder(target.parent, f"{what}: {path}")
 
 
 @contextlib.contextmanager
@@ -88,7 +94,6 @@ def _replacement(target: Path, before: os.stat_result | None) -> Iterator[Binary
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    _sync_folder(target.parent)
 
 
 def _copy_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
@@ -101,11 +106,20 @@ def _copy_owner_and_mode(descriptor: int, before: os.stat_result) -> None:
         os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
 
 
-def _sync_folder(folder: Path) -> None:
-    # Some operating systems and file systems cannot fsync a folder; the rename alone must suffice there.
-    with contextlib.suppress(OSError):
+def _sync_folder(folder: Path, file: str) -> None:
+    """Make the rename in a folder durable. file: kind and path of the renamed file, for the error."""
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        # Some operating systems and file systems cannot fsync a folder; the rename alone must suffice there.
+        if error.errno not in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            return
+        raise FileError(
+            f"{file}: got '{error.strerror or error}' from the fsync of its folder; expected a disk that keeps the new "
+            "file. Check the disk: if the machine stops now, the file may be lost.",
+            error.errno,
+        ) from error

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilerec.errors import ConfigError, FileError, TilerecError
+from tilerec.errors import FileError, TilerecError
+from tilerec.output_path import check_output_file
 from tilerec.terminal import print_plain, print_rank_error
 
 if TYPE_CHECKING:
@@ -30,10 +31,7 @@ def calibrate(
     from tilerec.train.launch import launch
 
     try:
-        if not out.parent.is_dir():
-            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
-        if out.is_dir():
-            raise ConfigError(f"--out: got the folder {out}; expected a file. Name a file in it.")
+        check_output_file("--out", out)
         launch(nproc, _calibrate, str(out), device, device=device)
     except TilerecError as error:
         print_rank_error(error)

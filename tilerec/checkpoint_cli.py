@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
+from tilerec.output_path import check_output
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ def export(
                 "[--part NAME]. Choose one of the two."
             )
         contents = _contents(path)
+        _check_export(contents, "--out" if dcp is None else "--dcp", out or dcp)
         if dcp is not None:
             from tilerec.checkpoint.dcp_export import export_dcp
 
@@ -188,6 +190,18 @@ def export(
         assert out is not None
         contents.export(out, names)
     print_plain(f"wrote {out}: {len(names):,} tensors")
+
+
+def _check_export(contents: SavedContents, option: str, out: Path | None) -> None:
+    """Raise if the output is in the checkpoint or in one of its bases, or if it is the model or the file of a run."""
+    from tilerec.train.run_file import RUN_FILE
+    from tilerec.train.saved_model import MODEL_FILE
+
+    assert out is not None
+    folders = [link.folder.path for link in contents.chain.links]
+    log_folder = Path(folders[0]).absolute().parent.parent
+    run = [] if "://" in folders[0] else [log_folder / name for name in (RUN_FILE, MODEL_FILE)]
+    check_output(option, out, {"PATH": folders, "the run's file": run})
 
 
 @checkpoint_app.command("import")
@@ -211,6 +225,7 @@ def import_checkpoint(
                 "tilerec checkpoint import: got other options; expected --torchrec [--steps N], or --part NAME without "
                 "--torchrec. Leave one out."
             )
+        check_output("--out", out, {"FOLDER": [folder]})
         if torchrec:
             done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
         else:
@@ -235,7 +250,7 @@ def _found(path: str) -> list[str]:
     from tilerec.checkpoint.folder import folder_at
     from tilerec.checkpoint.manager import checkpoints, names_in
     from tilerec.checkpoint.manifest import MANIFEST
-    from tilerec.train.run_checkpoints import FOLDER
+    from tilerec.train.run_metadata import FOLDER
 
     names = names_in(path)
     if MANIFEST in names:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import check_output
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def vocabulary(
     from rich.table import Table
     from rich.text import Text
 
-    from tilerec.data.id_counts import write_vocabularies
+    from tilerec.data.id_counts import vocabulary_file, write_vocabularies
     from tilerec.recipes.files import file_source
 
     console = SafeConsole(stderr=True)
@@ -112,9 +113,12 @@ def vocabulary(
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("vocabulary", total=None, rows=0)
+            columns_of = dict(_table_columns(text) for text in tables)
+            for name in columns_of:
+                check_output("--out", vocabulary_file(out, name), {"FILES": files})
             written = write_vocabularies(
                 file_source(tuple(files)),
-                dict(_table_columns(text) for text in tables),
+                columns_of,
                 out,
                 min_count=min_count,
                 max_rows=max_rows,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import check_output_file
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ def stats(
     from tilerec.train.override import override_all
 
     try:
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
+        check_output_file("--out", out, shared={"DATA": [data or ""]})
         names = tuple(name.strip() for name in features.split(",") if name.strip())
         source: IdSource
         if recipe is not None:

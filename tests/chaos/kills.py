@@ -1,13 +1,14 @@
-"""SIGKILL of ranks: at a random moment from outside, or by themselves at the n-th call of some functions."""
+"""SIGKILL of ranks, and errors of their system calls: at the n-th of some calls, or at a random moment from outside."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +16,91 @@ import pytest
 from torch import nn
 
 from tilerec.checkpoint import folder
-from tilerec.checkpoint.blocks import BlockReader, BlockWriter
+from tilerec.checkpoint.blocks import BlockReader
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.testing.ranks import Ranks
+from tilerec.testing.ranks import RankError, Ranks
 
 Functions = Sequence[tuple[Any, str]]
 COLLECTIVES: Functions = [
     (ProcessGroupComms, name)
     for name in ("begin", "all_to_all", "exchange", "swap", "all_reduce_", "all_gather_object")
 ]
-SAVE: Functions = [(os, "fsync"), (os, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (BlockWriter, "write")]
+WRITE = (Path, "open")
+"""Each write(2) of a new file counts."""
+SAVE: Functions = [WRITE, *((os, name) for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"))]
+READ = (BlockReader, "_fill")
 LOAD: Functions = [
-    (folder._LocalFolder, "read_manifest"), (BlockReader, "_fill"), (nn.Module, "load_state_dict"),
+    READ, (folder._LocalFolder, "read_manifest"), (nn.Module, "load_state_dict"),
     (ProcessGroupComms, "all_gather_object"),
 ]  # fmt: skip
 
 
-@contextmanager
-def dies_at(functions: Functions, at: int) -> Iterator[list[int]]:
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at(functions: Functions, at: int) -> AbstractContextManager[list[int]]:
     """Kill this process at call number `at` of the functions, from 0; -1 only counts. Yields the count in a list.
 
     A write of data leaves half of its bytes.
     """
-    count = [0]
+    return _acts_at(functions, at, _kill)
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+
+def fails_at(functions: Functions, at: int, code: int) -> AbstractContextManager[list[int]]:
+    """Raise `OSError` with a code of `errno` at call number `at`; else as `dies_at`."""
+
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    return _acts_at(functions, at, fail)
+
+
+@contextmanager
+def _acts_at(functions: Functions, at: int, act: Callable[[], None]) -> Iterator[list[int]]:
+    count = [0]
+    numbers = itertools.count()  # calls come from several threads
+
+    def due() -> bool:
+        number = next(numbers)
+        count[0] = number + 1
+        return number == at
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **settings: Any) -> Any:
-            now = count[0] == at
-            count[0] += 1
-            if now:
-                if name == "write":
-                    function(args[0], memoryview(args[1])[: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
+            if due():
+                act()
             return function(*args, **settings)
 
         return call
 
+    class CountedFile(io.FileIO):
+        def write(self, data: Any) -> int:
+            if due():
+                super().write(memoryview(data)[: len(data) // 2])
+                act()
+            return super().write(data)
+
+    def open_file(path: Path, mode: str = "r", *args: Any, **settings: Any) -> Any:
+        new = mode == "xb"
+        return io.BufferedWriter(CountedFile(path, mode)) if new else real_open(path, mode, *args, **settings)
+
+    real_open = Path.open
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in functions:
-            patch.setattr(owner, name, counted(name, getattr(owner, name)))
+            patch.setattr(owner, name, open_file if (owner, name) == WRITE else counted(getattr(owner, name)))
         yield count
+
+
+def killed(pool: Ranks, *args: Any) -> bool:
+    """Run a function whose ranks may die; return True if one did."""
+    try:
+        pool.run(*args)
+    except RankError as error:
+        if "SIGKILL" not in str(error):
+            raise
+        return True
+    return False
 
 
 def _ready() -> None:

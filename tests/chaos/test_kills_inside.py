@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.elastic import STEPS, run_elastic
-from tests.chaos.fault_counts import FAULTS, Counts
-from tests.chaos.kills import LOAD, SAVE, dies_at
+from tests.chaos.elastic import RESHARD_AFTER, RESIZE_AFTER, STEPS, run_elastic
+from tests.chaos.fault_counts import IN_LOAD, IN_RESHARD, IN_RESIZE, IN_SAVE, KILLS, Counts, survived
+from tests.chaos.kills import LOAD, SAVE, dies_at, killed
 from tests.chaos.ledger import check_ledger, read_ledger
 from tests.chaos.training import check_bits, check_no_leftovers, newest, run_ranks, uninterrupted
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.manager import latest
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.testing.ranks import RankError, Ranks
+from tilerec.testing.ranks import Ranks
 from tilerec.train.run_checkpoints import RunCheckpoints
 
 Pool = Callable[[int], Ranks]
@@ -48,17 +48,6 @@ def dying(folder: str, attempt: int, kind: str, victim: int, at: int, incrementa
     return total
 
 
-def killed(pool: Ranks, *args: Any) -> bool:
-    """Run a function whose ranks may die; return True if one did."""
-    try:
-        pool.run(*args)
-    except RankError as error:
-        if "SIGKILL" not in str(error):
-            raise
-        return True
-    return False
-
-
 def every_call_of(
     kind: str, pool: Ranks, folder: Path, victims: range, step: int, counts: Counts, incremental: bool = False
 ) -> None:  # fmt: skip
@@ -77,9 +66,7 @@ def every_call_of(
                 pool.run(run_ranks, str(run), 1, SHORT // 2, incremental)
                 resumed[2] = newest(run)
             attempt = len(resumed)
-            struck = killed(pool, dying, str(run), attempt, kind, victim, at, incremental)
-            counts[FAULTS] += struck
-            if not struck:  # other ranks make more calls
+            if not killed(pool, dying, str(run), attempt, kind, victim, at, incremental):  # other ranks make more calls
                 continue
             resumed[attempt + 1] = newest(run)
             pool.run(run_ranks, str(run), attempt + 1, SHORT, incremental)
@@ -87,7 +74,8 @@ def every_call_of(
             check_bits(run, want)
             if resumed[attempt + 1] < SHORT:  # the next save removes them
                 check_no_leftovers(run)
-    assert counts[FAULTS]
+            survived(counts, IN_SAVE if kind == "save" else IN_LOAD)
+    assert counts[KILLS]
 
 
 @pytest.mark.filterwarnings("error")
@@ -109,19 +97,19 @@ def every_change(pool: Ranks, folder: Path, victims: range, step: int, counts: C
     """Kill each victim at each `step`-th collective of reshard and resize_ids."""
     calls = max(calls for calls, _ in pool.run(run_elastic, str(folder / "whole"), -1, -1))
     want = SavedContents(folder / "whole" / f"step-{STEPS}").digest()
-    continued: set[int] = set()
     for victim in victims:
         for at in range(0, calls, step):
             run = folder / f"{victim}-{at}"
             if not killed(pool, run_elastic, str(run), victim, at):
                 continue
-            counts[FAULTS] += 1
-            continued.add(pool.run(run_elastic, str(run), -1, -1)[0][1])
+            continued = pool.run(run_elastic, str(run), -1, -1)[0][1]
             found = latest(run)
             assert found is not None
             assert found.step == STEPS
             assert SavedContents(found.path).digest() == want
-    assert continued == {1, 3}  # deaths in both changes
+            survived(counts, {RESHARD_AFTER - 1: IN_RESHARD, RESIZE_AFTER - 1: IN_RESIZE}[continued])
+    assert counts[IN_RESHARD]
+    assert counts[IN_RESIZE]
 
 
 @NIGHTLY

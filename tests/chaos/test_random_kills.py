@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.chaos.fault_counts import FAULTS, IN_SAVE, KILLS, RESUMED, Counts
+from tests.chaos.fault_counts import IN_SAVE, RANDOM, SEED, Counts, survived
 from tests.chaos.kills import ends
 from tests.chaos.ledger import check_ledger, read_ledger
 from tests.chaos.training import STEPS, Finished, check_bits, check_no_leftovers, newest, run_ranks, uninterrupted
@@ -55,18 +55,16 @@ def strike(
                 here += not ended
                 counts[IN_SAVE] += not ended and any((run / "checkpoints").glob("*.tmp-*"))
         done += here
-        counts[KILLS] += here
-        counts[FAULTS] += here
         check_ledger(read_ledger(run), resumed, want.steps)
         same(run)
         if resumed[attempt] < STEPS:  # the next save removes them
             check_no_leftovers(run)
-        counts[RESUMED] += here
+        survived(counts, RANDOM, here)
 
 
 def same_bits(pool: Pool, folder: Path, world: int, kills: int, counts: Counts, incremental: bool = False) -> None:
     want = uninterrupted(pool(world), folder / "whole", STEPS, incremental)
-    dice = random.Random(world)
+    dice = random.Random(100 * SEED + world)
     strike(pool, [world], want, folder, kills, dice, counts, lambda run: check_bits(run, want), incremental)
 
 
@@ -98,5 +96,5 @@ def test_kills_between_numbers_of_ranks_change_no_sample_and_last_digits_only(
         for name, value in want.weights.items():
             furthest[name] = max(furthest.get(name, 0.0), float((got[name] - value).abs().max()))
 
-    strike(pool, [1, 2, 3], want, tmp_path, 10, random.Random(4), counts, same)
+    strike(pool, [1, 2, 3], want, tmp_path, 10, random.Random(100 * SEED + 4), counts, same)
     assert max(furthest.values()) <= 1e-6, furthest

@@ -23,7 +23,7 @@ COLUMNS = Columns(
 )
 
 
-def _data(sessions: list[int], past: list[list[int]]) -> TableDataset:
+def _data(sessions: list[int], past: list[list[int]], shuffle_rows: int = 4) -> TableDataset:
     table = pa.table(
         {
             "n": [float(n) for n in range(len(sessions))],
@@ -33,7 +33,9 @@ def _data(sessions: list[int], past: list[list[int]]) -> TableDataset:
             "w": pa.array([[float(i) for i in one] for one in past], pa.list_(pa.float32())),
         }
     )
-    return TableDataset(TableGroups(table, rows_per_group=7), COLUMNS, group_by_session="session", shuffle_rows=4)
+    return TableDataset(
+        TableGroups(table, rows_per_group=7), COLUMNS, group_by_session="session", shuffle_rows=shuffle_rows
+    )
 
 
 def _bags(features: KeyedJaggedTensor, key: str) -> list[list[int]]:
@@ -87,7 +89,7 @@ def test_bags_of_different_sessions_are_not_shared() -> None:
 
 def test_samples_of_a_session_stay_together_and_in_order() -> None:
     sessions = np.repeat(np.arange(12), 3).tolist()
-    data = TableDataset(_data(sessions, [[0]] * 36)._source, COLUMNS, group_by_session="session", shuffle_rows=36)
+    data = _data(sessions, [[0]] * 36, shuffle_rows=36)
     numbers = [n for share in data.train_shares(5) for n in share.batch.labels.long().tolist()]
     order = [sessions[n] for n in numbers]
     starts = sum(one != other for one, other in itertools.pairwise(order))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -139,11 +140,17 @@ def test_a_table_without_feature_names_is_read_by_its_own() -> None:
     assert (found["a"].pooling_factors, found["a"].skew) == ((2.5,), Skew(30, 1.0, True))
 
 
-def test_statistics_of_other_features_than_the_tables_say_that_they_have_no_effect() -> None:
+def test_statistics_of_other_tables_are_refused() -> None:
     seen = Statistics("ratings.csv", 10, 0, False, {f"f{i}": _feature() for i in range(9)})
-    with pytest.warns(UserWarning, match=r"ratings\.csv have no effect.*'f0', .*'f7' and 1 more.*tables read 'user'"):
-        assert seen.constraints([EmbeddingBagConfig(100, 8, "t", feature_names=["user"])]) == {}
+    with pytest.raises(ConfigError, match=r"ratings\.csv: got the features 'f0', .*'f7' and 1 more; .*read: 'user'"):
+        seen.constraints([EmbeddingBagConfig(100, 8, "t", feature_names=["user"])])
     assert seen.constraints([]) == {}
+    tables = [EmbeddingBagConfig(100, 8, "t", feature_names=["a"])]
+    rows = Statistics("x", 10, 0, True, {"a": _feature(heavy=((3, 9), (100, 2)))})
+    with pytest.raises(ConfigError, match="got id 100 of feature 'a'; expected row numbers of table 't', 0 to 99"):
+        rows.constraints(tables)
+    # Raw values are hashed to rows: any value is fine.
+    assert "t" in dataclasses.replace(rows, table_rows=False).constraints(tables)
 
 
 @pytest.mark.parametrize(("exponent", "abs_error"), [(0.0, 0.1), (0.8, 0.02), (1.05, 0.02), (1.5, 0.02)])
@@ -204,6 +211,15 @@ def _file(**fields: object) -> str:
             _file(features={"a": _other(heavy=[[1, 2, 3]])}),
             r"features\.a\.heavy\[0\]: got \[1, 2, 3\]; expected",
         ),
+        (_file(features={"a": _other(empty=11)}), r"a\.empty: got 11; expected at most 10, the number of samples"),
+        (_file(features={"a": _other(longest=26)}), r"a\.longest: got 26; expected at most 25, the number of ids"),
+        (_file(features={"a": _other(distinct=26)}), r"a\.distinct: got 26; expected at most 25"),
+        (_file(features={"a": _other(population=19)}), r"a\.population: got 19; expected at least 20"),
+        (_file(features={"a": _other(distance=50)}), r"a\.distance: got 50; expected a fraction of all ids"),
+        (_file(features={"a": _other(exponent=9)}), r"a\.exponent: got 9; expected 0 to 8"),
+        (_file(features={"a": _other(heavy=[[1, 2], [1, 2]])}), r"a\.heavy: got .*; expected each id once"),
+        (_file(features={"a": _other(heavy=[[1, 2], [2, 3]])}), r"a\.heavy: got .*; expected the most frequent"),
+        (_file(features={"a": _other(heavy=[[1, 20], [2, 6]])}), r"a\.heavy: got .*add up to at most 25"),
     ],
 )
 def test_files_that_are_no_statistics_are_refused(tmp_path: Path, text: str, message: str) -> None:

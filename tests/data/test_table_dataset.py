@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from hypothesis import given
 from tilerec.data.batch import Batch
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn, TableRows
 from tilerec.data.hold_out import HoldOut
+from tilerec.data.map_groups import MapGroups
 from tilerec.data.parquet_files import ParquetGroups
-from tilerec.data.row_groups import MapGroups, TableGroups
+from tilerec.data.row_groups import TableGroups
 from tilerec.data.table_dataset import TableDataset
+from tilerec.data.text_files import DelimitedGroups
 from tilerec.errors import ConfigError, InputError
 
 COLUMNS = Columns(
@@ -198,6 +201,35 @@ def test_frames_give_the_same_rows() -> None:
         data = TableDataset(frame, COLUMNS)
         assert sorted(s for b in data.train(7) for s in _samples(b)) == _expected(30)
     assert pandas is not None
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_labels_out_of_bounds_have_a_place(tmp_path: Path, text: bool) -> None:
+    table = _table(40)
+    labels = [2.0 if n == 27 else float(n % 2) for n in range(40)]
+    table = table.set_column(0, "y", pa.array(labels)).drop_columns(["items"])
+    columns = Columns(labels=COLUMNS.labels, ids=(IdColumn("user"),), tables=(TableRows("user", 100),))
+    if text:
+        lines = [",".join(map(str, row.values())) for row in table.to_pylist()]
+        (tmp_path / "clicks.csv").write_text("\n".join([",".join(table.column_names), *lines]))
+        source, place = DelimitedGroups(tmp_path / "clicks.csv"), r"clicks\.csv, lines 2 to 40: .*in row 27"
+    else:
+        parquet.write_table(table, tmp_path / "clicks.parquet", row_group_size=10)
+        source, place = ParquetGroups(tmp_path / "clicks.parquet"), r"clicks\.parquet, row group 2: .*in row 7"
+    free = TableDataset(source, columns, hold_out=HoldOut(every=4))
+    assert [label for batch, _ in free.rows(8) for label in batch.labels.tolist()] == labels  # every number is a label
+    data = free.with_label_bounds(0, 1)
+    assert (data.train_rows, data.held_out_rows) == (free.train_rows, free.held_out_rows) == (30, 10)
+    for batches in (data.train(8), data.held_out(8), data.rows(8)):
+        with pytest.raises(InputError, match=rf"{place}; expected 0 to 1\. Set at_least on the column"):
+            list(batches)
+    binary = replace(columns, labels=(LabelColumn("y", at_least=2),))
+    found = TableDataset(source, binary).with_label_bounds(0, 1).rows(40)
+    assert [batch.labels.sum().item() for batch, _ in found] == [1]
+    apart = TableDataset(_table(8), columns, held_out_data=source).with_label_bounds(0, 1)
+    assert len(list(apart.train(8))) == 1
+    with pytest.raises(InputError, match=place):
+        list(apart.held_out(8))
 
 
 def test_an_iterator_that_is_left_early_ends_its_thread_and_closes_its_files(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="starts a launcher: nightly")
+NIGHTLY_MODELS = pytest.mark.skipif(
+    os.environ.get("TILEREC_NIGHTLY") != "1", reason="reads the models of kubeflow-training: nightly"
+)
 RUN_FILE = """
 [data]
 kind = "synthetic"
@@ -78,10 +81,12 @@ def test_the_pods_of_the_pytorchjob_fit_the_model_of_kubernetes() -> None:
     assert trainer_model("IoK8sApiCoreV1PodSpec")(pod) == pod
 
 
+@NIGHTLY_MODELS
 @pytest.mark.filterwarnings("default")  # the package's own
 def test_the_pytorchjob_fits_the_model_of_the_training_operator() -> None:
     yaml = pytest.importorskip("yaml")
-    training = pytest.importorskip("kubeflow.training", reason="needs kubeflow-training")
+    from kubeflow import training  # of tilerec[test-nightly]: without it, the nightly tests fail
+
     (job,) = yaml.safe_load_all((CLUSTER / "pytorchjob.yaml").read_text())
 
     def written_again(found: Any) -> Any:

@@ -22,11 +22,13 @@ def test_the_code_runs_from_top_to_bottom(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec", flags=0, dont_inherit=True), scope)
-    assert capsys.readouterr().out.count("torch.Size([256])") == 3
+    printed = capsys.readouterr().out
+    assert printed.count("torch.Size([256])") == 3
+    assert printed.splitlines()[-3:] == ["256 64", "256 64", "132 33"]
     run = scope["clicks"](str(tmp_path))
     assert train(run).held_out.samples == 100
 

@@ -18,6 +18,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, InputError
 from tilerec.metrics.auc import AUC, GroupedAUC
 from tilerec.metrics.functional import auc, calibration, grouped_auc, log_loss, normalized_entropy
+from tilerec.metrics.histogram import STORED
 from tilerec.metrics.measure import Measure
 from tilerec.metrics.module import MetricModule
 from tilerec.testing.ranks import run_ranks
@@ -279,7 +280,7 @@ def test_a_state_of_other_metrics_is_refused() -> None:
         MetricModule(("a",), ["mse"], window=5).load_state_dict(state)
     with pytest.raises(InputError, match="got no samples of the window"):
         MetricModule(("a",), [AUC(exact=True)], window=5).load_state_dict(
-            MetricModule(("a",), [AUC()], window=5).state_dict()
+            MetricModule(("a",), [AUC()], window=STORED + 1).state_dict()
         )
 
 

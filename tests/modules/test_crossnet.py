@@ -114,6 +114,44 @@ def test_a_gradient_check_passes_for_input_and_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
+def test_gradients_of_gradients_are_right(name: str) -> None:
+    net = perturb(NETS[name]())
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(net, (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("frozen", ["input", "V_kernels", "bias"])
+def test_frozen_parts_get_no_gradient_and_the_others_keep_theirs(layers: int, frozen: str) -> None:
+    """Beside autograd's own backward; the gradient of the output stays as it is, for others may read it."""
+    net = perturb(LowRankCrossNet(5, layers, 3))
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=frozen != "input")
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    wanted = [t for t in (x, *net.parameters()) if t.requires_grad]
+    y = x
+    for w, v, b in zip(net.W_kernels, net.V_kernels, net.bias, strict=True):
+        y = x * (y @ v.t() @ w.t() + b) + y
+    grad = torch.randn_like(y)
+    before = grad.clone()
+    found = torch.autograd.grad(net(x), wanted, grad)
+    torch.testing.assert_close(found, torch.autograd.grad(y, wanted, grad))
+    assert torch.equal(grad, before)
+    net(x).backward(grad)
+    assert all((p.grad is None) == name.startswith(frozen) for name, p in net.named_parameters())
+
+
+def test_autocast_reaches_the_products() -> None:
+    net = LowRankCrossNet(16, 2, 8)
+    x = torch.randn(32, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(x)
+    out.sum().backward()
+    torch.testing.assert_close(out.float(), net(x), atol=0.1, rtol=0.05)
+    assert not torch.equal(out.float(), net(x))
+
+
+@pytest.mark.parametrize("name", NETS)
 def test_it_compiles_in_one_graph_and_copies(name: str) -> None:
     net = NETS[name]()
     x = torch.randn(4, 5)

@@ -26,7 +26,7 @@ TWO_HOSTS = Topology(4, local_world_size=2)
 
 def full() -> PlanRequest:
     tables = [
-        table("a", features=("f", "g"), weighted=True, wire=Wire("bf16", "fp16")),
+        table("a", features=("f", "g"), weighted=True, wire=Wire("bf16", "fp16", distinct=False)),
         table("b", 50, 7, data_type=DataType.BF16, optimizer=None, pooled=False),
         replace(table("c", trained=False), names=(("ebc", "c"), ("ec", "cc"))),
     ]
@@ -54,6 +54,9 @@ def test_everything_that_is_asked_for_is_in_the_digest() -> None:
         replace(request, topology=Topology(4)),
         replace(request, topology=replace(TWO_HOSTS, hbm_cap=2**30)),
         replace(request, tables=(table("a"), *request.tables[1:])),
+        replace(
+            request, tables=(replace(request.tables[0], wire=Wire("bf16", "fp16", distinct=True)), *request.tables[1:])
+        ),
         request.with_constraint("ebc.b", ranks=[0]),
     ]
     assert len({r.digest() for r in [request, *others]}) == len(others) + 1
@@ -183,6 +186,10 @@ def test_a_name_that_several_tables_have_is_asked_about() -> None:
         (
             [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "wire": {"up": 1}}],
             'wire: got unknown "up"',
+        ),
+        (
+            [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "wire": {"distinct": 1}}],
+            r"wire\.distinct: got 1; expected true, false or null",
         ),
         (
             [

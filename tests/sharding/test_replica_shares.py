@@ -19,19 +19,30 @@ from tilerec.sharding.replica_shares import Bags, split_bags
 from tilerec.sharding.replicas import GradientForm, exchange_replica_gradients
 from tilerec.testing.virtual import run_virtual_ranks
 
+BAGS = st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6)
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=6), st.integers(1, 4))
-def test_a_share_has_the_rows_of_its_replica_in_their_order(bags: list[list[int]], count: int) -> None:
-    grads_PD = torch.arange(2.0 * len(bags)).view(-1, 2)
-    ids = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
-    found = split_bags(Bags(3, torch.tensor([len(bag) for bag in bags], dtype=torch.int64), ids, grads_PD), count)
-    for adder, share in enumerate(found):
-        own = [(p, [row for row in bag if row % count == adder]) for p, bag in enumerate(bags)]
-        own = [(p, rows) for p, rows in own if rows]
-        assert share.order == 3
-        assert share.lengths_P.tolist() == [len(rows) for _, rows in own]
-        assert share.ids_N.tolist() == [row for _, rows in own for row in rows]
-        assert torch.equal(share.grads_PD, grads_PD[[p for p, _ in own]])
+
+@given(st.lists(BAGS, min_size=1, max_size=3), st.integers(1, 4))
+def test_a_share_has_the_rows_of_its_replica_in_their_order(features: list[list[list[int]]], count: int) -> None:
+    grads = [torch.arange((f + 1.0) * len(bags)).view(-1, f + 1) for f, bags in enumerate(features)]
+    whole = [
+        Bags(
+            3 + f,
+            torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
+            torch.tensor([row for bag in bags for row in bag], dtype=torch.int64),
+            grads_PD,
+        )
+        for f, (bags, grads_PD) in enumerate(zip(features, grads, strict=True))
+    ]
+    for f, (bags, shares) in enumerate(zip(features, split_bags(whole, count), strict=True)):
+        assert len(shares) == count
+        for adder, share in enumerate(shares):
+            own = [(p, [row for row in bag if row % count == adder]) for p, bag in enumerate(bags)]
+            own = [(p, rows) for p, rows in own if rows]
+            assert share.order == 3 + f
+            assert share.lengths_P.tolist() == [len(rows) for _, rows in own]
+            assert share.ids_N.tolist() == [row for _, rows in own for row in rows]
+            assert torch.equal(share.grads_PD, grads[f][[p for p, _ in own]])
 
 
 def record_of(rank: int, *, rows: int, dim: int, empty: bool = False) -> GradientRecord:

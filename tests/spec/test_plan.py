@@ -160,6 +160,9 @@ def test_wires_know_four_formats() -> None:
     assert Wire() == Wire("fp32", "fp32")
     with pytest.raises(ConfigError, match="Wire: got backward='mx4'; expected one of"):
         Wire("bf16", "mx4")
+    for distinct in (1, "yes", [True]):
+        with pytest.raises(ConfigError, match=r"Wire: got distinct=.*; expected True, False or None"):
+            Wire(distinct=distinct)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [-1, "x"])

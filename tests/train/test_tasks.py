@@ -123,8 +123,16 @@ def test_dot_and_empty_models_are_refused_for_data_that_they_cannot_read() -> No
 def test_labels_that_are_no_probabilities_are_refused_by_name() -> None:
     columns = replace(COLUMNS, labels=(LabelColumn("click"), LabelColumn("stars")))
     run = RunConfig("stars", TableData(columns), MLPConfig(layers=()), TrainConfig(batch_size=60))
-    with pytest.raises(InputError, match=r"label 'stars': got [2-5]; expected 0 to 1\. Set at_least"):
+    with pytest.raises(InputError, match=r"table, rows 0 to 59: label column 'stars': got 2 in row 2; .* Set at_least"):
         train(run)
+
+
+def test_labels_of_a_data_set_without_checks_are_refused_before_their_step() -> None:
+    task = ClickConfig().build(TableData().open(), TrainConfig(), CPU, World(None))
+    labels = torch.tensor([[0.0, 1.0], [1.0, -2.0]])
+    batch = replace(next(iter(TableData().open().train(2))), labels=labels)
+    with pytest.raises(InputError, match=r"label 'buy': got -2; expected 0 to 1\. Set at_least"):
+        task.check(batch)
 
 
 def test_a_run_continues_at_its_position_with_the_same_batches() -> None:

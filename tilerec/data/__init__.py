@@ -9,10 +9,10 @@ from tilerec.data.hold_out import HoldOut
 from tilerec.data.interactions import Interactions, LogSplit
 from tilerec.data.movielens import MovieLens
 from tilerec.data.parquet_files import ParquetGroups
-from tilerec.data.row_groups import MapGroups, RowGroups, TableGroups
 from tilerec.data.rows import Vocabulary, hash_rows, hash_values
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.data.table_dataset import TableDataset
+from tilerec.data.table_source import MapGroups, RowGroups, StreamGroups, TableGroups
 from tilerec.data.text_files import DelimitedGroups, ListColumn
 from tilerec.data.transform import signed_log
 
@@ -39,6 +39,7 @@ __all__ = [
     "ListColumn",
     "TableGroups",
     "MapGroups",
+    "StreamGroups",
     "MovieLens",
     "Criteo",
     "criteo_columns",

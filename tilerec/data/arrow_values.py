@@ -149,6 +149,8 @@ def _of_dictionary(chunk: pa.DictionaryArray) -> Values:
 
 
 def _of_flat(chunk: pa.Array) -> Values:
+    if pa.types.is_null(chunk.type):
+        chunk = chunk.cast(pa.int64())
     missing = _nulls(chunk)
     if _is_text(chunk.type):
         texts = chunk if pa.types.is_binary(chunk.type) else chunk.cast(pa.binary())

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from tilerec.data.arrow_values import kind_of
 from tilerec.data.columns import Columns, nearest
 from tilerec.data.fields import wanted_kinds
-from tilerec.data.row_groups import RowGroups
+from tilerec.data.row_groups import RowSource
+from tilerec.data.sample_table import is_unknown
 from tilerec.errors import ConfigError, InputError
 
 
-def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, session: str = "") -> None:
+def check_source(source: RowSource, columns: Columns, *, labels: bool = True, session: str = "") -> None:
     """Check that the source has every column of a role, of a fitting type, and the same in all files.
 
     Args:
@@ -27,6 +28,8 @@ def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, se
     for name, role, kinds in wanted:
         check_exists(source, name, role)
         kind = source.schema.field(name).type
+        if source.sampled and is_unknown(kind):
+            continue
         if kind_of(kind) not in kinds:
             raise InputError(
                 f"{source.name}: {role} {name!r}: got {'text' if str(kind) == 'binary' else kind}; expected "
@@ -37,7 +40,7 @@ def check_source(source: RowGroups, columns: Columns, *, labels: bool = True, se
     source.check_columns(list(dict.fromkeys([*(name for name, _, _ in wanted), *([session] if session else [])])))
 
 
-def check_exists(source: RowGroups, name: str, role: str) -> None:
+def check_exists(source: RowSource, name: str, role: str) -> None:
     """Raise unless the source has the column once."""
     count = source.schema.names.count(name)
     if not count:

@@ -22,6 +22,7 @@ from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.rows import hash_values
 from tilerec.data.text_files import ENDINGS, ListColumn, TextLayout
 from tilerec.errors import ConfigError, InputError
+from tilerec.output_path import check_output
 
 ROWS_PER_GROUP = 1 << 17
 
@@ -90,12 +91,14 @@ def convert(
 
     Raises:
         InputError: a file is missing, empty, or has a malformed line.
-        ConfigError: a setting is invalid.
+        ConfigError: a setting is invalid, or `out` is one of the files or in one of the folders.
         FileError: `out` cannot be written; an earlier file stays unchanged.
     """
     if rows_per_group < 1:
         raise ConfigError(f"rows_per_group: got {rows_per_group}; expected at least 1. Leave it out for the default.")
-    files = list_files(paths, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
+    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    check_output("out (--out)", out, {"the input": given})
+    files = list_files(given, (*ENDINGS, *(f"{ending}.gz" for ending in ENDINGS)))
     layout = TextLayout(files[0], delimiter=delimiter, names=names, lists=lists, texts=texts, compressed=True)
     total = sum(file.size() for file in files)
     summaries = [_Summary(name, kind) for name, kind in zip(layout.schema.names, layout.schema.types, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pyarrow as pa
 import torch
@@ -14,6 +15,8 @@ from tilerec.data.delimited import RowCount
 from tilerec.data.share import Share, shares
 from tilerec.errors import ConfigError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+
+_D = TypeVar("_D", bound="Dataset")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,21 @@ class Dataset(ABC):
     @abstractmethod
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         """Yield the batches of one pass over the held-out part, always in the same order."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is the same on all ranks that open the same data; "" if ranks do not compare it."""
+        return ""
+
+    def with_label_bounds(self: _D, low: float, high: float) -> _D:
+        """Return the data with a check of each label when it is read, where errors can name its place.
+
+        The default returns the data unchanged. Override it for sources whose labels may be any number.
+
+        Args:
+            low, high: least and greatest label that a task accepts.
+        """
+        return self
 
     def best_predictions(self) -> torch.Tensor | None:
         """Return the true probabilities of the held-out labels, in order, float64 [held-out samples]; None if unknown.

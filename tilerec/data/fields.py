@@ -26,6 +26,8 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 ReadColumn = Callable[[str], pa.ChunkedArray]
 """Returns a column of the row group by name."""
+Bounds = tuple[float, float]
+"""Least and greatest value."""
 
 MISSING_ID = int(hash_values(pa.array([b"missing"]))[0].view(np.int64))
 """The id of missing values in tables of managed collision."""
@@ -47,15 +49,31 @@ class BagIds:
     weights: Floats | None = None
 
 
-def read_label(label: LabelColumn, read: ReadColumn, where: str) -> Floats:
-    """Return the labels of a task, float32 [n]. Raise `InputError` for missing labels."""
+def read_label(label: LabelColumn, read: ReadColumn, where: str, bounds: Bounds | None = None) -> Floats:
+    """Return the labels of a task, float32 [n].
+
+    Args:
+        bounds: least and greatest label that the task accepts; None: every finite number.
+
+    Raises:
+        InputError: missing labels, or labels out of bounds.
+    """
     values_n, missing_n = _numbers(read(label.column))
     if missing_n is not None:
         raise _missing(where, "label column", label.column, missing_n, "Remove these rows, or fill them in.")
     _check_finite(values_n, where, "label column", label.column)
-    if label.at_least is None:
-        return values_n.astype(np.float32)
-    return (values_n >= label.at_least).astype(np.float32)
+    if label.at_least is not None:
+        return (values_n >= label.at_least).astype(np.float32)
+    labels_n = values_n.astype(np.float32)
+    if bounds is not None and len(labels_n):
+        low, high = bounds
+        if labels_n.min() < low or labels_n.max() > high:
+            row = int(((labels_n < low) | (labels_n > high)).argmax())
+            raise InputError(
+                f"{where}: label column {label.column!r}: got {values_n[row]:.9g} in row {row}; expected {low:g} to "
+                f"{high:g}. Set at_least on the column (labels of at least that number become 1), or convert it."
+            )
+    return labels_n
 
 
 def read_sample_weight(column: str, read: ReadColumn, where: str) -> Floats:
@@ -192,6 +210,11 @@ def _bucketised(column: IdColumn, found: Values, first_row: int) -> Values:
 
 def _rows(columns: Columns, column: IdColumn, found: Values, where: str) -> Ints:
     table, values_N = columns.table_of(column), found.values
+    if values_N.dtype.kind == "f":  # only samples of PyTorch's data sets can have another type than the first ones
+        raise InputError(
+            f"{where}: id column {column.column!r}: got numbers with fractions; expected integers or text, as in the "
+            "first samples. Return one type for every sample."
+        )
     if table.ids == "rows":
         return _checked_rows(column, table.name, table.rows, found, where)
     if table.ids == "vocabulary":

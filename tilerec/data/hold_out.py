@@ -52,10 +52,13 @@ class HoldOut:
             )
 
 
+NO_HOLD_OUT = HoldOut()
+
+
 class HeldOutRows:
     """The held-out rows of each row group of a source.
 
-    With a column, the constructor reads that column of every row group whose statistics leave the answer open.
+    With a column, that column of a row group is read, unless the statistics of the group decide.
 
     Raises:
         ConfigError: the source lacks the column, or `at_least` is not a value of its type.
@@ -64,26 +67,36 @@ class HeldOutRows:
 
     def __init__(self, rule: HoldOut, source: RowGroups) -> None:
         self._rule, self._source = rule, source
-        self._starts = np.concatenate([[0], np.cumsum(source.group_rows)])
         self._threshold = self._scalar() if rule.column else None
-        self.counts: tuple[int, ...] = tuple(self._count(group) for group in range(len(source.group_rows)))
+        self._counts: dict[int, int] = {}
+
+    def count(self, group: int) -> int:
+        """Return the number of held-out rows of a row group."""
+        if group not in self._counts:
+            self._counts[group] = self._count(group)
+        return self._counts[group]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of held-out rows of each row group."""
+        return tuple(self.count(group) for group in range(len(self._source.group_rows)))
 
     def mask(self, group: int) -> Mask | None:
         """Return True for each row that is held out; None if no row of the group is."""
-        rows, count = self._source.group_rows[group], self.counts[group]
+        rows, count = self._source.group_rows[group], self.count(group)
         if not count:
             return None
         if count == rows:
             return np.ones(rows, np.bool_)
         if self._rule.every:
-            first = int(self._starts[group])
+            first = self._source.first_row(group)
             return np.arange(first, first + rows) % self._rule.every == self._rule.every - 1
         return self._above(group)
 
     def _count(self, group: int) -> int:
         rule, rows = self._rule, self._source.group_rows[group]
         if rule.every:
-            first = int(self._starts[group])
+            first = self._source.first_row(group)
             return (first + rows) // rule.every - first // rule.every
         if not rule.column:
             return 0

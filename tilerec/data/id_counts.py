@@ -50,6 +50,11 @@ class VocabularySummary:
     covered: int
 
 
+def vocabulary_file(folder: Path, table: str) -> Path:
+    """Return the file with the vocabulary of a table."""
+    return folder / f"{table}.parquet"
+
+
 def write_vocabularies(
     source: RowGroups,
     tables: Mapping[str, Sequence[str]],
@@ -213,7 +218,7 @@ def _write(
         kept.append((hashes_V[frequent_V], counts_V[frequent_V]))
     hashes_V, counts_V = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     vocabulary = IdVocabulary.ranked(hashes_V, counts_V, max(max_rows - 1, 0))
-    path = folder / f"{name}.parquet"
+    path = vocabulary_file(folder, name)
     vocabulary.write(path)
     covered = int(vocabulary.counts.sum())
     return VocabularySummary(name, path, distinct, len(vocabulary.hashes), occurrences, covered)

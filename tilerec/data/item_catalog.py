@@ -92,7 +92,7 @@ class ItemReader:
             )
         names = [self._item.feature, *(other.feature for other in self._others)]
         return Catalog(
-            torch.from_numpy(bags.values),
+            torch.from_numpy(bags.values.copy()),  # row numbers may lie in Arrow's memory, which is read-only
             readable(values),
             torch.from_numpy(count_N.to_numpy().astype(np.int64)),
             _joined(names, features, len(values)),
@@ -106,7 +106,7 @@ class ItemReader:
             [self._item.column, *(one.column for one in self._lists), *(one.column for one in labels)]
         )
         parts: list[pa.Table] = []
-        for group in range(len(source.group_rows)):
+        for group in source.in_order():
             with source.open(group) as reader:
                 table = reader.read([name for name in columns if name in source.schema.names])
             counted_n = np.ones(table.num_rows, np.bool_)
@@ -134,7 +134,7 @@ class ItemReader:
                     f"Add it, {nearest(name, source.schema.names)}"
                 )
         parts: list[pa.Table] = []
-        for group in range(len(source.group_rows)):
+        for group in source.in_order():
             with source.open(group) as reader:
                 table = reader.read(list(dict.fromkeys([self._item.column, *names])))
             item = _values(table.column(self._item.column), source.where(group))

@@ -16,6 +16,7 @@ Legend: G row groups, L lanes, n rows of a window, N rows of the pass, B samples
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,8 +80,28 @@ class RankPart:
     lanes: tuple[LanePart, ...]
 
 
-class PassOrder:
-    """The order of one pass.
+class BatchOrder(ABC):
+    """Windows and batches of one pass, by position."""
+
+    @abstractmethod
+    def has(self, position: int) -> bool:
+        """Return True if the pass has a row at a position."""
+
+    @abstractmethod
+    def window_at(self, lane: int, position: int) -> Window:
+        """Return the window that holds a position of a lane."""
+
+    @abstractmethod
+    def generator(self, window: Window) -> np.random.Generator:
+        """Return the generator of the permutation of a window's rows."""
+
+    @abstractmethod
+    def rank_part(self, start: int, batch_size: int, rank: int, world_size: int) -> RankPart:
+        """Return a rank's rows of the global batch that begins at position `start`."""
+
+
+class PassOrder(BatchOrder):
+    """The order of one pass over row groups that can be read in any order.
 
     Args:
         group_rows: rows of each row group that take part in the pass [G]; 0 leaves a group out.
@@ -100,8 +121,10 @@ class PassOrder:
         ]
         self._lane_rows = [windows[-1].end if windows else 0 for windows in self._windows]
 
+    def has(self, position: int) -> bool:
+        return position < self.rows
+
     def window_at(self, lane: int, position: int) -> Window:
-        """Return the window that holds a position of a lane."""
         starts = self._starts[lane]
         return self._windows[lane][int(np.searchsorted(starts, position, side="right")) - 1]
 
@@ -110,21 +133,17 @@ class PassOrder:
         return [np.array([window.start for window in windows], np.int64) for windows in self._windows]
 
     def generator(self, window: Window) -> np.random.Generator:
-        """Return the generator of the permutation of a window's rows."""
         return np.random.default_rng([self._seed, self._epoch, window.lane, window.index])
 
     def rank_part(self, start: int, batch_size: int, rank: int, world_size: int) -> RankPart:
-        """Return a rank's rows of the global batch that begins at position `start`."""
         end = min(start + batch_size, self.rows)
-        before, after = self.lane_positions(start), self.lane_positions(end)
         lanes = len(self._windows)
         if lanes == 1:
-            low, high = bounds(end - start, rank, world_size)
-            first, parts = start + low, [LanePart(0, start + low, start + high)]
-        else:
-            low, high = bounds(lanes, rank, world_size)
-            first = start + sum(after[lane] - before[lane] for lane in range(low))
-            parts = [LanePart(lane, before[lane], after[lane]) for lane in range(low, high)]
+            return part_of_lane(start, end, rank, world_size)
+        before, after = self.lane_positions(start), self.lane_positions(end)
+        low, high = bounds(lanes, rank, world_size)
+        first = start + sum(after[lane] - before[lane] for lane in range(low))
+        parts = [LanePart(lane, before[lane], after[lane]) for lane in range(low, high)]
         return RankPart(first, end - start, end, tuple(part for part in parts if part.end > part.start))
 
     def lane_positions(self, position: int) -> list[int]:
@@ -149,6 +168,13 @@ class PassOrder:
             if counts[lane] < self._lane_rows[lane]:
                 heapq.heappush(lacking, (_Time(2 * counts[lane] + 1, 2 * self._lane_rows[lane]), lane))
         return counts
+
+
+def part_of_lane(start: int, end: int, rank: int, world_size: int) -> RankPart:
+    """Return a rank's rows of the global batch [start, end) of a pass with one lane."""
+    low, high = bounds(end - start, rank, world_size)
+    lanes = (LanePart(0, start + low, start + high),) if high > low else ()
+    return RankPart(start + low, end - start, end, lanes)
 
 
 @dataclass(frozen=True, eq=True)

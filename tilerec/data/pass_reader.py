@@ -10,7 +10,8 @@ from itertools import pairwise
 import pyarrow as pa
 
 from tilerec.data.batch_part import BatchPart
-from tilerec.data.order import LanePart, PassOrder, RankPart, Window
+from tilerec.data.hold_out import HeldOutRows
+from tilerec.data.order import BatchOrder, LanePart, RankPart, Window
 from tilerec.data.row_groups import RowGroups
 from tilerec.data.window_loader import WindowLoader
 
@@ -43,7 +44,7 @@ class PassReader:
     """
 
     def __init__(
-        self, order: PassOrder, loader: WindowLoader, batch_size: int, rank: int, world_size: int, start: int
+        self, order: BatchOrder, loader: WindowLoader, batch_size: int, rank: int, world_size: int, start: int
     ) -> None:
         self._order, self._loader = order, loader
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
@@ -52,7 +53,7 @@ class PassReader:
         self._ready: dict[int, deque[BatchPart]] = {}
 
     def __iter__(self) -> Iterator[RankParts]:
-        while self._coming or self._next < self._order.rows:
+        while self._coming or self._order.has(self._next):
             if not self._coming:
                 self._plan_batch()
             place = self._coming[0]
@@ -82,7 +83,7 @@ class PassReader:
         batch = 0
         while True:
             if batch == len(self._coming):
-                if self._next >= self._order.rows:
+                if not self._order.has(self._next):
                     break
                 self._plan_batch()
             part = next((lane for lane in self._coming[batch].lanes if lane.lane == window.lane), None)
@@ -115,24 +116,23 @@ class OrderedParts:
 def ordered_parts(
     source: RowGroups,
     loader: WindowLoader,
-    counts: Sequence[int],
     batch_size: int,
     *,
-    held_out: bool = False,
+    held: HeldOutRows | None = None,
     keys: Sequence[str] = (),
 ) -> Iterator[OrderedParts]:
     """Yield the rows of a source in its order, in batches.
 
     Args:
-        counts: rows of each row group that take part.
-        held_out: see `WindowLoader.load`.
+        held: the held-out rows, which take part; None: all rows do.
         keys: columns to yield along; all rows must take part.
     """
-    held: list[BatchPart] = []
+    parts: list[BatchPart] = []
     tables: list[pa.Table] = []
     rows = 0
     no_keys = pa.table({})
-    for group, count in enumerate(counts):
+    for group in source.in_order():
+        count = source.group_rows[group] if held is None else held.count(group)
         cuts = [0, *range(min(batch_size - rows, count), count, batch_size), count]
         ranges = [(low, high) for low, high in pairwise(cuts) if high > low]
         if not ranges:
@@ -141,13 +141,13 @@ def ordered_parts(
         if keys:
             with source.open(group) as reader:
                 table = reader.read(keys)
-        for part, (low, high) in zip(loader.load([group], ranges, held_out=held_out), ranges, strict=True):
-            held.append(part)
+        for part, (low, high) in zip(loader.load([group], ranges, held_out=held is not None), ranges, strict=True):
+            parts.append(part)
             if keys:
                 tables.append(table.slice(low, high - low))
             rows += part.rows
             if rows == batch_size:
-                yield OrderedParts(tuple(held), pa.concat_tables(tables) if keys else no_keys)
-                held, tables, rows = [], [], 0
-    if held:
-        yield OrderedParts(tuple(held), pa.concat_tables(tables) if keys else no_keys)
+                yield OrderedParts(tuple(parts), pa.concat_tables(tables) if keys else no_keys)
+                parts, tables, rows = [], [], 0
+    if parts:
+        yield OrderedParts(tuple(parts), pa.concat_tables(tables) if keys else no_keys)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import torch
 
 from tilerec.errors import InputError
 
@@ -35,20 +36,52 @@ class GroupReader(ABC):
         return None
 
 
-class RowGroups(ABC):
-    """Rows in groups that can be read in any order, by several threads.
+class RowSource(ABC):
+    """Rows with named columns.
 
     Attributes:
         name: of the source, for messages.
         schema: names and types of the columns.
-        group_rows: rows of each group [G].
-        group_files: number of the file that each group belongs to [G].
+        sampled: the types are those of the first samples, and a column without values there has an unknown type.
     """
 
     name: str
     schema: pa.Schema
-    group_rows: tuple[int, ...]
-    group_files: tuple[int, ...]
+    sampled = False
+
+    @abstractmethod
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise `InputError` if files differ in one of the columns."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is the same on all ranks whose sources are the same; "" if it is not compared."""
+        return ""
+
+
+class RowGroups(RowSource):
+    """Rows in groups that can be read in any order, by several threads.
+
+    Attributes:
+        group_rows: rows of each group [G].
+    """
+
+    group_rows: Sequence[int]
+
+    def first_row(self, group: int) -> int:
+        """Return the number of a group's first row in the source."""
+        return int(self._first_rows[group])
+
+    @cached_property
+    def _first_rows(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([0, *self.group_rows])
+
+    def in_order(self) -> Iterator[int]:
+        """Yield the number of each group in turn."""
+        yield from range(len(self.group_rows))
+
+    def close(self) -> None:
+        """End the reading of groups."""
 
     @abstractmethod
     def where(self, group: int) -> str:
@@ -58,12 +91,10 @@ class RowGroups(ABC):
     def open(self, group: int) -> AbstractContextManager[GroupReader]:
         """Open a row group; raise `InputError` if it cannot be read."""
 
-    @abstractmethod
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise `InputError` if files differ in one of the columns."""
 
+class TableReader(GroupReader):
+    """A row group in memory."""
 
-class _TableReader(GroupReader):
     def __init__(self, table: pa.Table) -> None:
         self._table = table
 
@@ -86,7 +117,6 @@ class TableGroups(RowGroups):
         self._step = rows_per_group
         rows = self._table.num_rows
         self.group_rows = tuple(min(self._step, rows - at) for at in range(0, rows, self._step))
-        self.group_files = (0,) * len(self.group_rows)
 
     def where(self, group: int) -> str:
         start = group * self._step
@@ -94,7 +124,7 @@ class TableGroups(RowGroups):
 
     @contextmanager
     def open(self, group: int) -> Iterator[GroupReader]:
-        yield _TableReader(self._table.slice(group * self._step, self.group_rows[group]))
+        yield TableReader(self._table.slice(group * self._step, self.group_rows[group]))
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Return: a table has one schema."""
@@ -113,67 +143,5 @@ def as_table(data: Any) -> pa.Table:
     except (TypeError, ValueError) as error:
         raise InputError(
             f"table: got a {type(data).__name__} that Arrow cannot read ({error}); expected a pyarrow table, a pandas "
-            "or Polars frame, or a dict of columns. Convert it."
+            "or Polars frame, a dict of columns, or a data set of torch.utils.data. Convert it."
         ) from error
-
-
-class MapGroups(RowGroups):
-    """Rows of a map-style `torch.utils.data.Dataset` whose samples are dicts.
-
-    Values are numbers, text, or one-dimensional lists, arrays or tensors. The samples of a group are fetched one by
-    one, or with the data set's `__getitems__` if it has one.
-
-    Args:
-        dataset: the data set; it is read from a background thread.
-        rows_per_group: samples that are fetched and kept in memory together.
-    """
-
-    def __init__(self, dataset: Any, *, rows_per_group: int = 1 << 13) -> None:
-        self._dataset = dataset
-        self._step = rows_per_group
-        self.name = type(dataset).__name__
-        rows = len(dataset)
-        self.group_rows = tuple(min(self._step, rows - at) for at in range(0, rows, self._step))
-        self.group_files = (0,) * len(self.group_rows)
-        self.schema = self._fetch(0, 1).schema if rows else pa.schema([])
-
-    def where(self, group: int) -> str:
-        start = group * self._step
-        return f"{self.name}, samples {start} to {start + self.group_rows[group] - 1}"
-
-    @contextmanager
-    def open(self, group: int) -> Iterator[GroupReader]:
-        yield _TableReader(self._fetch(group * self._step, self.group_rows[group]))
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Return: each group is checked when it is read."""
-
-    def _fetch(self, start: int, count: int) -> pa.Table:
-        indices = list(range(start, start + count))
-        many = getattr(self._dataset, "__getitems__", None)
-        samples = many(indices) if many is not None else [self._dataset[index] for index in indices]
-        first = samples[0]
-        if not isinstance(first, dict):
-            raise InputError(
-                f"{self.name}: got a sample of type {type(first).__name__}; expected a dict from column names to "
-                "values. Wrap the data set."
-            )
-        columns: dict[str, pa.Array] = {}
-        for name in first:
-            try:
-                columns[name] = pa.array([_plain(sample[name]) for sample in samples])
-            except (KeyError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
-                raise InputError(
-                    f"{self.name}, samples {start} to {start + count - 1}: column {name!r}: got a sample without it, "
-                    "or "
-                    f"with another type ({error}); expected one type. Return the same columns for every sample."
-                ) from error
-        return pa.table(columns)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value.item()
-    return value

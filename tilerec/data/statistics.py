@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -28,9 +27,10 @@ from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.ids import Ids, IdSource, Progress
 from tilerec.data.rows import hash_values
 from tilerec.data.zipf import fit
+from tilerec.errors import ConfigError
 from tilerec.json_document import MOST_NUMBER, JsonValue, check_version, read_json
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.cost.workload import Skew
+from tilerec.planner.cost.workload import MOST_EXPONENT, Skew
 
 VERSION = 1
 SHOWN = 32  # heavy hitters in the file
@@ -126,11 +126,15 @@ class Statistics:
 
         A table gets the pooling factors of its features, and the skew of its feature with the most ids. Values that
         `like` sets for a table stay. A table without any counted feature gets nothing. A table that names no features
-        is read by a feature of its own name, as in the planner. Warns if no table reads any of the features.
+        is read by a feature of its own name, as in the planner.
 
         Args:
             tables: configs with `name`, `num_embeddings` and `feature_names`.
             like: constraints to extend.
+
+        Raises:
+            ConfigError: no table reads any of the features, or a frequent id is beyond the rows of its table. These
+                are statistics of other tables.
         """
         found = dict(like or {})
         unknown: list[str] = []
@@ -142,6 +146,7 @@ class Statistics:
                 unknown += names
                 continue
             matched = True
+            self._check_rows(table, names)
             given = found.get(table.name, ParameterConstraints())
             factors, skew = given.pooling_factors, given.skew
             if factors is None:
@@ -154,12 +159,27 @@ class Statistics:
                 skew = most.skew(table.num_embeddings, table_rows=self.table_rows)
             found[table.name] = replace(given, pooling_factors=factors, skew=skew)
         if unknown and not matched:
-            warnings.warn(
-                f"Statistics of {self.source} have no effect: they are of the features {_shown_names(self.features)}, "
-                f"and the tables read {_shown_names(unknown)}. Use the same names in feature_names of the tables.",
-                stacklevel=2,
+            raise ConfigError(
+                f"Statistics of {self.source}: got the features {_shown_names(self.features)}; expected one of those "
+                f"that the tables read: {_shown_names(unknown)}. Count the data of these tables (tilerec stats), or "
+                "give feature_names these names."
             )
         return found
+
+    def _check_rows(self, table: ReadTable, names: Iterable[str]) -> None:
+        """Raise if ids are rows of tables, and one of them is no row of this table."""
+        for name in names:
+            if not self.table_rows or name not in self.features:
+                continue
+            beyond = [
+                id for id, _ in self.features[name].heavy if isinstance(id, str) or not 0 <= id < table.num_embeddings
+            ]
+            if beyond:
+                raise ConfigError(
+                    f"Statistics of {self.source}: got id {beyond[0]!r} of feature {name!r}; expected row numbers of "
+                    f"table {table.name!r}, 0 to {table.num_embeddings - 1}. Count the data of these tables (tilerec "
+                    "stats)."
+                )
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics as a dict of JSON values."""
@@ -226,7 +246,34 @@ def _feature(value: JsonValue) -> FeatureStatistics:
         heavy.append((first if isinstance(first, str) else both[0].whole(-MOST_NUMBER - 1), both[1].whole()))
     values: dict[str, Any] = {name: found[name].whole() for name in _WHOLE}
     values |= {name: found[name].number(0) for name in _NUMBERS}
-    return FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy))
+    feature = FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy))
+    _check_counts(found, feature)
+    return feature
+
+
+def _check_counts(found: Mapping[str, JsonValue], feature: FeatureStatistics) -> None:
+    """Raise if the numbers of a feature contradict each other: a plan would follow them without a word."""
+    move = "Count again (tilerec stats)."
+    for name, most, what in (
+        ("empty", feature.samples, "samples"),
+        ("longest", feature.ids, "ids"),
+        ("distinct", feature.ids, "ids"),
+    ):
+        if getattr(feature, name) > most:
+            raise found[name].error(f"at most {most}, the number of {what}", move)
+    if feature.population < feature.distinct:
+        raise found["population"].error(f"at least {feature.distinct}, the number of distinct ids", move)
+    if feature.distance > 1:
+        raise found["distance"].error("a fraction of all ids, 0 to 1", move)
+    if feature.exponent > MOST_EXPONENT:
+        raise found["exponent"].error(f"0 to {MOST_EXPONENT}", move)
+    ids, counts = [id for id, _ in feature.heavy], [count for _, count in feature.heavy]
+    if len(set(ids)) < len(ids):
+        raise found["heavy"].error("each id once", move)
+    if counts != sorted(counts, reverse=True):
+        raise found["heavy"].error("the most frequent id first", move)
+    if sum(counts) > feature.ids:
+        raise found["heavy"].error(f"counts that add up to at most {feature.ids}, the number of ids", move)
 
 
 def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) -> Statistics:

@@ -1,7 +1,8 @@
-"""`TableDataset`: samples from tables on disk or in memory, with columns that you choose.
+"""`TableDataset`: samples from tables on disk or in memory, or from data sets of PyTorch, with columns that you choose.
 
-Order of a pass: `order.py`. It is a pure function of (seed, epoch, position), so any number of ranks trains on the same
-global batches, and an interrupted pass continues at the `end` of any share, on another number of ranks too.
+Order of a pass: `order.py`, and `stream_order.py` for iterable data sets. It is a pure function of (seed, epoch,
+position), so any number of ranks trains on the same global batches, and an interrupted pass continues at the `end` of
+any share, on another number of ranks too.
 
 Memory: per pass, one window of gathered rows for each lane of the rank, one slab of decoded columns, and
 `read_ahead_bytes` of batches. A window is one row group, or several small ones with `shuffle_rows` rows together.
@@ -10,6 +11,7 @@ Memory: per pass, one window of gathered rows for each lane of the rank, one sla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import pyarrow as pa
@@ -17,28 +19,26 @@ import pyarrow as pa
 from tilerec.data.assembly import assembled_rows, assembled_shares
 from tilerec.data.batch import Batch
 from tilerec.data.batch_join import SessionSavings
-from tilerec.data.column_checks import check_exists, check_source
 from tilerec.data.columns import Columns
 from tilerec.data.dataset import Catalog, RowDataset, SparseFeature
 from tilerec.data.delimited import RowCount
-from tilerec.data.hold_out import HeldOutRows, HoldOut
+from tilerec.data.hold_out import NO_HOLD_OUT, HoldOut
 from tilerec.data.item_catalog import ItemReader
-from tilerec.data.order import PassOrder, check_lanes
-from tilerec.data.pass_reader import OrderedParts, PassReader, ordered_parts
-from tilerec.data.row_groups import RowGroups, TableGroups
+from tilerec.data.pass_reader import OrderedParts
+from tilerec.data.row_groups import RowGroups
+from tilerec.data.row_passes import RowPasses
 from tilerec.data.share import Share
-from tilerec.data.window_loader import WindowLoader
+from tilerec.data.table_source import as_source, opened
 from tilerec.errors import ConfigError, InputError
-
-NO_HOLD_OUT = HoldOut()
 
 
 class TableDataset(RowDataset):
-    """Samples from row groups: Parquet files, text files, Arrow tables, frames, or map-style data sets.
+    """Samples from Parquet files, text files, Arrow tables, frames, or data sets of PyTorch.
 
     Args:
-        data: a `RowGroups` (`ParquetGroups`, `DelimitedGroups`, `MapGroups`), or a table in memory: a pyarrow table, a
-            pandas or Polars frame, or a dict of columns.
+        data: a source (`ParquetGroups`, `DelimitedGroups`, `MapGroups`, `StreamGroups`); a table in memory: a pyarrow
+            table, a pandas or Polars frame, or a dict of columns; or a data set of `torch.utils.data`, map-style or
+            iterable, whose samples are dicts (`table_source.py`).
         columns: roles of the columns; all others are not read.
         hold_out: the rows that are held out of training; none by default.
         held_out_data: other data with the held-out rows, in place of `hold_out`.
@@ -46,7 +46,8 @@ class TableDataset(RowDataset):
         shuffle_rows: row groups are shuffled together until they have this many rows.
         lanes: number of row groups that each batch takes rows from. On W ranks, a rank decodes only the row groups of
             its lanes / W lanes; with one lane, every rank decodes every row group. It defines the order, so keep it
-            when the number of ranks changes: take a multiple of the largest number of ranks.
+            when the number of ranks changes: take a multiple of the largest number of ranks. An iterable data set
+            has one lane.
         group_by_session: column with equal values for consecutive samples of one session. Sessions are shuffled as
             wholes, and the samples of one share their equal bags (`batch_join.py`).
         read_ahead_bytes: bytes of batches that a background thread reads ahead of training.
@@ -90,18 +91,27 @@ class TableDataset(RowDataset):
         if held_out_data is not None and hold_out != NO_HOLD_OUT:
             raise ConfigError("held_out_data: got it with hold_out, too; expected one of them. Leave one out.")
         self._columns, self._labels = columns, labels
+        self._read_ahead_bytes, self._session = read_ahead_bytes, group_by_session
         columns.vocabularies  # noqa: B018 - a file that cannot be read raises here, not in the middle of a pass
-        self._seed, self._shuffle_rows, self._lanes = seed, shuffle_rows, lanes
-        self._session, self._read_ahead_bytes = group_by_session, read_ahead_bytes
         self._savings = SessionSavings()
-        self._source = self._source_of(data)
-        self._held = HeldOutRows(hold_out, self._source)
-        self._held_source = None if held_out_data is None else self._source_of(held_out_data)
+        self._passes = RowPasses(
+            as_source(data), columns, rule=hold_out, seed=seed, shuffle_rows=shuffle_rows, lanes=lanes,
+            session=group_by_session, labels=labels,
+        )  # fmt: skip
+        self._held_passes = (
+            None if held_out_data is None else RowPasses(as_source(held_out_data), columns, labels=labels)
+        )
         self._items_data, self._samples_data = items, samples
-        if labels and not self.train_rows:
+        if labels and not self._passes.is_stream and not self.train_rows:
             raise InputError(
-                f"{self._source.name}: got no rows to train on; expected some. Hold out less, or add data."
+                f"{self._passes.source.name}: got no rows to train on; expected some. Hold out less, or add data."
             )
+
+    def with_label_bounds(self, low: float, high: float) -> TableDataset:
+        other = copy(self)
+        other._passes = self._passes.with_label_bounds((low, high))
+        other._held_passes = None if self._held_passes is None else self._held_passes.with_label_bounds((low, high))
+        return other
 
     @property
     def columns(self) -> Columns:
@@ -111,11 +121,11 @@ class TableDataset(RowDataset):
     @property
     def schema(self) -> pa.Schema:
         """Names and types of all columns of the data."""
-        return self._source.schema
+        return self._passes.source.schema
 
     @property
     def column_names(self) -> Sequence[str]:
-        return list(self._source.schema.names)
+        return list(self.schema.names)
 
     @property
     def default_keys(self) -> Sequence[str]:
@@ -136,13 +146,23 @@ class TableDataset(RowDataset):
 
     @property
     def train_rows(self) -> int:
-        """Number of samples of one pass over the training part."""
-        return sum(self._source.group_rows) - sum(self._held.counts)
+        """Number of samples of one pass over the training part.
+
+        Raises:
+            ConfigError: the data are a stream.
+        """
+        _check_size_known(self._passes, "train_rows")
+        return self._passes.total_rows - self._passes.held_out_rows
 
     @property
     def held_out_rows(self) -> int:
-        """Number of samples of the held-out part."""
-        return sum(self._held.counts if self._held_source is None else self._held_source.group_rows)
+        """Number of samples of the held-out part.
+
+        Raises:
+            ConfigError: the data are a stream.
+        """
+        _check_size_known(self._held_passes or self._passes, "held_out_rows")
+        return self._passes.held_out_rows if self._held_passes is None else self._held_passes.total_rows
 
     def session_savings(self) -> SessionSavings:
         """Return the ids that shared bags left out so far in the latest pass, with `group_by_session`."""
@@ -165,24 +185,16 @@ class TableDataset(RowDataset):
             InputError: bad rows or damaged files; the message names the file, the row group and the column.
         """
         _check_batch_size(batch_size)
-        check_lanes(self._lanes, world_size)
         if not self._labels:
             raise ConfigError("TableDataset: got labels=False; expected labels to train on. Open it with labels=True.")
-        counts = [rows - held for rows, held in zip(self._source.group_rows, self._held.counts, strict=True)]
-        order = PassOrder(counts, seed=self._seed, epoch=epoch, shuffle_rows=self._shuffle_rows, lanes=self._lanes)
-        loader = WindowLoader(self._source, self._columns, self._held, session=self._session)
+        parts, no_rows = self._passes.shares(batch_size, epoch, rank, world_size, start)
         savings = SessionSavings() if self._session else None
         self._savings = savings or self._savings
-        reader = PassReader(order, loader, batch_size, rank, world_size, start)
-        yield from assembled_shares(reader, self._features, loader.no_rows(), savings, self._read_ahead_bytes)
+        yield from assembled_shares(parts, self._features, no_rows, savings, self._read_ahead_bytes)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        if self._held_source is not None:
-            loader = WindowLoader(self._held_source, self._columns, None, labels=self._labels)
-            items = ordered_parts(self._held_source, loader, self._held_source.group_rows, batch_size)
-        else:
-            loader = WindowLoader(self._source, self._columns, self._held, labels=self._labels)
-            items = ordered_parts(self._source, loader, self._held.counts, batch_size, held_out=True)
+        apart = self._held_passes
+        items = self._passes.held_out(batch_size) if apart is None else apart.rows(batch_size)
         for batch, _ in self._batches(items, batch_size):
             yield batch
 
@@ -193,27 +205,28 @@ class TableDataset(RowDataset):
             batch_size: rows of each batch but the last.
             keys: columns of the data, unchanged, such as those that name a sample.
         """
-        for name in keys:
-            check_exists(self._source, name, "keys")
-        self._source.check_columns(keys)
-        loader = WindowLoader(self._source, self._columns, None, labels=self._labels)
-        items = ordered_parts(self._source, loader, self._source.group_rows, batch_size, keys=keys)
-        yield from self._batches(items, batch_size)
+        yield from self._batches(self._passes.rows(batch_size, keys), batch_size)
 
     def catalog(self, item: str, others: Sequence[str] = ()) -> Catalog:
         reader = ItemReader(self._columns, item, others)
-        counted = self._source if self._samples_data is None else self._samples_data()
-        source = counted if self._items_data is None else _as_groups(self._items_data)
-        return reader.catalog(source, counted, self._held if counted is self._source else None)
+        counted = self._passes.opened() if self._samples_data is None else self._samples_data()
+        held = self._passes.held_in(counted) if self._samples_data is None else None
+        if self._items_data is not None:
+            source = opened(as_source(self._items_data), self._columns.names)
+        else:  # the features of items need a pass of their own over a stream
+            source = self._passes.opened() if self._passes.is_stream and others else counted
+        return reader.catalog(source, counted, held)
 
     def row_count(self) -> RowCount:
-        held = 0 if self._held_source is None else sum(self._held_source.group_rows)
-        return RowCount(rows=sum(self._source.group_rows) + held)
+        return RowCount(rows=sum(one.total_rows for one in self._sources))
 
-    def _source_of(self, data: Any) -> RowGroups:
-        source = _as_groups(data)
-        check_source(source, self._columns, labels=self._labels, session=self._session)
-        return source
+    @property
+    def fingerprint(self) -> str:
+        return "; ".join(one.source.fingerprint for one in self._sources if one.source.fingerprint)
+
+    @property
+    def _sources(self) -> list[RowPasses]:
+        return [self._passes] if self._held_passes is None else [self._passes, self._held_passes]
 
     def _batches(self, items: Iterator[OrderedParts], batch_size: int) -> Iterator[tuple[Batch, pa.Table]]:
         _check_batch_size(batch_size)
@@ -224,8 +237,12 @@ class TableDataset(RowDataset):
         return [column.feature for column in self._columns.ids]
 
 
-def _as_groups(data: Any) -> RowGroups:
-    return data if isinstance(data, RowGroups) else TableGroups(data)
+def _check_size_known(passes: RowPasses, what: str) -> None:
+    if passes.is_stream:
+        raise ConfigError(
+            f"TableDataset.{what}: got {passes.source.name}, a stream of unknown length; expected files, a table or a "
+            "map-style data set. Count the samples of a pass."
+        )
 
 
 def _check_batch_size(batch_size: int) -> None:

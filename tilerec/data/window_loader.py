@@ -21,6 +21,7 @@ from tilerec.data.batch_part import BatchPart
 from tilerec.data.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from tilerec.data.fields import (
     BagIds,
+    Bounds,
     Floats,
     Ints,
     ReadColumn,
@@ -59,12 +60,12 @@ class _Field(ABC):
 
 
 class _LabelField(_Field):
-    def __init__(self, label: LabelColumn, task: int) -> None:
+    def __init__(self, label: LabelColumn, task: int, bounds: Bounds | None) -> None:
         self.columns = (label.column,)
-        self._label, self._task = label, task
+        self._label, self._task, self._bounds = label, task, bounds
 
     def read(self, read: ReadColumn, where: str) -> Found:
-        return read_label(self._label, read, where)
+        return read_label(self._label, read, where, self._bounds)
 
     def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
         values_n = _joined(found)
@@ -111,9 +112,9 @@ class _IdField(_Field):
         gather_ids([one for one in found if isinstance(one, BagIds)], [part.ids for part in parts], chosen)
 
 
-def _fields(columns: Columns) -> list[_Field]:
+def _fields(columns: Columns, label_bounds: Bounds | None) -> list[_Field]:
     return [
-        *(_LabelField(label, task) for task, label in enumerate(columns.labels)),
+        *(_LabelField(label, task, label_bounds) for task, label in enumerate(columns.labels)),
         *(_DenseField(dense, place) for place, dense in enumerate(columns.dense)),
         *((_WeightField(columns.weight),) if columns.weight else ()),
         *(_IdField(columns, column) for column in columns.ids),
@@ -134,6 +135,7 @@ class WindowLoader:
         held: the rows that are held out; None if none are.
         session: column with equal values for consecutive samples of one session; "": none.
         labels: False leaves the label columns unread; labels are NaN.
+        label_bounds: see `read_label`.
         slab_bytes: bytes of columns that are decoded together.
     """
 
@@ -145,6 +147,7 @@ class WindowLoader:
         *,
         session: str = "",
         labels: bool = True,
+        label_bounds: Bounds | None = None,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         self._source, self._columns, self._held = source, columns, held
@@ -153,7 +156,7 @@ class WindowLoader:
         self._blocks = Blocks()
         self._weighted = any(column.weights for column in columns.ids)
         self._rows_so_far = self._ids_so_far = 0
-        self._fields = [one for one in _fields(columns) if labels or not isinstance(one, _LabelField)]
+        self._fields = [one for one in _fields(columns, label_bounds) if labels or not isinstance(one, _LabelField)]
 
     def load(
         self,

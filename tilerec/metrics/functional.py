@@ -94,9 +94,16 @@ def _ascending(x_N: Tensor) -> Tensor:
 
 def auc_of_groups(positive: Tensor, negative: Tensor) -> Tensor:
     """Return the AUC of groups of tied samples, in ascending order along the last dimension."""
-    below = negative.cumsum(-1) - negative
-    pairs = (positive * (below + negative / 2)).sum(-1)
-    return ratio(pairs, positive.sum(-1) * negative.sum(-1))
+    pairs = below = positive.new_zeros(positive.shape[:-1])
+    # In parts: new memory for sums of 200,000 groups takes three times as long as the sums.
+    for p, n in zip(positive.split(_PART, -1), negative.split(_PART, -1), strict=True):
+        pairs = pairs + p.sum(-1) * below + torch.linalg.vecdot(p, n.cumsum(-1)) - torch.linalg.vecdot(p, n) / 2
+        below = below + n.sum(-1)
+    return ratio(pairs, positive.sum(-1) * below)
+
+
+_PART = 1 << 14
+"""Groups whose sums stay in the cache."""
 
 
 def grouped_auc(predictions_N: Tensor, labels_N: Tensor, groups_N: Tensor, weights_N: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ Legend: T tasks, N samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import final
 
@@ -35,7 +36,7 @@ class Samples:
         self.labels_TN = labels_TN
         self.given_weights_TN = weights_TN
         self.groups_TN = groups_TN
-        self._above: dict[float, Tensor] = {}
+        self._kept: dict[object, Tensor] = {}
 
     @cached_property
     def weights_TN(self) -> Tensor:
@@ -84,8 +85,13 @@ class Samples:
 
     def above(self, threshold: float) -> Tensor:
         """Return 1 where p >= threshold, 0 below and NaN where p is not finite; float64 [T, N]."""
-        if threshold not in self._above:
-            # 0 * p is NaN for a bad prediction, which must not count as a negative one.
-            above_TN = (self.predictions_TN >= threshold).double()
-            self._above[threshold] = above_TN.add_(self.predictions_TN, alpha=0)
-        return self._above[threshold]
+        # 0 * p is NaN for a bad prediction, which must not count as a negative one.
+        return self.once(
+            threshold, lambda: (self.predictions_TN >= threshold).double().add_(self.predictions_TN, alpha=0)
+        )
+
+    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return `make()` of the first call with this key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]

@@ -19,8 +19,8 @@ Legend: E entries, T tasks, K sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,18 +46,39 @@ class StepSums:
         tasks, sums: T and K.
         window: number of samples, over all ranks; 0 for no window.
         entries: E, at least 2. The window's start is exact to 2 / E of the window or one step, whichever is larger.
+        dtype: of the sums of an entry. Sums of several entries are float64.
+        lifetime: keep the sums of earlier steps; False: drop them.
+
+    Attributes:
+        has_lifetime: see `lifetime`.
     """
 
-    def __init__(self, tasks: int, sums: int, window: int, entries: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        tasks: int,
+        sums: int,
+        window: int,
+        entries: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float64,
+        lifetime: bool = True,
+    ) -> None:
         self._window = window
         self._entries = entries if window else 1
-        self.tensor_ETK = torch.zeros(self._entries, tasks, sums, dtype=torch.float64, device=device)
-        self.retired_TK = torch.zeros(tasks, sums, dtype=torch.float64, device=device)
+        self.has_lifetime = lifetime
+        self.tensor_ETK = torch.zeros(self._entries if window else 0, tasks, sums, dtype=dtype, device=device)
+        self.retired_TK = torch.zeros(tasks, sums if lifetime else 0, dtype=torch.float64, device=device)
         self.steps: list[int] = []  # per entry in use
         self.samples: list[int] = []  # per entry, of this rank
         self._held = 0  # samples of all entries
         self._per_entry = 1
         self._first = 0  # position of the oldest entry
+
+    @property
+    def has_window(self) -> bool:
+        """True if there are sums of a window."""
+        return self._window > 0 and self.tensor_ETK.shape[2] > 0
 
     def to(self, device: torch.device) -> None:
         """Move the sums."""
@@ -65,7 +86,7 @@ class StepSums:
         self.retired_TK = self.retired_TK.to(device)
 
     def open(self, samples: int, *, drop: bool) -> Tensor:
-        """Count a step and return the sums to which its sums are added, float64 [T, K].
+        """Count a step and return the sums to which its sums are added, [T, K].
 
         Args:
             samples: number of samples of this rank.
@@ -82,18 +103,21 @@ class StepSums:
 
     def latest(self, count: int) -> Tensor:
         """Return the sums of the latest `count` entries, float64 [T, K]."""
-        return sum((part_ETK.sum(0) for part_ETK in self._parts(len(self.steps) - count, count)), self._zeros())
+        start = len(self.steps) - count
+        total_TK = torch.zeros(self.tensor_ETK.shape[1:], dtype=torch.float64, device=self.tensor_ETK.device)
+        return sum((part_ETK.sum(0, dtype=torch.float64) for part_ETK in self._parts(start, count)), total_TK)
 
     def lifetime(self) -> Tensor:
-        """Return the sums of all steps, float64 [T, K]."""
-        return self.retired_TK + self.latest(len(self.steps))
+        """Return the sums of all steps, float64 [T, K]; not a copy if there is no window."""
+        return self.retired_TK + self.latest(len(self.steps)) if self._window else self.retired_TK
 
     def keep_latest(self, count: int) -> None:
         """Add all but the latest `count` entries to the lifetime's earlier steps."""
         drop = len(self.steps) - count
         if drop > 0:
-            for old_DTK in self._parts(0, drop) if self.retired_TK.numel() else ():
-                self.retired_TK += old_DTK.sum(0)
+            for old_DTK in self._parts(0, drop) if self.tensor_ETK.numel() else ():
+                if self.has_lifetime:
+                    self.retired_TK += old_DTK.sum(0, dtype=torch.float64)
                 old_DTK.zero_()
             self._first = (self._first + drop) % self._entries
             self._held -= sum(self.samples[:drop])
@@ -115,7 +139,7 @@ class StepSums:
             "steps_per_entry": torch.tensor(self._per_entry),
         }
 
-    def load(self, state: dict[str, Tensor], *, empty: bool) -> None:
+    def load(self, state: Mapping[str, Any], *, empty: bool) -> None:
         """Replace all sums and counts.
 
         Args:
@@ -137,8 +161,8 @@ class StepSums:
             self.retired_TK.copy_(state["earlier"])
         kept = min(len(steps), self._entries) if self._window else 0
         start = len(steps) - kept
-        if start:
-            self.retired_TK += window_ETK[:start].sum(0)
+        if start and self.has_lifetime:
+            self.retired_TK += window_ETK[:start].sum(0, dtype=torch.float64)
         self.tensor_ETK[:kept] = window_ETK[start:]
         self.steps, self.samples = steps[start:], samples[start:]
         self._held = sum(self.samples)
@@ -184,9 +208,6 @@ class StepSums:
     def _in_order(self) -> Tensor:
         """Return a copy of the entries in use, oldest first."""
         return torch.cat(self._parts(0, len(self.steps)))
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros_like(self.retired_TK)
 
 
 def _pairs(counts: list[int]) -> list[int]:

@@ -47,6 +47,27 @@ def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return F.linear(input, weight_OI, bias_O)
 
 
+def input_gradient(grad_BO: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return `grad @ weight` [B, I], without gradients of its own."""
+    if _uses_onednn(grad_BO, weight_OI.t(), None):
+        return _product(grad_BO, weight_OI.t())
+    return grad_BO @ weight_OI
+
+
+def add_input_gradient(total_BI: Tensor, grad_BO: Tensor, weight_OI: Tensor, *, in_place: bool) -> Tensor:
+    """Return `total + grad @ weight` [B, I], without gradients of its own; in_place: `total` may be overwritten."""
+    if _uses_onednn(grad_BO, weight_OI.t(), None):
+        return _product(grad_BO, weight_OI.t()).add_(total_BI)
+    return total_BI.addmm_(grad_BO, weight_OI) if in_place else torch.addmm(total_BI, grad_BO, weight_OI)
+
+
+def weight_gradient(grad_BO: Tensor, input_BI: Tensor) -> Tensor:
+    """Return `gradᵀ @ input` [O, I], without gradients of its own."""
+    if _uses_onednn(grad_BO.t(), input_BI.t(), None):
+        return _transposed_product(grad_BO, input_BI)
+    return grad_BO.t() @ input_BI
+
+
 @final
 class Linear(nn.Linear):
     """`torch.nn.Linear` whose large products on the CPU use the faster library; see the head of the file."""

@@ -41,6 +41,38 @@ def topology_of(
     return Topology(group.size, compute_device, hosts=hosts or _launcher_hosts(group))
 
 
+def launched_topology(group: ProcessGroupComms, compute_device: str) -> Topology:
+    """Return the topology of the ranks as their launcher placed them, on hosts of any sizes. Collective.
+
+    A launcher sets LOCAL_WORLD_SIZE to the size of a rank's own host, so ranks of hosts that differ exchange it.
+
+    Args:
+        compute_device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the sizes contradict each other: the ranks of a host are not consecutive, as torchrun's are.
+    """
+    sizes = group.all_gather_object(launcher_local_size())
+    hosts = None if len(set(sizes)) == 1 else _consecutive_hosts(sizes)
+    return topology_of(group, None, hosts, compute_device)
+
+
+def _consecutive_hosts(sizes: Sequence[object]) -> list[list[int]]:
+    """Return the ranks of each host; sizes: of each rank's host."""
+    hosts: list[list[int]] = []
+    first = 0
+    while first < len(sizes):
+        size = sizes[first]
+        if not isinstance(size, int) or list(sizes[first : first + size]) != [size] * size:
+            raise ConfigError(
+                f"LOCAL_WORLD_SIZE in the environment: got {list(sizes)} on the ranks; expected consecutive ranks on "
+                "each host, with the size of their host. Start the ranks with torchrun."
+            )
+        hosts.append(list(range(first, first + size)))
+        first += size
+    return hosts
+
+
 def _launcher_hosts(group: Group) -> list[list[int]] | None:
     local_size = launcher_local_size()
     if not isinstance(group, ProcessGroupComms) or local_size is None:

@@ -4,6 +4,7 @@ from tilerec.pipelines.batch_in_flight import Origin
 from tilerec.pipelines.compiled_pipeline import TorchCompileConfig, TrainPipelinePT2
 from tilerec.pipelines.pipeline import Stage
 from tilerec.pipelines.routes_ahead import RouteReport
+from tilerec.pipelines.stage_times import StageTimes
 from tilerec.pipelines.staged import PipelineStage, StagedTrainPipeline, StageOut
 from tilerec.pipelines.trace import Trace
 from tilerec.pipelines.train_pipelines import (
@@ -32,5 +33,6 @@ __all__ = [
     "Origin",
     "RouteReport",
     "Stage",
+    "StageTimes",
     "Trace",
 ]

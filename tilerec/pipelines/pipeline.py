@@ -24,6 +24,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.pipelines.batch_in_flight import BatchInFlight, Origin
 from tilerec.pipelines.even_ranks import EvenRanks
 from tilerec.pipelines.passes import Pass, Passes
+from tilerec.pipelines.stage_times import StageTimes
 from tilerec.pipelines.trace import Trace
 from tilerec.sharding.embedding import ShardedCollection
 
@@ -59,6 +60,7 @@ class Pipeline:
         self._passes = Passes(who)
         self._who = who
         self.trace: Trace | None = None
+        self.times = StageTimes()
         self.last_origin: Origin | None = None
         self.stage = ""  # that runs, or has run last
 
@@ -116,7 +118,12 @@ class Pipeline:
         self._passes.clear()
 
     def _span(self, name: str, origin: Origin | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.trace is None else self.trace.span(name, origin)
+        return self.times.span(name) if self.trace is None else self._traced(name, origin, self.trace)
+
+    @contextlib.contextmanager
+    def _traced(self, name: str, origin: Origin | None, trace: Trace) -> Iterator[None]:
+        with trace.span(name, origin), self.times.span(name):
+            yield
 
 
 def group_of(model: nn.Module) -> Group | None:

@@ -15,6 +15,7 @@ import torch
 
 from tilerec.errors import ConfigError
 from tilerec.pipelines.batch_structure import record_stream
+from tilerec.pipelines.stage_times import StageTimes
 from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.storage.prefetched_results import StreamEvent
 
@@ -67,6 +68,9 @@ class StagedTrainPipeline:
         compute_stream: on a GPU, the stream that uses the prepared batches; None: the current stream.
         on_flush_end: called when a flush has ended.
 
+    Attributes:
+        times: time of each stage by its name, and of "read".
+
     Raises:
         ConfigError: there is no stage, or two stages have one name.
     """
@@ -86,6 +90,7 @@ class StagedTrainPipeline:
         self._stages = list(pipeline_stages)
         self._compute_stream, self._on_flush_end = compute_stream, on_flush_end
         self._flushing = False
+        self.times = StageTimes()
         self._reset()
 
     def _reset(self) -> None:
@@ -142,7 +147,8 @@ class StagedTrainPipeline:
             elif self._ended[index - 1]:
                 self._exhausted(index)
         if not self._flushing and not self._ended[0]:
-            value = next(iterator, _NOTHING)
+            with self.times.span("read"):
+                value = next(iterator, _NOTHING)
             if value is _NOTHING:
                 self._exhausted(0)
             else:
@@ -150,7 +156,7 @@ class StagedTrainPipeline:
 
     def _run(self, index: int, before: _Prepared) -> _Prepared:
         stage = self._stages[index]
-        with self._on(stage.stream):
+        with self.times.span(stage.name), self._on(stage.stream):
             before.arrive()
             after = _Prepared(stage.runnable(before.value))
             if stage.stream is not None:

@@ -23,6 +23,7 @@ from tilerec.pipelines.even_ranks import EvenRanks
 from tilerec.pipelines.passes import Pass
 from tilerec.pipelines.pipeline import Pipeline, Stage, group_of
 from tilerec.pipelines.routes_ahead import RouteReport, RoutesAhead
+from tilerec.pipelines.stage_times import StageTimes
 from tilerec.pipelines.trace import Trace
 from tilerec.pipelines.train_step import ModelForward, TrainStep
 from tilerec.spec.ignored_settings import warn_ignored_settings
@@ -202,6 +203,11 @@ class TrainPipeline:
     def report(self) -> list[RouteReport]:
         """Return, for each sharded collection, how many of its forwards found their features routed ahead."""
         return self._routes.report()
+
+    @property
+    def times(self) -> StageTimes:
+        """Time of "read" and of each stage: `times.take()` returns the seconds since its last call."""
+        return self._pipeline.times
 
     @property
     def trace(self) -> Trace | None:

@@ -11,7 +11,7 @@ import typer
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.machines import topology_of
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, Html, PerHost, WhatIfs, WireFormat
-from tilerec.plan_cli.plan_files import check_writable, save_plan, write_page
+from tilerec.plan_cli.plan_files import check_outputs, save_plan, write_page
 from tilerec.plan_cli.sources import TABLE_FILES, StatisticsTable, file_source, recipe_source
 from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner
 from tilerec.planner.report.variation import with_changes
@@ -54,8 +54,10 @@ def make(
     """Make a plan and write it."""
     with exit_on_error():
         began = time.perf_counter()
-        check_writable("--out", out)
-        check_writable("--html", html)
+        given = {"SOURCE": source if source.endswith(TABLE_FILES) else "", "--topology": topology, "--stats": stats}
+        given["--fixed"] = fixed
+        inputs = {role: [path] for role, path in given.items() if path}
+        check_outputs(out, html, inputs, shared={"--data": [data or ""]})
         world = topology_of(topology, machine, hosts, ranks_per_host, device, hbm, ddr)
         origin = (
             file_source(Path(source), optimizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
+from tilerec.output_path import Inputs, check_output_file
 from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
@@ -64,11 +65,14 @@ def write_page(plan: ShardingPlan, report: PlanReport, path: Path, what_ifs: boo
     write_report(plan, report, path, what_ifs=what_ifs)
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Raise before any work if no file can be written to `path`."""
-    if path is None:
-        return
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: got {path}; expected a file in an existing folder. Create {path.parent} first.")
-    if path.is_dir():
-        raise ConfigError(f"{option}: got the folder {path}; expected a file. Name a file in it.")
+def files_of(plan: Path) -> list[Path]:
+    """Return the files of a plan: the plan, its report and its request."""
+    return [plan, beside(plan, "report"), beside(plan, "request")]
+
+
+def check_outputs(plan: Path | None, page: Path | None, inputs: Inputs, shared: Inputs | None = None) -> None:
+    """Raise before any work if the files of a plan (--out) or its page (--html) cannot be written, or are inputs."""
+    for path in [] if plan is None else files_of(plan):
+        check_output_file("--out", path, inputs, shared=shared or {})
+    if page is not None:
+        check_output_file("--html", page, inputs, shared=shared or {})

@@ -12,7 +12,8 @@ from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Html, PlanFile, WhatIfs
 from tilerec.plan_cli.plan_files import (
     beside,
-    check_writable,
+    check_outputs,
+    files_of,
     load_report,
     load_request,
     with_request_beside,
@@ -37,7 +38,7 @@ def show(
 ) -> None:
     """Show a plan: cost, bound, bottleneck, suggestions, stages, memory, the most expensive tables."""
     with exit_on_error():
-        check_writable("--html", html)
+        check_outputs(None, html, {"PLAN": files_of(plan), "--request": [request or ""]})
         found = ShardingPlan.load(plan)
         report = load_report(plan, found, "it is not shown. Plan again.")
         if request is not None:

@@ -10,7 +10,7 @@ import typer
 from tilerec.plan_cli.diff import side_by_side
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
-from tilerec.plan_cli.plan_files import check_writable, load_request, save_plan
+from tilerec.plan_cli.plan_files import check_outputs, files_of, load_request, save_plan
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
 from tilerec.planner.report.variation import with_changes
@@ -33,7 +33,7 @@ def whatif(
 ) -> None:
     """Plan again with other machines, batches, data types or wire formats, and compare."""
     with exit_on_error():
-        check_writable("--out", out)
+        check_outputs(out, None, {"--plan": files_of(plan)})
         request = load_request(plan)
         other = with_changes(
             request,

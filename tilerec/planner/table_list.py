@@ -31,7 +31,7 @@ def table_to_json(table: PlannedTable, limits: ParameterConstraints) -> dict[str
     if table.optimizer is not None:
         out["optimizer"] = table.optimizer.to_json()
     if table.wire is not None:
-        out["wire"] = {"forward": table.wire.forward, "backward": table.wire.backward}
+        out["wire"] = table.wire.to_json()
     if table.cached is not None:
         out["cached"] = table.cached
     for flag, usual in (("trained", True), ("pooled", True), ("weighted", False)):

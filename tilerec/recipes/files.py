@@ -8,11 +8,11 @@ from typing import Literal
 
 from tilerec.data.columns import Columns
 from tilerec.data.file_list import FilePath
-from tilerec.data.hold_out import HoldOut
+from tilerec.data.hold_out import NO_HOLD_OUT, HoldOut
 from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
 from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.row_groups import RowGroups
-from tilerec.data.table_dataset import NO_HOLD_OUT, TableDataset
+from tilerec.data.table_dataset import TableDataset
 from tilerec.data.text_files import ENDINGS as TEXT_ENDINGS
 from tilerec.data.text_files import DelimitedGroups, ListColumn
 from tilerec.errors import ConfigError

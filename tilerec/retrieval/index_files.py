@@ -29,6 +29,7 @@ import torch
 
 from tilerec.atomic_file import open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
+from tilerec.output_path import Inputs, check_output
 from tilerec.retrieval.item_index import FORMS, IndexForm, ItemIndex
 from tilerec.retrieval.item_index_file import save_item_index
 from tilerec.retrieval.ranking_task import IndexVectors
@@ -39,8 +40,8 @@ _HNSW_LINKS = 32
 """Links of a node of the HNSW graph, faiss's usual number."""
 
 
-def check_out(out: Path, kind: str, form: str = "none") -> None:
-    """Raise before the work begins if the folder exists, or faiss is needed and absent."""
+def check_out(out: Path, kind: str, form: str = "none", inputs: Inputs | None = None) -> None:
+    """Raise before the work begins if the folder exists or lies in an input, or faiss is needed and absent."""
     if kind not in FAISS_KINDS:
         raise ConfigError(f"--faiss: got {kind!r}; expected one of {', '.join(FAISS_KINDS)}. Correct it.")
     if form != "none" and form not in FORMS:
@@ -49,6 +50,7 @@ def check_out(out: Path, kind: str, form: str = "none") -> None:
         raise ConfigError(f"--out: got {out}, which exists; expected a new folder. Choose another name.")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out: got {out}; expected a name in an existing folder. Create {out.parent} first.")
+    check_output("--out", out, inputs or {})  # Parquet files of the index would become data of the next run
     if kind != "none":
         import_faiss("--faiss")
 

@@ -65,10 +65,10 @@ def _evaluate(
         size, place = config.train.eval_batch_size, run_device(device, world.size)
         dataset: Dataset
         if data is None:
-            dataset = config.data.open()
+            dataset = config.task.with_checks(config.data.open())
             batches = dataset.held_out(size)
         else:
-            rows = config.data.open_rows((data,), labels=True)
+            rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
             dataset, batches = rows, (batch for batch, _ in rows.rows(size))
         model = trained.load(dataset, place, world)
         task = config.task.build(dataset, config.train, place, world)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import check_output_file
 from tilerec.terminal import print_plain, print_rank_error
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def export(
     from tilerec.train.trained_run import find_trained
 
     try:
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Name a file.")
         trained = find_trained(run).with_settings(set_ or [])
+        shared = {"--data": [data or ""], **trained.data_inputs}
+        check_output_file("--out", out, trained.inputs, shared=shared)
         _export(trained, out, data, tower, strict)
     except TilerecError as error:
         print_rank_error(error)

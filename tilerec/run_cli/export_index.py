@@ -48,8 +48,9 @@ def export_index(
     from tilerec.train.trained_run import find_trained
 
     try:
-        check_out(out, faiss, index)
         trained = find_trained(run).with_settings(set_ or [])
+        read = {"--queries": [queries or ""], **trained.data_inputs, **trained.inputs}
+        check_out(out, faiss, index, read)
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
         run_on_ranks(_export, trained, str(out), faiss, index, queries, names, place, nproc=nproc, device=place)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import check_output_file
 from tilerec.terminal import SafeConsole, print_error, print_plain
 
 if TYPE_CHECKING:
@@ -34,13 +35,12 @@ def init(
     from tilerec.train.run_file import run_of_toml, with_paths
 
     try:
+        check_output_file("--out", out, shared={"DATA": [data]})
         if out.exists() and not force:
             raise ConfigError(
                 f"--out: got {out}, which exists; expected a new file. Choose another name, or pass --force to "
                 "replace it."
             )
-        if not out.absolute().parent.is_dir():
-            raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
         profile = profile_data(data, rows)
         guesses = guess_roles(profile, label)
         text = run_text(profile, _from_folder(data, out), guesses)

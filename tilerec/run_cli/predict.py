@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilerec.errors import ConfigError, TilerecError
+from tilerec.errors import TilerecError
+from tilerec.output_path import check_output_file
 from tilerec.run_cli.progress import row_progress
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.terminal import print_plain, print_rank_error
@@ -41,21 +42,14 @@ def predict(
     from tilerec.train.trained_run import find_trained
 
     try:
-        _check_out(out)
         trained = find_trained(run).with_settings(set_ or [])
+        check_output_file("--out", out, {"DATA": [data], **trained.inputs}, shared=trained.data_inputs)
         names = tuple(name.strip() for name in keys.split(",") if name.strip())
         place = device or trained.config.train.device
         run_on_ranks(_predict, trained, data, str(out), names, batch_size, place, nproc=nproc, device=place)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
-
-
-def _check_out(out: Path) -> None:
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out: got {out}; expected a file in an existing folder. Create {out.parent} first.")
-    if out.is_dir():
-        raise ConfigError(f"--out: got the folder {out}; expected a file. Name a file in it.")
 
 
 def _predict(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import check_output
 from tilerec.run_cli.progress import row_progress
 from tilerec.terminal import SafeConsole, print_plain, print_rank_error
 
@@ -65,6 +66,7 @@ def quantize(
             raise ConfigError("--budget, --max-ne: got neither; expected one or both. Try --max-ne 0.01%.")
         chosen = [row_type(name.strip(), "--types") for name in types.split(",")]
         trained = find_trained(run).with_settings(set_ or [])
+        check_output("--out", out, {"--data": [data or ""], **trained.inputs})
         model, score = _model_and_score(trained, data, samples, device or trained.config.train.device)
         choice, made = choose_types(model, score, chosen, limit, loss)
         write_quantized(out, trained, choice, made)
@@ -104,10 +106,10 @@ def _model_and_score(trained: TrainedRun, data: str | None, samples: int, device
     size, place = config.train.eval_batch_size, run_device(device, 1)
     dataset: Dataset
     if data is None:
-        dataset = config.data.open()
+        dataset = config.task.with_checks(config.data.open())
         batches = dataset.held_out(size)
     else:
-        rows = config.data.open_rows((data,), labels=True)
+        rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
         dataset, batches = rows, (batch for batch, _ in rows.rows(size))
     kept, count = [], 0
     for batch in batches:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilerec.errors import ConfigError, FileError, TilerecError
+from tilerec.output_path import check_output
 from tilerec.run_cli.ranks import run_on_ranks
 from tilerec.stop_signals import RunStopped
 from tilerec.terminal import SafeConsole, print_rank_error
@@ -103,6 +104,7 @@ def train(
         if show:
             _print_settings(run)
             return
+        _check_outputs(run, recipe)
         run_on_ranks(
             _train, run, nproc=nproc, device=run.train.device, grouped=run.parallel.shards,
             saves=run.checkpoint.saves, timeout_s=run.parallel.timeout, replace=run.parallel.replace,
@@ -117,6 +119,22 @@ def _check_resume(resume: bool, log_dir: str) -> None:
         raise ConfigError(
             "--resume: got no --log-dir; expected the folder of the run to continue. Give it, or set log_dir."
         )
+
+
+def _check_outputs(run: RunConfig, source: str) -> None:
+    """Raise if the trace or a log would replace the run file, the data or the plan."""
+    from tilerec.train.log_folder import has_logs, log_files
+    from tilerec.train.run_file import path_settings
+
+    own = [source] if source.endswith(".toml") else []
+    read = {"RUN": own, "the run's data": path_settings(run.data), "--plan": [run.parallel.plan]}
+    if run.trace:
+        check_output("trace (--trace)", run.trace, shared=read)
+    folder = Path(run.log_dir)
+    # A folder with logs is that of a run to resume, or has an error of its own.
+    if run.log_dir and not has_logs(folder):
+        for file in log_files(folder):
+            check_output("log_dir (--log-dir)", file, shared=read)
 
 
 def _print_settings(run: RunConfig) -> None:

@@ -55,7 +55,7 @@ class Wire:
                 raise ConfigError(
                     f"Wire: got {name}={getattr(self, name)!r}; expected one of {CODECS}. Use one of these."
                 )
-        if self.distinct not in (None, True, False):
+        if self.distinct is not None and not isinstance(self.distinct, bool):
             raise ConfigError(f"Wire: got distinct={self.distinct!r:.200}; expected True, False or None. Correct it.")
 
     @property
@@ -67,6 +67,13 @@ class Wire:
     def keeps_bits(self) -> bool:
         """True if exact sums are possible: nothing is rounded, and no sum has to be formed before it travels."""
         return not self.rounds and not self.distinct
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a dict of JSON values, as `read_wire` reads them; `distinct` only if it is set."""
+        out: dict[str, Any] = {"forward": self.forward, "backward": self.backward}
+        if self.distinct is not None:
+            out["distinct"] = self.distinct
+        return out
 
 
 @dataclass(frozen=True)
@@ -241,9 +248,7 @@ class ParameterSharding:
         if self.tiling is not None:
             out["tiling"] = self.tiling.to_json()
         if self.wire is not None:
-            out["wire"] = {"forward": self.wire.forward, "backward": self.wire.backward}
-            if self.wire.distinct is not None:
-                out["wire"]["distinct"] = self.wire.distinct
+            out["wire"] = self.wire.to_json()
         return out
 
     @staticmethod
@@ -288,10 +293,10 @@ _FIELDS = (
 
 
 def read_wire(value: JsonValue) -> Wire:
-    """Read a `Wire` from `{"forward": "bf16", "backward": "bf16"}`; a missing direction is fp32."""
+    """Read a `Wire` from `{"forward": "bf16", "backward": "bf16", "distinct": true}`; a missing direction is fp32."""
     for name, each in value.record(("forward", "backward", "distinct")).items():
         if name == "distinct":
-            if each.value not in (None, True, False):
+            if each.value is not None and not isinstance(each.value, bool):
                 raise each.error("true, false or null")
         elif each.value not in CODECS:
             raise each.error(f"one of {CODECS}")

@@ -52,7 +52,11 @@ class ClickTask(Task):
         ).to(device)
 
     def check(self, batch: Batch) -> None:
-        """Raise `InputError` for labels on the CPU that are not from 0 to 1; on a GPU the check would wait for it."""
+        """Raise `InputError` for labels on the CPU that are not from 0 to 1; on a GPU the check would wait for it.
+
+        Files and tables check their labels when they are read (`Dataset.with_label_bounds`), and name the place of a
+        bad one. This check is for other data sets.
+        """
         labels = batch.labels
         if labels.device.type != "cpu" or not labels.numel():
             return

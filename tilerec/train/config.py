@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
 if TYPE_CHECKING:
     from tilerec.train.task import Task
     from tilerec.train.world import World
+
+
+_D = TypeVar("_D", bound=Dataset)
 
 
 class DataConfig(ABC):
@@ -85,6 +88,10 @@ class TaskConfig(ABC):
     def check(self, dataset: Dataset) -> None:  # noqa: B027 - most tasks find out when they are built
         """Raise `ConfigError` for data that the task cannot use, before the model is built."""
 
+    def with_checks(self, dataset: _D) -> _D:
+        """Return labelled data with the checks of its values that the task needs; most tasks need none."""
+        return dataset
+
     @abstractmethod
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         """Return the task of one run. Collective.
@@ -121,6 +128,9 @@ class ClickConfig(TaskConfig):
                 "data.columns.labels: got none; expected at least one with task.kind = 'click', the default. Name the "
                 "column to predict, or set task.kind."
             )
+
+    def with_checks(self, dataset: _D) -> _D:
+        return dataset.with_label_bounds(0, 1)
 
     def build(self, dataset: Dataset, options: TrainConfig, device: torch.device, world: World) -> Task:
         from tilerec.train.click_task import ClickTask  # it imports this module

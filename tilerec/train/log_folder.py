@@ -17,7 +17,19 @@ from tilerec.train.override import settings
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
+from tilerec.train.saved_model import MODEL_FILE
 from tilerec.train.vocabulary_files import write_vocabularies
+
+
+def log_files(folder: Path) -> list[Path]:
+    """Return the files with fixed names that a run writes into its folder."""
+    names = ("config.json", "plan.json", "metrics.jsonl", "summary.json", RUN_FILE, MODEL_FILE)
+    return [folder / name for name in names]
+
+
+def has_logs(folder: Path) -> bool:
+    """Return True if the folder has the logs of a run."""
+    return (folder / "metrics.jsonl").exists()
 
 
 def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None) -> LogFiles:
@@ -31,7 +43,7 @@ def open_logs(config: RunConfig, model: nn.Module, resumed_at: int | None = None
         FileError: a file cannot be written.
     """
     folder = Path(config.log_dir)
-    if resumed_at is None and (folder / "metrics.jsonl").exists():
+    if resumed_at is None and has_logs(folder):
         raise ConfigError(
             f"log_dir: got {config.log_dir!r}, which contains another run's logs. Use a new folder, "
             "or continue that run with checkpoint.resume."

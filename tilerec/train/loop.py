@@ -64,8 +64,9 @@ def train(
         if options.threads:
             torch.set_num_threads(options.threads)
         device = run_device(options.device, world.size)
-        dataset = config.data.open()
+        dataset = config.task.with_checks(config.data.open())
         config.task.check(dataset)
+        world.check_data(dataset)
         torch.manual_seed(options.seed)
         checkpoints = RunCheckpoints.of(config, world)
         model = world.build(config, dataset, device, checkpoints.saved_plan(device.type) if checkpoints else None)

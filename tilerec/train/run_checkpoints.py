@@ -29,14 +29,12 @@ from tilerec.stop_signals import RunStopped, StopSignals, stop_request
 from tilerec.train.config import RunConfig
 from tilerec.train.load_attempts import MOST, LoadAttempts
 from tilerec.train.rank_votes import RankVotes
-from tilerec.train.run_metadata import RunMetadata
+from tilerec.train.run_metadata import FOLDER, RunMetadata
 from tilerec.train.vocabulary_files import VOCABULARY_PART, vocabulary_tensors
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
     from tilerec.train.training_run import Run
-
-FOLDER = "checkpoints"
 
 
 @final

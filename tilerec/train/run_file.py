@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -137,26 +137,38 @@ def _plain(value: Any) -> Any:
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
-def with_paths(record: Any, convert: Any) -> Any:
+def with_paths(record: Any, convert: Callable[[str], str]) -> Any:
     """Return a record with every local path in it converted; URLs and empty paths stay."""
+    return _with_locations(record, lambda one: one if not one or _URL.match(one) else convert(one))
+
+
+def path_settings(record: Any) -> list[str]:
+    """Return the paths and URLs in a record, such as those of a run's data."""
+    found: list[str] = []
+
+    def noted(one: str) -> str:
+        found.append(one)
+        return one
+
+    _with_locations(record, noted)
+    return [one for one in found if one]
+
+
+def _with_locations(record: Any, convert: Callable[[str], str]) -> Any:
+    """Return a record with every value of a field with the hint `FilePath` converted."""
     changes: dict[str, Any] = {}
     hints = get_type_hints(type(record), include_extras=True)
-
-    def converted(one: str) -> str:
-        text: str = one if not one or _URL.match(one) else convert(one)
-        return text
-
     for name in record_fields(type(record)):
         value, hint = getattr(record, name), hints[name]
         new = value
         if is_dataclass(value):
-            new = with_paths(value, convert)
+            new = _with_locations(value, convert)
         elif hint == FilePath:
-            new = converted(value)
+            new = convert(value)
         elif isinstance(value, tuple) and FilePath in get_args(hint):
-            new = tuple(converted(one) for one in value)
+            new = tuple(convert(one) for one in value)
         elif isinstance(value, tuple) and any(is_dataclass(one) for one in value):
-            new = tuple(with_paths(one, convert) if is_dataclass(one) else one for one in value)
+            new = tuple(_with_locations(one, convert) if is_dataclass(one) else one for one in value)
         if new != value:
             changes[name] = new
     return replace(record, **changes) if changes else record

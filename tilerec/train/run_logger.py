@@ -101,13 +101,18 @@ class TensorBoard(Watcher):
 
     def __init__(self, folder: Path, resumed_at: int = 0) -> None:
         # Imported here, as the import takes 0.1 s and only runs with logs need it.
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        self._summary: Any = Summary
+        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=resumed_at + 1 if resumed_at else None)
 
     def record(self, event: Event) -> None:
-        for name, value in event.values.items():
-            self._writer.add_scalar(f"{event.kind}/{name}", value, event.step)
+        # One record for all values: 5 us of processor time each, where `add_scalar` takes 50.
+        scalars = [
+            self._summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in event.values.items()
+        ]
+        self._writer.file_writer.add_summary(self._summary(value=scalars), event.step)
 
     def close(self) -> None:
         self._writer.close()

@@ -21,13 +21,15 @@ from tilerec.checkpoint.tree import Json
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
-from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.hosts import launched_topology
 from tilerec.spec.plan import ShardingPlan
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
 from tilerec.train.run_file import text_of_run
 from tilerec.train.run_plan import plan_in
 
+FOLDER = "checkpoints"
+"""Folder of the checkpoints in a log folder."""
 RUN_FILE_KEY = "run_file"
 """Name of the run file's text in the metadata of a checkpoint."""
 _PLACES = ("path", "base", "read_ahead_mb")
@@ -77,7 +79,7 @@ class RunMetadata:
         if any(now.get(name) != value for name, value in before.items()):
             return None
         plan = ShardingPlan.from_json(JsonValue.of(saved, f"Checkpoint {path}: plan"))
-        hosts = topology_of(group, None, None, compute_device).hosts
+        hosts = launched_topology(group, compute_device).hosts
         return plan if (plan.world_size, plan.hosts) == (group.size, hosts) else None
 
     def _sharding(self) -> dict[str, Json]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.parallel.hosts import topology_of
+from tilerec.parallel.hosts import launched_topology
 from tilerec.parallel.shard import shard
 from tilerec.parallel.two_d.rank_grid import RankGrid
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
@@ -16,6 +16,7 @@ from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.topology import Topology
 from tilerec.train.config import ParallelConfig
 from tilerec.train.optimizers import tables_of
 
@@ -32,13 +33,18 @@ def shard_run(
         device: of the tables.
         saved: plan of a run that is continued; None makes the plan of a new run.
     """
-    plan = saved or run_plan(model, config, group, device)
+    topology = launched_topology(group, device.type)
+    plan = saved or run_plan(model, config, group, topology)
     if not config.group_size:
-        shard(model, plan=plan, mesh=group, device=device, exact=config.exact)
+        hosts_of_plan = plan is not None and plan.hosts is not None
+        shard(
+            model, plan=plan, mesh=group, topology=None if hosts_of_plan else topology, device=device,
+            exact=config.exact,
+        )  # fmt: skip
         return
     whole = [GroupConfig(plan, config.group_size)]
     settings = ReplicaSettings(exact=config.exact)
-    shard_2d(model, lambda: (whole, {}), group, settings, device=device, who="parallel.group_size")
+    shard_2d(model, lambda: (whole, {}), group, settings, topology, device=device, who="parallel.group_size")
 
 
 def plan_in(model: nn.Module) -> Plan:
@@ -47,11 +53,11 @@ def plan_in(model: nn.Module) -> Plan:
     return plan if isinstance(plan, ShardingPlan) else None
 
 
-def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, device: torch.device) -> Plan:
-    """Return the plan of a new run; of one sharding group if the run has replicas.
+def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms, topology: Topology) -> Plan:
+    """Return the plan of a new run; of one sharding group if the run has replicas. Collective.
 
     Args:
-        device: of the tables.
+        topology: of the group's ranks.
     """
     if config.plan:
         return ShardingPlan.load(config.plan)
@@ -61,8 +67,6 @@ def run_plan(model: nn.Module, config: ParallelConfig, group: ProcessGroupComms,
     constraints = {table.config.name: limits for table in tables_of(model)}
     if not constraints:
         return None
-    topology = None
     if config.group_size:
-        grid = RankGrid(group.size, config.group_size)
-        topology = grid.topology_of(0, topology_of(group, None, None, device.type))
+        topology = RankGrid(group.size, config.group_size).topology_of(0, topology)
     return EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(model, pg=group)

@@ -1,116 +1,170 @@
-"""`TableStats`: how a run's tables are used between two log events, from counts that the library keeps anyway.
+"""`TableStats`: how a run's tables are used between two log events, and the time of its stages.
 
-    ids_per_second/<table>      ids that all ranks look up                                     sharded tables
-    reads_per_step/rank_<r>     ids per step that rank r looks up in all tables                sharded tables
-    imbalance                   the busiest rank's reads divided by the mean; 1 is even        sharded tables
-    wire_bytes_per_step         bytes that this rank sends for its tables                      sharded tables
-    cache_hit_rate/<table>      hits per distinct row of a batch, on this rank                 cached tables
-    distinct_rate/<table>       distinct rows per id of a batch, on this rank                  cached tables
+    ids_per_second/<table>      ids of all ranks' batches
+    distinct_rate/<table>       distinct ids per id of one batch of a rank, the mean over ranks
+    reads_per_step/rank_<r>     ids per step that rank r looks up in all tables
+    imbalance                   the busiest rank's reads divided by the mean; 1 is even
+    wire_bytes_per_step         bytes that all ranks send for their tables
+    max_wire_bytes_per_step     those of the rank that sends most                                       several ranks
+    cache_hit_rate/<table>      hits per distinct row of a batch, of all ranks                          cached tables
+    ms_per_step/<stage>         time of a stage, the mean over ranks; "lookup" is a part of "forward"
+    ms_per_step/step            time of a step, reading included
+    max_ms_per_step/<stage>     time of a stage on the rank where it takes longest                      several ranks
 
-Reading a count of a GPU waits for the device, so it happens at log events only.
+The values come from counts that the library keeps, and from hooks that add numbers of ids (`lookup_counts.py`). Reading
+a count of a GPU waits for the device, so it happens at log events only. There the ranks add up their numbers, with one
+message.
+
+Legend: W ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
 
+import torch
 from torch import nn
 
-from tilerec.comms.group import Group
+from tilerec.comms.traffic import Traffic
 from tilerec.modules.collection import TableCollection
-from tilerec.parallel.resharding.measured_load import load_of
-from tilerec.parallel.traffic import traffic
+from tilerec.parallel.resharding.measured_load import own_reads
+from tilerec.pipelines.stage_times import StageTimes
+from tilerec.sharding.embedding import ShardedCollection
+from tilerec.train.lookup_counts import LookupCounts
+from tilerec.train.world import World
+
+STEP = "step"
+"""Name of the whole step among the stages."""
 
 
-@dataclass
-class _Counts:
-    """Counts since the tables were sharded or cached."""
+class _Number(NamedTuple):
+    """Key of a number that the ranks add up: a kind, and a table, a rank or a stage and a rank."""
 
-    steps: float = 0.0
-    ids: dict[str, float] = field(default_factory=dict)  # by table
-    reads: dict[str, float] = field(default_factory=dict)  # by rank
-    bytes: float = 0.0
-    cache: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # ids, rows and hits by table
+    kind: str
+    name: str = ""
+    rank: int = 0
 
-    def minus(self, other: _Counts) -> _Counts:
-        return _Counts(
-            self.steps - other.steps,
-            {name: count - other.ids.get(name, 0) for name, count in self.ids.items()},
-            {name: count - other.reads.get(name, 0) for name, count in self.reads.items()},
-            self.bytes - other.bytes,
-            {
-                name: tuple(a - b for a, b in zip(count, other.cache.get(name, (0, 0, 0)), strict=True))  # type: ignore[misc]
-                for name, count in self.cache.items()
-            },
-        )
+
+_Numbers = dict[_Number, float]
 
 
 @final
 class TableStats:
-    """Use of a model's tables since the last log event. All ranks call all methods.
+    """Use of a model's tables and time of its stages since the last log event. All ranks make the same calls.
 
     Args:
         model: the model, sharded if there is a group.
-        group: the ranks; None for one process.
+        world: the ranks.
+        times: of the stages of the run; it gets the time of lookups, too.
+        stages: names of all stages, equal on all ranks.
     """
 
-    def __init__(self, model: nn.Module, group: Group | None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, world: World, times: StageTimes, stages: Sequence[str]) -> None:
+        self._world, self._times = world, times
+        self._stages = tuple(dict.fromkeys((*stages, "lookup", STEP)))
         self._collections = [part for part in model.modules() if isinstance(part, TableCollection)]
-        self._sharded = group is not None and bool(self._collections)
-        self._active = self._sharded or any(part.cache_stats() for part in self._collections)
+        self._sharded = [part for part in self._collections if isinstance(part, ShardedCollection)]
+        self._lookups = LookupCounts(model, times)
         self._since = self._counts()
-        self._paused: _Counts | None = None
+        self._paused: _Numbers | None = None
 
-    def pause(self) -> None:
-        """Leave out lookups from here to `resume`, such as those of an evaluation."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the lookups and messages of a with block, such as those of an evaluation or a log event."""
+        self._lookups.pause()
         self._paused = self._counts()
+        yield
+        # Shift the start by everything that was counted in between.
+        now = self._counts()
+        self._since = {key: count + now[key] - self._paused[key] for key, count in self._since.items()}
+        self._paused = None
+        self._lookups.pause(False)
 
-    def resume(self) -> None:
-        """Count lookups again."""
-        if self._paused is not None:
-            # Shift the start by everything that was counted in between.
-            self._since = self._counts().minus(self._paused.minus(self._since))
-            self._paused = None
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        self._lookups.close()
 
-    def values(self, seconds: float) -> dict[str, float]:
-        """Return the values since the last call, by name; none for tables without counts.
+    def values(self, seconds: float, steps: int) -> dict[str, float]:
+        """Return the values since the last call, by name. Collective; one all-reduce.
 
         Args:
             seconds: of training since the last call.
+            steps: number of steps since the last call.
         """
-        now = self._counts()
-        spent, self._since = now.minus(self._since), now
+        now = self._counts() if self._paused is None else self._paused
+        own = {key: count - self._since[key] for key, count in now.items()}
+        self._since = now
+        for table, sample in self._lookups.samples().items():
+            own[_Number("sampled", table)], own[_Number("distinct", table)] = sample
+        taken = {**self._times.take(), STEP: seconds}
+        for stage in self._stages:
+            for rank in range(self._world.size):
+                own[_Number("stage", stage, rank)] = taken.get(stage, 0.0) if rank == self._world.rank else 0.0
+        total = self._summed(own)
+        return self._values(total, steps) if steps else {}
+
+    def _summed(self, own: _Numbers) -> _Numbers:
+        """Return the sums over ranks. Collective."""
+        totals = self._world.sum("table stats", torch.tensor(list(own.values()), dtype=torch.float64))
+        return dict(zip(own, totals.tolist(), strict=True))
+
+    def _values(self, total: Mapping[_Number, float], steps: int) -> dict[str, float]:
+        """Return the values of all ranks' numbers; equal on all ranks."""
         values: dict[str, float] = {}
-        if self._sharded and spent.steps > 0:
-            if seconds > 0:
-                values |= {f"ids_per_second/{name}": ids / seconds for name, ids in spent.ids.items()}
-            reads = {name: count / spent.steps for name, count in spent.reads.items()}
-            values |= {f"reads_per_step/{name}": count for name, count in reads.items()}
-            if sum(reads.values()) > 0:
-                values["imbalance"] = max(reads.values()) * len(reads) / sum(reads.values())
-            values["wire_bytes_per_step"] = spent.bytes / spent.steps
-        for name, (ids, rows, hits) in spent.cache.items():
-            if ids and rows:
-                values[f"cache_hit_rate/{name}"] = hits / rows
-                values[f"distinct_rate/{name}"] = rows / ids
+        size = self._world.size
+        # The mean over ranks: each has its own clock.
+        seconds = sum(total[_Number("stage", STEP, rank)] for rank in range(size)) / size
+        for table in self._lookups.tables if seconds > 0 else ():
+            values[f"ids_per_second/{table}"] = total[_Number("ids", table)] / seconds
+        for table in self._lookups.tables:
+            if total.get(_Number("sampled", table)):
+                values[f"distinct_rate/{table}"] = total[_Number("distinct", table)] / total[_Number("sampled", table)]
+        for table in self._lookups.tables:
+            if total[_Number("rows", table)]:
+                values[f"cache_hit_rate/{table}"] = total[_Number("hits", table)] / total[_Number("rows", table)]
+        if self._collections:
+            reads, sent = ([total[_Number(kind, rank=rank)] / steps for rank in range(size)] for kind in _OF_RANKS)
+            values |= {f"reads_per_step/rank_{rank}": count for rank, count in enumerate(reads)}
+            if sum(reads) > 0:
+                values["imbalance"] = max(reads) * size / sum(reads)
+            values["wire_bytes_per_step"] = sum(sent)
+            if size > 1:
+                values["max_wire_bytes_per_step"] = max(sent)
+        for stage in self._stages:
+            of_ranks = [total[_Number("stage", stage, rank)] * 1e3 / steps for rank in range(size)]
+            if any(of_ranks):
+                values[f"ms_per_step/{stage}"] = sum(of_ranks) / size
+                if size > 1:
+                    values[f"max_ms_per_step/{stage}"] = max(of_ranks)
         return values
 
-    def _counts(self) -> _Counts:
-        counts = _Counts()
-        if not self._active:
-            return counts
-        if self._sharded:
-            load = load_of(self._model, reset=False)
-            counts.steps = load.steps
-            ranks = len(load.reads_per_rank)
-            for (_, table), features in load.features.items():
-                ids = sum(feature.ids for feature in features) * load.steps * ranks
-                counts.ids[table] = counts.ids.get(table, 0) + ids
-            counts.reads = {f"rank_{rank}": reads * load.steps for rank, reads in enumerate(load.reads_per_rank)}
-            counts.bytes = traffic(self._model).total()
+    def _counts(self) -> _Numbers:
+        """Return this rank's counts since the start."""
+        ids = self._lookups.ids()
+        counts: _Numbers = {_Number("ids", table): float(count) for table, count in ids.items()}
+        for table in ids:
+            counts[_Number("rows", table)] = counts[_Number("hits", table)] = 0.0
         for part in self._collections:
-            for name, stats in part.cache_stats().items():
-                counts.cache[name] = (stats.ids, stats.rows, stats.hits)
+            for table, stats in part.cache_stats().items():
+                counts[_Number("rows", table)] += stats.rows
+                counts[_Number("hits", table)] += stats.hits
+        for kind in _OF_RANKS:
+            counts |= {_Number(kind, rank=rank): 0.0 for rank in range(self._world.size)}
+        own = self._world.rank
+        for part in self._sharded:
+            for rank, reads in enumerate(own_reads(part)):
+                counts[_Number("reads", rank=rank)] += reads
+        counts[_Number("reads", rank=own)] += self._lookups.ids_looked_up_here()
+        counts[_Number("sent", rank=own)] += sum(traffic.total() for traffic in self._traffic())
         return counts
+
+    def _traffic(self) -> list[Traffic]:
+        """Return the counts of bytes of the groups over which tables are sharded."""
+        groups = {id(part.exchange.group): part.exchange.group for part in self._sharded}
+        return [group.traffic for group in groups.values()]
+
+
+_OF_RANKS = ("reads", "sent")
+"""Kinds of numbers with one entry per rank."""

@@ -24,10 +24,11 @@ from tilerec.checkpoint.loading import load as load_checkpoint
 from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, TilerecError
+from tilerec.output_path import Inputs
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override_all
 from tilerec.train.quantized_model import load_quantized, row_types_in
-from tilerec.train.run_file import RUN_FILE, read_run_file, run_of_toml
+from tilerec.train.run_file import RUN_FILE, path_settings, read_run_file, run_of_toml
 from tilerec.train.run_metadata import RUN_FILE_KEY
 from tilerec.train.saved_model import MODEL_FILE, load_model
 from tilerec.train.vocabulary_files import VOCABULARY_FOLDER, VOCABULARY_PART
@@ -43,17 +44,31 @@ class TrainedRun:
         folder: its log folder; of a checkpoint elsewhere, the checkpoint.
         checkpoint: the checkpoint with the model; None: the model file.
         vocabulary: the folder or the checkpoint with its vocabularies, if the run has some.
+        run_file: the run file outside of the folder that led to it; None if another path did.
     """
 
     config: RunConfig
     folder: Path
     checkpoint: Path | None
     vocabulary: Path
+    run_file: Path | None = None
 
     @property
     def model_file(self) -> Path:
         """The model's weights."""
         return self.folder / MODEL_FILE
+
+    @property
+    def inputs(self) -> Inputs:
+        """Files of the run that commands read, for `check_output`."""
+        own = [] if self.run_file is None else [self.run_file]
+        model = self.checkpoint or self.model_file
+        return {"RUN": [*own, self.folder / RUN_FILE, model, self.vocabulary]}
+
+    @property
+    def data_inputs(self) -> Inputs:
+        """Paths and URLs in the settings of the run's data, for `check_output`."""
+        return {"the run's data": path_settings(self.config.data)}
 
     def with_settings(self, assignments: Iterable[str]) -> TrainedRun:
         """Return the run with some settings changed, as for `override`."""
@@ -109,7 +124,7 @@ def find_trained(path: str | Path) -> TrainedRun:
         return _trained(given.parent)
     config = read_run_file(given)
     if config.log_dir:
-        return _trained(Path(config.log_dir))
+        return replace(_trained(Path(config.log_dir)), run_file=given)
     folder = runs_folder(given, config.name)
     found = sorted((file.stat().st_mtime_ns, file.parent) for file in folder.glob(f"*/{MODEL_FILE}"))
     if not found:
@@ -117,7 +132,7 @@ def find_trained(path: str | Path) -> TrainedRun:
             f"{given}: got no trained model in {folder}; expected at least one. Run `tilerec train {given}`, or pass "
             "the log folder of a run that used --log-dir."
         )
-    return _trained(found[-1][1])
+    return replace(_trained(found[-1][1]), run_file=given)
 
 
 def _trained(folder: Path) -> TrainedRun:

@@ -68,8 +68,9 @@ class Run:
         if config.trace:
             self._pipeline.start_trace()
         self._task = config.task.build(dataset, config.train, device, world)
-        self._table_stats = TableStats(model, world.group)
-        self._logged_seconds = 0.0
+        stages = ["read", *(stage.name for stage in self._pipeline.stages)]
+        self._table_stats = TableStats(model, world, self._pipeline.times, stages)
+        self._timed_steps, self._timed_seconds = 0, 0.0  # up to the last event, or to the start of this process
         self._since = 0.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._logged_steps = 0
@@ -98,6 +99,8 @@ class Run:
                 if lost is error:
                     raise
                 raise lost from error
+            finally:
+                self._table_stats.close()
 
     def where(self) -> str:
         """Return what this rank does, for the ranks that wait for it; another thread calls it."""
@@ -119,15 +122,13 @@ class Run:
         self._saves.begin(self._model)
         while self._steps_to_save(shares):
             self._stop_clock()
-            with self._doing("checkpoint"):
+            with self._doing("checkpoint"), self._table_stats.paused():
                 self._saves.save(self)
             self._since = time.perf_counter()
         if not self.steps:
             raise ConfigError("The training part has no samples. Use more data, or hold out less of it.")
         if self.steps > self._logged_steps:
-            values = self._progress()
-            self._stop_clock()
-            self._emit_train(values)
+            self._log()
         with self._doing("checkpoint"):
             self._saves.save_last(self)
         if self._config.trace:
@@ -158,12 +159,10 @@ class Run:
             self.samples += share.total
             self._loss_sum += loss
             if options.check_replicas_every and self.steps % options.check_replicas_every == 0:
-                check_replicas(self._model)
+                with self._table_stats.paused():
+                    check_replicas(self._model)
             if self.steps % options.log_every == 0:
-                values = self._progress()
-                # Reading the values has waited for the device, so the elapsed time includes the device's work.
-                self._stop_clock()
-                self._emit_train(values)
+                self._log()
                 self._since = time.perf_counter()
             if options.eval_every and self.steps % options.eval_every == 0 and self.steps != options.max_steps:
                 self._wait()
@@ -204,18 +203,20 @@ class Run:
 
     def evaluate(self) -> Evaluation:
         """Return the scores on the held-out part, and log their means over the task's parts. Collective."""
-        self._table_stats.pause()
-        with self._doing("evaluation"), self._world.reporting(self.where):
+        with self._doing("evaluation"), self._world.reporting(self.where), self._table_stats.paused():
             found = self._task.evaluate(self._model, self._dataset.held_out(self._options.eval_batch_size))
-        self._table_stats.resume()
         self._emit("eval", mean_scores(found.tasks.values()).numbers)
         return found
 
-    def _emit_train(self, values: dict[str, float]) -> None:
+    def _log(self) -> None:
         """Send the progress since the last event, with the use of the tables, to every watcher. Collective."""
-        use = self._table_stats.values(self.seconds - self._logged_seconds)
-        self._logged_seconds = self.seconds
-        self._emit("train", {**values, "samples_per_second": self.samples / self.seconds, **use})
+        with self._table_stats.paused():
+            values = self._progress()
+            # Reading the values has waited for the device, so the elapsed time includes the device's work.
+            self._stop_clock()
+            use = self._table_stats.values(self.seconds - self._timed_seconds, self.steps - self._timed_steps)
+            self._timed_steps, self._timed_seconds = self.steps, self.seconds
+            self._emit("train", {**values, "samples_per_second": self.samples / self.seconds, **use})
 
     def _emit(self, kind: Literal["train", "eval"], values: dict[str, float]) -> None:
         """Send an event to every watcher."""
@@ -294,7 +295,8 @@ class Run:
             torch.cuda.set_rng_state(random["cuda"], self._device)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.steps, self.samples = int(state["steps"]), int(state["samples"])
-        self.seconds = self._logged_seconds = float(state["seconds"])
+        self.seconds = float(state["seconds"])
+        self._timed_steps, self._timed_seconds = self.steps, self.seconds
         self._logged_steps = int(state["logged_steps"]) if "loss" in state else self.steps
         self._loss_sum.fill_(state.get("loss", 0.0))
 

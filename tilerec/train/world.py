@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tilerec.comms.agreement import agree
+from tilerec.comms.agreement import agree, digest
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.data.batch import Batch
 from tilerec.data.dataset import Dataset
 from tilerec.data.share import shares
-from tilerec.errors import CommsError
+from tilerec.errors import CommsError, ConfigError
 from tilerec.parallel.data_parallel import table_parameters
 from tilerec.stop_signals import RunStopped
 from tilerec.torch_private import fix_ddp_buckets, ignore_in_ddp
@@ -61,6 +61,17 @@ class World:
             # Only rank 0 writes logs, and the folder's default name is the second in which a process started.
             same = {name: value for name, value in settings(config).items() if name != "log_dir"}
             agree(self._group, "the run", same)
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise if the ranks have opened other samples, where the data set compares them. Collective."""
+        own = digest("the first samples", dataset.fingerprint)
+        found = [own] if self._group is None else self._group.all_gather_object(own)
+        others = [rank for rank, one in enumerate(found) if one != found[0]]
+        if others:
+            raise ConfigError(
+                f"data: got other first samples on rank {others[0]} than on rank 0; expected the same data set on "
+                "every rank, because tilerec deals its samples to the ranks. Remove the division by rank from it."
+            )
 
     def build(self, config: RunConfig, dataset: Dataset, device: torch.device, saved: Plan = None) -> nn.Module:
         """Return the model with its embedding optimizer attached; with a group, with this rank's tiles of the tables.

@@ -66,3 +66,8 @@ def test_another_wire_or_type_is_a_difference() -> None:
     assert len(found.changes) == 1
     assert found.moved_bytes == 0
     assert "explicit on 0-1, fp32, wire not set  explicit on 0-1, bf16, wire bf16 and int8" in str(found)
+    found = plan_diff(made(Wire(), DataType.FP32), made(Wire(distinct=False), DataType.FP32))
+    assert (
+        "explicit on 0-1, wire fp32 and fp32  explicit on 0-1, wire fp32 and fp32, repeated ids travel each time"
+        in (str(found))
+    )

@@ -106,6 +106,23 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     return Load(most, features, reads)
 
 
+def own_reads(part: ShardedCollection) -> list[int]:
+    """Return the ids of this rank's batches that each rank of a collection's group has looked up since the last reset.
+
+    The sum over ranks of these lists is `Load.reads`, times the steps and added over tables. Not collective.
+    """
+    exchange = part.exchange
+    team_of = exchange.teams.of if exchange.teams is not None else None
+    reads = [0] * exchange.group.size
+    _, _, ids = _counted(part, False)
+    for piece, count in zip(exchange.layout.parts, ids, strict=True):
+        if count:
+            reads[reader(piece.owners, exchange.group.rank, exchange.layout.topology, team_of)] += count * len(
+                piece.units
+            )
+    return reads
+
+
 def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
     """Return (steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
     layout = part.exchange.layout

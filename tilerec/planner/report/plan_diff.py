@@ -140,6 +140,8 @@ def _sharding_text(sharding: ParameterSharding | None, other: ParameterSharding 
         if sharding.wire != other.wire:
             wire = sharding.wire
             more += ", wire not set" if wire is None else f", wire {wire.forward} and {wire.backward}"
+            if wire is not None and wire.distinct is not None:
+                more += f", repeated ids travel {'once' if wire.distinct else 'each time'}"
     ranks = ranks_to_text(sharding.ranks or ())
     kernel = "" if sharding.kernel is None else f" ({sharding.kernel.value})"
     shown = ranks if len(ranks) <= 24 else f"{len(set(sharding.ranks or ()))} ranks"
