@@ -295,11 +295,12 @@ class CheckpointConfig:
                 raise ConfigError(f"checkpoint.{name}: got {getattr(self, name)}; expected at least 0.")
         changes = self.changes
         for key in ("rename", "drop", "keep", "resize"):
-            for name in getattr(changes, key):
+            names = getattr(changes, key)
+            for name in (*names, *(names.values() if key == "rename" else ())):
                 if not name.startswith(_CHANGING):
                     raise ConfigError(
                         f"checkpoint.changes.{key}: got {name!r}; expected names that begin with "
-                        f"{', '.join(_CHANGING)}. List them with `tilerec checkpoint inspect`."
+                        f"{', '.join(map(repr, _CHANGING))}. List them with `tilerec checkpoint inspect`."
                     )
 
 
