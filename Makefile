@@ -151,7 +151,7 @@ mutate: setup
 	$(BIN)/python scripts/mutate.py $(ARGS)
 
 $(VENV)/.nightly: $(VENV)/.installed
-	$(call say,what the nightly tests need besides: Ray)
+	$(call say,what the nightly tests need besides: Ray$(comma) models of Kubeflow)
 	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[test-nightly]'
 	touch $@
 

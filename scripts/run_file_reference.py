@@ -41,6 +41,7 @@ def _tables() -> Iterator[str]:
             yield from _inner(cls, place)
     for place in ("train", "parallel", "checkpoint"):
         yield from _table(f"`[{place}]`", hints_of(RunConfig)[place], place)
+        yield from _inner(hints_of(RunConfig)[place], place)
     for kind in kinds_of(OptimizerSpec):
         cls = class_of_kind(OptimizerSpec, kind, "optimizer")
         yield from _table(f'Optimizers: `kind = "{kind}"`', cls, "optimizer")
@@ -76,14 +77,14 @@ def _table(title: str, cls: type, place: str) -> Iterator[str]:
 
 
 def _shown(item: dataclasses.Field[Any]) -> str:
-    value = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
+    value = _default(item)
     if isinstance(value, OptimizerSpec):
         return f"{type(value).__name__}(lr={value.lr})"
     if isinstance(value, TaskConfig):
         return f'kind = "{kind_of(value)}"'
     if dataclasses.is_dataclass(value):
         changed = {
-            f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default
+            f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != _default(f)
         }
         return ", ".join(f"{name} = {one}" for name, one in changed.items()) or "its defaults"
     if isinstance(value, bool):
@@ -91,6 +92,12 @@ def _shown(item: dataclasses.Field[Any]) -> str:
     if value is None:
         return "none"
     return str(list(value)) if isinstance(value, tuple) else '""' if value == "" else str(value)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field; MISSING if it has none."""
+    made = item.default_factory
+    return item.default if made is dataclasses.MISSING else made()
 
 
 def descriptions(cls: type) -> dict[str, str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,18 @@ from typer.testing import CliRunner
 from tests.checkpoint.test_incremental import chain
 from tilerec.checkpoint import CheckpointManager
 from tilerec.cli import app
+
+COMMANDS = (
+    ["list", "{}"],
+    ["inspect", "{}"],
+    ["verify", "{}"],
+    ["diff", "{}", "{}"],
+    ["compact", "{}"],
+    ["export", "{}", "--out", "{out}"],
+    ["export", "{}", "--dcp", "{out}"],
+    ["import", "{}", "--out", "{out}"],
+    ["import", "{}", "--out", "{out}", "--torchrec"],
+)
 
 
 @pytest.fixture
@@ -26,7 +41,21 @@ def run(tmp_path: Path) -> Path:
 
 def command(*words: object) -> tuple[int, str]:
     found = CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+    assert found.exception is None or isinstance(found.exception, SystemExit)  # no traceback
     return found.exit_code, found.output
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Give up root's rights in the block: root may list every folder."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def damage(run: Path, step: int) -> None:
@@ -44,6 +73,53 @@ def test_list_names_damaged_checkpoints(run: Path) -> None:
     assert "10" in text
     assert "damaged" in text
     assert command("list", run / "nothing")[0] == 1
+
+
+def every_command_fails_with_one_line(
+    path: object, out: Path, text: str, user: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    for words in COMMANDS:
+        with user():
+            code, printed = command(*(word.replace("{}", str(path)).replace("{out}", str(out)) for word in words))
+        assert code == (2 if words[0] == "diff" else 1), words
+        assert printed.startswith("error: "), words
+        assert printed.count("\n") == 1, printed
+        assert text in printed, printed
+        assert "expected" in printed
+        assert not out.exists()
+
+
+def test_a_file_is_no_folder_of_checkpoints(run: Path, tmp_path: Path) -> None:
+    every_command_fails_with_one_line(run / "checkpoints/step-10/manifest.json", tmp_path / "out", "Not a directory")
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error_of_one_line(run: Path, tmp_path: Path) -> None:
+    command("list", run)  # imports need root's rights
+    command("import", run, "--out", run / "x")
+    folder = run / "checkpoints"
+    folder.chmod(0)
+    try:
+        every_command_fails_with_one_line(folder, tmp_path / "out", "Permission denied", as_another_user)
+    finally:
+        folder.chmod(0o700)
+
+
+def test_an_unknown_file_system_is_an_error_of_one_line(tmp_path: Path) -> None:
+    every_command_fails_with_one_line("bogus://x/y", tmp_path / "out", "Protocol not known: bogus")
+
+
+def test_a_store_without_credentials_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        every_command_fails_with_one_line("s3://bucket/run", tmp_path / "out", "Unable to locate credentials")
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_inspect_shows_the_newest_checkpoint_of_a_run(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 tilerec checkpoint list runs/today                  the checkpoints of a run
 tilerec checkpoint inspect runs/today               tensors, numbers and digest of the newest one
+tilerec checkpoint inspect runs/today --run-file    the run file that trained it
 tilerec checkpoint verify runs/today/checkpoints/step-100
 tilerec checkpoint diff STEP-100 STEP-200           tensors and numbers that differ
 tilerec checkpoint compact runs/today               make the newest one whole, if it has changed rows only
@@ -16,6 +17,8 @@ counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,18 +49,18 @@ def list_checkpoints(path: _Path) -> None:
     from tilerec.checkpoint.contents import SavedContents
 
     table = Table("step", "GB", "tensors", "files", "base", "state")
-    for found in _found(path):
-        try:
-            contents = SavedContents(found)
-        except TilerecError as error:
-            table.add_row(_step(found), "", "", "", "", f"damaged: {error}")
-            continue
-        manifest = contents.manifest
-        row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
-        table.add_row(_step(found), *row, manifest.base.name if manifest.base else "", "whole")
-    if not table.row_count:
-        print_error(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
-        raise typer.Exit(1)
+    with _error_lines():
+        for found in _found(path):
+            try:
+                contents = SavedContents(found)
+            except TilerecError as error:
+                table.add_row(_step(found), "", "", "", "", f"damaged: {error}")
+                continue
+            manifest = contents.manifest
+            row = (f"{contents.bytes / 1e9:.3f}", f"{len(manifest.tensors):,}", str(len(manifest.files)))
+            table.add_row(_step(found), *row, manifest.base.name if manifest.base else "", "whole")
+        if not table.row_count:
+            raise FileError(f"{path}: got no checkpoints; expected step-1, step-2, … in it. Train with --save-every.")
     SafeConsole().print(table)
 
 
@@ -65,14 +68,25 @@ def list_checkpoints(path: _Path) -> None:
 def inspect(
     path: _Path,
     digest: Annotated[bool, typer.Option(help="Read all bytes, and print a digest of the contents.")] = True,
+    run_file: Annotated[bool, typer.Option("--run-file", help="Print the run file of the run, and no more.")] = False,
 ) -> None:
     """Print the tensors and numbers of a checkpoint, and a digest that does not depend on plan or number of ranks."""
     from rich.table import Table
 
     from tilerec.checkpoint.contents import leaves
+    from tilerec.train.run_metadata import RUN_FILE_KEY
 
-    try:
+    with _error_lines():
         contents = _contents(path)
+        text = contents.manifest.metadata.get(RUN_FILE_KEY)
+        if run_file:
+            if not isinstance(text, str):
+                raise ConfigError(
+                    f"{contents.path}: got a checkpoint without a run file; expected one that `tilerec train` has "
+                    "saved. Leave --run-file out."
+                )
+            print_plain(text.rstrip("\n"))
+            return
         table = Table("tensor", "dtype", "shape", "chunks", "MB", *(["digest"] if digest else []))
         for name, saved in contents.manifest.tensors.items():
             layers = contents.chain.layers(name)
@@ -85,12 +99,9 @@ def inspect(
         for place, value in leaves("", contents.manifest.state.value):
             print_plain(f"{place}: {value}")
         for name, value in contents.manifest.metadata.items():
-            print_plain(f"[{name}] {value}")
+            print_plain(f"[{name}] {'see --run-file' if name == RUN_FILE_KEY else value}")
         if digest:
             print_plain(f"digest {contents.digest()}")
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
 
 
 @checkpoint_app.command()
@@ -99,10 +110,10 @@ def verify(path: _Path) -> None:
     from tilerec.checkpoint.contents import SavedContents
 
     damaged = 0
-    found = _found(path)
-    if not found:
-        print_error(f"{path}: got no checkpoints; expected one. Check the path.")
-        raise typer.Exit(1)
+    with _error_lines():
+        found = _found(path)
+        if not found:
+            raise FileError(f"{path}: got no checkpoints; expected one. Check the path.")
     for one in found:
         try:
             size = SavedContents(one).verify(bases=found == [path])
@@ -116,21 +127,18 @@ def verify(path: _Path) -> None:
 
 @checkpoint_app.command()
 def diff(first: _Path, second: _Path) -> None:
-    """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any."""
+    """Print the tensors and numbers that differ between two checkpoints. Exit code 1 if there are any, 2 for errors."""
     from rich.table import Table
 
     from tilerec.checkpoint.contents import differences, value_differences
 
-    try:
+    with _error_lines(code=2):
         one, two = _contents(first), _contents(second)
         table = Table("tensor", "difference")
         for found in differences(one, two):
             text = found.text or (f"{found.cells:,} cells, at most {found.largest:g}" if found.cells else "")
             table.add_row(found.name, f"{found.what} {text}".strip())
         lines = value_differences(one, two)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(2) from None
     if table.row_count:
         SafeConsole().print(table)
     for line in lines:
@@ -145,12 +153,9 @@ def compact(path: _Path) -> None:
     """Make an incremental checkpoint whole, in its place: it no longer needs the ones before it."""
     from tilerec.checkpoint.compaction import compact as make_whole
 
-    try:
+    with _error_lines():
         found = _contents(path).path
         made = make_whole(found)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     print_plain(f"{found}: {'made whole' if made else 'it is whole'}")
 
 
@@ -165,7 +170,7 @@ def export(
     """Write whole tensors to one safetensors file, or a checkpoint of torch.distributed.checkpoint."""
     from tilerec.checkpoint.changes import matches
 
-    try:
+    with _error_lines():
         if (out is None) == (dcp is None) or (only if dcp else part):
             raise ConfigError(
                 "tilerec checkpoint export: got other options; expected --out FILE [--only PATTERN] or --dcp FOLDER "
@@ -181,13 +186,9 @@ def export(
             return
         names = [name for name in contents.manifest.tensors if not only or matches(name, only)]
         if not names:
-            print_error(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
-            raise typer.Exit(1)
+            raise ConfigError(f"{path}: got no tensor that matches {only}; expected one. List them with inspect.")
         assert out is not None
         contents.export(out, names)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     print_plain(f"wrote {out}: {len(names):,} tensors")
 
 
@@ -218,7 +219,7 @@ def import_checkpoint(
     from tilerec.checkpoint.dcp_import import import_dcp
     from tilerec.checkpoint.torchrec_import import import_torchrec
 
-    try:
+    with _error_lines():
         if part is not None if torchrec else steps is not None:
             raise ConfigError(
                 "tilerec checkpoint import: got other options; expected --torchrec [--steps N], or --part NAME without "
@@ -229,34 +230,33 @@ def import_checkpoint(
             done = import_torchrec(folder, out, steps=steps, skip_values=skip_values)
         else:
             done = import_dcp(folder, out, part=part, skip_values=skip_values)
-    except TilerecError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
     for name in done.skipped:
         print_plain(f"skipped {name}")
     print_plain(f"wrote {out}: {done.tensors:,} tensors")
 
 
+@contextmanager
+def _error_lines(code: int = 1) -> Iterator[None]:
+    """Print an error of the block as one line, and end the command with an exit code."""
+    try:
+        yield
+    except TilerecError as error:
+        print_error(str(error))
+        raise typer.Exit(code) from None
+
+
 def _found(path: str) -> list[str]:
     """Return the checkpoints at a path: itself, or those of the folder, oldest first."""
     from tilerec.checkpoint.folder import folder_at
-    from tilerec.checkpoint.manager import checkpoints
+    from tilerec.checkpoint.manager import checkpoints, names_in
     from tilerec.checkpoint.manifest import MANIFEST
-    from tilerec.train.run_checkpoints import FOLDER
+    from tilerec.train.run_metadata import FOLDER
 
-    if MANIFEST in _names(path):
+    names = names_in(path)
+    if MANIFEST in names:
         return [path]
-    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in _names(path) else path
+    base = f"{path.rstrip('/')}/{FOLDER}" if FOLDER in names else path
     return [folder_at(found.path).path for found in checkpoints(base)]
-
-
-def _names(path: str) -> list[str]:
-    from tilerec.checkpoint.folder import parent_at
-
-    try:
-        return parent_at(path).names()
-    except NotADirectoryError:
-        return []
 
 
 def _contents(path: str) -> SavedContents:

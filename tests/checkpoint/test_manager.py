@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tilerec.checkpoint import CheckpointManager, latest
-from tilerec.checkpoint.manager import checkpoints
+from tilerec.checkpoint.manager import LAST_STEP, checkpoints
 from tilerec.errors import ConfigError, FileError
 
 
@@ -103,6 +107,29 @@ def test_object_stores_by_url() -> None:
         memory.rm("/jobs", recursive=True)
 
 
-def test_negative_numbers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keep_last=-1"):
-        CheckpointManager(tmp_path, keep_last=-1)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("keep_last", -1), ("every", 1.5), ("every", "2"), ("keep_every", True), ("every", math.nan)]
+    + [("seconds", value) for value in (-1, math.nan, math.inf, "9", True)],
+)
+def test_numbers_that_no_save_could_follow_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"CheckpointManager: got {name}={value!r}; expected a ")):
+        CheckpointManager(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, 2.0, 10**18, 10**20, True, math.nan, "3", None])
+def test_steps_that_make_no_name_of_a_checkpoint_are_refused_before_anything_is_written(
+    tmp_path: Path, step: Any
+) -> None:
+    manager = CheckpointManager(tmp_path / "m", every=1, incremental=True)
+    for call in (manager.due, lambda step: manager.save(step, {"x": 1}), lambda step: manager.save_if_due(step, {})):
+        with pytest.raises(ConfigError, match=re.escape(f"got step={step!r}; expected a whole number from 0 to 999,9")):
+            call(step)
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_first_and_the_last_step_have_checkpoints_that_are_found(tmp_path: Path) -> None:
+    """Steps of numpy, too: a loop may count with them."""
+    for step in (np.int64(0), 7, LAST_STEP):
+        CheckpointManager(tmp_path).save(step, {"x": int(step)})
+        assert CheckpointManager(tmp_path).resume({"x": None}) == (step, {"x": step})

@@ -9,18 +9,22 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.elastic.manifests import KINDS, check_manifest
 from tilerec.train.launch import GRACE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="starts a launcher: nightly")
+NIGHTLY_MODELS = pytest.mark.skipif(
+    os.environ.get("TILEREC_NIGHTLY") != "1", reason="reads the models of kubeflow-training: nightly"
+)
 RUN_FILE = """
 [data]
 kind = "synthetic"
@@ -47,11 +51,54 @@ def test_the_page_shows_the_files(name: str) -> None:
     assert (CLUSTER / name).read_text() in PAGE
 
 
-@pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_manifests_have_the_structure_of_their_kinds(name: str) -> None:
+def trainer_model(name: str) -> Callable[[Any], Any]:
+    """Return a function that reads an object by the model of this name in Kubeflow Trainer, and writes it again.
+
+    Fields that the model lacks are missing in the result; values of another type raise.
+    """
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
+    return lambda found: getattr(models, name).from_dict(found).to_dict()
+
+
+def test_the_runtime_and_its_job_fit_the_models_of_kubeflow_trainer() -> None:
     yaml = pytest.importorskip("yaml")
-    for found in yaml.safe_load_all((CLUSTER / name).read_text()):
-        check_manifest(found, KINDS[found["apiVersion"], found["kind"]], found["kind"])
+    objects = list(yaml.safe_load_all((CLUSTER / "trainjob.yaml").read_text()))
+    assert [found["kind"] for found in objects] == ["TrainingRuntime", "TrainJob"]
+    for found in objects:
+        assert trainer_model(f"TrainerV1alpha1{found['kind']}")(found) == found
+    runtime, job = objects
+    runtime["spec"]["mlPolicy"]["torch"]["numProcPerNode"] = 2
+    assert trainer_model("TrainerV1alpha1TrainingRuntime")(runtime) != runtime
+    job["spec"]["trainer"]["numProcPerNode"] = "2"
+    with pytest.raises(ValueError, match="numProcPerNode"):
+        trainer_model("TrainerV1alpha1TrainJob")(job)
+
+
+def test_the_pods_of_the_pytorchjob_fit_the_model_of_kubernetes() -> None:
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load_all((CLUSTER / "pytorchjob.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert trainer_model("IoK8sApiCoreV1PodSpec")(pod) == pod
+
+
+@NIGHTLY_MODELS
+@pytest.mark.filterwarnings("default")  # the package's own
+def test_the_pytorchjob_fits_the_model_of_the_training_operator() -> None:
+    yaml = pytest.importorskip("yaml")
+    from kubeflow import training  # of tilerec[test-nightly]: without it, the nightly tests fail
+
+    (job,) = yaml.safe_load_all((CLUSTER / "pytorchjob.yaml").read_text())
+
+    def written_again(found: Any) -> Any:
+        client = training.ApiClient()
+        return client.sanitize_for_serialization(
+            client.deserialize(SimpleNamespace(data=json.dumps(found)), "KubeflowOrgV1PyTorchJob")
+        )
+
+    assert written_again(job) == job
+    assert written_again({**job, "spec": {**job["spec"], "nprocPerNode": 2}})["spec"]["nprocPerNode"] == "2"
+    with pytest.raises(ValueError, match="run_policy"):
+        written_again({**job, "spec": {name: part for name, part in job["spec"].items() if name != "runPolicy"}})
 
 
 def test_names_in_manifests_belong_together() -> None:

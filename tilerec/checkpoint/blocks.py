@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 from tilerec.errors import InputError
 
 BLOCK = 1 << 22  # bytes
-_MOST_CHECKS = 8  # blocks that wait for their check: memory that belongs to no part stays until then
+MOST_CHECKS = 7  # blocks that wait for their check: memory that belongs to no part stays until then
 
 
 class BlockWriter:
@@ -100,10 +100,12 @@ class BlockReader:
     Args:
         name: of the file, for errors.
         size: bytes of the file. crcs: CRC-32 of each block.
+        checks: number of blocks that may wait for their checksums; one more is read meanwhile.
     """
 
-    def __init__(self, file: BinaryIO, name: str, size: int, crcs: Sequence[int]) -> None:
+    def __init__(self, file: BinaryIO, name: str, size: int, crcs: Sequence[int], *, checks: int = MOST_CHECKS) -> None:
         self._file, self._name, self._size, self._crcs = file, name, size, crcs
+        self._most_checks = checks
         self._thread = ThreadPoolExecutor(1)
         self._checks: deque[Future[None]] = deque()
         self._kept: tuple[int, memoryview] | None = None  # number of a block, and its bytes
@@ -167,6 +169,7 @@ class BlockReader:
                 done += whole
                 continue
             if self._kept is None or self._kept[0] != number:
+                self._kept = None  # its memory is free before the next one takes some
                 block = memoryview(bytearray(size))
                 self.read([Part(number * BLOCK, block)])
                 self._kept = number, block
@@ -179,7 +182,7 @@ class BlockReader:
         block.fill_to(min((block.number + 1) * BLOCK, self._size))
         self._fill(block.number, block.views)
         self._checks.append(self._thread.submit(self._check, block.number, block.views))
-        if len(self._checks) > _MOST_CHECKS:
+        if len(self._checks) > self._most_checks:
             self._checks.popleft().result()
         for then in block.then:
             then()

@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tilerec.checkpoint.changes import CHANGES_KEY
 from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import MANIFEST, Manifest, SavedTensor, parse_manifest
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.read_boxes import Target, read_boxes
-from tilerec.checkpoint.read_rows import RowNumbers, RowTarget, read_rows
+from tilerec.checkpoint.read_rows import RowTarget, read_rows
+from tilerec.checkpoint.row_numbers import RowNumbers
+from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET, ScratchMemory
+from tilerec.checkpoint.tree import Json
 from tilerec.errors import FileError, InputError
 from tilerec.json_document import JsonValue
 
@@ -41,12 +45,13 @@ class Chain:
 
     Args:
         links: the checkpoint, its base, and so on.
+        scratch: memory that `read` may take beside the pieces.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[Link], scratch: ScratchMemory) -> None:
         self.links = tuple(links)
-        self._names: set[str] = set()
-        self._numbers: RowNumbers = {}  # of the tensors that were read last
+        self._scratch = scratch
+        self._numbers = RowNumbers(scratch.numbers)
 
     @property
     def path(self) -> str:
@@ -67,6 +72,11 @@ class Chain:
         """The state tree (tree.py)."""
         return self.manifest.state
 
+    @property
+    def changes(self) -> Json:
+        """The note of the changes that the job had made; see `Changes.note`."""
+        return self.manifest.metadata.get(CHANGES_KEY)
+
     def layers(self, name: str) -> list[tuple[Link, SavedTensor]]:
         """Return the links that hold cells of a tensor, oldest first; the first has all cells."""
         found: list[tuple[Link, SavedTensor]] = []
@@ -86,9 +96,6 @@ class Chain:
         Raises:
             InputError: a file is damaged. OSError: a file cannot be read.
         """
-        names = {name for _, name in wanted}
-        if names != self._names:
-            self._names, self._numbers = names, {}
         boxes: dict[int, list[Target]] = {}
         rows: dict[int, list[RowTarget]] = {}
         for piece, name in wanted:
@@ -96,14 +103,17 @@ class Chain:
                 boxes.setdefault(id(link), []).append(Target(piece, saved))
                 rows.setdefault(id(link), []).extend(RowTarget(piece, each) for each in saved.rows)
         for link in reversed(self.links):
-            read_boxes(link.folder, link.manifest, boxes.get(id(link), []))
-            read_rows(link.folder, link.manifest, rows.get(id(link), []), self._numbers)
+            read_boxes(link.folder, link.manifest, boxes.get(id(link), []), self._scratch)
+            read_rows(link.folder, link.manifest, rows.get(id(link), []), self._numbers, self._scratch.buffer)
 
 
-def open_chain(folder: CheckpointFolder, known: dict[str, Manifest] | None = None) -> Chain:
+def open_chain(
+    folder: CheckpointFolder, known: dict[str, Manifest] | None = None, memory_budget: int = DEFAULT_BUDGET
+) -> Chain:
     """Return a checkpoint with its bases; all their files are there and have the right sizes.
 
     Args:
+        memory_budget: bytes that `read` may take beside the pieces.
         known: manifests that have been opened, by path; gets those that are opened. So many chains with the same bases
             are opened in the time of one.
 
@@ -111,17 +121,28 @@ def open_chain(folder: CheckpointFolder, known: dict[str, Manifest] | None = Non
         FileError: a manifest or a file is missing. InputError: a manifest or a size is wrong, or a base is another
             checkpoint than the one that was continued.
     """
+    scratch = ScratchMemory.of(memory_budget)
     links: list[Link] = []
     seen: set[str] = set()
     while True:
-        manifest = known[folder.path] if known is not None and folder.path in known else open_manifest(folder)
+        try:
+            manifest = known[folder.path] if known is not None and folder.path in known else open_manifest(folder)
+        except FileError as error:
+            if not links:
+                raise
+            first = links[0].folder.path
+            raise FileError(
+                f"{error} {first} continues this checkpoint: keep both in one folder, or make {first} whole where both "
+                "are (tilerec checkpoint compact).",
+                error.errno,
+            ) from error
         if known is not None:
             known[folder.path] = manifest
         if links:
             _check_base(links, folder, manifest)
         links.append(Link(folder, manifest))
         if manifest.base is None:
-            return Chain(links)
+            return Chain(links, scratch)
         seen.add(folder.path)
         folder = folder.beside(manifest.base.name)
         if folder.path in seen or len(links) >= MOST_LINKS:

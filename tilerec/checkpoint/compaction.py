@@ -31,7 +31,7 @@ from tilerec.errors import FileError, InputError
 def compact(path: str | Path) -> bool:
     """Make a checkpoint independent of its bases; return False if it has none. One process calls it.
 
-    Memory: one chunk, and the numbers of a tensor's changed rows. Do not compact a checkpoint that a job is loading.
+    Memory: one chunk, and the default budget of `load`. Do not compact a checkpoint that a job is loading.
 
     Args:
         path: of the checkpoint: a folder, or a URL of fsspec.

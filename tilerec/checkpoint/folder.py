@@ -127,8 +127,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
         filesystem, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise FileError(
-            f"Checkpoint {url}: its file system is not available ({error}); expected a URL that fsspec opens. Install "
-            "its package."
+            f"Checkpoint {url}: got a file system that is not available ({error}); expected a URL that fsspec opens. "
+            "Install its package."
         ) from error
     return filesystem, str(path).rstrip("/")
 

@@ -3,8 +3,8 @@
     run/checkpoints/step-100  step-200  step-300
 
     manager = CheckpointManager("run/checkpoints", every=100, keep_last=2)
-    step = manager.resume(parts)                # 0 if there is no checkpoint
-    for ...:
+    found = manager.resume(parts)               # None if there is no checkpoint
+    for step in ...:
         manager.save_if_due(step, parts)
 
 Only folders with a valid manifest count, and the number in the name is their order. The newest ones are never removed
@@ -13,12 +13,14 @@ before a newer one is complete, nor is the base of an incremental one.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +30,21 @@ from tilerec.checkpoint.chain import open_chain, open_manifest
 from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at, parent_at
 from tilerec.checkpoint.job_tables import known_rows
-from tilerec.checkpoint.loading import load
+from tilerec.checkpoint.loading import load_chain
 from tilerec.checkpoint.manifest import Base, Manifest
 from tilerec.checkpoint.parts import ranks_of_job
 from tilerec.checkpoint.row_changes import JobChanges
 from tilerec.checkpoint.running_save import RunningSave
 from tilerec.checkpoint.saving import Saved, Since, file_errors, plan
+from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET
 from tilerec.checkpoint.tree import Json
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, FileError, InputError, TilerecError
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+LAST_STEP = 10**18 - 1
+"""Largest step of a checkpoint: its name has at most 18 digits."""
 _MOST_LINKS = 64  # increments on a whole checkpoint: each is opened to load the last one
 _LEFT = re.compile(r"step-([0-9]{1,18})(?:\.(?:tmp|old)-[0-9a-f]+)+")
 """Folders of saves and removals that did not end, also of removals of these."""
@@ -52,17 +57,23 @@ class Found(NamedTuple):
     path: str
 
 
-def checkpoints(folder: str | Path) -> list[Found]:
-    """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
+def names_in(folder: str | Path) -> list[str]:
+    """Return the names of what a folder holds; none if it does not exist. Raises FileError."""
     try:
-        names = parent_at(folder).names()
+        return parent_at(folder).names()
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(
             f"Checkpoints {folder}: got '{error.strerror or error}'; expected a folder that can be listed. Check the "
             "path, and try again.",
             error.errno,
         ) from error
-    steps = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def checkpoints(folder: str | Path) -> list[Found]:
+    """Return the checkpoints of a folder by their names, oldest first. They may be damaged: see `latest`."""
+    steps = sorted(int(match[1]) for name in names_in(folder) if (match := _NAME.fullmatch(name)))
     return [Found(step, f"{str(folder).rstrip('/')}/step-{step}") for step in steps]
 
 
@@ -97,6 +108,21 @@ def read_metadata(path: str | Path) -> Mapping[str, Json]:
     return open_manifest(folder_at(path)).metadata
 
 
+def _is_number(value: object, kind: type) -> bool:
+    """Return True for numbers of Python and numpy of a kind; a bool is none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _step_of(step: int) -> int:
+    """Return a step; raise `ConfigError` for one whose checkpoint could not be found by its name."""
+    if not _is_number(step, Integral) or not 0 <= step <= LAST_STEP:
+        raise ConfigError(
+            f"CheckpointManager: got step={step!r}; expected a whole number from 0 to {LAST_STEP:,}. Pass the number "
+            "of steps that the job has done."
+        )
+    return int(step)
+
+
 class CheckpointManager:
     """Checkpoints of one run. Every rank has one with the same settings, and calls it at the same steps.
 
@@ -114,7 +140,7 @@ class CheckpointManager:
         group: the ranks, as for `save`.
 
     Raises:
-        ConfigError: a number is negative.
+        ConfigError: a number of steps or checkpoints is not whole, or a number is negative or not finite.
     """
 
     def __init__(
@@ -129,29 +155,36 @@ class CheckpointManager:
         incremental: bool = False,
         group: Group | dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (
-            ("every", every),
-            ("seconds", seconds),
-            ("keep_last", keep_last),
-            ("keep_every", keep_every),
-        ):
-            if value < 0:
-                raise ConfigError(f"CheckpointManager: got {name}={value}; expected a number from 0. Correct it.")
+        for name, count in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if not _is_number(count, Integral) or count < 0:
+                raise ConfigError(
+                    f"CheckpointManager: got {name}={count!r}; expected a whole number from 0. Correct it."
+                )
+        if not _is_number(seconds, Real) or not 0 <= seconds < math.inf:
+            raise ConfigError(
+                f"CheckpointManager: got seconds={seconds!r}; expected a finite number from 0. Correct it."
+            )
         self.folder = folder if "://" in str(folder) else os.path.abspath(folder)
         self._every, self._seconds = every, seconds
         self._keep_last, self._keep_every = keep_last, keep_every
         self._ranks = ranks_of_job(group)
         self._since = time.monotonic()
-        self._last = -1  # step of the last save
+        self._last: int | None = None  # step of the last save
         self._damaged: set[int] = set()  # steps whose files have the right sizes and wrong bytes
         self._channel = self._ranks.split("checkpoints") if asynchronous else None
         self._running: RunningSave | None = None
         self._noted: tuple[int, bool] = (0, False)  # step of the running save, and if it is incremental
         self._changes = JobChanges() if incremental else None
+        self._note_of_changes: dict[str, Json] = {}  # those that the job was loaded with
         self._chain: list[tuple[int, Saved]] = []  # steps of the newest chain, the whole one first
 
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set."""
+        """Return True if a checkpoint is due after this many steps. Collective if `seconds` is set.
+
+        Raises:
+            ConfigError: see `save`.
+        """
+        step = _step_of(step)
         if step == self._last:
             return False
         due = bool(self._every) and step % self._every == 0
@@ -164,7 +197,11 @@ class CheckpointManager:
         """Write the checkpoint of a step, then remove old ones; return its path. Collective. Raises as `save`.
 
         A damaged checkpoint of this step is replaced. If this manager has saved or resumed the step, nothing is done.
+
+        Raises:
+            ConfigError: the step is not a whole number from 0 to `LAST_STEP`; nothing is written.
         """
+        step = _step_of(step)
         path = f"{str(self.folder).rstrip('/')}/step-{step}"
         if step == self._last:
             return path
@@ -177,7 +214,7 @@ class CheckpointManager:
         tensors = self._chain[-1][1].tensors if base is not None else {}
         try:
             planned = plan(
-                path, parts, self._ranks, {"step": step, **(metadata or {})}, ahead=ahead,
+                path, parts, self._ranks, {"step": step, **self._note_of_changes, **(metadata or {})}, ahead=ahead,
                 since=None if self._changes is None else Since(self._changes, base, tensors),
             )  # fmt: skip
             if self._channel is not None:
@@ -227,7 +264,7 @@ class CheckpointManager:
 
     def _forget(self) -> None:
         """Make the next save write everything: the last one failed."""
-        self._last, self._chain = -1, []
+        self._last, self._chain = None, []
         if self._changes is not None:
             self._changes.forget()
 
@@ -255,28 +292,33 @@ class CheckpointManager:
         changes: Changes | None = None,
         check: Callable[[str, dict[str, Any]], None] | None = None,
         newest: int | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load the newest whole checkpoint; return its step and the states of `load`, or None. Collective.
 
         If reading it fails because a file is damaged, the one before it is loaded, with a warning.
 
         Args:
+            changes: what differs between the job and the checkpoints that were saved before it had these changes. Each
+                later save notes them, so the same job, started again, loads its own checkpoints as they are.
             check: called with the path and the plain values of the parts before anything is loaded; it may raise.
             newest: step of the newest checkpoint that may be loaded; later ones count as damaged. None for no limit.
+            memory_budget: as for `load`.
         """
         self.wait()
+        self._note_of_changes = {} if changes is None else changes.note
         for found in whole_checkpoints(self.folder, group=self._ranks):
             if newest is not None and found.step > newest:
                 self._damaged.add(found.step)
                 continue
             try:
-                values = load(found.path, parts, group=self._ranks, changes=changes, check=check)
+                values, changed = load_chain(found.path, parts, self._ranks, changes or Changes(), check, memory_budget)
             except (InputError, FileError) as error:  # on all ranks, if on one
                 warnings.warn(f"{error} The checkpoint before it is loaded.", stacklevel=2)
                 self._damaged.add(found.step)
                 continue
             self._last = found.step
-            self._continue(found, parts, fits=changes is None)
+            self._continue(found, parts, fits=not changed)
             return found.step, values
         return None
 

@@ -113,7 +113,7 @@ class MemorySource:
         self._held: list[Held | None] = _gathered(group, None if own is None else own.described(step))
         first = next(one for one in self._held if one is not None)
         self.values = first.values
-        self.path = _WHERE
+        self.path, self.changes = _WHERE, None
         self.state = JsonValue.of(json.loads(first.tree), _WHERE)
         self.tensors: Mapping[str, SavedTensor] = {
             name: SavedTensor(DTYPES[dtype], shape, ()) for name, (dtype, shape) in first.tensors.items()

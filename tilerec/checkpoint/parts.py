@@ -12,6 +12,8 @@ from tilerec.comms.group import Group
 from tilerec.comms.mesh import group_of
 from tilerec.comms.threads import ThreadWorld
 from tilerec.errors import ConfigError
+from tilerec.optim.fused import FusedOptimizer
+from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 
 
 def ranks_of_job(group: Group | dist.ProcessGroup | None) -> Group:
@@ -30,8 +32,8 @@ def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_fixed_names(part: object) -> bool:
-    """Return True if a part has exactly the tensors of its state dict, as modules do.
+    """Return True if a part has exactly the tensors of its state dict, as modules and optimizers of tables do.
 
     Optimizers of torch make their state at the first step, and take all that a checkpoint has for them.
     """
-    return isinstance(part, nn.Module)
+    return isinstance(part, (nn.Module, FusedOptimizer, ShardedFusedOptimizer))

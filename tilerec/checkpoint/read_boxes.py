@@ -1,7 +1,7 @@
 """Read boxes of tensors from the data files of a checkpoint into memory, each rank its own boxes.
 
 Files are read from start to end, one after the other. Rows that a box holds in full go straight into its memory; others
-go through buffers of `SCRATCH_BYTES`, of which two or three exist at a time.
+go through buffers, of which two exist at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tilerec.checkpoint.blocks import BlockReader, Part
 from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
+from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET, ScratchMemory, scratch_tensor
 
-SCRATCH_BYTES = 1 << 24
+_DEFAULT = ScratchMemory.of(DEFAULT_BUDGET)
 
 
 class Target(NamedTuple):
@@ -37,8 +38,16 @@ class _Read(NamedTuple):
     piece: Piece
 
 
-def read_boxes(folder: CheckpointFolder, manifest: Manifest, targets: Sequence[Target]) -> None:
+def read_boxes(
+    folder: CheckpointFolder,
+    manifest: Manifest,
+    targets: Sequence[Target],
+    scratch: ScratchMemory = _DEFAULT,
+) -> None:
     """Fill the pieces.
+
+    Args:
+        scratch: memory that it may take.
 
     Raises:
         InputError: a file is damaged. OSError: a file cannot be read.
@@ -53,35 +62,47 @@ def read_boxes(folder: CheckpointFolder, manifest: Manifest, targets: Sequence[T
         file = manifest.files[name]
         path = f"{folder.path}/{name}"
         some.sort(key=lambda read: (read.chunk.start, read.box.offsets))
-        with folder.open(name) as opened, BlockReader(opened, path, file.size, file.crcs) as reader:
-            reader.read(part for read in some for part in _parts(read))
+        with (
+            folder.open(name) as opened,
+            BlockReader(opened, path, file.size, file.crcs, checks=scratch.checks) as reader,
+        ):
+            reader.read(
+                part
+                for chunk, box, (own, memory) in some
+                for part in _parts(chunk.start, chunk.box, box, own.within(memory, box), scratch.buffer)
+            )
 
 
-def _parts(read: _Read) -> Iterator[Part]:
-    """Yield the bytes that fill the part of a piece that a chunk holds."""
-    chunk, box, (own, memory) = read
-    dtype = memory.dtype
+def _parts(start: int, chunk: Box, box: Box, place: Tensor, buffer: int) -> Iterator[Part]:
+    """Yield the bytes that fill some memory.
+
+    Args:
+        start: first byte of a chunk. chunk: its box. box: the part of it to read into `place`.
+        buffer: bytes of a buffer.
+    """
+    dtype = place.dtype
     if not box.sizes:
         value = torch.empty((), dtype=dtype)
-        yield Part(chunk.start, _bytes(value), lambda: memory.copy_(value))
+        yield Part(start, _bytes(value), lambda: place.copy_(value))
         return
-    place = own.within(memory, box)
-    row_cells = chunk.box.cells // chunk.box.sizes[0]  # of the chunk
-    row = row_cells * dtype.itemsize
-    first = box.offsets[0] - chunk.box.offsets[0]
-    whole_rows = box.sizes[1:] == chunk.box.sizes[1:]
-    if whole_rows and place.is_contiguous() and place.device.type == "cpu":
-        yield Part(chunk.start + first * row, _bytes(place))
+    row = chunk.cells // chunk.sizes[0] * dtype.itemsize
+    first = box.offsets[0] - chunk.offsets[0]
+    if box.sizes[1:] == chunk.sizes[1:] and place.is_contiguous() and place.device.type == "cpu":
+        yield Part(start + first * row, _bytes(place))
         return
-    step = max(1, SCRATCH_BYTES // row)
+    if row > buffer and len(box.sizes) > 1:  # a row is a chunk of its own, of one dimension less
+        inner, part = (Box(one.offsets[1:], one.sizes[1:]) for one in (chunk, box))
+        for i in range(box.sizes[0]):
+            yield from _parts(start + (first + i) * row, inner, part, place[i], buffer)
+        return
+    step = max(1, buffer // row)
     for low in range(0, box.sizes[0], step):
         count = min(step, box.sizes[0] - low)
-        scratch = torch.empty((count, *chunk.box.sizes[1:]), dtype=dtype)
-        columns = scratch
+        held = scratch_tensor((count, *chunk.sizes[1:]), dtype)
+        columns = held
         for dim in range(1, len(box.sizes)):
-            columns = columns.narrow(dim, box.offsets[dim] - chunk.box.offsets[dim], box.sizes[dim])
-        copy = partial(place[low : low + count].copy_, columns)
-        yield Part(chunk.start + (first + low) * row, _bytes(scratch), copy)
+            columns = columns.narrow(dim, box.offsets[dim] - chunk.offsets[dim], box.sizes[dim])
+        yield Part(start + (first + low) * row, _bytes(held), partial(place[low : low + count].copy_, columns))
 
 
 def _bytes(memory: Tensor) -> memoryview:

@@ -1,11 +1,11 @@
 """Read the changed rows of tensors from an incremental checkpoint into memory, over the rows of its base.
 
-Row numbers of a list are read as a whole, 8 bytes a row. Values go through a buffer of `SCRATCH_BYTES`; of a list of
-many rows, a piece reads just those that it holds.
+Of a list of rows, a piece reads just those that it holds, through a buffer.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -17,9 +17,8 @@ from tilerec.checkpoint.blocks import BlockReader
 from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Manifest, RowList
 from tilerec.checkpoint.pieces import Box, Piece
-from tilerec.errors import InputError
-
-SCRATCH_BYTES = 1 << 24
+from tilerec.checkpoint.row_numbers import RowNumbers, Segment
+from tilerec.checkpoint.scratch_memory import scratch_tensor
 
 
 class RowTarget(NamedTuple):
@@ -29,76 +28,78 @@ class RowTarget(NamedTuple):
     rows: RowList
 
 
-RowNumbers = dict[tuple[str, int], Tensor]
-"""Numbers of listed rows that have been read, by their file and byte."""
+class _OpenFiles:
+    """The files of a checkpoint that were read last, as a context: two, since each keeps a block in memory."""
+
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._open: OrderedDict[str, tuple[BlockReader, ExitStack]] = OrderedDict()
+
+    def __enter__(self) -> _OpenFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:
+            self._open.popitem()[1][1].close()
+
+    def path(self, name: str) -> str:
+        return f"{self._folder.path}/{name}"
+
+    def reader(self, name: str) -> BlockReader:
+        """Return the reader of a file. It may end the one before the last."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name][0]
+        if len(self._open) == 2:
+            self._open.popitem(last=False)[1][1].close()
+        file = self._manifest.files[name]
+        with ExitStack() as opened:
+            stream = opened.enter_context(self._folder.open(name))
+            reader = opened.enter_context(BlockReader(stream, self.path(name), file.size, file.crcs))
+            self._open[name] = reader, opened.pop_all()
+        return reader
 
 
 def read_rows(
-    folder: CheckpointFolder, manifest: Manifest, targets: Sequence[RowTarget], numbers: RowNumbers
+    folder: CheckpointFolder, manifest: Manifest, targets: Sequence[RowTarget], numbers: RowNumbers, buffer: int
 ) -> None:  # fmt: skip
     """Replace rows of the pieces.
 
     Args:
-        numbers: kept between calls; gets those that are read.
+        numbers: kept between calls.
+        buffer: bytes of rows that are read at a time, at least one row.
 
     Raises:
         InputError: a file is damaged. OSError: a file cannot be read.
     """
-    with ExitStack() as opened:
-        readers: dict[str, BlockReader] = {}
-
-        def reader(name: str) -> BlockReader:
-            if name not in readers:
-                file = manifest.files[name]
-                path = f"{folder.path}/{name}"
-                stream = opened.enter_context(folder.open(name))
-                readers[name] = opened.enter_context(BlockReader(stream, path, file.size, file.crcs))
-            return readers[name]
-
+    with _OpenFiles(folder, manifest) as files:
         for piece, rows in sorted(targets, key=lambda target: (target.rows.values, target.piece.box)):
             both = rows.box.overlap(piece.box)
             if both is None:
                 continue
-            file, start = rows.numbers
-            path = f"{folder.path}/{file}"
-            place = path, start
-            if place not in numbers:
-                numbers[place] = _numbers(reader(file), rows, path)
-            _replace(reader(rows.values[0]), rows, numbers[place], piece, both)
+            file, low = rows.numbers[0], both.offsets[0]
+            for segment in numbers.between(files.reader(file), files.path(file), rows, low, low + both.sizes[0]):
+                _replace(files.reader(rows.values[0]), rows, segment, piece, both, buffer)
 
 
-def _numbers(reader: BlockReader, rows: RowList, path: str) -> Tensor:
-    """Return the row numbers, int64 `[count]`."""
-    found = torch.empty(rows.count, dtype=torch.int64)
-    reader.read_into(rows.numbers[1], _bytes(found))
-    first, last = rows.box.offsets[0], rows.box.offsets[0] + rows.box.sizes[0]
-    if int(found[0]) < first or int(found[-1]) >= last or not bool((found[1:] > found[:-1]).all()):
-        raise InputError(
-            f"Checkpoint {path}: got row numbers from {int(found[0])} to {int(found[-1])}; expected ascending numbers "
-            f"in [{first}, {last}). Load an earlier checkpoint."
-        )
-    return found
-
-
-def _replace(reader: BlockReader, rows: RowList, numbers_U: Tensor, piece: Piece, both: Box) -> None:
-    """Write the listed rows of the cells `both` into a piece."""
+def _replace(reader: BlockReader, rows: RowList, segment: Segment, piece: Piece, both: Box, buffer: int) -> None:
+    """Write the listed rows of a segment into the cells `both` of a piece."""
     own, memory = piece
-    edges = torch.tensor([both.offsets[0], both.offsets[0] + both.sizes[0]])
-    low, high = torch.searchsorted(numbers_U, edges).tolist()
     row = rows.box.cells // rows.box.sizes[0] * memory.dtype.itemsize
-    step = max(1, SCRATCH_BYTES // row)
+    step = max(1, buffer // (row + segment.numbers.itemsize))
     columns = Box((own.offsets[0], *both.offsets[1:]), (own.sizes[0], *both.sizes[1:]))
     place = own.within(memory, columns)
-    for first in range(low, high, step):
-        count = min(step, high - first)
-        values = torch.empty((count, *rows.box.sizes[1:]), dtype=memory.dtype)
-        reader.read_into(rows.values[1] + first * row, _bytes(values))
+    for first in range(0, len(segment.numbers), step):
+        numbers_U = segment.numbers[first : first + step]
+        values = scratch_tensor((len(numbers_U), *rows.box.sizes[1:]), memory.dtype)
+        reader.read_into(rows.values[1] + (segment.at + first) * row, _bytes(values))
         for dim in range(1, len(both.sizes)):
             values = values.narrow(dim, both.offsets[dim] - rows.box.offsets[dim], both.sizes[dim])
-        at = (numbers_U[first : first + count] - own.offsets[0]).to(place.device)
+        at = (numbers_U - own.offsets[0]).to(place.device)
+        target = place
         if memory.dtype.itemsize == 1:  # torch does not index tensors of all 8-bit floats
-            place, values = place.view(torch.uint8), values.view(torch.uint8)
-        place[at] = values.to(place.device)
+            target, values = place.view(torch.uint8), values.view(torch.uint8)
+        target[at] = values.to(place.device)
 
 
 def _bytes(memory: Tensor) -> memoryview:

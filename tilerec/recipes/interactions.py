@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as parquet
 
 from tilerec.data.file_list import FilePath
 from tilerec.data.interaction_log import InteractionLog, LogColumns, read_log
@@ -16,8 +15,9 @@ from tilerec.data.interactions import Interactions, LogSplit
 from tilerec.data.parquet_files import ENDINGS as PARQUET_ENDINGS
 from tilerec.data.parquet_files import ParquetGroups
 from tilerec.data.text_files import DelimitedGroups
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import ConfigError
 from tilerec.train.config import DataConfig
+from tilerec.train.vocabulary_files import read_vocabularies
 
 _DELIMITERS = {"auto": "", "comma": ",", "tab": "\t", "space": " ", "semicolon": ";"}
 _LAST = LogSplit()
@@ -43,7 +43,8 @@ class InteractionsData(DataConfig):
             `max_length` items and the next one; for next-item tasks.
         max_length: items of a history, the last ones.
         hold_out: the held-out part. Users without training interactions are left out of it.
-        vocabulary: folder with the vocabularies of an earlier run, to keep its rows; "": those of the training part.
+        vocabulary: folder with the vocabularies of an earlier run, or a checkpoint of it, to keep its rows; "": those
+            of the training part.
         seed: of the order of the training samples.
         keys: as in `FilesData`; the only column is that of the user.
     """
@@ -129,16 +130,4 @@ class InteractionsData(DataConfig):
         return read_log(DelimitedGroups(path, delimiter=delimiter, names=self.names), columns)
 
     def _vocabulary(self) -> dict[str, pa.Array] | None:
-        if not self.vocabulary:
-            return None
-        found = {}
-        for name in ("user", "item"):
-            file = Path(self.vocabulary) / f"{name}.parquet"
-            try:
-                found[name] = parquet.read_table(file).column("value").combine_chunks()
-            except (OSError, KeyError, pa.ArrowException) as error:
-                raise InputError(
-                    f"data.vocabulary: {file}: got {' '.join(str(error).split())[:200]}; expected the vocabulary of a "
-                    "run. Use the folder vocabulary of its log folder."
-                ) from error
-        return found
+        return read_vocabularies(Path(self.vocabulary), ("user", "item")) if self.vocabulary else None

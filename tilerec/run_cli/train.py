@@ -195,4 +195,6 @@ def _plain(value: object) -> str:
     """Format a value as `--set` accepts it."""
     if isinstance(value, tuple):
         return ",".join(map(_plain, value))
+    if isinstance(value, dict):
+        return ",".join(f"{name}={_plain(one)}" for name, one in value.items())
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch import nn
 
+from tilerec.checkpoint.changes import Changes
 from tilerec.data.dataset import Dataset, RowDataset
 from tilerec.data.file_list import FilePath
 from tilerec.errors import ConfigError
@@ -37,7 +38,9 @@ class DataConfig(ABC):
         return ()
 
     def with_vocabulary(self, folder: Path) -> DataConfig:
-        """Return the config with the vocabularies that a run has kept in a folder; unchanged if it has none."""
+        """Return the config with the vocabularies that a run has kept in a folder or a checkpoint; unchanged if it has
+        none.
+        """
         return self
 
     def open_catalog(self) -> Dataset:
@@ -250,6 +253,10 @@ class ParallelConfig:
             )
 
 
+_CHANGING = ("model.", "tables.", "dense.")
+"""Parts of a run's checkpoint that may differ from the run."""
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints of a run, in the folder `checkpoints` of its `log_dir`.
@@ -264,6 +271,8 @@ class CheckpointConfig:
         incremental: write only the rows that have changed since the last checkpoint, and everything once these
             checkpoints are as large as the last whole one together.
         resume: continue from the newest whole checkpoint of `log_dir`, if there is one.
+        changes: what differs between the run and the checkpoint that it continues: names of tensors, which begin with
+            `model.`, `tables.` (the state of the embedding optimizer) or `dense.` (that of the dense one).
     """
 
     every: int = 0
@@ -273,6 +282,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     incremental: bool = False
     resume: bool = False
+    changes: Changes = field(default_factory=Changes)
 
     @property
     def saves(self) -> bool:
@@ -281,8 +291,17 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name in ("every", "seconds", "keep_last", "keep_every"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"checkpoint.{name}: got {getattr(self, name)}; expected at least 0.")
+        changes = self.changes
+        for key in ("rename", "drop", "keep", "resize"):
+            names = getattr(changes, key)
+            for name in (*names, *(names.values() if key == "rename" else ())):
+                if not name.startswith(_CHANGING):
+                    raise ConfigError(
+                        f"checkpoint.changes.{key}: got {name!r}; expected names that begin with "
+                        f"{', '.join(map(repr, _CHANGING))}. List them with `tilerec checkpoint inspect`."
+                    )
 
 
 @dataclass(frozen=True)

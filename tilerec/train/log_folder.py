@@ -1,29 +1,24 @@
-"""The folder of a run's logs: config.json, plan.json, metrics.jsonl, TensorBoard's files and summary.json.
-
-Data with vocabularies have them there, too: `vocabulary/<feature>.parquet` with one column `value`, whose row i is row
-i + 1 of the feature's table. So later commands need no training data to map values to rows.
-"""
+"""The folder of a run's logs: config.json, plan.json, metrics.jsonl, TensorBoard's files and summary.json."""
 
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 from torch import nn
 
-from tilerec.atomic_file import open_replacement, write_file
+from tilerec.atomic_file import write_file
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.override import settings
-from tilerec.train.run_file import RUN_FILE
+from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import JsonLines, LogFiles, TensorBoard, finite
 from tilerec.train.run_plan import plan_in
 from tilerec.train.saved_model import MODEL_FILE
-
-VOCABULARY_FOLDER = "vocabulary"
+from tilerec.train.vocabulary_files import write_vocabularies
 
 
 def log_files(folder: Path) -> list[Path]:
@@ -74,9 +69,14 @@ def write_json(path: Path, values: dict[str, object]) -> None:
     write_file(path, json.dumps(finite(values), indent=2, default=str) + "\n", "Logs")
 
 
-def write_vocabularies(folder: Path, dataset: Dataset) -> None:
-    """Write the vocabularies of a data set, if it has some."""
-    for name, values in dataset.vocabularies().items():
-        (folder / VOCABULARY_FOLDER).mkdir(exist_ok=True)
-        with open_replacement(folder / VOCABULARY_FOLDER / f"{name}.parquet", "Vocabulary") as file:
-            parquet.write_table(pa.table({"value": values}), file)
+def write_run(config: RunConfig, dataset: Dataset) -> None:
+    """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
+    write_vocabularies(Path(config.log_dir), dataset.vocabularies())
+    try:
+        # Without the folder, which may move.
+        write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
+    except FileError:
+        raise
+    except ConfigError as error:
+        # A class of a notebook or a function has no name for a file; the run itself does not need one.
+        warnings.warn(f"{error} The run continues without {RUN_FILE}.", stacklevel=3)

@@ -16,15 +16,12 @@ from rich.console import Console
 from torch import nn
 
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.data.dataset import Dataset
-from tilerec.errors import ConfigError, FileError
 from tilerec.train.config import RunConfig
 from tilerec.train.device import run_device
-from tilerec.train.log_folder import open_logs, write_json, write_vocabularies
+from tilerec.train.log_folder import open_logs, write_json, write_run
 from tilerec.train.override import settings
 from tilerec.train.result import RunResult, run_result, summary
 from tilerec.train.run_checkpoints import RunCheckpoints
-from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.run_logger import LogFiles, Terminal, Watcher
 from tilerec.train.saved_model import MODEL_FILE, save_model
 from tilerec.train.started_run import started_run
@@ -76,7 +73,7 @@ def train(
         run = started_run(config, dataset, model, device, world, all_watchers, checkpoints)
         if config.log_dir and not world.rank:
             logs = open_logs(config, model, run.steps if run.continues else None)
-            _write_run(config, dataset)
+            write_run(config, dataset)
             all_watchers.append(logs)
         if console is not None:
             all_watchers.append(Terminal(console, options.max_steps or None, run.steps))
@@ -101,19 +98,6 @@ def train(
         logs.attempt(lambda: write_json(Path(config.log_dir) / "summary.json", summary(result)))
         result = replace(result, log_errors=tuple(logs.errors))
     return result
-
-
-def _write_run(config: RunConfig, dataset: Dataset) -> None:
-    """Write the run and its vocabularies beside its logs, for `tilerec eval` and `tilerec predict`."""
-    write_vocabularies(Path(config.log_dir), dataset)
-    try:
-        # Without the folder, which may move.
-        write_run_file(Path(config.log_dir) / RUN_FILE, replace(config, log_dir=""))
-    except FileError:
-        raise
-    except ConfigError as error:
-        # A class of a notebook or a function has no name for a file; the run itself does not need one.
-        warnings.warn(f"{error} The run continues without {RUN_FILE}.", stacklevel=3)
 
 
 def _save(config: RunConfig, model: nn.Module, run: Run, world: World, logs: LogFiles | None) -> None:

@@ -8,19 +8,19 @@ model.safetensors    the quantized model
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from tilerec.errors import ConfigError, FileError
-from tilerec.train.log_folder import VOCABULARY_FOLDER, write_json
+from tilerec.train.log_folder import write_json
 from tilerec.train.quantized_model import save_quantized
 from tilerec.train.run_file import RUN_FILE, write_run_file
 from tilerec.train.saved_model import MODEL_FILE
 from tilerec.train.table_types import TypeChoice
 from tilerec.train.trained_run import TrainedRun
+from tilerec.train.vocabulary_files import read_vocabularies, write_vocabularies
 
 
 def check_new(folder: Path) -> None:
@@ -37,8 +37,8 @@ def write_quantized(folder: Path, trained: TrainedRun, choice: TypeChoice, model
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (trained.folder / VOCABULARY_FOLDER).is_dir():
-            shutil.copytree(trained.folder / VOCABULARY_FOLDER, folder / VOCABULARY_FOLDER)
+        if trained.vocabulary.is_dir():
+            write_vocabularies(folder, read_vocabularies(trained.vocabulary))
     except OSError as error:
         raise FileError(
             f"--out: got {folder}, which cannot be written ({error.strerror}); expected a folder on a disk with space. "

@@ -2,6 +2,8 @@
 
     <log_dir>/checkpoints/step-1000        one folder per checkpoint: see tilerec/checkpoint
 
+A checkpoint also holds the run file and the vocabularies, so a copy of its folder is enough to evaluate the model.
+
 The bits of a run that continues on the same number of ranks are those of a run without an interruption. Another number
 of ranks continues with the same global batches; its generators of dropout begin with the seed. Loss and AUC of the log
 entries go on in both cases.
@@ -13,31 +15,26 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from torch import Tensor
+
 from tilerec.checkpoint.manager import CheckpointManager, Found, latest, read_metadata, whole_checkpoints
-from tilerec.checkpoint.tree import Json
 from tilerec.errors import CommsError, ConfigError, TilerecError
-from tilerec.json_document import JsonValue
-from tilerec.parallel.hosts import launched_topology
 from tilerec.spec.plan import ShardingPlan
 from tilerec.stop_signals import RunStopped, StopSignals, stop_request
 from tilerec.train.config import RunConfig
 from tilerec.train.load_attempts import MOST, LoadAttempts
-from tilerec.train.override import settings
 from tilerec.train.rank_votes import RankVotes
-from tilerec.train.run_plan import plan_in
+from tilerec.train.run_metadata import FOLDER, RunMetadata
+from tilerec.train.vocabulary_files import VOCABULARY_PART, vocabulary_tensors
 from tilerec.train.world import World
 
 if TYPE_CHECKING:
     from tilerec.train.training_run import Run
-
-FOLDER = "checkpoints"
-_PLACES = ("path", "base", "read_ahead_mb")
-"""Settings of data that do not change the samples or their order."""
 
 
 @final
@@ -73,6 +70,8 @@ class RunCheckpoints:
         self._since = time.monotonic()
         self._attempts = LoadAttempts(config.log_dir)
         self._votes = RankVotes(world.group, questions=2)
+        self._metadata = RunMetadata(config, world.size)
+        self._vocabulary: dict[str, Tensor] | None = None
         self._request: StopSignals | None = None
         self._stops = False
 
@@ -130,13 +129,13 @@ class RunCheckpoints:
             "random": {str(rank): generators for rank, (_, generators, _) in enumerate(every)},
             "losses": [loss for _, _, loss in every],
             "windows": run.task.window_state(),
-            "settings": self._settings(),
+            "settings": self._metadata.settings(),
         }
-        about: dict[str, Json] = {"run": self._config.name, "ranks": self._world.size}
-        plan = plan_in(parts["model"])
-        if plan is not None and not self._config.parallel.group_size:  # with replicas, it is no plan for `shard`
-            about |= {"plan": plan.to_json(), "parallel": self._parallel()}
-        self._manager.save(run.steps, parts, about)
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary_tensors(run.dataset.vocabularies())
+        if self._vocabulary:
+            parts[VOCABULARY_PART] = self._vocabulary
+        self._manager.save(run.steps, parts, self._metadata.of(parts["model"]))
         self._since = time.monotonic()
 
     def save_last(self, run: Run) -> None:
@@ -164,20 +163,14 @@ class RunCheckpoints:
     def saved_plan(self, compute_device: str) -> ShardingPlan | None:
         """Return the plan of the newest whole checkpoint if this run continues it on the same ranks and hosts.
 
-        None, too, if settings of sharding have changed or name a plan, and for a run with replicas. Collective.
+        None, too, if the tables or settings of sharding have changed, or name a plan, and for a run with replicas.
+        Collective.
         """
         group = self._world.group
         found = latest(self._manager.folder, group=group) if self._config.checkpoint.resume and group else None
-        parallel = self._config.parallel
-        if found is None or group is None or parallel.plan or parallel.group_size:
+        if found is None or group is None:
             return None
-        metadata = read_metadata(found.path)
-        saved = metadata.get("plan")
-        if saved is None or metadata.get("parallel") != self._parallel():
-            return None
-        plan = ShardingPlan.from_json(JsonValue.of(saved, f"Checkpoint {found.path}: plan"))
-        hosts = launched_topology(group, compute_device).hosts
-        return plan if (plan.world_size, plan.hosts) == (group.size, hosts) else None
+        return self._metadata.saved_plan(read_metadata(found.path), found.path, group, compute_device)
 
     def resume(self, run: Run) -> bool:
         """Continue from the newest whole checkpoint; return False if there is none. Collective.
@@ -192,8 +185,12 @@ class RunCheckpoints:
             return False
         step = self._first_to_load(whole)
         values = dict.fromkeys(("run", "random", "losses", "windows", "settings"))
+        parts = run.parts()
         try:
-            found = self._manager.resume({**run.parts(), **values}, check=self._check, newest=step)
+            found = self._manager.resume(
+                {**parts, **values}, changes=self._config.checkpoint.changes, newest=step,
+                check=lambda path, state: self._metadata.check(path, state, parts.get("dense")),
+            )  # fmt: skip
         except (TilerecError, KeyboardInterrupt) as error:
             # A lost peer may have died of the load; other errors have another cause than the checkpoint.
             if not self._world.rank and not isinstance(error, CommsError):
@@ -223,24 +220,3 @@ class RunCheckpoints:
                 f"Checkpoint {whole[0].path}: {MOST} starts did not survive its load. {step} is loaded.", stacklevel=3
             )
         return step
-
-    def _parallel(self) -> dict[str, Json]:
-        """Return the settings that a plan depends on."""
-        return {"sharding": self._config.parallel.sharding, "exact": self._config.parallel.exact}
-
-    def _settings(self) -> dict[str, str]:
-        """Return the settings that decide which samples a position stands for."""
-        return {
-            name: str(value)
-            for name, value in settings(self._config).items()
-            if (name.startswith("data.") and name.rsplit(".", 1)[-1] not in _PLACES) or name == "train.batch_size"
-        }
-
-    def _check(self, path: str, state: Mapping[str, Any]) -> None:
-        before, now = state["settings"], self._settings()
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise ConfigError(
-                    f"Checkpoint {path}: got {name} = {now.get(name, 'nothing')}; expected "
-                    f"{before.get(name, 'nothing')}, with which it was trained. Set it, or train in another log_dir."
-                )

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -96,9 +96,14 @@ def toml_of_run(run: RunConfig) -> str:
     return toml_text(plain_record(run))
 
 
+def text_of_run(run: RunConfig) -> str:
+    """Return a run as a TOML document with absolute paths, for a file in any folder. Raises as `toml_of_run`."""
+    return toml_of_run(with_paths(run, os.path.abspath))
+
+
 def write_run_file(path: str | Path, run: RunConfig) -> None:
     """Write a run to a TOML file, with absolute paths; replaces the file as a whole or not at all."""
-    write_file(path, toml_of_run(with_paths(run, os.path.abspath)), "Run file")
+    write_file(path, text_of_run(run), "Run file")
 
 
 def plain_record(record: Any) -> dict[str, Any]:
@@ -124,6 +129,8 @@ def _plain(value: Any) -> Any:
         return plain_record(value)
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     return "none" if value is None else value
 
 

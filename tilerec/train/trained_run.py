@@ -4,7 +4,8 @@ clicks.toml                                 a run file
 runs/clicks/20260301-120000/run.toml        the run as it was trained
 runs/clicks/20260301-120000/model.safetensors
 runs/clicks/20260301-120000/vocabulary/      values of features with a vocabulary
-runs/clicks/20260301-120000/checkpoints/step-100   the model at another step
+runs/clicks/20260301-120000/checkpoints/step-100   the model at another step, with the run and its vocabularies
+copy-of-step-100                             the same: nothing beside it is needed
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tilerec.checkpoint.chain import open_manifest
+from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.loading import load as load_checkpoint
 from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
-from tilerec.errors import ConfigError
+from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import Inputs
 from tilerec.train.config import RunConfig
-from tilerec.train.log_folder import VOCABULARY_FOLDER
 from tilerec.train.override import override_all
 from tilerec.train.quantized_model import load_quantized, row_types_in
-from tilerec.train.run_file import RUN_FILE, path_settings, read_run_file
+from tilerec.train.run_file import RUN_FILE, path_settings, read_run_file, run_of_toml
+from tilerec.train.run_metadata import RUN_FILE_KEY
 from tilerec.train.saved_model import MODEL_FILE, load_model
+from tilerec.train.vocabulary_files import VOCABULARY_FOLDER, VOCABULARY_PART
 from tilerec.train.world import World
 
 
@@ -37,14 +41,16 @@ class TrainedRun:
 
     Attributes:
         config: the run as it was trained.
-        folder: its log folder.
+        folder: its log folder; of a checkpoint elsewhere, the checkpoint.
         checkpoint: the checkpoint with the model; None: the model file.
+        vocabulary: the folder or the checkpoint with its vocabularies, if the run has some.
         run_file: the run file outside of the folder that led to it; None if another path did.
     """
 
     config: RunConfig
     folder: Path
-    checkpoint: Path | None = None
+    checkpoint: Path | None
+    vocabulary: Path
     run_file: Path | None = None
 
     @property
@@ -57,7 +63,7 @@ class TrainedRun:
         """Files of the run that commands read, for `check_output`."""
         own = [] if self.run_file is None else [self.run_file]
         model = self.checkpoint or self.model_file
-        return {"RUN": [*own, self.folder / RUN_FILE, model, self.folder / VOCABULARY_FOLDER]}
+        return {"RUN": [*own, self.folder / RUN_FILE, model, self.vocabulary]}
 
     @property
     def data_inputs(self) -> Inputs:
@@ -102,8 +108,8 @@ def find_trained(path: str | Path) -> TrainedRun:
     """Return the newest model of a run.
 
     Args:
-        path: a log folder; a checkpoint in one; or a run file: the model beside it, in its `log_dir`, or the newest in
-            `runs/<name>`.
+        path: a log folder; a checkpoint of a run, wherever it is; or a run file: the model beside it, in its `log_dir`,
+            or the newest in `runs/<name>`.
 
     Raises:
         ConfigError: there is none; the message has the next move.
@@ -140,16 +146,31 @@ def _trained(folder: Path) -> TrainedRun:
 
 
 def _of_checkpoint(checkpoint: Path) -> TrainedRun:
+    """Return the run that a checkpoint holds; for one of an earlier version, that of the log folder around it."""
     folder = checkpoint.absolute().parent.parent
-    if not (folder / RUN_FILE).is_file():
+    in_logs = (folder / RUN_FILE).is_file()
+    manifest = open_manifest(folder_at(checkpoint))
+    text = manifest.metadata.get(RUN_FILE_KEY)
+    if not isinstance(text, str):
+        if in_logs:
+            return _in_folder(folder, checkpoint)
         raise ConfigError(
-            f"{checkpoint}: got a checkpoint without {RUN_FILE} two folders above; expected one in the log folder of a "
-            "run (checkpoints/step-…). Pass that one, or load it in Python: tilerec.checkpoint.load."
+            f"{checkpoint}: got a checkpoint without a run file, and no {RUN_FILE} two folders above; expected one "
+            "that `tilerec train` has saved. Pass another one, or load it in Python: tilerec.checkpoint.load."
         )
-    return _in_folder(folder, checkpoint)
+    try:
+        config = run_of_toml(text)
+    except TilerecError as error:
+        raise ConfigError(f"{checkpoint}: its run file: {error}") from error
+    has_vocabulary = VOCABULARY_PART in manifest.state.members()["dict"].members()
+    vocabulary = checkpoint.absolute() if has_vocabulary else folder / VOCABULARY_FOLDER
+    return _with_vocabulary(config, folder if in_logs else checkpoint, checkpoint, vocabulary)
 
 
 def _in_folder(folder: Path, checkpoint: Path | None) -> TrainedRun:
-    config = read_run_file(folder / RUN_FILE)
-    data = config.data.with_vocabulary(folder / VOCABULARY_FOLDER)
-    return TrainedRun(replace(config, data=data), folder, checkpoint)
+    return _with_vocabulary(read_run_file(folder / RUN_FILE), folder, checkpoint, folder / VOCABULARY_FOLDER)
+
+
+def _with_vocabulary(config: RunConfig, folder: Path, checkpoint: Path | None, vocabulary: Path) -> TrainedRun:
+    data = config.data.with_vocabulary(vocabulary)
+    return TrainedRun(replace(config, data=data), folder, checkpoint, vocabulary)

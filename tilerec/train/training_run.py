@@ -192,6 +192,11 @@ class Run:
         if self._memory is not None:
             self._memory.hand_over(error)
 
+    @property
+    def dataset(self) -> Dataset:
+        """The data that the run trains on."""
+        return self._dataset
+
     def parts(self) -> dict[str, Any]:
         """Return the parts of the run with a state of their own: the model and its optimizers."""
         return {"model": self._model, **self._optimizers.parts}

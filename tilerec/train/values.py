@@ -3,8 +3,8 @@
     TOML value   ------------------------>  fit(hint, value)  ->  value of the field
     text  ->  plain_value(hint, text)  -->  fit(hint, value)  ->  value of the field
 
-A hint is a type hint of a frozen dataclass: bool, int, float, str, None, `Literal`, unions, tuples, other dataclasses,
-and base classes whose kinds have names (`kinds.py`).
+A hint is a type hint of a frozen dataclass: bool, int, float, str, None, `Literal`, unions, tuples, sequences, mappings
+of texts, other dataclasses, and base classes whose kinds have names (`kinds.py`).
 
 Nouns
   place   the dotted name of a field in a file, such as `data.columns.ids[2].table`
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +24,7 @@ from tilerec.json_document import shown
 from tilerec.train.kinds import class_of_kind, has_kinds, kinds_of
 
 _NO_FIT = object()
+_LISTS = (tuple, Sequence)
 
 
 def fit(hint: Any, value: Any, place: str) -> Any:
@@ -38,8 +39,10 @@ def fit(hint: Any, value: Any, place: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _fit_union(hint, value, place)
-    if origin is tuple:
+    if origin in _LISTS:
         return _fit_tuple(hint, value, place)
+    if origin is Mapping:
+        return _fit_mapping(hint, value, place)
     if isinstance(hint, type) and (is_dataclass(hint) or has_kinds(hint)):
         return fit_record(hint, value, place)
     fitted = _fit_scalar(hint, value)
@@ -84,7 +87,7 @@ def _is_record(hint: type) -> bool:
 
 
 def _fit_tuple(hint: Any, value: Any, place: str) -> tuple[Any, ...]:
-    inner = get_args(hint)
+    inner = _elements(hint)
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{place}: got {shown(value)}; expected {type_name(hint)}.")
     if ... in inner:
@@ -97,6 +100,18 @@ def _fit_tuple(hint: Any, value: Any, place: str) -> tuple[Any, ...]:
         return tuple(fit(kind, one, place) for kind, one in zip(inner, value, strict=True))
     except ConfigError:
         raise ConfigError(f"{place}: got {shown(value)}; expected {type_name(hint)}.") from None
+
+
+def _fit_mapping(hint: Any, value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place}: got {shown(value)}; expected {type_name(hint)}.")
+    _, kind = get_args(hint)
+    return {name: fit(kind, one, f"{place}.{name}") for name, one in value.items()}
+
+
+def _elements(hint: Any) -> tuple[Any, ...]:
+    """Return the types of the elements of a tuple, as its hint; a sequence is a tuple of any length."""
+    return get_args(hint) if get_origin(hint) is tuple else (*get_args(hint), ...)
 
 
 def fit_record(
@@ -186,9 +201,14 @@ def plain_value(hint: Any, text: str) -> Any:
         return text
     if origin is Literal:
         return next((choice for choice in get_args(hint) if str(choice) == text), text)
-    if origin is tuple:
+    if origin is Mapping:
+        pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+        if not all(equals for _, equals, _ in pairs):
+            return text
+        return {name.strip(): plain_value(get_args(hint)[1], one.strip()) for name, _, one in pairs}
+    if origin in _LISTS:
         parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
-        inner = get_args(hint)
+        inner = _elements(hint)
         kinds: Iterable[Any] = (
             (inner[0],) * len(parts) if ... in inner else (*inner, *(str,) * (len(parts) - len(inner)))
         )
@@ -212,8 +232,10 @@ def type_name(hint: Any) -> str:
         return " or ".join(type_name(part) for part in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
-    if origin is tuple:
-        inner = get_args(hint)
+    if origin is Mapping:
+        return "a table of texts, such as old=new"
+    if origin in _LISTS:
+        inner = _elements(hint)
         if ... in inner:
             if isinstance(inner[0], type) and _is_record(inner[0]):
                 return "a list of tables"
