@@ -409,7 +409,7 @@ def any_sizes() -> AbstractContextManager[None]:
     return context
 
 
-def fresh_size(size: int, parts: int) -> int:
+def fresh_size(size: Any, parts: int) -> Any:
     """Return an unbacked size in place of a backed one, in a fake kernel: the traced program assumes nothing about it.
 
     Where traced code asks about it all the same, torch answers for the example's size, and the program asserts the
@@ -428,7 +428,7 @@ def fresh_size(size: int, parts: int) -> int:
     # torch < 2.13 has the older name
     give = getattr(env, "set_real_tensor_prop_unbacked_vals", None) or env.set_unbacked_var_to_val
     give(fresh.node.expr, size.node.hint)
-    return cast(int, fresh)
+    return fresh
 
 
 def compile_package(program: ExportedProgram, path: str) -> None:
