@@ -34,7 +34,7 @@ class Bar(NamedTuple):
 
 BARS = {
     FAULTS: Bar(200), HALF: Bar(0, 0), EIO: Bar(50), KILLS: Bar(200), RANDOM: Bar(50), IN_SAVE: Bar(50),
-    IN_LOAD: Bar(50), IN_RESHARD: Bar(10), IN_RESIZE: Bar(10), IN_COMPACTION: Bar(20), RESUMED: Bar(200),
+    IN_LOAD: Bar(30), IN_RESHARD: Bar(10), IN_RESIZE: Bar(10), IN_COMPACTION: Bar(20), RESUMED: Bar(200),
 }  # fmt: skip
 
 
