@@ -317,7 +317,7 @@ def test_one_process_serves_a_file_that_is_overwritten(first: Built, second: Bui
 def test_a_server_that_cannot_start_ends_with_the_reason(first: Built, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(first.data[:5000])
-    ended = CliRunner().invoke(app, ["serve", str(path)])
+    ended = CliRunner().invoke(app, ["serve", str(path), "--port", "0"])
     assert ended.exit_code == 1
     assert "got a part of a package" in ended.output
 
