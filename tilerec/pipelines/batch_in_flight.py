@@ -47,6 +47,7 @@ class BatchInFlight:
         arrived: on a GPU, the point in the stream of the copies where the batch has arrived.
         begun, routed: see `RoutesAhead`.
         prefetched: number of unsharded collections that have prefetched the batch.
+        samples: number of this rank's samples, if the loss of the cycle needs it.
         loss, output: results of the forward.
         trained: True if a backward ran at the batch's turn.
     """
@@ -67,6 +68,7 @@ class BatchInFlight:
     begun: list[Any] = field(default_factory=list)
     routed: dict[tuple[int, int], deque[Any]] = field(default_factory=dict)
     prefetched: int = 0
+    samples: int = 0
     loss: Any = None
     output: Any = None
     trained: bool = False
@@ -75,6 +77,10 @@ class BatchInFlight:
     def unsent(self) -> bool:
         """True if the batch has a number for the other ranks that has not been sent."""
         return self.number is not None and self.handle is None and self.carrier is None
+
+    def release(self) -> None:
+        """Release the batch's memory, after the forward."""
+        self.batch = self.marks = None
 
     def check_unwritten(self, who: str) -> None:
         """Raise an `InputError` if the batch was written to after it was copied to the device."""

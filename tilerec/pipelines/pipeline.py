@@ -1,11 +1,13 @@
 """`Pipeline`: runs named stages on the batches of an iterator, some of them ahead of the batch that trains.
 
-    stage          read copy  finish_route  route  forward backward update
-    ahead          2    2     1             2      0       0        0
+    stage          finish_route  forward  read copy route  backward update
+    ahead          1             0        2    2    2      0        0
 
 In one call of `progress`, a stage with `ahead` = a runs for every batch in flight up to the a-th after the one whose
 turn it is, once per batch. So the sizes and the ids of the next batches travel while this one computes. All
 collectives are called from this thread, in the order of the list, which is the same on all ranks.
+
+A batch is released after its forward. If the forward is one of the stages before reading, one batch less is alive.
 
 An error in a stage that runs ahead is raised at its batch's turn, after all batches before it.
 """
@@ -49,14 +51,15 @@ class Pipeline:
     """The batches in flight of all iterators, and the stages that run on them.
 
     Args:
-        stages: in the order in which one call of `progress` runs them. Reading comes before them.
+        stages: in the order in which one call of `progress` runs them.
+        read_at: number of stages that one call runs before it reads; 0 or more.
         depth: number of batches in flight, the one that trains included.
         even: see `EvenRanks`; None: ranks do not exchange numbers of samples.
         who: the pipeline, in errors.
     """
 
-    def __init__(self, stages: Sequence[Stage], depth: int, even: EvenRanks | None, who: str) -> None:
-        self.stages, self.depth, self._even = tuple(stages), depth, even
+    def __init__(self, stages: Sequence[Stage], read_at: int, depth: int, even: EvenRanks | None, who: str) -> None:
+        self.stages, self._read_at, self.depth, self._even = tuple(stages), read_at, depth, even
         self._passes = Passes(who)
         self._who = who
         self.trace: Trace | None = None
@@ -73,21 +76,16 @@ class Pipeline:
         current = self._passes.of(iterator, self._even)
         turn: BatchInFlight | None = None
         try:
-            self.stage = "read"
-            with self._span("read", None):
-                while len(current.batches) < self.depth and not current.closed:
-                    current.read(iterator)
-            for stage in self.stages:
-                if stage.ahead:
-                    for batch in list(current.batches)[: stage.ahead + (turn is None)]:
-                        self._run_ahead(stage, batch, current)
-                    continue
-                if turn is None:
-                    turn = current.take()
-                    turn.check_unwritten(self._who)
-                self.stage = stage.name
-                with self._span(stage.name, turn.origin):
-                    stage.run(turn, current)
+            early, late = self.stages[: self._read_at], self.stages[self._read_at :]
+            if early and not current.batches:  # the first call of a pass: nothing was read by the call before
+                self._read(current, iterator, self.depth - 1)
+                for stage in late:
+                    self._run_ahead(stage, current, turn)
+            for stage in early:
+                turn = self._run(stage, current, turn)
+            self._read(current, iterator, self.depth - (turn is not None))
+            for stage in late:
+                turn = self._run(stage, current, turn)
         except BaseException:
             current.held.clear()
             if current.over:
@@ -97,16 +95,38 @@ class Pipeline:
         self.last_origin = turn.origin
         return turn.output
 
-    def _run_ahead(self, stage: Stage, batch: BatchInFlight, current: Pass) -> None:
-        if stage.name in batch.done:
-            return
-        batch.done.add(stage.name)
+    def _read(self, current: Pass, iterator: Iterator[Any], waiting: int) -> None:
+        """Read until `waiting` batches wait for their turn, or to the end."""
+        self.stage = "read"
+        with self._span("read", None):
+            while len(current.batches) < waiting and not current.closed:
+                current.read(iterator)
+
+    def _run(self, stage: Stage, current: Pass, turn: BatchInFlight | None) -> BatchInFlight | None:
+        """Run a stage for the batch whose turn it is, or for those ahead of it; return the first one if it is known."""
+        if stage.ahead:
+            self._run_ahead(stage, current, turn)
+            return turn
+        if turn is None:
+            turn = current.take()
+            turn.check_unwritten(self._who)
         self.stage = stage.name
-        with self._span(stage.name, batch.origin):
-            try:
-                stage.run(batch, current)
-            except Exception as error:  # raised at the batch's turn
-                batch.error = batch.error or error
+        with self._span(stage.name, turn.origin):
+            stage.run(turn, current)
+        return turn
+
+    def _run_ahead(self, stage: Stage, current: Pass, turn: BatchInFlight | None) -> None:
+        """Run a stage once for each batch up to `stage.ahead` after the one whose turn it is; none if it is 0."""
+        for batch in list(current.batches)[: stage.ahead + (turn is None)] if stage.ahead else ():
+            if stage.name in batch.done:
+                continue
+            batch.done.add(stage.name)
+            self.stage = stage.name
+            with self._span(stage.name, batch.origin):
+                try:
+                    stage.run(batch, current)
+                except Exception as error:  # raised at the batch's turn
+                    batch.error = batch.error or error
 
     def run_again(self, names: set[str]) -> None:
         """Run these stages again for all batches in flight: there is more to do for them."""

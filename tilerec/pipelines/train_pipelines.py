@@ -82,27 +82,25 @@ class TrainPipeline:
         several = even and self._group is not None and self._group.size > 1
         self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None
         self._routes = self._routes_of(model)
-        self._pipeline = Pipeline(self._stages(), self._depth, self._even, who)
+        early, late = self._stages()
+        self._pipeline = Pipeline([*early, *late], len(early), self._depth, self._even, who)
 
     def _routes_of(self, model: nn.Module) -> RoutesAhead:
         group = None if self._even is None else self._group
         return RoutesAhead(model, type(self).__name__, prefetches=self._prefetch, group=group)
 
-    def _stages(self) -> list[Stage]:
-        """Return the stages, in the order of one step."""
-        stages = [Stage("copy", self._copy_batch, self._depth - 1)]
+    def _stages(self) -> tuple[list[Stage], list[Stage]]:
+        """Return the stages of one step before the next batch is read, and those after it."""
+        copy = Stage("copy", self._copy_batch, self._depth - 1)
+        route = Stage("route", self._begin_route, self._depth - 1)
         finish = Stage("finish_route", self._finish_route, max(self._depth - 2, 1))
-        if self._route_ahead:
-            stages += [finish] if self._depth > 2 else []
-            stages.append(Stage("route", self._begin_route, self._depth - 1))
-        stages.append(Stage("forward", self._forward))
-        if self._route_ahead and self._depth == 2:  # the sizes of batch i + 1 have travelled during the forward
-            stages.append(finish)
-        if self._prefetch:
-            stages.append(Stage("prefetch", self._prefetch_batch, 1))
-        if self._train:
-            stages += [Stage("backward", self._step.backward), Stage("update", self._step.update)]
-        return stages
+        forward, prefetch = Stage("forward", self._forward), Stage("prefetch", self._prefetch_batch, 1)
+        update = [Stage("backward", self._step.backward), Stage("update", self._step.update)] if self._train else []
+        if not self._route_ahead:
+            return [], [copy, forward, *update]
+        if self._depth == 2:  # the sizes of batch i + 1 travel during the forward
+            return [], [copy, route, forward, finish, *update]
+        return [finish, forward, *([prefetch] if self._prefetch else [])], [copy, route, *update]
 
     # -- stages ------------------------------------------------------------------------------------------------
 
@@ -143,6 +141,7 @@ class TrainPipeline:
             following = current.batches[0] if current.batches else None
             with self._routes.carry(following):
                 self._step.forward(batch, current)
+            batch.release()
             if following is not None and self._even is not None:
                 self._even.send(following)
             return
@@ -153,6 +152,7 @@ class TrainPipeline:
         learned = self._routes.learned
         with self._routes.serve(batch):
             self._step.forward(batch, current)
+        batch.release()
         if self._routes.learned > learned:
             self._pipeline.run_again(_ROUTES)
 

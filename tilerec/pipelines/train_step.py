@@ -71,6 +71,8 @@ class TrainStep:
                     "Return (losses, output), or call model.eval() for a pipeline that does not train."
                 )
             batch.loss = torch.sum(losses, dim=0) if losses.dim() else losses
+            if self._accumulate > 1 or batch.some_ended:
+                batch.samples = samples_of(batch.batch)
             held.held.append(batch)
 
     def backward(self, batch: BatchInFlight, held: Pass) -> None:
@@ -91,7 +93,7 @@ class TrainStep:
         of_all_ranks = any(one.some_ended for one in cycle)
         if len(cycle) == 1 and not of_all_ranks:
             return cycle[0].loss
-        own = [samples_of(one.batch) for one in cycle]
+        own = [one.samples for one in cycle]
         total = float(sum(own))
         if of_all_ranks:
             every = [one.all_samples or [] for one in cycle]

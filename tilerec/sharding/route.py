@@ -199,13 +199,15 @@ class Router:
             except Exception as error:
                 return BegunRoute(failure=error)
         try:
-            sorted_ids = torch.ops.tilerec.route_ids(
+            summary, lengths, local, slots, positions = torch.ops.tilerec.route_ids(
                 batch.ids, batch.offsets, keys, batch.batches, self._cuts, self._ranges, self._wire, self.each_id,
                 self.id_dtype, self._names,
             )  # fmt: skip
         except Exception as error:
             return self.begin_refused(error, self.group.device, note)
-        summary, _, _, slots, _ = sorted_ids
+        if weights is None:  # the batch waits for its headers without what nothing will read
+            positions = positions.new_empty(0)
+        sorted_ids = summary, lengths, local, slots, positions
         flags = WEIGHTS_NEED_GRAD * (weights is not None and weights.requires_grad)
         # 31 bits in all: the word has a sign.
         flags |= batch.facts.digest() << FLAG_BITS
