@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+import tilerec
 
 HEAVY = (
+    "torch",
+    "numpy",
     "torch._dynamo",
     "sympy",
     "torchmetrics",
@@ -27,14 +35,32 @@ def _modules_after(code: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
-def test_help_imports_no_data_metrics_or_training() -> None:
+def test_names_of_the_package_are_those_that_type_checkers_see() -> None:
+    """They are listed twice: as imports for type checkers, and by module for their import on first use."""
+    tree = ast.parse(Path(tilerec.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen == tilerec._MODULES
+    assert set(seen) <= set(dir(tilerec))
+    for name in seen:
+        assert getattr(tilerec, name) is not None
+
+
+def test_submodules_are_attributes_and_other_names_are_errors() -> None:
+    assert tilerec.parallel.shard is not None
+    with pytest.raises(AttributeError, match="module 'tilerec' has no attribute 'EmbedingBagCollection'"):
+        _ = tilerec.EmbedingBagCollection  # type: ignore[attr-defined]
+
+
+def test_help_imports_neither_torch_nor_numpy_nor_what_needs_them() -> None:
     found = _modules_after(
         "from typer.testing import CliRunner\n"
         "from tilerec.cli import app\n"
-        "for more in ([], ['plan'], ['train']):\n"
+        "for more in ([], ['plan'], ['plan', 'make'], ['train'], ['serve'], ['checkpoint'], ['data']):\n"
         "    assert CliRunner().invoke(app, [*more, '--help']).exit_code == 0\n"
     )
-    assert "tilerec.plan_cli" in found
+    assert "tilerec.plan_cli.make" in found
     assert found.isdisjoint(HEAVY)
 
 
@@ -74,4 +100,4 @@ assert not set(sys.modules) - before, sorted(set(sys.modules) - before)
 run_virtual_ranks(2, lambda group: run(shard(users(), mesh=group)))
 """
     )
-    assert found.isdisjoint({*HEAVY} - {"pyarrow"})  # tilerec.testing draws from tilerec.data
+    assert found.isdisjoint({*HEAVY} - {"torch", "numpy", "pyarrow"})  # tilerec.testing draws from tilerec.data

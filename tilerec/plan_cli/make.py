@@ -9,14 +9,9 @@ from typing import Annotated
 import typer
 
 from tilerec.plan_cli.errors import exit_on_error
-from tilerec.plan_cli.machines import topology_of
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, Html, PerHost, WhatIfs, WireFormat
-from tilerec.plan_cli.plan_files import check_outputs, save_plan, write_page
-from tilerec.plan_cli.sources import TABLE_FILES, StatisticsTable, file_source, recipe_source
-from tilerec.planner.planner import RESERVED, EmbeddingShardingPlanner
-from tilerec.planner.report.variation import with_changes
-from tilerec.planner.reservation import HeuristicalStorageReservation
 from tilerec.spec.gpu_presets import MACHINES
+from tilerec.spec.reserved_memory import RESERVED
 from tilerec.terminal import print_plain
 
 
@@ -52,6 +47,13 @@ def make(
     what_ifs: WhatIfs = True,
 ) -> None:
     """Make a plan and write it."""
+    from tilerec.plan_cli.machines import topology_of
+    from tilerec.plan_cli.plan_files import check_outputs, save_plan, write_page
+    from tilerec.plan_cli.sources import TABLE_FILES, StatisticsTable, file_source, recipe_source
+    from tilerec.planner.planner import EmbeddingShardingPlanner
+    from tilerec.planner.report.variation import with_changes
+    from tilerec.planner.reservation import HeuristicalStorageReservation
+
     with exit_on_error():
         began = time.perf_counter()
         given = {"SOURCE": source if source.endswith(TABLE_FILES) else "", "--topology": topology, "--stats": stats}

@@ -10,19 +10,6 @@ import typer
 from tilerec.errors import ConfigError
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Html, PlanFile, WhatIfs
-from tilerec.plan_cli.plan_files import (
-    beside,
-    check_outputs,
-    files_of,
-    load_report,
-    load_request,
-    with_request_beside,
-    write_page,
-)
-from tilerec.planner.plan_price import price_plan
-from tilerec.planner.report.explanation import explain
-from tilerec.planner.request import PlanRequest
-from tilerec.spec.plan import ShardingPlan
 from tilerec.terminal import print_plain, print_warning
 
 
@@ -37,6 +24,18 @@ def show(
     what_ifs: WhatIfs = True,
 ) -> None:
     """Show a plan: cost, bound, bottleneck, suggestions, stages, memory, the most expensive tables."""
+    from tilerec.plan_cli.plan_files import (
+        beside,
+        check_outputs,
+        files_of,
+        load_report,
+        with_request_beside,
+        write_page,
+    )
+    from tilerec.planner.plan_price import price_plan
+    from tilerec.planner.request import PlanRequest
+    from tilerec.spec.plan import ShardingPlan
+
     with exit_on_error():
         check_outputs(None, html, {"PLAN": files_of(plan), "--request": [request or ""]})
         found = ShardingPlan.load(plan)
@@ -68,6 +67,10 @@ def explain_table(
     plan: PlanFile = Path("plan.json"),
 ) -> None:
     """Show each sharding of a table that was considered, its cost, and why one was chosen."""
+    from tilerec.plan_cli.plan_files import load_request
+    from tilerec.planner.report.explanation import explain
+    from tilerec.spec.plan import ShardingPlan
+
     with exit_on_error():
         found = explain(load_request(plan), table)
         if plan.exists() and not found.is_in(ShardingPlan.load(plan)):

@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tilerec.plan_cli.diff import side_by_side
 from tilerec.plan_cli.errors import exit_on_error
 from tilerec.plan_cli.options import Batch, Ddr, DType, Hbm, Hosts, PerHost, PlanFile, WireFormat
-from tilerec.plan_cli.plan_files import check_outputs, files_of, load_request, save_plan
-from tilerec.planner.make_plan import make_plan
-from tilerec.planner.planner_error import PlannerError
-from tilerec.planner.report.variation import with_changes
-from tilerec.planner.request import PlanRequest
-from tilerec.spec.byte_text import bytes_of
-from tilerec.spec.plan import ShardingPlan
 from tilerec.terminal import print_plain
 
 
@@ -32,6 +24,13 @@ def whatif(
     out: Annotated[Path | None, typer.Option(help="Write the varied plan to this file.")] = None,
 ) -> None:
     """Plan again with other machines, batches, data types or wire formats, and compare."""
+    from tilerec.plan_cli.comparison import side_by_side
+    from tilerec.plan_cli.plan_files import check_outputs, files_of, load_request, save_plan
+    from tilerec.planner.make_plan import make_plan
+    from tilerec.planner.planner_error import PlannerError
+    from tilerec.planner.report.variation import with_changes
+    from tilerec.spec.byte_text import bytes_of
+
     with exit_on_error():
         check_outputs(out, None, {"--plan": files_of(plan)})
         request = load_request(plan)
@@ -45,18 +44,11 @@ def whatif(
             data_type=dtype,
             wire=wire,
         )
-        now, then = _plan_or_error(request), make_plan(other)
-        if isinstance(now, str):
-            print_plain(f"now: {now}\n")
-            print_plain(str(then.report))
-        else:
-            print_plain(side_by_side(["now", "then"], [now.report, then.report]))
+        then = make_plan(other)
+        try:
+            text = side_by_side(["now", "then"], [make_plan(request).report, then.report])
+        except PlannerError as error:
+            text = f"now: {error}\n\n{then.report}"
+        print_plain(text)
         if out is not None:
             save_plan(then, other, out)
-
-
-def _plan_or_error(request: PlanRequest) -> ShardingPlan | str:
-    try:
-        return make_plan(request)
-    except PlannerError as error:
-        return str(error)

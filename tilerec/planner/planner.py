@@ -25,10 +25,8 @@ from tilerec.planner.reservation import HeuristicalStorageReservation, StorageRe
 from tilerec.planner.sharder import Sharder
 from tilerec.planner.tables import AnyTable, device_type_at_home, device_type_of
 from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.reserved_memory import RESERVED
 from tilerec.spec.topology import Topology, launcher_local_size
-
-RESERVED = 0.15
-"""Part of the memory that is reserved by default (`storage_reservation=None`)."""
 
 
 class EmbeddingShardingPlanner:
