@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="compiles for seconds: nightly")
 
 
 def batch(size: int, seed: int, weighted: bool = False) -> KeyedJaggedTensor:
@@ -83,8 +86,18 @@ def train(model: nn.Module, forward, weighted: bool = False) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [Pooled, lambda: Pooled(True), Rows], ids=["pooled", "weighted", "rows"])
-@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.Adam])
+# Each module once, and both optimizers; at night every pair.
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        pytest.param(Pooled, torch.optim.Adagrad, id="pooled-Adagrad"),
+        pytest.param(lambda: Pooled(True), torch.optim.Adam, id="weighted-Adam"),
+        pytest.param(Rows, torch.optim.Adagrad, id="rows-Adagrad"),
+        pytest.param(Pooled, torch.optim.Adam, id="pooled-Adam", marks=NIGHTLY),
+        pytest.param(lambda: Pooled(True), torch.optim.Adagrad, id="weighted-Adagrad", marks=NIGHTLY),
+        pytest.param(Rows, torch.optim.Adam, id="rows-Adam", marks=NIGHTLY),
+    ],
+)
 def test_a_compiled_step_equals_an_eager_one_for_batches_of_any_size(make, optimizer, compile_backend: str) -> None:
     """fullgraph, dynamic shapes, forward and backward with the update; at most two graphs for four batch sizes."""
     torch._dynamo.reset()

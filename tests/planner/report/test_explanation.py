@@ -29,8 +29,9 @@ ROWS = {f"t{i}": 500 * 3**i for i in range(8)}
 def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
     request = plan_request(ROWS, topology, batch_size=4096)
     cost = decide(request).priced.cost_ps
+    explainer = Explainer(request)
     for name in ROWS:
-        found = explain(request, name)
+        found = explainer.explanation(f"ebc.{name}")
         assert found.table == f"ebc.{name}"
         assert found.chosen.chosen
         assert found.chosen.step_ps == found.step_ps == cost
@@ -41,15 +42,17 @@ def test_the_chosen_way_costs_what_the_plan_costs(topology: Topology) -> None:
 def test_a_way_takes_at_home_what_the_report_says_on_hosts_of_any_size(hosts: list[list[int]]) -> None:
     request = plan_request(ROWS, Topology(4, "cpu", hosts=hosts), batch_size=4096)
     entries = {entry.name: entry for entry in make_plan(request).report.tables}
+    explainer = Explainer(request)
     for name in ROWS:
-        assert explain(request, name).chosen.home_ps == sum(entries[name].home_ps)
+        assert explainer.explanation(f"ebc.{name}").chosen.home_ps == sum(entries[name].home_ps)
 
 
 def test_no_way_that_fits_is_much_better_than_the_plan() -> None:
     request = plan_request(ROWS, Topology(4), batch_size=4096)
-    decision = decide(request)
+    decision, explainer = decide(request), Explainer(request)
     for name in ROWS:
-        best = min(way.step_ps for way in explain(request, name).considered if way.allowed and not way.short)
+        considered = explainer.explanation(f"ebc.{name}").considered
+        best = min(way.step_ps for way in considered if way.allowed and not way.short)
         assert best >= decision.bound
 
 
@@ -249,8 +252,9 @@ def test_a_way_that_does_not_fit_would_fill_a_rank_beyond_its_cap() -> None:
 
 def test_the_sentence_is_about_the_best_of_the_other_open_ways() -> None:
     request = plan_request(ROWS, Topology(4), batch_size=4096)
+    explainer = Explainer(request)
     for name in ROWS:
-        found = explain(request, name)
+        found = explainer.explanation(f"ebc.{name}")
         best = min(way.step_ps for way in found.considered[1:] if way.allowed and not way.short)
         more = best - found.step_ps
         words = "makes the fastest step" if more > 0 else "equally fast" if not more else "would save"
