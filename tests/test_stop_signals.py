@@ -114,13 +114,19 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert found.stdout == "goes on\n"
 
 
-_COMMAND = """
+# The ranks of these tests start no training loop, so their fork server need not import it and torch's compiler.
+_SMALL_SERVER = """
+from tilerec.train import launch
+launch._PRELOADED = launch._PRELOADED[:2]
+"""
+
+_COMMAND = f"""{_SMALL_SERVER}
 from tilerec.run_cli.ranks import run_on_ranks
 from tests.test_stop_signals import write_and_stop
 try:
-    run_on_ranks(write_and_stop, {folder!r}, os.getpid(), {group}, nproc=2, device="cpu")
+    run_on_ranks(write_and_stop, {{folder!r}}, os.getpid(), {{group}}, nproc=2, device="cpu")
 finally:
-    print(sorted(os.listdir({folder!r})))
+    print(sorted(os.listdir({{folder!r}})))
 """
 
 
@@ -148,10 +154,9 @@ def test_a_stopped_command_ends_with_its_ranks_and_without_temporary_files(tmp_p
 
 
 def test_ranks_end_when_the_start_of_another_rank_is_interrupted() -> None:
-    found = _python("""
+    found = _python(f"""{_SMALL_SERVER}
 from multiprocessing import context
 from tests.test_stop_signals import write_and_stop
-from tilerec.train import launch
 start = context.ForkServerProcess.start
 
 def interrupted(process):
@@ -186,9 +191,8 @@ def test_the_imports_of_a_command_end_on_ctrl_c(monkeypatch: pytest.MonkeyPatch)
         signal.signal(signal.SIGINT, before)
 
 
-_MASK_OF_A_CHILD = """
+_MASK_OF_A_CHILD = f"""{_SMALL_SERVER}
 import multiprocessing, signal
-from tilerec.train.launch import launch
 
 def mask(pipe):
     pipe.send(sorted(int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])))
@@ -197,7 +201,7 @@ def nothing(group):
     pass
 
 if __name__ == "__main__":
-    launch(1, nothing)
+    launch.launch(1, nothing)
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("forkserver").Process(target=mask, args=(theirs,))
     child.start()

@@ -30,7 +30,11 @@ def _linked_hosts() -> Any:
 
 linked_hosts = _linked_hosts()
 REASON = linked_hosts.why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"{REASON}")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="half a minute: nightly"),
+    pytest.mark.skipif(REASON is not None, reason=f"{REASON}"),
+]
 
 RATE = "100mbit"
 # Ethernet, IP and TCP headers (66 in 1,514 bytes) and the acknowledgements of what comes the other way.

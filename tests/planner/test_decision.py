@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +53,12 @@ def placed(request: PlanRequest) -> ShardingPlan:
     return plan
 
 
+_NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="further sizes: nightly")
+
+
 @pytest.mark.parametrize("topology", WORLDS, ids=str)
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("rows", "dim"), [(1000, 64), (1, 1), (7, 257)])
+@pytest.mark.parametrize(("rows", "dim"), [(1000, 64), (1, 1), pytest.param(7, 257, marks=_NIGHTLY)])
 def test_a_type_that_is_asked_for_is_had_and_gives_its_tiling(
     kind: ShardingType, topology: Topology, rows: int, dim: int
 ) -> None:

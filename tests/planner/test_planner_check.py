@@ -6,6 +6,7 @@ The checks themselves are tested first: against sums worked out by hand, and on 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,12 @@ def _small_case(kind: str) -> Any:
     return next(case for seed in range(100) if (case := cases.case_of(kind, seed)).size <= LARGE)
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+_NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="half a minute: nightly")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[_NIGHTLY] if i % 3 else []) for i, kind in enumerate(cases.KINDS)]
+)
 def test_the_planner_keeps_its_word(kind: str) -> None:
     result = checks.check(_small_case(kind))
     assert [(v.check, v.text, v.case.once) for v in result.violations] == []
