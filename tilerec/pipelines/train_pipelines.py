@@ -35,8 +35,8 @@ _WITHOUT_EFFECT = {
     "pipeline_postproc": "a model is not traced; features that it builds itself are routed in its forward",
     "enqueue_batch_after_forward": "all stages run in one fixed order",
     "enable_inplace_copy_batch": "copies to the device are new tensors",
-    "free_features_storage_early": "at most three batches are in flight",
-    "clear_data_dist_inputs": "at most three batches are in flight",
+    "free_features_storage_early": "a batch is released after its forward",
+    "clear_data_dist_inputs": "a batch is released after its forward",
 }
 _ROUTES = {"finish_route", "route", "prefetch"}
 
@@ -295,8 +295,8 @@ class TrainPipelineSparseDistLite(TrainPipeline):
 class TrainPipelineSparseDist(TrainPipeline):
     """Pipeline that routes batches i + 1 and i + 2 while step i computes. Three batches are in flight.
 
-    At the start of step i the ids of batch i + 1 and the sizes of batch i + 2 leave this rank; both travel during the
-    forward and the backward.
+    At the start of step i the ids of batch i + 1 leave this rank, and travel during the forward and the backward. After
+    the forward batch i is released, batch i + 2 is read, and its sizes leave this rank.
 
     Args: see `TrainPipeline`. `custom_model_fwd` is its `forward`, `dmp_collection_sync_interval_batches` its
         `sync_interval`. The other arguments of TorchRec have no effect; values other than the defaults cause a warning.
