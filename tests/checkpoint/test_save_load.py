@@ -117,6 +117,12 @@ def test_values_come_back_with_their_types(tmp_path: Path) -> None:
     assert repr(got) == repr(VALUES)
 
 
+def test_a_file_may_begin_with_a_tensor_without_rows(tmp_path: Path) -> None:
+    """A rank may hold nothing else: it is the only one to save replicated tensors that fell to it."""
+    save(tmp_path / "a", {"rows": torch.zeros(0, 4)})
+    assert load(tmp_path / "a", {"rows": None})["rows"].shape == (0, 4)
+
+
 def test_large_tensors_are_cut_into_chunks_of_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilerec.checkpoint.data_file.CHUNK_BYTES", 100)
     monkeypatch.setattr("tilerec.checkpoint.saving.FILE_BYTES", 250)
