@@ -270,9 +270,9 @@ def _row_list(own: PlannedRows, places: Mapping[str, tuple[str, int]]) -> RowLis
 def _files_of(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Return the entries of each file."""
     files: list[list[Entry]] = []
-    size = FILE_BYTES
+    size = 0
     for entry in entries:
-        if size + entry.bytes > FILE_BYTES:
+        if not files or size + entry.bytes > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(entry)
