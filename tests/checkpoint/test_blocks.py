@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,21 @@ def written() -> tuple[bytes, list[int]]:
             writer.write(data[first : first + 77])
     assert writer.size == SIZE
     return data, writer.crcs
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no such advice")
+def test_large_writes_to_a_local_file_begin_their_way_to_the_disk_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, first, count, advice: begun.append((first, count, advice)))
+    with (tmp_path / "a").open("xb") as file, BlockWriter(file) as writer:
+        for size in (BLOCK, BLOCK - 1, 3 * BLOCK):
+            writer.write(bytes(size))
+    advice = os.POSIX_FADV_DONTNEED
+    assert begun == [(0, BLOCK, advice), (2 * BLOCK - 1, 3 * BLOCK, advice)]
+    written()  # a file in memory has no way to a disk
+    assert len(begun) == 2
 
 
 def ranges(draw: random.Random, *, ordered: bool) -> list[tuple[int, int]]:

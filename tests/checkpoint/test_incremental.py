@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import zlib
@@ -33,6 +34,7 @@ from tilerec.optim.fused import FusedOptimizer
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.testing.ranks import Ranks
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="a second form: nightly")
 Pool = Callable[[int], Ranks]
 Values = dict[str, Tensor]
 SPEC = RowWiseAdagrad(lr=0.1)
@@ -369,7 +371,7 @@ def load_one(path: str, turn: int) -> tuple[Values, State]:
     return whole(dmp)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=NIGHTLY), 3])
 def test_ranks_save_chains_under_every_tiling_and_load_them_under_others(pool: Pool, tmp_path: Path, size: int) -> None:
     want, *_ = pool(size).run(save_chain, str(tmp_path))
     for number in (1, 2):

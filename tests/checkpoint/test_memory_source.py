@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.spec.optimizer import Adam
 from tilerec.testing.ranks import Ranks
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="a second form: nightly")
 Pool = Callable[[int], Ranks]
 
 
@@ -70,7 +72,7 @@ def recovered(folder: str, message_bytes: int) -> None:
         same(whole(fresh), train_in_full[0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=NIGHTLY), 3])
 @pytest.mark.parametrize("message_bytes", [1 << 24, 40])
 def test_the_newest_step_of_all_ranks_is_loaded_under_every_plan(
     pool: Pool, tmp_path: Path, size: int, message_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tilerec.train.config import CheckpointConfig, ParallelConfig, RunConfig, Tr
 from tilerec.train.loop import train
 from tilerec.train.run_logger import Event, Watcher
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="a second form: nightly")
 STEPS, EVERY = 12, 4
 
 
@@ -102,7 +104,7 @@ def on_ranks(folder: str, stop: int, resume: bool) -> dict[str, Tensor] | None:
     return None
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=NIGHTLY), 3])
 def test_ranks_that_all_stop_continue_with_the_same_bits(tmp_path: Path, size: int) -> None:
     with Ranks(size) as ranks:
         want = ranks.run(on_ranks, str(tmp_path / "whole"), 0, False)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tilerec.testing import Ranks
 from tilerec.train.config import ParallelConfig
 from tilerec.train.loop import train
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="a second form: nightly")
 LOCAL = (2, 2, 1)  # ranks on the host of each rank
 
 
@@ -36,7 +38,9 @@ def ranks() -> Iterator[Ranks]:
         yield pool
 
 
-@pytest.mark.parametrize("parallel", [{}, {"sharding": "row_wise"}, {"sharding": "row_wise", "group_size": 1}])
+@pytest.mark.parametrize(
+    "parallel", [{}, pytest.param({"sharding": "row_wise"}, marks=NIGHTLY), {"sharding": "row_wise", "group_size": 1}]
+)
 def test_a_run_on_hosts_of_different_sizes_continues_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:

@@ -5,6 +5,8 @@ CRC-32 detects damage, not forgery. (3.5 GB/s on one core of an AMD EPYC; SHA-25
 
 from __future__ import annotations
 
+import io
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +48,7 @@ class BlockWriter:
         except RuntimeError:  # the program has ended but for this save, and threads take no more work
             self._hash(memoryview(data))
         self._file.write(data)
+        _begin_writeback(self._file, self.size, len(data))
         self.size += len(data)
         self._wait()
 
@@ -66,6 +69,16 @@ class BlockWriter:
     def _close_block(self) -> None:
         self.crcs.append(self._crc)
         self._crc = 0
+
+
+def _begin_writeback(file: BinaryIO, first: int, count: int) -> None:
+    """Begin to write bytes of a local file to the disk, so that checksums of later ones are computed meanwhile.
+
+    The kernel would keep up to a tenth of the memory until fsync. (Linux writes the range at once for this advice; its
+    pages leave the cache only if they are clean.)
+    """
+    if count >= BLOCK and isinstance(file, io.BufferedWriter) and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), first, count, os.POSIX_FADV_DONTNEED)
 
 
 class Part(NamedTuple):

@@ -272,7 +272,7 @@ def _files_of(entries: Sequence[Entry]) -> list[list[Entry]]:
     files: list[list[Entry]] = []
     size = 0
     for entry in entries:
-        if not files or size + entry.bytes > FILE_BYTES:  # the first entry may have no bytes
+        if not files or size + entry.bytes > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(entry)
