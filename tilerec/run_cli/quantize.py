@@ -119,8 +119,9 @@ def _samples(trained: TrainedRun, data: str | None, samples: int | None) -> tupl
     """Return the data set of a run and batches to evaluate on: of at most `samples` samples; 0: all; None: no batch."""
     config = trained.config
     size = config.train.eval_batch_size
+    dataset: Dataset
     if data is None:
-        dataset: Dataset = config.task.with_checks(config.data.open())
+        dataset = config.task.with_checks(config.data.open())
         batches = dataset.held_out(size)
     else:
         rows = config.task.with_checks(config.data.open_rows((data,), labels=True))

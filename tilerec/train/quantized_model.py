@@ -85,7 +85,7 @@ def build_quantized(
         if isinstance(part, ManagedCollisionModule):  # is built beside its table
             part.hold(0, part.buckets(), None, device)
     types = {
-        name: AS_TRAINED.get(table.weight.dtype, "fp32")
+        name: AS_TRAINED.get(table.rows.leaf.dtype, "fp32")
         for part in model.modules()
         if isinstance(part, TableCollection)
         for name, table in part._tables.items()

@@ -122,6 +122,7 @@ class TrainedRun:
         shapes = {name: tuple(table.weight.shape) for name, table in quant_tables(model).items()}
         names = list(shapes)
         source: SavedRows
+        mapped: MappedRows | None
         if self.checkpoint is None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # rows of the tables
