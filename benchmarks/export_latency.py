@@ -1,6 +1,7 @@
 """Latency of an exported DLRM: the model in Python, its package in Python, its package in C++, in turns.
 
-    python benchmarks/export_latency.py [--rows 10000] [--rounds 15] [--threads 1] [--samples 1 2 64 512]
+    python benchmarks/export_latency.py [--rows 10000] [--rounds 15] [--threads 1 2] [--row-type int8]
+                                        [--samples 1 2 64 512]
 
 26 tables of 64 columns, 13 dense features, one id per bag, layers 64-64 and 64-1. Each round measures the three one
 after the other, each for several calls after one that is not counted; the numbers are medians over all calls, in
@@ -20,21 +21,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from tilerec.export import Package, cpp_flags, export, load
 from tilerec.export.signature import flat_tensors
 from tilerec.models import DLRM
+from tilerec.quantized import quantize_tables
 
 TABLES, DIM, DENSE = 26, 64, 13
 KEYS = [f"f{i}" for i in range(TABLES)]
 
 
-def make_model(rows: int) -> DLRM:
+def make_model(rows: int, row_type: str) -> nn.Module:
     torch.manual_seed(1)
     tables = [EmbeddingBagConfig(rows, DIM, f"t{i}", feature_names=[KEYS[i]]) for i in range(TABLES)]
-    return DLRM(EmbeddingBagCollection(tables), DENSE, [64, DIM], [64, 1]).eval()
+    model = DLRM(EmbeddingBagCollection(tables), DENSE, [64, DIM], [64, 1]).eval()
+    return model if row_type == "fp32" else quantize_tables(model, row_type, inplace=True)
 
 
 def batch(samples: int, rows: int) -> tuple[Tensor, KeyedJaggedTensor]:
@@ -80,7 +83,7 @@ class Program:
         return [float(text) for text in self._process.stdout.readline().split()][1:]
 
 
-def measure(model: DLRM, package: Package, program: Program, rows: int, samples: int, rounds: int) -> None:
+def measure(model: nn.Module, package: Package, program: Program, rows: int, samples: int, rounds: int) -> None:
     args = batch(samples, rows)
     flat = flat_tensors(package.manifest.signature, args)
     with torch.no_grad():
@@ -99,27 +102,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, nargs="*", default=[1])
+    parser.add_argument("--row-type", default="fp32", help="fp32, int8, int4, ...")
     parser.add_argument("--samples", type=int, nargs="*", default=[1, 2, 64, 512])
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    model = make_model(options.rows)
+    model = make_model(options.rows, options.row_type)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
         before = time.perf_counter()
         export(model, batch(4, options.rows), path)
-        weights = sum(parameter.nbytes for parameter in model.parameters())
+        weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         print(
             f"export: {time.perf_counter() - before:.1f} s, {path.stat().st_size / 1e6:.1f} MB for "
             f"{weights / 1e6:.1f} MB of weights ({path.stat().st_size / weights:.3f})"
         )
         before = time.perf_counter()
         package = load(path, verify=False)
-        print(f"load: {time.perf_counter() - before:.3f} s; {options.threads} threads, us per call:")
-        print(" samples      model    package        C++  model/C++")
+        print(f"load: {time.perf_counter() - before:.3f} s")
         program = Program(Path(folder), path)
-        for samples in options.samples:
-            measure(model, package, program, options.rows, samples, options.rounds)
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            print(f"{threads} threads, {options.row_type} rows, us per call:")
+            print(" samples      model    package        C++  model/C++")
+            for samples in options.samples:
+                measure(model, package, program, options.rows, samples, options.rounds)
 
 
 if __name__ == "__main__":

@@ -301,6 +301,9 @@ def test_files_with_lists_train_and_predict_hashed_items_by_value(name: str, res
     assert parquet.read_table(tmp_path / "index" / "items.parquet")["item"].to_pylist() == sorted(
         f"i{i}" for i in range(20)
     )
+    assert "--index int8: recall@20 1.000 at 100.0% of the rows, for 20 vectors of items" in " ".join(text.split())
+    facts = json.loads((tmp_path / "index" / "index.json").read_text())
+    assert facts["recall"] == {"k": 20, "recall": 1.0, "rows": 1.0, "queries": 20}
     # Items that are no integers have their places.
     assert load_item_index(tmp_path / "index" / "index.safetensors").ids.tolist() == list(range(20))
 

@@ -205,6 +205,14 @@ def test_a_quantized_run_is_evaluated_and_predicts(folder: Path) -> None:
         assert code == 0, text
         scores.append(parquet.read_table(folder / "q.parquet")["score"].to_numpy())
     assert 0 < np.abs(scores[0] - scores[1]).max() < 0.1
+    assert not list(folder.glob(".tilerec-quantize-*"))
+    code, text = _invoke("quantize", str(folder / "run.toml"), "--types", "int4", "--out", str(folder / "small"))
+    assert code == 0, text
+    facts = json.loads((folder / "small" / "quantization.json").read_text())
+    assert {table["row_type"] for table in facts["tables"].values()} == {"int4"}
+    assert facts["ne"] is None
+    code, text = _invoke("eval", str(folder / "small"))
+    assert code == 0, text
     code, text = _invoke("quantize", str(out), "--max-ne", "1%", "--out", str(folder / "twice"))
     assert code == 1
     assert "expected one as it was trained" in text
@@ -213,7 +221,7 @@ def test_a_quantized_run_is_evaluated_and_predicts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--out", "x"], "--budget, --max-ne: got neither; expected one or both"),
+        (["--out", "x"], "--budget, --max-ne: got neither; expected one or both, or a single type"),
         (["--out", "x", "--max-ne", "lots"], "--max-ne: got 'lots'; expected a share below 1"),
         (["--out", "x", "--budget", "2 gallons"], "--budget: got '2 gallons'; expected a number of bytes"),
         (["--out", "x", "--budget", "10"], "--budget: got 10 B; expected at least"),

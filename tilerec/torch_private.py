@@ -437,10 +437,11 @@ def compile_package(program: ExportedProgram, path: str) -> None:
     The code needs the vector instructions of this machine, and no others that its processor may have. It reads all
     parameters and buffers from memory, so a value that is written there serves. Left alone, the compiler makes numbers
     in the code of those with up to 8 elements (the bias of a logit), and of results of equal elements
-    (`temperature.exp()`).
+    (`temperature.exp()`). Its binary has no line tables and names no files, whose paths differ, so it has the same
+    bytes in every process.
     """
     import torch._inductor
-    from torch._inductor import config
+    from torch._inductor import config, cpp_builder
     from torch._inductor.graph import GraphLowering
 
     options: dict[str, Any] = {
@@ -449,6 +450,14 @@ def compile_package(program: ExportedProgram, path: str) -> None:
     }
     if hasattr(config.cpp, "march"):  # torch >= 2.13
         options["cpp.march"] = ""
+    if hasattr(config.aot_inductor, "enable_line_tables"):
+        options["aot_inductor.enable_line_tables"] = False
+    flags = cpp_builder._get_optimization_cflags
+
+    def without_files(*args: Any, **kwargs: Any) -> Any:
+        compiler, linker = flags(*args, **kwargs)
+        return [*compiler, "Wno-builtin-macro-redefined", """D__FILE__='"model"'"""], [*linker, "Wl,-s"]
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
         lower = GraphLowering.get_attr
@@ -459,10 +468,12 @@ def compile_package(program: ExportedProgram, path: str) -> None:
                 return lower(graph, target, *rest)
 
         GraphLowering.get_attr = keep_weights  # type: ignore[assignment, method-assign]
+        cpp_builder._get_optimization_cflags = without_files
         try:
             torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         finally:
             GraphLowering.get_attr = lower  # type: ignore[method-assign]
+            cpp_builder._get_optimization_cflags = flags
 
 
 def readable_op_calls(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -208,6 +209,26 @@ def test_a_changed_weight_is_found(path: Path, package: Package, tmp_path: Path)
     other.write_bytes(bytes(changed))
     with pytest.raises(ConfigError, match=r"weight '.*' has other bytes than the manifest states"):
         load(other)
+
+
+EXPORT = """
+import sys
+from tests.export.export_models import every_batch, every_kind
+from tilerec.export import export
+export(every_kind(), every_batch(3).args(), sys.argv[1])
+"""
+
+
+def test_every_process_writes_the_same_bytes(path: Path, tmp_path: Path) -> None:
+    # Neither a cache of the compiler, nor its place, nor the order of sets is the same.
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "another-cache"), "PYTHONHASHSEED": "7"}
+    other = tmp_path / "other.pt2"
+    subprocess.run([sys.executable, "-c", EXPORT, str(other)], cwd=ROOT, env={**os.environ, **own}, check=True)
+    with zipfile.ZipFile(path) as first, zipfile.ZipFile(other) as second:
+        assert first.namelist() == second.namelist()
+        assert [name for name in first.namelist() if first.read(name) != second.read(name)] == []
+    assert path.read_bytes() == other.read_bytes()
+    assert str(tmp_path).encode() not in other.read_bytes()
 
 
 # ------------------------------------------------------------------------------------------- in Triton Inference Server

@@ -16,6 +16,7 @@ import torch
 from tilerec.data.dataset import Catalog
 from tilerec.errors import ConfigError, FileError, InputError
 from tilerec.retrieval.index_files import check_out, write_index
+from tilerec.retrieval.item_index_file import load_item_index
 from tilerec.retrieval.ranking_task import IndexVectors
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
@@ -71,3 +72,35 @@ def test_without_faiss_the_error_names_the_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'tilerec\[faiss\]'"):
         check_out(tmp_path / "index", "flat")
+
+
+def _vectors(count: int) -> IndexVectors:
+    """Vectors in groups of 50, as those of embeddings."""
+    torch.manual_seed(0)
+    vectors = torch.randn(count // 50, 1, 16).expand(-1, 50, -1).reshape(count, 16) + torch.randn(count, 16) / 4
+    ids = torch.arange(count) * 3
+    features = KeyedJaggedTensor(["item"], ids, lengths=torch.ones(count, dtype=torch.int64), stride=count)
+    return IndexVectors(vectors, Catalog(ids, pa.array(ids.numpy()), ids, features))
+
+
+def test_the_recall_of_lists_is_that_of_a_sort_of_all_scores(tmp_path: Path) -> None:
+    items, query = _vectors(5_000), torch.randn(30, 16)
+    table = pa.table({"vector": pa.FixedSizeListArray.from_arrays(pa.array(query.reshape(-1).numpy()), 16)})
+    found = write_index(tmp_path / "index", items, {}, iter([(30, table)]), form="ivf")
+    index = load_item_index(tmp_path / "index" / "index.safetensors")
+    best = torch.argsort(query @ items.vectors.T, dim=1, descending=True)[:, :100] * 3
+    own = index(query, 100)[1]
+    hits = sum(len(set(a) & set(b)) for a, b in zip(best.tolist(), own.tolist(), strict=True))
+    assert found is not None
+    assert 0.3 < found.recall < 1
+    assert found.recall == hits / 3_000
+    assert found.queries == 30
+    assert 0.02 < found.rows < 0.12  # a twentieth of the lists
+    assert json.loads((tmp_path / "index" / "index.json").read_text())["recall"]["recall"] == found.recall
+
+
+def test_without_queries_vectors_of_items_are_searched_and_exact_has_no_recall(tmp_path: Path) -> None:
+    found = write_index(tmp_path / "lists", _vectors(2_500), {}, iter(()), form="ivf-int8")
+    assert found is not None
+    assert found.queries == 834  # every third item
+    assert write_index(tmp_path / "exact", _vectors(100), {}, iter(()), form="exact") is None

@@ -8,10 +8,12 @@ from torch import nn
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.quantized import row_type
+from tilerec.quantized import quantize_tables, row_type
 from tilerec.quantized.embedding_bag import QuantEmbeddingBagCollection
 from tilerec.spec.table import EmbeddingBagConfig
-from tilerec.train.table_types import TableCosts, TypeCost, _after, _changes, choose_types
+from tilerec.train.saved_rows import HeldRows
+from tilerec.train.table_conversion import TrainedTables
+from tilerec.train.table_types import TableCosts, TypeCost, _after, _changes, choose_types, convert_all
 
 TYPES = [row_type(name) for name in ("int8", "int4", "int2")]
 
@@ -77,20 +79,48 @@ def score_against(model: Model) -> object:
     return score
 
 
+def trained(model: Model) -> TrainedTables:
+    """The tables of a served model, with the float rows of this one."""
+    served = quantize_tables(model, "fp32")
+    rows = {name: value.clone() for name, value in model.state_dict().items()}
+    return TrainedTables(served, HeldRows(rows), torch.device("cpu"))
+
+
 def test_each_type_is_measured_alone_and_rows_are_restored() -> None:
     model = Model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    score = score_against(model)
-    choice, made = choose_types(model, score, TYPES, None, 1.0)  # type: ignore[arg-type]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    tables, score = trained(model), score_against(model)
+    measured: list[list[bool]] = []
+
+    def recorded(other: nn.Module) -> float:
+        state, want = other.state_dict(), model.state_dict()
+        measured.append([torch.equal(state[name], want[name]) for name in want])
+        return score(other)  # type: ignore[operator, no-any-return]
+
+    choice = choose_types(tables, recorded, TYPES, None, 1.0)
+    # int2 rows of 8 columns have the bytes of int4 rows, so two types of each table are measured
+    assert measured == [[True, True], *[[False, True]] * 2, *[[True, False]] * 2, [False, False]]
     by_name = {table.name: {cost.row_type: cost for cost in table.types} for table in choice.costs}
-    assert [cost.bytes for cost in by_name["a"].values()] == [40 * 32, 40 * 12, 40 * 8]  # int2: 8 bytes a row, too
-    assert 8 < by_name["a"]["int4"].ne_change / by_name["b"]["int4"].ne_change < 12
-    assert isinstance(made.tables, QuantEmbeddingBagCollection)
-    assert {name: own.name for name, own in made.tables.row_types().items()} == choice.types
-    assert choice.ne == score(made)  # type: ignore[operator]
-    assert choice.bytes == made.tables.size_in_bytes()
+    assert [cost.bytes for cost in by_name["a"].values()] == [40 * 32, 40 * 12, 40 * 8]
+    assert 8 < by_name["a"]["int4"].loss / by_name["b"]["int4"].loss < 12
+    made = tables.model.tables
+    assert isinstance(made, QuantEmbeddingBagCollection)
+    assert {name: own.name for name, own in made.row_types().items()} == choice.types
+    assert choice.ne == score(tables.model)  # type: ignore[operator]
+    assert choice.bytes == made.size_in_bytes()
     assert choice.float_bytes == 2 * 40 * 32
+    want = quantize_tables(model, per_table=choice.types).state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in tables.model.state_dict().items())
+
+
+def test_one_type_of_all_tables_needs_no_score() -> None:
+    model = Model()
+    tables = trained(model)
+    choice = convert_all(tables, row_type("int4"))
+    assert choice.types == {"a": "int4", "b": "int4"}
+    assert (choice.ne, choice.ne_change, choice.bytes) == (None, None, 2 * 40 * 8)
+    want = quantize_tables(model, "int4").state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in tables.model.state_dict().items())
+    assert [cost.row_type for cost in convert_all(trained(model), row_type("fp32")).costs[0].types] == ["fp32"]
 
 
 def test_types_together_keep_the_limit_that_each_alone_kept() -> None:
@@ -100,22 +130,26 @@ def test_types_together_keep_the_limit_that_each_alone_kept() -> None:
         lost = [float((rows_of(other, name) - rows_of(model, name)).abs().mean()) for name in "ab"]
         return 1.0 + sum(lost) + (10.0 if min(lost) > 0 else 0.0)
 
-    choice, _ = choose_types(model, score, TYPES[:1], None, 0.1)
-    assert choice.ne_change <= 0.1
+    tables = trained(model)
+    choice = choose_types(tables, score, TYPES[:1], None, 0.1)
+    assert (choice.ne_change or 0) <= 0.1
     assert sorted(choice.types.values()) == ["fp32", "int8"]
+    kept = next(name for name, own in choice.types.items() if own == "fp32")
+    assert torch.equal(rows_of(tables.model, kept), rows_of(model, kept))
     with pytest.raises(
         ConfigError, match=r"--budget: got .* with --max-ne 10.0000%; expected limits that fit together"
     ):
-        choose_types(model, score, TYPES[:1], 40 * 24 + 10, 0.1)
+        choose_types(trained(model), score, TYPES[:1], 40 * 24 + 10, 0.1)
 
 
 def test_rows_that_cannot_be_quantized_and_undefined_scores_are_refused() -> None:
     model = Model()
     with pytest.raises(ConfigError, match="got nan on the held-out samples"):
-        choose_types(model, lambda _: float("nan"), TYPES, None, 1.0)
+        choose_types(trained(model), lambda _: float("nan"), TYPES, None, 1.0)
+    empty = TrainedTables(nn.Linear(1, 1), HeldRows({}), torch.device("cpu"))
     with pytest.raises(ConfigError, match="a model without tables"):
-        choose_types(nn.Linear(1, 1), lambda _: 1.0, TYPES, None, 1.0)
+        choose_types(empty, lambda _: 1.0, TYPES, None, 1.0)
     with torch.no_grad():
         model.tables.embedding_bags["b"].weight[3, 0] = torch.inf
     with pytest.raises(InputError, match="Table 'b': got inf in row 3"):
-        choose_types(model, lambda _: 1.0, TYPES, None, 1.0)
+        choose_types(trained(model), lambda _: 1.0, TYPES, None, 1.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -34,6 +35,10 @@ WEIGHTS_AT = 4096
 _WEIGHTS = "model/data/weights/tilerec.bin"
 _MANIFEST = "model/extra/tilerec.json"
 _CODE = "model/data/aotinductor/"
+_OF_THE_COMPILER = (".cpp", ".kernel_metadata.json", "/serialization_id")
+"""Parts of a compiled model that no loader reads: sources with paths of the machine, and a hash of them."""
+_OWN_NAME = re.compile(r"[^/]+(?=\.wrapper[._])")
+"""The compiler's name of a model, which depends on paths of the machine."""
 _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 24
 _AGAIN = "Export the model again, or copy the file again."
@@ -77,12 +82,14 @@ def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: M
         archive.writestr(_part(_MANIFEST), manifest.to_json())
         with zipfile.ZipFile(compiled) as code:
             for name in sorted(code.namelist()):
+                if name.endswith(_OF_THE_COMPILER):
+                    continue
                 data = code.read(name)
                 if name.endswith("_metadata.json"):
                     data = json.dumps({**json.loads(data), **manifest.lines()}).encode()
                 elif name.endswith(".json"):
                     data = readable_op_calls(data)
-                archive.writestr(_part(name), data)
+                archive.writestr(_part(_OWN_NAME.sub("model", name)), data)
 
 
 def _part(name: str) -> zipfile.ZipInfo:

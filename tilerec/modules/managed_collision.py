@@ -364,11 +364,11 @@ class ManagedCollisionModule(nn.Module):
         self._buckets, self._view = buckets, view
         self.version += 1
 
-    def hold(self, first: int, last: int, view: BucketStateView, device: torch.device | str | None) -> None:
+    def hold(self, first: int, last: int, view: BucketStateView | None, device: torch.device | str | None) -> None:
         """Keep only the buckets `[first, last)`; other ranks hold the rest.
 
         Args:
-            view: how the state of all buckets appears in a state dict.
+            view: how the state of all buckets appears in a state dict; None if they are all held here.
             device: for a module on meta, whose buckets start empty.
         """
         new, step = self._buckets.cut(first, last), self.step

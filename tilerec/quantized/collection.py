@@ -97,6 +97,11 @@ class QuantTableCollection(nn.Module):
         weights = self._weights()
         return weights[0].device if weights else torch.device("cpu")
 
+    def tables(self) -> dict[str, QuantTable]:
+        """Return the tables by name."""
+        holder = cast(QuantTables, submodules(self)[self._holder])
+        return {config.name: holder[config.name] for config in self._configs}
+
     def row_types(self) -> dict[str, RowType]:
         """Return the row type of each table."""
         return {config.name: own for config, own in zip(self._configs, self._row_types, strict=True)}
@@ -184,3 +189,22 @@ def converted(
         converter = TableConverter([module], consume=False)
     tables = converter.convert(module, types)
     return tables, [table.row_type for table in tables]  # of a tied table: that of the first collection
+
+
+def quant_tables(model: nn.Module) -> dict[str, QuantTable]:
+    """Return the quantized tables of a model by the names of their rows in a state dict; a tied table by each name."""
+    parts = model.named_modules(remove_duplicate=False)
+    return {f"{path}.weight": part for path, part in parts if isinstance(part, QuantTable)}
+
+
+def set_rows(model: nn.Module, table: QuantTable, row_type: RowType, rows: Tensor) -> None:
+    """Give a table of a model other rows, of any type. The earlier rows are freed if nothing else holds them.
+
+    Args:
+        rows: `[num_embeddings, row_type.width(embedding_dim)]` of the row type's dtype.
+    """
+    table.row_type, table.weight = row_type, rows
+    for part in model.modules():
+        if isinstance(part, QuantTableCollection):
+            part._row_types = tuple(own.row_type for own in part.tables().values())
+            part._bits = tuple(own.bits for own in part._row_types)

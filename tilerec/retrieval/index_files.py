@@ -26,10 +26,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import torch
+from torch import Tensor
 
 from tilerec.atomic_file import open_replacement, write_file
 from tilerec.errors import ConfigError, FileError
 from tilerec.output_path import Inputs, check_output
+from tilerec.retrieval.index_recall import MOST_QUERIES, IndexRecall, index_recall
 from tilerec.retrieval.item_index import FORMS, IndexForm, ItemIndex
 from tilerec.retrieval.item_index_file import save_item_index
 from tilerec.retrieval.ranking_task import IndexVectors
@@ -65,7 +67,7 @@ def write_index(
     form: str = "none",
     tower: str = "",
     progress: Callable[[int], object] = lambda rows: None,
-) -> None:
+) -> IndexRecall | None:
     """Write the folder of an index, as a whole or not at all.
 
     Args:
@@ -77,6 +79,10 @@ def write_index(
         form: of the `ItemIndex`, "none" for no such file.
         tower: hash of the query tower, for the `ItemIndex`.
         progress: called with the samples of each table of `queries`.
+
+    Returns:
+        The recall of an approximate `ItemIndex`, for the first queries; without queries, for vectors of items. None for
+        an exact one, or none.
 
     Raises:
         FileError: a file cannot be written.
@@ -95,9 +101,15 @@ def write_index(
             parquet.write_table(pa.table({"item": index.catalog.values, "row": index.catalog.ids.numpy()}), file)
         if kind != "none":
             write_file(folder / "index.faiss", _faiss_bytes(vectors, kind), "Index")
-        if form != "none":
-            save_item_index(folder / "index.safetensors", _item_index(index, form, tower))
+        made = None if form == "none" else _item_index(index, form, tower)
+        if made is not None:
+            save_item_index(folder / "index.safetensors", made)
         count = _write_queries(folder / "queries.parquet", queries, progress)
+        recall = None
+        if made is not None and form != "exact" and len(made):
+            query_QD = _first_queries(folder / "queries.parquet") if count else _item_queries(index.vectors)
+            recall = index_recall(made, index.vectors, _item_ids(index), query_QD)
+            facts = {**facts, "recall": recall._asdict()}
         entries = {"format": 1, "items": len(vectors), "dim": int(vectors.shape[1]), "metric": "inner_product"}
         text = json.dumps({**entries, "faiss": kind, "index": form, "queries": count, **facts}, indent=2) + "\n"
         write_file(folder / "index.json", text, "Index")
@@ -105,6 +117,7 @@ def write_index(
         if out.exists():
             out.rmdir()
         folder.rename(out)
+        return recall
     except OSError as error:
         raise FileError(f"Index {out}: cannot be written ({error.strerror}). Free space.", error.errno) from error
     finally:
@@ -112,11 +125,24 @@ def write_index(
 
 
 def _item_index(index: IndexVectors, form: str, tower: str) -> ItemIndex:
+    return ItemIndex.build(index.vectors, _item_ids(index), form=cast(IndexForm, form), tower=tower)
+
+
+def _item_ids(index: IndexVectors) -> Tensor:
     values = index.catalog.values
-    ids = torch.arange(len(values))
     if pa.types.is_integer(values.type):
-        ids = torch.from_numpy(values.cast(pa.int64()).to_numpy(zero_copy_only=False).copy())
-    return ItemIndex.build(index.vectors, ids, form=cast(IndexForm, form), tower=tower)
+        return torch.from_numpy(values.cast(pa.int64()).to_numpy(zero_copy_only=False).copy())
+    return torch.arange(len(values))
+
+
+def _first_queries(path: Path) -> Tensor:
+    batch = next(parquet.ParquetFile(path).iter_batches(MOST_QUERIES, columns=["vector"]))
+    return torch.from_numpy(np.stack(batch["vector"].to_numpy(zero_copy_only=False))).float()
+
+
+def _item_queries(vectors_ND: Tensor) -> Tensor:
+    """Return vectors of items as queries, spread over all of them."""
+    return vectors_ND[:: -(-len(vectors_ND) // MOST_QUERIES)]
 
 
 def _umask() -> int:

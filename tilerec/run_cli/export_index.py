@@ -77,7 +77,7 @@ def _export(
     from tilerec.train.predictions import key_columns
     from tilerec.train.world import World
 
-    world = World(group)
+    world, recall = World(group), None
     try:
         config = trained.config
         place = run_device(device, world.size)
@@ -102,13 +102,21 @@ def _export(
                     pass
             else:
                 facts = {"run": str(trained.folder), "name": config.name, "task": kind_of(config.task)}
-                write_index(Path(out), index, facts, tables, kind=kind, form=form, tower=tower, progress=progress)
+                recall = write_index(
+                    Path(out), index, facts, tables, kind=kind, form=form, tower=tower, progress=progress
+                )
     except BaseException as error:
         world.abort(error)
         raise
     if world.rank == 0:
         count, dim = index.vectors.shape
         print_plain(f"wrote {out}: {count:,} items with {dim} numbers each, of {trained.folder}")
+        if recall is not None:
+            vectors = "vectors of items" if queries is None else "queries"
+            print_plain(
+                f"--index {form}: recall@{recall.k} {recall.recall:.3f} at {recall.rows:.1%} of the rows, for "
+                f"{recall.queries:,} {vectors}"
+            )
 
 
 def _query_hash(trained: TrainedRun, dataset: Dataset, model: nn.Module) -> str:

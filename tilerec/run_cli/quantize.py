@@ -1,5 +1,6 @@
-"""`tilerec quantize`: a trained run with quantized tables, whose types are chosen per table by data.
+"""`tilerec quantize`: a trained run with quantized tables, of one type, or of types that are chosen per table by data.
 
+tilerec quantize run.toml --types int8 --out served
 tilerec quantize run.toml --max-ne 0.01% --out served
 tilerec quantize run.toml --budget 2GiB --max-ne 0.05% --out served
 tilerec predict served test.parquet --out scores.parquet
@@ -7,6 +8,7 @@ tilerec predict served test.parquet --out scores.parquet
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,13 +21,13 @@ from tilerec.run_cli.progress import row_progress
 from tilerec.terminal import SafeConsole, print_plain, print_rank_error
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
     from torch import nn
 
     from tilerec.data.batch import Batch
     from tilerec.data.dataset import Dataset
     from tilerec.train.table_types import TypeChoice
-    from tilerec.train.task import Task
     from tilerec.train.trained_run import TrainedRun
 
 
@@ -40,7 +42,11 @@ def quantize(
         str | None, typer.Option(help="Most increase of the normalized entropy, relative: 0.01%, or 0.0001.")
     ] = None,
     types: Annotated[
-        str, typer.Option(help="Row types to choose from: int8, int4, int2, fp16, bf16, comma-separated.")
+        str,
+        typer.Option(
+            help="Row types to choose from: int8, int4, int2, fp16, bf16, comma-separated. Without limits: the one "
+            "type of all tables."
+        ),
     ] = "int8,int4,int2",
     data: Annotated[
         str | None, typer.Option(help="File, folder or URL with labelled samples. Default: the run's held-out part.")
@@ -51,33 +57,50 @@ def quantize(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cpu, cuda, … Default: that of the run.")] = None,
 ) -> None:
-    """Quantize the tables of a trained run: few bytes for little loss, measured table by table on held-out samples."""
+    """Quantize the tables of a trained run: to one type, or with little loss, measured by table on held-out samples."""
     from tilerec.quantized.row_type import row_type
     from tilerec.spec.byte_text import bytes_of
+    from tilerec.train.device import run_device
     from tilerec.train.quantized_folder import check_new, write_quantized
-    from tilerec.train.table_types import choose_types
+    from tilerec.train.table_types import choose_types, convert_all
     from tilerec.train.trained_run import find_trained
 
     try:
         check_new(out)
         limit = None if budget is None else bytes_of("--budget", budget)
         loss = None if max_ne is None else _share("--max-ne", max_ne)
-        if limit is None and loss is None:
-            raise ConfigError("--budget, --max-ne: got neither; expected one or both. Try --max-ne 0.01%.")
         chosen = [row_type(name.strip(), "--types") for name in types.split(",")]
+        by_data = limit is not None or loss is not None
+        if not by_data and len(chosen) > 1:
+            raise ConfigError(
+                "--budget, --max-ne: got neither; expected one or both, or a single type in --types. Try "
+                "--max-ne 0.01%."
+            )
         trained = find_trained(run).with_settings(set_ or [])
         check_output("--out", out, {"--data": [data or ""], **trained.inputs})
-        model, score = _model_and_score(trained, data, samples, device or trained.config.train.device)
-        choice, made = choose_types(model, score, chosen, limit, loss)
-        write_quantized(out, trained, choice, made)
+        place = run_device(device or trained.config.train.device, 1)
+        with tempfile.TemporaryDirectory(prefix=".tilerec-quantize-", dir=_existing(out)) as scratch:
+            dataset, batches = _samples(trained, data, samples if by_data else None)
+            tables = trained.float_tables(dataset, place, Path(scratch) if by_data else None)
+            if by_data:
+                choice = choose_types(tables, _Score(trained, dataset, batches, place), chosen, limit, loss)
+            else:
+                choice = convert_all(tables, chosen[0])
+            write_quantized(out, trained, choice, tables.model)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
     SafeConsole().print(_table(choice))
-    print_plain(
-        f"wrote {out}: NE {choice.float_ne:.6f} -> {choice.ne:.6f} ({choice.ne_change:+.4%}), tables "
-        f"{choice.bytes / choice.float_bytes:.1%} of {trained.folder}"
-    )
+    share = f"tables {choice.bytes / choice.float_bytes:.1%} of {trained.folder}"
+    if choice.ne_change is None:
+        print_plain(f"wrote {out}: {share}")
+    else:
+        print_plain(f"wrote {out}: NE {choice.float_ne:.6f} -> {choice.ne:.6f} ({choice.ne_change:+.4%}), {share}")
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest folder above that exists."""
+    return next(parent for parent in folder.absolute().parents if parent.is_dir())
 
 
 def _share(option: str, text: str) -> float:
@@ -92,18 +115,10 @@ def _share(option: str, text: str) -> float:
     return value
 
 
-def _model_and_score(trained: TrainedRun, data: str | None, samples: int, device: str) -> tuple[nn.Module, _Score]:
-    from tilerec.train.device import run_device
-    from tilerec.train.quantized_model import row_types_in
-    from tilerec.train.world import World
-
-    if trained.checkpoint is None and row_types_in(trained.model_file) is not None:
-        raise ConfigError(
-            f"{trained.folder}: got a model with quantized tables; expected one as it was trained. Pass the log folder "
-            "of the training run."
-        )
-    config, world = trained.config, World(None)
-    size, place = config.train.eval_batch_size, run_device(device, 1)
+def _samples(trained: TrainedRun, data: str | None, samples: int | None) -> tuple[Dataset, list[Batch]]:
+    """Return the data set of a run and batches to evaluate on: of at most `samples` samples; 0: all; None: no batch."""
+    config = trained.config
+    size = config.train.eval_batch_size
     dataset: Dataset
     if data is None:
         dataset = config.task.with_checks(config.data.open())
@@ -111,21 +126,26 @@ def _model_and_score(trained: TrainedRun, data: str | None, samples: int, device
     else:
         rows = config.task.with_checks(config.data.open_rows((data,), labels=True))
         dataset, batches = rows, (batch for batch, _ in rows.rows(size))
-    kept, count = [], 0
-    for batch in batches:
+    kept: list[Batch] = []
+    count = 0
+    for batch in () if samples is None else batches:
         if samples and count >= samples:
             break
         kept.append(batch)
         count += batch.batch_size
-    task = config.task.build(dataset, config.train, place, world)
-    return trained.load(dataset, place, world).requires_grad_(False), _Score(trained, task, kept, count)
+    return dataset, kept
 
 
 class _Score:
     """Returns the normalized entropy of a model on the kept batches, the mean over tasks."""
 
-    def __init__(self, trained: TrainedRun, task: Task, batches: list[Batch], samples: int) -> None:
-        self._trained, self._task, self._batches, self._samples = trained, task, batches, samples
+    def __init__(self, trained: TrainedRun, dataset: Dataset, batches: list[Batch], device: torch.device) -> None:
+        from tilerec.train.world import World
+
+        config = trained.config
+        self._trained, self._batches = trained, batches
+        self._task = config.task.build(dataset, config.train, device, World(None))
+        self._samples = sum(batch.batch_size for batch in batches)
 
     def __call__(self, model: nn.Module) -> float:
         with row_progress("score", self._samples) as progress:
@@ -133,8 +153,8 @@ class _Score:
         found = [one.numbers["ne"] for one in scores if "ne" in one.numbers]
         if not found:
             raise ConfigError(
-                f"{self._trained.folder}: got a task without normalized entropy; expected task.kind = 'click'. "
-                "Quantize other models by tilerec.quantized.quantize_tables."
+                f"{self._trained.folder}: got a task without normalized entropy; expected task.kind = 'click'. Choose "
+                "one type for all tables: --types int8 without --max-ne and --budget."
             )
         return sum(found) / len(found)
 
@@ -155,7 +175,11 @@ def _table(choice: TypeChoice) -> Table:
         cost = choice.chosen(table)
         out.add_row(
             table.name, f"{table.rows:,}", str(table.dim), byte_text(table.types[0].bytes), cost.row_type,
-            byte_text(cost.bytes), f"{cost.ne_change:+.4%}",
+            byte_text(cost.bytes), _percent(cost.ne_change),
         )  # fmt: skip
-    out.add_row("all", "", "", byte_text(choice.float_bytes), "", byte_text(choice.bytes), f"{choice.ne_change:+.4%}")
+    out.add_row("all", "", "", byte_text(choice.float_bytes), "", byte_text(choice.bytes), _percent(choice.ne_change))
     return out
+
+
+def _percent(change: float | None) -> str:
+    return "" if change is None else f"{change:+.4%}"

@@ -7,7 +7,6 @@ The file is that of any model (`saved_model.py`), and its metadata have the row 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +16,15 @@ from torch import nn
 
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError
+from tilerec.modules.collection import TableCollection
+from tilerec.modules.managed_collision import ManagedCollisionModule
 from tilerec.quantized.quantize import quantize_tables
 from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.train.config import RunConfig
 from tilerec.train.saved_model import load_model, read_metadata, save_model
 
+AS_TRAINED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Names of row types by the dtype of a trained table."""
 _ROW_TYPES = "row_types"
 
 
@@ -59,11 +62,34 @@ def load_quantized(
     Raises:
         FileError, ConfigError: as of `load_model`.
     """
-    model = quantize_tables(
-        config.model.build(dataset, device, torch.device("meta")), per_table=row_types, inplace=True, device=device
-    )
-    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
-        # Maps of managed ids are built beside their tables.
-        model = quantize_tables(config.model.build(dataset, device), per_table=row_types, inplace=True)
+    model = build_quantized(config, dataset, device, row_types)
     load_model(path, model)
     return model
+
+
+def build_quantized(
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    row_types: Mapping[str, str] | None,
+    table_device: torch.device | None = None,
+) -> nn.Module:
+    """Return a run's model with quantized tables, whose rows are to be loaded. Float tables get no memory.
+
+    Args:
+        row_types: of each table by name; None: those of floats, as the tables are trained.
+        table_device: of the quantized tables, if different; "meta" allocates nothing.
+    """
+    model = config.model.build(dataset, device, torch.device("meta"))
+    for part in model.modules():
+        if isinstance(part, ManagedCollisionModule):  # is built beside its table
+            part.hold(0, part.buckets(), None, device)
+    types = {
+        name: AS_TRAINED.get(table.rows.leaf.dtype, "fp32")
+        for part in model.modules()
+        if isinstance(part, TableCollection)
+        for name, table in part._tables.items()
+    }
+    return quantize_tables(
+        model, per_table=types if row_types is None else row_types, inplace=True, device=table_device or device
+    )

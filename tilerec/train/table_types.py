@@ -1,6 +1,6 @@
 """Choice of a row type per table, by data: few bytes for little normalized entropy (NE).
 
-  1. Each table alone is rounded to each type, and the model is scored: what the type costs, in NE.
+  1. Each table alone is converted to each type, and the model is scored: what the type costs, in NE.
   2. Greedy: from all tables as trained, take the change of one table that saves the most bytes for its NE, until the
      budget is met, or the changes' NE add up to the limit.
   3. The chosen types together are scored. If they lose more than the limit, the last changes are taken back.
@@ -17,21 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tilerec.errors import ConfigError
-from tilerec.modules.collection import TableCollection
-from tilerec.modules.table import Table
-from tilerec.ops.quantized.row_format import check_quantizable, dequantize_rows, quantize_rows
-from tilerec.quantized.quantize import quantize_tables
 from tilerec.quantized.row_type import ROW_TYPES, RowType
 from tilerec.spec.byte_text import byte_text
+from tilerec.train.table_conversion import TrainedTables
 
 Score = Callable[[nn.Module], float]
 """Returns the normalized entropy of a model on held-out samples."""
 
-_AS_TRAINED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _LEAST_LOSS = (
     1e-9  # relative NE: smaller losses and gains count as this much, so that their order is that of their bytes
 )
@@ -39,11 +34,16 @@ _LEAST_LOSS = (
 
 @dataclass(frozen=True)
 class TypeCost:
-    """A row type of a table: its bytes, and the relative change of NE if only this table has it."""
+    """A row type of a table: its bytes, and the relative change of NE if only this table has it; None: not measured."""
 
     row_type: str
     bytes: int
-    ne_change: float
+    ne_change: float | None
+
+    @property
+    def loss(self) -> float:
+        """The relative change of NE; 0 if it was not measured."""
+        return self.ne_change or 0.0
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class TypeChoice:
     Attributes:
         costs: of each table.
         types: by table.
-        float_ne, ne: normalized entropy of the model as trained, and of the quantized one.
+        float_ne, ne: normalized entropy of the model as trained, and of the quantized one; None: not measured.
     """
 
     costs: tuple[TableCosts, ...]
     types: Mapping[str, str]
-    float_ne: float
-    ne: float
+    float_ne: float | None = None
+    ne: float | None = None
 
     @property
-    def ne_change(self) -> float:
-        """Relative change of NE."""
-        return self.ne / self.float_ne - 1
+    def ne_change(self) -> float | None:
+        """Relative change of NE; None if it was not measured."""
+        return None if self.ne is None or self.float_ne is None else self.ne / self.float_ne - 1
 
     @property
     def bytes(self) -> int:
@@ -91,94 +91,75 @@ class TypeChoice:
         return next(cost for cost in table.types if cost.row_type == self.types[table.name])
 
 
+def convert_all(tables: TrainedTables, row_type: RowType) -> TypeChoice:
+    """Convert all tables to one type, without a measurement.
+
+    Raises:
+        InputError: a table cannot be quantized.
+    """
+    costs = []
+    for name in tables.names:
+        tables.convert(name, row_type)
+        types = [TypeCost(own.name, tables.bytes(name, own), None) for own in (tables.trained_type(name), row_type)]
+        costs.append(TableCosts(name, *tables.shape(name), tuple(dict.fromkeys(types))))
+    return TypeChoice(tuple(costs), dict.fromkeys(tables.names, row_type.name))
+
+
 def choose_types(
-    model: nn.Module, score: Score, types: Sequence[RowType], budget: int | None, max_ne: float | None
-) -> tuple[TypeChoice, nn.Module]:
-    """Choose a row type per table.
+    tables: TrainedTables, score: Score, types: Sequence[RowType], budget: int | None, max_ne: float | None
+) -> TypeChoice:
+    """Choose a row type per table, and convert the tables of the model to them.
 
     Args:
-        model: unsharded, in evaluation mode. Rows of one table at a time are rounded and restored.
+        tables: of a model in evaluation mode; one at a time is converted and restored.
         score: returns the NE of a model.
         types: candidates, besides each table's own.
         budget: most bytes of all tables; None: as few as `max_ne` allows.
         max_ne: most relative increase of NE; None: any.
 
-    Returns:
-        The choice, and a quantized copy of the model.
-
     Raises:
         ConfigError: the budget cannot be met within `max_ne`, or at all; or NE is undefined.
         InputError: a table cannot be quantized.
     """
-    float_ne = score(model)
+    float_ne = score(tables.model)
     if not 0 < float_ne < float("inf"):
         raise ConfigError(
             f"normalized entropy: got {float_ne} on the held-out samples; expected a number above 0. Evaluate on "
             "samples with both labels."
         )
-    tables = _tables(model)
-    if not tables:
+    if not tables.names:
         raise ConfigError(
             "tilerec quantize: got a model without tables; expected embedding tables. Train one with some."
         )
-    costs = tuple(_costs(name, leaves, types, lambda: score(model) / float_ne - 1) for name, leaves in tables.items())
+    costs = tuple(_costs(tables, name, types, lambda: score(tables.model) / float_ne - 1) for name in tables.names)
     changes = _changes(costs, budget, max_ne)
     while True:
         chosen = _after(costs, changes)
-        made = quantize_tables(model, per_table=chosen)
-        choice = TypeChoice(costs, chosen, float_ne, score(made))
-        if max_ne is None or choice.ne_change <= max_ne or not changes:
-            return choice, made
+        for name, own in chosen.items():
+            tables.convert(name, ROW_TYPES[own])
+        ne = score(tables.model)
+        if max_ne is None or ne / float_ne - 1 <= max_ne or not changes:
+            return TypeChoice(costs, chosen, float_ne, ne)
         if budget is not None:
             raise ConfigError(
                 f"--budget: got {byte_text(budget)} with --max-ne {max_ne:.4%}; expected limits that fit together. The "
-                f"types for this budget raise NE by {choice.ne_change:.4%}. Raise one of the two."
+                f"types for this budget raise NE by {ne / float_ne - 1:.4%}. Raise one of the two."
             )
         changes = changes[: len(changes) * 3 // 4]  # the last ones lose the most for their bytes
 
 
-def _tables(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the rows of the model's tables by name; tied tables once."""
-    found: dict[str, list[Tensor]] = {}
-    for module in model.modules():
-        if isinstance(module, TableCollection):
-            for name, table in module._tables.items():
-                assert isinstance(table, Table)
-                leaf = table.weight.detach()
-                leaves = found.setdefault(name, [])
-                if all(leaf.data_ptr() != other.data_ptr() for other in leaves):
-                    leaves.append(leaf)
-    return found
-
-
-def _costs(name: str, leaves: list[Tensor], types: Sequence[RowType], change: Callable[[], float]) -> TableCosts:
+def _costs(tables: TrainedTables, name: str, types: Sequence[RowType], change: Callable[[], float]) -> TableCosts:
     """Measure each type of a table; `change` returns the relative change of NE with the rows as they are now."""
-    trained = ROW_TYPES[_AS_TRAINED.get(leaves[0].dtype, "fp32")]
-
-    def size(row_type: RowType) -> int:
-        return sum(leaf.shape[0] * row_type.row_bytes(leaf.shape[1]) for leaf in leaves)
-
-    found = [TypeCost(trained.name, size(trained), 0.0)]
-    for leaf in leaves:
-        check_quantizable(leaf, name)
-    before = [leaf.clone() for leaf in leaves]
+    trained = tables.trained_type(name)
+    found = [TypeCost(trained.name, tables.bytes(name, trained), 0.0)]
     for row_type in sorted(types, key=lambda own: own.bits or 16, reverse=True):
-        if size(row_type) >= found[-1].bytes:  # of as many bytes, the type of more bits is the better one
+        size = tables.bytes(name, row_type)
+        if size >= found[-1].bytes:  # of as many bytes, the type of more bits is the better one
             continue
-        try:
-            for leaf in leaves:
-                leaf.copy_(_rounded(leaf, row_type))
-            found.append(TypeCost(row_type.name, size(row_type), change()))
-        finally:
-            for leaf, rows in zip(leaves, before, strict=True):
-                leaf.copy_(rows)
-    return TableCosts(name, sum(leaf.shape[0] for leaf in leaves), leaves[0].shape[1], tuple(found))
-
-
-def _rounded(rows: Tensor, row_type: RowType) -> Tensor:
-    if not row_type.bits:
-        return rows.to(row_type.dtype)
-    return dequantize_rows(quantize_rows(rows, row_type.bits), rows.shape[1], row_type.bits)
+        tables.convert(name, row_type)
+        found.append(TypeCost(row_type.name, size, change()))
+    tables.convert(name, trained)
+    return TableCosts(name, *tables.shape(name), tuple(found))
 
 
 def _changes(costs: Sequence[TableCosts], budget: int | None, max_ne: float | None) -> list[tuple[int, int]]:
@@ -194,7 +175,7 @@ def _changes(costs: Sequence[TableCosts], budget: int | None, max_ne: float | No
             now = table.types[places[t]]
             for place in range(places[t] + 1, len(table.types)):
                 saved = now.bytes - table.types[place].bytes
-                loss = max(table.types[place].ne_change - max(now.ne_change, 0.0), _LEAST_LOSS)
+                loss = max(table.types[place].loss - max(now.loss, 0.0), _LEAST_LOSS)
                 fits = budget is not None or max_ne is None or spent + loss <= max_ne
                 if fits and (best is None or saved / loss > best[0]):
                     best = (saved / loss, t, place, saved, loss)

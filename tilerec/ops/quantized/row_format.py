@@ -44,8 +44,13 @@ def row_bytes(dim: int, bits: int) -> int:
     return HEAD_BYTES + (-(-dim * bits // 8) + 3) // 4 * 4
 
 
-def check_quantizable(rows_RD: Tensor, name: str) -> None:
-    """Raise an `InputError` for a table whose rows cannot be quantized: NaN, infinite, or beyond the range of fp16."""
+def check_quantizable(rows_RD: Tensor, name: str, first_row: int = 0) -> None:
+    """Raise an `InputError` for rows that cannot be quantized: NaN, infinite, or beyond the range of fp16.
+
+    Args:
+        name: of the table, for the error.
+        first_row: number of `rows_RD[0]` in the table.
+    """
     for start, part_rD in _chunks(rows_RD):
         # A NaN makes a maximum NaN, and a comparison with it False.
         if part_rD.numel() and not bool(part_rD.float().abs().max() <= LARGEST):
@@ -53,8 +58,8 @@ def check_quantizable(rows_RD: Tensor, name: str) -> None:
             row = int(bad_r.nonzero()[0, 0])
             worst = part_rD[row][~(part_rD[row].float().abs() <= LARGEST)][0]
             raise InputError(
-                f"Table '{name}': got {float(worst)} in row {start + row}; expected numbers in [-{LARGEST:.0f}, "
-                f"{LARGEST:.0f}], as scales are fp16. Mend the row, or keep this table in fp32."
+                f"Table '{name}': got {float(worst)} in row {first_row + start + row}; expected numbers in "
+                f"[-{LARGEST:.0f}, {LARGEST:.0f}], as scales are fp16. Mend the row, or keep this table in fp32."
             )
 
 
