@@ -1,6 +1,6 @@
 """Op families: schema, reference, fake kernel and autograd formula of each op. Backends register faster kernels.
 
-Whoever imports an op gets its kernels, too.
+An op is imported with its kernels.
 """
 
 from tilerec.ops import backends as backends
