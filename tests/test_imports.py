@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tilerec
+from tilerec.lazy_names import MODULES
 
 HEAVY = (
     "torch",
@@ -41,7 +42,7 @@ def test_names_of_the_package_are_those_that_type_checkers_see() -> None:
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == tilerec._MODULES
+    assert seen == MODULES
     assert set(seen) <= set(dir(tilerec))
     for name in seen:
         assert getattr(tilerec, name) is not None

@@ -25,7 +25,6 @@ from tilerec.planner.reservation import HeuristicalStorageReservation, StorageRe
 from tilerec.planner.sharder import Sharder
 from tilerec.planner.tables import AnyTable, device_type_at_home, device_type_of
 from tilerec.spec.plan import ShardingPlan
-from tilerec.spec.reserved_memory import RESERVED
 from tilerec.spec.topology import Topology, launcher_local_size
 
 
@@ -99,7 +98,7 @@ class EmbeddingShardingPlanner:
                 raise ConfigError(f"EmbeddingShardingPlanner: {name} is a {type(value).__name__}, wanted {wanted}.")
         self.topology = topology
         self.batch_size = PlanRequest.batch_size if batch_size is None else batch_size
-        self.storage_reservation = storage_reservation or HeuristicalStorageReservation(RESERVED)
+        self.storage_reservation = storage_reservation or HeuristicalStorageReservation()
         self.constraints = dict(constraints or {})
         self.effort = effort
         self.cache = None if cache is None else PlanCache(cache)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
+from tilerec.spec.reserved_memory import RESERVED
 
 GRADIENTS_AND_STATE = 6.0
 """Bytes reserved per byte of a dense parameter.
@@ -56,7 +57,7 @@ class HeuristicalStorageReservation(StorageReservation):
 
     def __init__(
         self,
-        percentage: float,
+        percentage: float = RESERVED,
         parameter_multiplier: float = GRADIENTS_AND_STATE,
         dense_tensor_estimate: int | None = None,
     ) -> None:

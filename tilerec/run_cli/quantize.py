@@ -61,6 +61,7 @@ def quantize(
     from tilerec.quantized.row_type import row_type
     from tilerec.spec.byte_text import bytes_of
     from tilerec.train.device import run_device
+    from tilerec.train.float_tables import float_tables
     from tilerec.train.quantized_folder import check_new, write_quantized
     from tilerec.train.table_types import choose_types, convert_all
     from tilerec.train.trained_run import find_trained
@@ -81,7 +82,7 @@ def quantize(
         place = run_device(device or trained.config.train.device, 1)
         with tempfile.TemporaryDirectory(prefix=".tilerec-quantize-", dir=_existing(out)) as scratch:
             dataset, batches = _samples(trained, data, samples if by_data else None)
-            tables = trained.float_tables(dataset, place, Path(scratch) if by_data else None)
+            tables = float_tables(trained, dataset, place, Path(scratch) if by_data else None)
             if by_data:
                 choice = choose_types(tables, _Score(trained, dataset, batches, place), chosen, limit, loss)
             else:

@@ -11,32 +11,26 @@ copy-of-step-100                             the same: nothing beside it is need
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from glob import escape
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from tilerec.checkpoint.chain import open_manifest
-from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.folder import folder_at
 from tilerec.checkpoint.loading import load as load_checkpoint
 from tilerec.checkpoint.manifest import MANIFEST
 from tilerec.data.dataset import Dataset
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.output_path import Inputs
-from tilerec.quantized.collection import quant_tables
 from tilerec.train.config import RunConfig
 from tilerec.train.override import override_all
-from tilerec.train.quantized_model import build_quantized, load_quantized, row_types_in
+from tilerec.train.quantized_model import load_quantized, row_types_in
 from tilerec.train.run_file import RUN_FILE, path_settings, read_run_file, run_of_toml
 from tilerec.train.run_metadata import RUN_FILE_KEY
 from tilerec.train.saved_model import MODEL_FILE, load_model
-from tilerec.train.saved_rows import CheckpointRows, HeldRows, MappedRows, SavedRows
-from tilerec.train.table_conversion import TrainedTables
 from tilerec.train.vocabulary_files import VOCABULARY_FOLDER, VOCABULARY_PART
 from tilerec.train.world import World
 
@@ -101,41 +95,6 @@ class TrainedRun:
         else:
             load_checkpoint(self.checkpoint, {"model": model}, group=world.group)
         return model.eval()
-
-    def float_tables(self, dataset: Dataset, device: torch.device, scratch: Path | None) -> TrainedTables:
-        """Return the tables of the model to convert, in eval mode. Their float rows are read from the model file.
-
-        Args:
-            scratch: a folder for the rows of a checkpoint: they are copied to a file there, so that the model can be
-                called with them. None: the model of a checkpoint has no rows until they are converted.
-
-        Raises:
-            FileError, InputError, ConfigError: as of `load`, or the model's tables are quantized.
-        """
-        if self.checkpoint is None and row_types_in(self.model_file) is not None:
-            raise ConfigError(
-                f"{self.folder}: got a model with quantized tables; expected one as it was trained. Pass the log "
-                "folder of the training run."
-            )
-        torch.manual_seed(self.config.train.seed)
-        model = build_quantized(self.config, dataset, device, None, torch.device("meta"))
-        shapes = {name: tuple(table.weight.shape) for name, table in quant_tables(model).items()}
-        names = list(shapes)
-        source: SavedRows
-        mapped: MappedRows | None
-        if self.checkpoint is None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # rows of the tables
-                load_model(self.model_file, model)
-            source = mapped = MappedRows(self.model_file, names)
-        else:
-            rows = [escape(f"model.{name}") for name in names]
-            load_checkpoint(self.checkpoint, {"model": model}, changes=Changes(drop=rows, keep=rows))
-            source = CheckpointRows(self.checkpoint, shapes)
-            mapped = None if scratch is None else source.mapped(scratch, names)
-        if mapped is not None:
-            source = mapped if device.type == "cpu" else HeldRows({n: t.to(device) for n, t in mapped.tables.items()})
-        return TrainedTables(model.eval(), source, device)
 
 
 def runs_folder(run_file: Path, name: str) -> Path:
