@@ -51,7 +51,9 @@ class DeviceCopy:
         """Copy a batch that was read; `who` is the pipeline, in errors."""
         if batch.error is not None or batch.batch is None:
             return
-        here = [] if batch.marks is None else [self._is_here(tensor) for tensor in batch.marks.tensors]
+        # The empty batch of a rank that has run out has no marks.
+        tensors = tensors_of(batch.batch) if batch.marks is None else batch.marks.tensors
+        here = [self._is_here(tensor) for tensor in tensors]
         batch.stays = any(here)
         with self.ahead(batch):
             if not all(here):
