@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline_bytes.py [--peer .venv-peer/bin/python] [--ranks 1,2]
 
-`pipeline_bytes_rank.py` is one process of either side, and says how it counts. Batches have lists of 64 int64 ids for
-two features, so nearly all their bytes are ids. The tables are sharded by rows.
+`pipeline_bytes_rank.py` is one process of either side; its first lines describe the count. Batches have lists of 64
+int64 ids for two features, so nearly all their bytes are ids. The tables are sharded by rows.
 """
 
 from __future__ import annotations

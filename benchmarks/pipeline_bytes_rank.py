@@ -169,7 +169,7 @@ def torchrec_side(name: str) -> tuple[Any, Any, type]:
 
 
 def run(pipeline: Any, kjt: Any) -> None:
-    """One pass over new batches, which nobody else keeps."""
+    """One pass over new batches; no other reference to them exists."""
 
     def batches() -> Iterator[Batch]:
         for step in range(STEPS):

@@ -51,21 +51,27 @@ class Pipeline:
     """The batches in flight of all iterators, and the stages that run on them.
 
     Args:
-        stages: in the order in which one call of `progress` runs them.
-        read_at: number of stages that one call runs before it reads; 0 or more.
+        early, late: in the order in which one call of `progress` runs them, before and after it reads.
         depth: number of batches in flight, the one that trains included.
         even: see `EvenRanks`; None: ranks do not exchange numbers of samples.
         who: the pipeline, in errors.
     """
 
-    def __init__(self, stages: Sequence[Stage], read_at: int, depth: int, even: EvenRanks | None, who: str) -> None:
-        self.stages, self._read_at, self.depth, self._even = tuple(stages), read_at, depth, even
+    def __init__(
+        self, early: Sequence[Stage], late: Sequence[Stage], depth: int, even: EvenRanks | None, who: str
+    ) -> None:
+        self._early, self._late, self.depth, self._even = tuple(early), tuple(late), depth, even
         self._passes = Passes(who)
         self._who = who
         self.trace: Trace | None = None
         self.times = StageTimes()
         self.last_origin: Origin | None = None
         self.stage = ""  # that runs, or has run last
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order of one call."""
+        return self._early + self._late
 
     def progress(self, iterator: Iterator[Any]) -> Any:
         """Run one step on the next batch of an iterator, and return its output.
@@ -76,15 +82,14 @@ class Pipeline:
         current = self._passes.of(iterator, self._even)
         turn: BatchInFlight | None = None
         try:
-            early, late = self.stages[: self._read_at], self.stages[self._read_at :]
-            if early and not current.batches:  # the first call of a pass: nothing was read by the call before
+            if self._early and not current.batches:  # the first call of a pass: nothing was read by the call before
                 self._read(current, iterator, self.depth - 1)
-                for stage in late:
+                for stage in self._late:
                     self._run_ahead(stage, current, turn)
-            for stage in early:
+            for stage in self._early:
                 turn = self._run(stage, current, turn)
             self._read(current, iterator, self.depth - (turn is not None))
-            for stage in late:
+            for stage in self._late:
                 turn = self._run(stage, current, turn)
         except BaseException:
             current.held.clear()

@@ -82,8 +82,7 @@ class TrainPipeline:
         several = even and self._group is not None and self._group.size > 1
         self._even = EvenRanks(self._group, empty, who) if several and self._group is not None else None
         self._routes = self._routes_of(model)
-        early, late = self._stages()
-        self._pipeline = Pipeline([*early, *late], len(early), self._depth, self._even, who)
+        self._pipeline = Pipeline(*self._stages(), self._depth, self._even, who)
 
     def _routes_of(self, model: nn.Module) -> RoutesAhead:
         group = None if self._even is None else self._group

@@ -23,7 +23,7 @@ from tilerec.quantized.row_type import ROW_TYPES
 from tilerec.train.config import RunConfig
 from tilerec.train.saved_model import load_model, read_metadata, save_model
 
-AS_TRAINED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_AS_TRAINED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Names of row types by the dtype of a trained table."""
 _ROW_TYPES = "row_types"
 
@@ -85,7 +85,7 @@ def build_quantized(
         if isinstance(part, ManagedCollisionModule):  # is built beside its table
             part.hold(0, part.buckets(), None, device)
     types = {
-        name: AS_TRAINED.get(table.rows.leaf.dtype, "fp32")
+        name: _AS_TRAINED.get(table.rows.leaf.dtype, "fp32")
         for part in model.modules()
         if isinstance(part, TableCollection)
         for name, table in part._tables.items()
