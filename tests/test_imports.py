@@ -107,3 +107,9 @@ run_virtual_ranks(2, lambda group: run(shard(users(), mesh=group)))
 """
     )
     assert found.isdisjoint({*HEAVY} - {"torch", "numpy", "pyarrow"})  # tilerec.testing draws from tilerec.data
+
+
+def test_a_star_imports_the_names_of_the_package() -> None:
+    names: dict[str, object] = {}
+    exec("from tilerec import *", names)
+    assert {*MODULES, "TilerecError", "ConfigError"} <= set(names)

@@ -41,10 +41,14 @@ MODULES = {
     "Topology": "tilerec.spec.topology",
 }
 """Module of each name that `tilerec/__init__.py` lists for type checkers."""
+PUBLIC = [*MODULES, "ConfigError", "InputError", "ReshardError", "TilerecError", "command_policy"]
+"""Names that `from tilerec import *` imports."""
 
 
 def __getattr__(name: str) -> object:
     """Import a name of the package, or a submodule, on its first use."""
+    if name == "__all__":
+        return PUBLIC
     if name in MODULES:
         home = import_module(MODULES[name])
         found: object = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")

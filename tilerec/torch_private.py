@@ -339,6 +339,26 @@ def ignore_in_ddp(module: nn.Module, names: Iterable[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
+def register_collate(kind: type, collate: Callable[..., Any]) -> None:
+    """Have `torch.utils.data.default_collate` join items of a type by `collate(items, *, collate_fn_map)`.
+
+    torch's documentation names this mapping, in spite of its underscore.
+    """
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[kind] = collate
+
+
+def exclude_from_fsdp(module: nn.Module) -> None:
+    """Have `fully_shard` of a model leave a module and its parameters alone.
+
+    It skips modules with torch's mark of `replicate`. Substitute: `fully_shard(model, ignored_params=...)` by the user.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["replicate"] = RegistryItem()
+
+
 def fix_ddp_buckets(wrapper: DistributedDataParallel) -> None:
     """Have `DistributedDataParallel` keep one order of gradients in its buckets from the first step on.
 

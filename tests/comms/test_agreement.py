@@ -83,7 +83,7 @@ def test_a_difference_names_ranks_and_place_on_every_rank() -> None:
     plan = {"tables": {"user": Part("user", (0, 3, 9)), "item": Part("item", (0, 4))}}
     other = {"tables": {"user": Part("user", (0, 4, 9)), "item": Part("item", (0, 4))}}
     assert text([plan, plan, other, other, plan]) == (
-        "The plan differs between ranks: ['tables']['user']['cuts'][1] is 3 on ranks 0, 1, 4 and 4 on ranks 2, 3. "
+        "The plan differs between ranks: tables.user.cuts[1] is 3 on ranks 0, 1, 4 and 4 on ranks 2, 3. "
         "Start every rank with the same configuration."
     )
 
@@ -97,10 +97,10 @@ def test_the_majority_is_right_and_of_equals_the_lowest_rank() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "expected"),
     [
-        ({"a": 1}, {}, "['a'] is there on rank 0 and missing on rank 1"),
-        ({}, {"a": 1}, "['a'] is missing on rank 0 and there on rank 1"),
+        ({"a": 1}, {}, "a is there on rank 0 and missing on rank 1"),
+        ({}, {"a": 1}, "a is missing on rank 0 and there on rank 1"),
         ([1, 2], [1], "it (length) is 2 on rank 0 and 1 on rank 1"),
-        ({"k": [[1], [2, 3]]}, {"k": [[1], [2]]}, "['k'][1] (length) is 2 on rank 0 and 1 on rank 1"),
+        ({"k": [[1], [2, 3]]}, {"k": [[1], [2]]}, "k[1] (length) is 2 on rank 0 and 1 on rank 1"),
         (1, 1.0, "it is 1 on rank 0 and 1.0 on rank 1"),
         (1, True, "it is 1 on rank 0 and True on rank 1"),
         (1, "1", "it is 1 on rank 0 and '1' on rank 1"),
@@ -192,7 +192,7 @@ def test_an_error_in_checks_raises_on_all_ranks_in_the_comparison_that_follows()
 
     first, second = run_virtual_ranks(2, run)
     assert second == "'t'"
-    assert """['checks'] is 'passed' on rank 0 and "KeyError: 't'" on rank 1""" in first
+    assert """checks is 'passed' on rank 0 and "KeyError: 't'" on rank 1""" in first
 
 
 def test_values_that_checks_find_are_compared() -> None:
@@ -206,7 +206,7 @@ def test_values_that_checks_find_are_compared() -> None:
 
     assert run_virtual_ranks(2, run, (3, 3)) == ["", ""]
     assert run_virtual_ranks(2, run, (3, 4))[0].startswith(
-        "The model differs between ranks: ['size'] is 3 on rank 0 and 4 on rank 1"
+        "The model differs between ranks: size is 3 on rank 0 and 4 on rank 1"
     )
 
 

@@ -886,17 +886,17 @@ def test_lengths_given_as_a_table_stay_one_and_read_flat() -> None:
 def test_a_tensor_that_cannot_be_shown_is_described() -> None:
     large = KeyedJaggedTensor(["a"], torch.arange(1001), lengths=torch.tensor([1001]))
     assert repr(large) == "KeyedJaggedTensor(keys ['a'], values [1001] torch.int64, 1 bags, device='cpu')"
-    assert "1000" in str(large)
+    assert str(large) == repr(large)
+    many = KeyedJaggedTensor([f"k{i}" for i in range(17)], torch.arange(17), lengths=torch.ones(17, dtype=torch.int64))
+    assert str(many).count("\n") == 0
     meta = _example().to(torch.device("meta"))
     described = "KeyedJaggedTensor(keys ['a', 'b'], values [5] torch.int64, 4 bags, weights, device='meta')"
-    assert repr(meta) == str(meta).strip() == described
+    assert repr(meta) == described
     shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), _example())
     assert repr(shapes) == "KeyedJaggedTensor(keys ['a', 'b'], values (5,), weights (5,), lengths (4,))"
     for lengths in ([3], [-1, 3], [1]):
         broken = KeyedJaggedTensor(["a"], torch.arange(2), lengths=torch.tensor(lengths))
         assert repr(broken).startswith("KeyedJaggedTensor(keys ['a'], values [2]")
-        with pytest.raises(InputError):
-            str(broken)
 
 
 def test_features_are_asked_for_by_name_and_never_by_position() -> None:

@@ -200,8 +200,8 @@ def test_what_cannot_be_a_keyed_tensor_is_refused() -> None:
 def test_a_tensor_that_cannot_be_shown_is_described() -> None:
     large = KeyedTensor(["x"], [11], torch.ones(100, 11))
     assert repr(large) == "KeyedTensor(keys ['x'], widths [11], values [100, 11] torch.float32, device='cpu')"
-    assert len(str(large)) > 1000
+    assert str(large) == repr(large)
     meta = large.to(torch.device("meta"))
-    assert repr(meta) == str(meta).strip() == repr(large).replace("cpu", "meta")
+    assert repr(meta) == repr(large).replace("cpu", "meta")
     shapes = pytree.tree_map(lambda leaf: tuple(leaf.shape), large)
     assert repr(shapes) == "KeyedTensor(keys ['x'], values (100, 11))"

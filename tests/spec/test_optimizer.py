@@ -334,3 +334,9 @@ def test_from_torch_refuses_one_setting_given_twice() -> None:
         from_torch(SGD, {"lr": 0.1, "learning_rate": 0.1})
     with pytest.raises(ConfigError, match="both beta1/beta2 and betas"):
         from_torch(Adam, {"betas": (0.9, 0.999), "beta1": 0.9})
+
+
+@pytest.mark.parametrize("given", [[torch.nn.Parameter(torch.zeros(1))], iter(())], ids=["list", "iterator"])
+def test_a_description_refuses_parameters_and_names_what_takes_them(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Adam: got parameters; expected settings, such as Adam\(lr=0.1\)"):
+        Adam(given, lr=0.1)

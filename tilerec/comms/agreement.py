@@ -156,7 +156,7 @@ def _first_difference(place: str, expected: object, got: object) -> tuple[str, s
     """Return the place where two plain values first differ, and the text of each value there."""
     if isinstance(expected, dict) and isinstance(got, dict):
         for key in sorted({*expected, *got}):
-            where = f"{place}[{key!r}]"
+            where = f"{place}.{key}".removeprefix(".") if key.isidentifier() else f"{place}[{key!r}]"
             if key not in expected or key not in got:
                 there = ["there" if key in side else "missing" for side in (expected, got)]
                 return where, there[0], there[1]

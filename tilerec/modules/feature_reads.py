@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def key_positions(kind: str, reads: Sequence[FeatureRead], keys: Sequence[str]) 
 
 def raise_missing_feature(kind: str, feature: str, table: str, keys: Sequence[str]) -> NoReturn:
     """Raise the `InputError` for a feature that a batch lacks."""
+    close = difflib.get_close_matches(feature, keys, n=1)
+    nearest = f" The nearest key is '{close[0]}'." if close else ""
     raise InputError(
-        f"{kind}: feature '{feature}' of table '{table}' is not in the batch, whose keys are {list(keys)[:20]}. Add it "
-        "(an empty feature has lengths of 0) or drop it from the table."
+        f"{kind}: feature '{feature}' of table '{table}' is not in the batch, whose keys are {list(keys)[:20]}."
+        f"{nearest} Add it (an empty feature has lengths of 0) or drop it from the table."
     )

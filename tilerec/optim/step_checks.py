@@ -4,7 +4,7 @@
     over tiles of tables     record it as a stepper; raise if a table has moved without it (`tile_steppers.py`)
 
 The checks run again after an optimizer was attached, or a table was sharded or moved. All other steps cost one
-dictionary lookup.
+dictionary lookup, and are counted for tables that are updated more often (`storage/update_watch.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import warnings
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,6 +21,7 @@ from tilerec.errors import ConfigError
 from tilerec.optim.keyed import KeyedOptimizer
 from tilerec.optim.tile_steppers import record_steppers
 from tilerec.storage.table_rows import rows_of
+from tilerec.storage.update_watch import count_step
 
 _changes = 0
 """Number of calls of `check_optimizers_at_next_step`."""
@@ -38,6 +40,8 @@ def _watch() -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling() and not isinstance(optimizer, KeyedOptimizer):
+        count_step()
     changes = _changes
     if optimizer.__dict__.get("_tilerec_changes") == changes:
         return

@@ -12,9 +12,10 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import ties_of
 from tilerec.parallel.read_plan import complete_plan_of
 from tilerec.parallel.table_optimizers import keep_cached_tables
+from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.tables import tables_of
-from tilerec.spec.plan import ShardingPlan
+from tilerec.spec.plan import ShardingPlan, ShardingType
 from tilerec.spec.topology import Topology
 
 
@@ -23,6 +24,7 @@ def make_plan(
     collections: Mapping[str, TableCollection],
     topology: Topology,
     sharders: Sequence[ModuleSharder],
+    kind: ShardingType | None = None,
 ) -> ShardingPlan:
     """Return the planner's plan, complete.
 
@@ -31,11 +33,16 @@ def make_plan(
     Args:
         collections: those of the module's collections to plan.
         sharders: as in `EmbeddingShardingPlanner.plan`.
+        kind: of every table; None: the planner chooses.
+
+    Raises:
+        PlannerError: there is no such plan.
     """
     tables = [table for table in tables_of(module, sharders) if table.names[0][0] in collections]
     plan = made = ShardingPlan({})
     if tables:
-        plan = made = EmbeddingShardingPlanner(topology=topology).plan(tables, sharders)
+        limits = {} if kind is None else {table.key: ParameterConstraints(sharding_types=[kind]) for table in tables}
+        plan = made = EmbeddingShardingPlanner(topology=topology, constraints=limits or None).plan(tables, sharders)
     for names in ties_of(collections):
         (path, table), *others = names
         first = made.plan[path][table]

@@ -25,7 +25,7 @@ from tilerec.parallel.model_tables import (
     sizes_of,
     ties_of,
 )
-from tilerec.parallel.read_plan import AnyPlan, read_complete_plan
+from tilerec.parallel.read_plan import AnyPlan, read_complete_plan, sharding_type_of
 from tilerec.parallel.table_optimizers import give_sharder_optimizers, with_kernels, with_wire_formats
 from tilerec.sharding.shard_ids import IdsBelow, described_ids, ids_below
 from tilerec.sharding.table import check_rule
@@ -75,14 +75,15 @@ def prepare_sharding(
     """
     collections = collections_of(module, only)
     ties = ties_of(collections)
-    kind = device_type_of(device, collections)
+    device_type = device_type_of(device, collections)
 
     def world(hosts: Sequence[Sequence[int]] | None) -> Topology:
-        return topology_of(group, topology, hosts, kind)
+        return topology_of(group, topology, hosts, device_type)
 
-    if plan is None:
+    kind = sharding_type_of(plan)
+    if plan is None or kind is not None:
         used = world(None)
-        complete_plan = make_plan(module, collections, used, sharders)
+        complete_plan = make_plan(module, collections, used, sharders, kind)
     else:
         complete_plan, used = read_complete_plan(with_table_paths(plan, module), collections, group.size, world)
     complete_plan.check(sizes_of(collections), group.size)

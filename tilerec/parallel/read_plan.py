@@ -30,8 +30,25 @@ from tilerec.spec.topology import Topology
 AnyPlan = ShardingPlan | str | Path | Cut | Mapping[str, Any]
 """A plan, the path of its JSON file, a mapping, or the result of one helper (`row_wise()`, ...) for all tables.
 
+`shard` also takes the name of a sharding type, such as "row_wise": the planner then places all tables by that type.
+
 The mapping is `{module path: {table: sharding}}`; a sharding is a `ParameterSharding`, a `Tiling` or a helper's result.
 """
+
+
+def sharding_type_of(plan: object) -> ShardingType | None:
+    """Return the sharding type that a plan names, as in `plan="row_wise"`; None for every other plan."""
+    return next((kind for kind in ShardingType if plan == kind.value and kind is not ShardingType.EXPLICIT), None)
+
+
+def _load(path: str | Path) -> ShardingPlan:
+    kind = sharding_type_of(path)
+    if kind is not None:
+        raise ConfigError(
+            f"plan: got {kind.value!r}, a sharding type; expected a plan or the path of its file. Pass the plan that "
+            f"EmbeddingShardingPlanner makes with constraints, or a helper of tilerec.planner for all tables."
+        )
+    return ShardingPlan.load(path)
 
 
 def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> ShardingPlan:
@@ -51,7 +68,7 @@ def read_plan(plan: AnyPlan, collections: Mapping[str, TableCollection]) -> Shar
             "its .world_plan(), for all ranks."
         )
     if isinstance(plan, (str, Path)):
-        return ShardingPlan.load(plan)
+        return _load(plan)
     if not isinstance(plan, Mapping):
         raise ConfigError(
             f"shard: plan: got a {type(plan).__name__}; expected a ShardingPlan, the path of its file, or "
@@ -97,7 +114,7 @@ def _sharding(path: str, table: str, item: object) -> ParameterSharding:
 def plan_without(plan: Any, others: Collection[str]) -> Any:
     """Return a plan in any form without the modules at these paths, which belong to other sharding groups."""
     if others and isinstance(plan, (str, Path)):
-        plan = ShardingPlan.load(plan)
+        plan = _load(plan)
     if isinstance(plan, ShardingPlan) and any(path in others for path in plan.plan):
         kept = {path: part for path, part in plan.plan.items() if path not in others}
         return ShardingPlan(kept, plan.world_size, plan.hosts)

@@ -12,6 +12,7 @@ from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
 from tilerec.compat.sharders import ModuleSharder
 from tilerec.optim.attach import restore_optimizers_on_error
+from tilerec.parallel import ddp_tables as ddp_tables
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import Ranks, group_of_ranks
 from tilerec.parallel.model_tables import collections_of
@@ -46,7 +47,8 @@ def shard(
         plan: a `ShardingPlan`, the path of its JSON file, or `{module path: {table: ParameterSharding or Tiling}}`
             (`{table: …}` if the module is a collection). The result of `row_wise()` or another helper may stand for a
             table, for a module path or for all tables. Missing tilings are made from sharding types and ranks. None:
-            `EmbeddingShardingPlanner(topology=…)` makes a plan.
+            `EmbeddingShardingPlanner(topology=…)` makes a plan. "row_wise" or another sharding type: it makes a plan
+            with all tables of this type.
         env, mesh: two names of one argument, the ranks: a `ShardingEnv`, a `DeviceMesh` of one axis, a process group or
             a `Group`; None: the default process group.
         topology: the ranks of each host, and memory sizes for the planner. None: the plan's hosts, else those of the

@@ -32,7 +32,7 @@ from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
-from tilerec.torch_private import load_state_dict_pre_hooks
+from tilerec.torch_private import exclude_from_fsdp, load_state_dict_pre_hooks
 
 COLLECTIONS_OF: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """By sharded table, the collections that hold it."""
@@ -395,6 +395,7 @@ def shard_table(
         sharded.leaf_names = tuple(leaf_name(i) for i in range(len(made)))
         sharded.rows = made[0]
         sharded._bind()
+        exclude_from_fsdp(sharded)  # it would cut each rank's tile as if all ranks had the same rows
 
 
 def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:

@@ -296,14 +296,11 @@ class JaggedTensor:
         weights = None if self._weights is None else function(self._weights)
         return JaggedTensor.from_segments(function(self._values), weights, self._segments.map(function))
 
-    def __str__(self) -> str:
-        if self._values.is_meta:
-            return f"JaggedTensor({describe_parts(self)})\n"
-        return f"JaggedTensor({{\n    {describe_bags(self, indent=4)}\n}})\n"
-
     def __repr__(self) -> str:
         """Return the bags if the tensor is small and readable, else its shapes: debuggers call it at any time."""
-        return str(self) if readable(self) else f"JaggedTensor({describe_parts(self)})"
+        if readable(self):
+            return f"JaggedTensor({{\n    {describe_bags(self, indent=4)}\n}})\n"
+        return f"JaggedTensor({describe_parts(self)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, present = _flatten(self)

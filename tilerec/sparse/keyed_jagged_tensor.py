@@ -438,12 +438,10 @@ class KeyedJaggedTensor:
         """Free the storage of all tensors and return its bytes. The contents cannot be read afterwards."""
         return clear_storage(self._parts.tensors())
 
-    def __str__(self) -> str:
-        return features_text(self._parts, self.__getitem__)
-
     def __repr__(self) -> str:
         """Return the bags if the tensor is small and readable, else its shapes: debuggers call it at any time."""
-        return str(self) if is_readable(self._parts) else shapes_text(self._parts)
+        parts = self._parts
+        return features_text(parts, self.__getitem__) if is_readable(parts) else shapes_text(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         leaves, context = flatten(self._parts)

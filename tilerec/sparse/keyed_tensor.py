@@ -18,7 +18,7 @@ from tilerec.sparse.columns import Columns
 from tilerec.sparse.keys import shorten
 from tilerec.sparse.memory import record_stream
 from tilerec.sparse.regroup import RegroupPlan
-from tilerec.sparse.value_checks import check_tensor, is_printable_in_full
+from tilerec.sparse.value_checks import LINES, check_tensor, is_printable_in_full
 from tilerec.torch_private import pytree
 
 
@@ -184,21 +184,13 @@ class KeyedTensor:
         """Return the bytes of the values."""
         return self._values.numel() * self._values.element_size()
 
-    def __str__(self) -> str:
-        if not self._columns.lengths:
-            return "KeyedTensor()\n"
-        if self._values.is_meta:
-            return f"{self._describe()}\n"
-        rows = [f'    "{key}": {block.tolist()}' for key, block in self.to_dict().items()]
-        return "KeyedTensor({\n" + ",\n".join(rows) + "\n})\n"
-
     def __repr__(self) -> str:
         """Return the blocks if the tensor is small and readable, else its shape: debuggers call it at any time."""
-        if is_printable_in_full(self._values):
-            return str(self)
-        return self._describe()
-
-    def _describe(self) -> str:
+        if not self._columns.lengths:
+            return "KeyedTensor()\n"
+        if is_printable_in_full(self._values) and len(self._columns.lengths) <= LINES:
+            rows = [f'    "{key}": {block.tolist()}' for key, block in self.to_dict().items()]
+            return "KeyedTensor({\n" + ",\n".join(rows) + "\n})\n"
         held: object = self._values
         if not isinstance(held, Tensor):  # a tree mapped from the leaves to other objects, such as shapes
             return f"KeyedTensor(keys {shorten(self._columns.keys.names)}, values {held!r})"

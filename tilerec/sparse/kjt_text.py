@@ -1,4 +1,4 @@
-"""Text of a keyed jagged tensor for `str` and `repr`: its bags by key, or its shapes."""
+"""Text of a keyed jagged tensor: its bags by key, or its shapes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable
 from tilerec.sparse.jagged_tensor import JaggedTensor, describe_bags, describe_parts, readable
 from tilerec.sparse.keys import shorten
 from tilerec.sparse.kjt_fields import Parts
+from tilerec.sparse.value_checks import LINES
 
 
 def features_text(parts: Parts, bags_of: Callable[[str], JaggedTensor]) -> str:
-    """Return the bags of each key, one line per key; shapes on the meta device. `bags_of` slices the tensor by key."""
+    """Return the bags of each key, one line per key. `bags_of` slices the tensor by key."""
     if len(parts.keys) == 0:
         return "KeyedJaggedTensor()\n"
-    if parts.values.is_meta:
-        return f"{shapes_text(parts)}\n"
     rows = []
     for key in parts.keys:
         bags = describe_bags(bags_of(key), indent=8)
@@ -27,7 +26,11 @@ def features_text(parts: Parts, bags_of: Callable[[str], JaggedTensor]) -> str:
 def is_readable(parts: Parts) -> bool:
     """Return True if the contents are small, valid and on a device with memory."""
     flat = parts.as_jagged()
-    return readable(flat) and (int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == parts.values.shape[0])
+    return (
+        len(parts.keys) <= LINES
+        and readable(flat)
+        and (int(flat.offsets()[0]) == 0 and int(flat.offsets()[-1]) == parts.values.shape[0])
+    )
 
 
 def shapes_text(parts: Parts) -> str:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tilerec.errors import InputError
 
-SHOWN = 1000
-"""Most numbers that `repr` prints; above it prints shapes, as torch summarises. `str` prints all."""
+SHOWN = 200
+"""Most numbers that `repr` and `str` print; above it they print shapes."""
+LINES = 16
+"""Most keys whose numbers are printed, one line each."""
 
 
 def is_printable_in_full(tensor: Tensor) -> bool:

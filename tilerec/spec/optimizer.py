@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, shown
 
 NonFinite = Literal["error", "skip"]
+_Spec = TypeVar("_Spec", bound="OptimizerSpec")
 WeightDecayMode = Literal["none", "l2", "decoupled"]
 
 _DECAY_MODES: tuple[str, ...] = ("none", "l2", "decoupled")
@@ -73,6 +74,15 @@ class OptimizerSpec(ABC):
     grad_scale: float = 1.0
     non_finite: NonFinite = "error"
     capturable: bool = False
+
+    def __new__(cls: type[_Spec], *args: object, **settings: object) -> _Spec:
+        if args and isinstance(args[0], Iterable):
+            raise ConfigError(
+                f"{cls.__name__}: got parameters; expected settings, such as {cls.__name__}(lr=0.1). It describes an "
+                f"optimizer: apply_optimizer_in_backward({cls.__name__}, params, {{'lr': 0.1}}) attaches it to tables. "
+                "Optimizers of torch.optim take parameters."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._number("lr", low=0.0)

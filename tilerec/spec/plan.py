@@ -24,7 +24,7 @@ from tilerec.json_document import JsonValue, check_version, read_json
 from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding
 from tilerec.spec.parameter_sharding import Wire as Wire
-from tilerec.spec.plan_table import plan_table
+from tilerec.spec.plan_table import plan_html, plan_summary, plan_table
 from tilerec.spec.ranks import MOST_RANKS, is_int_from, ranks_to_text, read_hosts, text_to_ranks
 from tilerec.spec.sharding_type import HOST_KERNELS as HOST_KERNELS
 from tilerec.spec.sharding_type import KERNELS_IN_USE as KERNELS_IN_USE
@@ -195,6 +195,12 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         return plan_table(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {plan_summary(self)}>"
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of JSON values."""

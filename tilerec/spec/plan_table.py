@@ -9,6 +9,8 @@ Each line of a table is a group of ranks that hold rectangles of the same sizes,
 
 from __future__ import annotations
 
+import html
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ _TABLE_COLUMNS = (
 _TOTAL_COLUMNS = ("ranks", "hosts", "tables", "bytes each")
 _NUMBER_COLUMNS = ("rows x dim", "each holds", "bytes each", "tables")
 _MOST_RUNS = 32
+_MOST_LINES = 60  # of a plan in a notebook
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -69,6 +72,21 @@ def plan_table(plan: ShardingPlan) -> str:
         ]
         parts.append(f"{title}\n" + _aligned(_TOTAL_COLUMNS, rows))
     return "\n\n".join(parts)
+
+
+def plan_html(plan: ShardingPlan) -> str:
+    """Return the text table for a notebook, cut to its first lines if it is long."""
+    lines = plan_table(plan).split("\n")
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"… {len(lines) - _MOST_LINES:,} more lines: print(plan)"]
+    return f'<pre style="overflow-x: auto">{html.escape(chr(10).join(lines))}</pre>'
+
+
+def plan_summary(plan: ShardingPlan) -> str:
+    """Return one line: the ranks, and the number of tables of each sharding type."""
+    kinds = Counter(sharding.kind.value for _, _, sharding in plan.tables())
+    parts = [f"{count:,} {kind}" for kind, count in sorted(kinds.items())]
+    return f"{_head(plan)}: {', '.join(parts) or 'no tables'}"
 
 
 def bytes_text(count: int | None) -> str:

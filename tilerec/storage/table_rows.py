@@ -42,6 +42,7 @@ from tilerec.storage.prefetched_orders import PrefetchedOrders
 from tilerec.storage.row_cache import RowCache
 from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
+from tilerec.storage.update_watch import UpdateWatch
 
 _HOST = torch.device("cpu")
 
@@ -81,6 +82,7 @@ class TableRows(GradientSink):
         self.takes_gradients = False  # True: gradients are taken at the end of the backward; no dense `.grad`
         self._counter = "step"  # name of the update count in `state`
         self._warned = False
+        self.watch = UpdateWatch()
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
@@ -230,6 +232,7 @@ class TableRows(GradientSink):
         )  # fmt: skip
         for t, table in enumerate(tables):
             table.about_to_write(batch.ids_of(t) if table.observers else None)
+            table.watch.updated(table.name)
         hyper = spec.hyper()
         hyper[1] *= self.divisor
         places = [table.place for table in tables]

@@ -17,7 +17,7 @@ from tilerec.parallel.hosts import topology_of
 from tilerec.parallel.made_plan import make_plan
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.model_tables import collections_of, device_type_of, properties_to_compare, sizes_of
-from tilerec.parallel.read_plan import plan_without, read_complete_plan
+from tilerec.parallel.read_plan import plan_without, read_complete_plan, sharding_type_of
 from tilerec.parallel.two_d.rank_grid import RankGrid, runs_of
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings, check_bool
@@ -105,9 +105,10 @@ def _group_plan(
         return grid.topology_of(0, world, hosts) if node is None and _other_hosts(hosts, own) else own
 
     plan = config.plan.group_plan if isinstance(config.plan, ReplicatedPlan) else config.plan
+    kind = sharding_type_of(plan)
     try:
-        if plan is None:
-            complete_plan, topology = make_plan(module, collections, own, sharders), own
+        if plan is None or kind is not None:
+            complete_plan, topology = make_plan(module, collections, own, sharders, kind), own
         else:
             plan = plan_without(with_table_paths(plan, module), others)
             complete_plan, topology = read_complete_plan(plan, collections, size, topology_with)
