@@ -38,11 +38,24 @@ def tilerec_model(job: dict[str, Any]) -> nn.Module:
     world = dist.get_world_size()
     if world > 1:
         plan = {
-            name: ParameterSharding(job["sharding"], ranks=[t % world] if job["sharding"] == "table_wise" else None)
-            for t, (name, *_) in enumerate(job["tables"])
+            name: headed(name, rows, dim, world)
+            if job["sharding"] == "head"
+            else ParameterSharding(job["sharding"], ranks=[t % world] if job["sharding"] == "table_wise" else None)
+            for t, (name, rows, dim, _) in enumerate(job["tables"])
         }
         shard(tables, plan={"": plan})
     return model
+
+
+def headed(name: str, rows: int, dim: int, world: int) -> Any:
+    """Return a sharding with the first 5 % of the rows on every rank, and the others cut by rows."""
+    from tilerec.spec.parameter_sharding import ParameterSharding
+    from tilerec.spec.tile import Tiling
+
+    head = -(-rows // 20)
+    edges = [head + (rows - head) * rank // world for rank in range(world + 1)]
+    tiles = [(0, head, 0, dim, range(world)), *((edges[r], edges[r + 1], 0, dim, r) for r in range(world))]
+    return ParameterSharding("explicit", tiling=Tiling.of(name, rows, dim, tiles))
 
 
 def torchrec_model(job: dict[str, Any]) -> nn.Module:
@@ -70,6 +83,7 @@ def torchrec_model(job: dict[str, Any]) -> nn.Module:
     each = {
         "table_wise": lambda t: sharding_plan.table_wise(rank=t % world, compute_kernel="fused"),
         "row_wise": lambda t: sharding_plan.row_wise(compute_kernel="fused"),
+        "head": lambda t: sharding_plan.row_wise(compute_kernel="fused"),
         "column_wise": lambda t: sharding_plan.column_wise(ranks=list(range(world)), compute_kernel="fused"),
     }[job["sharding"] if world > 1 else "table_wise"]
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)

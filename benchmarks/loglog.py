@@ -13,10 +13,13 @@ LEFT, RIGHT, TOP, BOTTOM = 74, 40, 44, 54
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f } .soft { fill: #57606a } .grid { stroke: #d0d7de }
   .axis { stroke: #57606a } .line { fill: none; stroke-width: 2 } .of0 { stroke: #0550ae } .of1 { stroke: #bc4c00 }
+  .of2 { stroke: #1a7f37 } .of3 { stroke: #8250df }
+  .dot2 { fill: #1a7f37 } .dot3 { fill: #8250df } .name2 { fill: #1a7f37 } .name3 { fill: #8250df }
   .dot0 { fill: #0550ae } .dot1 { fill: #bc4c00 } .name0 { fill: #0550ae } .name1 { fill: #bc4c00 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .soft { fill: #9198a1 } .grid { stroke: #30363d } .axis { stroke: #9198a1 }
     .of0 { stroke: #79c0ff } .of1 { stroke: #ffa657 } .dot0, .name0 { fill: #79c0ff } .dot1, .name1 { fill: #ffa657 }
+    .of2 { stroke: #56d364 } .of3 { stroke: #d2a8ff } .dot2, .name2 { fill: #56d364 } .dot3, .name3 { fill: #d2a8ff }
   }
 """
 
@@ -41,7 +44,7 @@ def write(path: Path, title: str, across: str, up: str, series: Sequence[Series]
 
     Args:
         across, up: labels of the axes.
-        series: one or two, with two points or more each.
+        series: one to four, with two points or more each.
     """
     every = [point for one in series for point in one.points]
     left, right = min(x for x, _ in every), max(x for x, _ in every)
