@@ -77,6 +77,21 @@ def test_every_row_of_the_files_occurs_once_with_its_own_values(tmp_path: Path) 
     assert data.row_count().rows == data.train_rows == 65
 
 
+def test_dense_columns_are_the_columns_of_a_contiguous_matrix() -> None:
+    numbers = np.arange(50)
+    table = pa.table({"y": numbers % 2, **{f"x{k}": numbers + 100 * k for k in range(3)}, "user": numbers})
+    columns = replace(
+        COLUMNS,
+        dense=tuple(DenseColumn(f"x{k}") for k in range(3)),
+        ids=COLUMNS.ids[:1],
+        tables=COLUMNS.tables[:1],
+    )
+    for batch in TableDataset(TableGroups(table, rows_per_group=20), columns, shuffle_rows=16).train(8):
+        users_B = batch.sparse_features.values()
+        assert batch.dense_features.is_contiguous()
+        assert batch.dense_features.tolist() == torch.stack([users_B + 100 * k for k in range(3)], 1).tolist()
+
+
 def test_epochs_and_seeds_have_their_own_orders(tmp_path: Path) -> None:
     source = ParquetGroups(_write(tmp_path, [60]))
 

@@ -84,7 +84,7 @@ class _DenseField(_Field):
     def put(self, found: list[Found], parts: list[BatchPart], chosen: list[Ints]) -> None:
         values_n = _joined(found)
         for part, rows_b in zip(parts, chosen, strict=True):
-            part.dense[:, self._place] = take(values_n, rows_b)
+            take(values_n, rows_b, part.dense[:, self._place])
 
 
 class _WeightField(_Field):
@@ -200,6 +200,8 @@ class WindowLoader:
                     part.sessions = session_of_n[start:end]
             for slab in self._slabs(kept):
                 self._gather(slab, groups, kept, parts, chosen)
+            for part in parts:
+                part.dense = self._by_rows(part.dense)
         self._rows_so_far += sum(part.rows for part in parts)
         self._ids_so_far += sum(part.ids.count for part in parts)
         return parts
@@ -231,7 +233,14 @@ class WindowLoader:
         labels.fill(np.nan)
         room = math.ceil(rows * ids_per_row)
         ids = PartIds(len(columns.ids), rows, room, weighted=self._weighted, blocks=self._blocks)
-        return BatchPart(self._blocks.empty(rows * dense, np.float32).reshape(rows, dense), labels, ids)
+        # Column by column until all are gathered: each of their numbers would touch a cache line of its own in rows.
+        columns_Ib = self._blocks.empty(rows * dense, np.float32).reshape(dense, rows)
+        return BatchPart(columns_Ib.T, labels, ids)
+
+    def _by_rows(self, dense_bI: Floats) -> Floats:
+        rows_bI = self._blocks.empty(dense_bI.size, np.float32).reshape(dense_bI.shape)
+        rows_bI[...] = dense_bI
+        return rows_bI
 
     def _slabs(self, readers: list[GroupReader]) -> Iterator[list[_Field]]:
         """Yield the fields in slabs; all at once without open row groups."""
