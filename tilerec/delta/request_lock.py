@@ -4,8 +4,8 @@
     follower   posts its writes                         [w][w][w]
 
 A request that ends does the next posted write (w) itself, because it has the lock, the processor and Python's global
-lock. To hand all three to the follower's thread and back takes two wake-ups, 100 to 200 microseconds: as long as a request
-of one sample. If no request runs, the follower writes.
+lock. To hand all three to the follower's thread and back takes two wake-ups, 100 to 200 microseconds: as long as a
+request of one sample. If no request runs, the follower writes.
 """
 
 from __future__ import annotations
