@@ -7,9 +7,10 @@ tracking    26 tables of 64 columns, batches of 2,048 samples with 10 ids per fe
             them with a writer that observes its tables; processor time.
 delta       bytes and seconds of a delta after 1, 10 and 100 such steps, beside the model
 served      that DLRM, quantized to int8 or with its float32 rows, is exported. One thread runs single samples on the
-            package without a pause, in turn alone and beside a follower in another thread, which applies a delta of a
-            million rows (int8: 68 bytes each), from its open to the last row. The follower works alone as well. Samples
-            "with their core" are those during which no other process took the core.
+            package, in turn alone and beside a follower in another thread, which applies a delta of a million rows
+            (int8: 68 bytes each), from its open to the last row. Samples come without a pause, or one at each
+            millisecond, from which its time counts. The follower works alone as well. Samples "with their core" are
+            those during which no other process took the core.
 """
 
 from __future__ import annotations
@@ -118,12 +119,16 @@ def deltas(rows: int, folder: Path) -> None:
 
 
 class Reader:
-    """Runs single samples on a served version, without a pause, and notes the seconds of each."""
+    """Runs single samples on a served version, and notes the seconds of each.
+
+    Attributes:
+        every: seconds from one sample to the next; 0: without a pause.
+    """
 
     def __init__(self, version: Version, rows: int) -> None:
         draw = torch.Generator().manual_seed(5)
         lengths = torch.ones(TABLES, 1, dtype=torch.int32)
-        self._version, self._at = version, 0
+        self._version, self._at, self.every = version, 0, 0.0
         self._requests = [
             [torch.randn(1, DENSE, generator=draw), torch.randint(0, rows, (TABLES,), generator=draw), lengths]
             for _ in range(1000)
@@ -132,11 +137,16 @@ class Reader:
     def read(self, go_on: Callable[[int], bool]) -> list[tuple[float, bool]]:
         """Return seconds of each sample, and whether another process took the core meanwhile."""
         found: list[tuple[float, bool]] = []
+        began = time.perf_counter()
         while go_on(len(found)):
             request = self._requests[self._at % len(self._requests)]
             self._at += 1
             switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-            began = time.perf_counter()
+            if self.every:
+                began += self.every
+                time.sleep(max(0.0, began - time.perf_counter()))
+            else:
+                began = time.perf_counter()
             self._version.run(request)
             seconds = time.perf_counter() - began
             found.append((seconds, resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw != switches))
@@ -195,28 +205,34 @@ class Served:
 def served(kind: str, rows: int, folder: Path, samples: int) -> None:
     own = Served(kind, rows, folder)
     own.reader.read(lambda found: found < 500)
+    own.apply(own.publish())  # pages that are mapped from the package become its own
+    alone = [own.apply(own.publish()) for _ in range(5)]
+    wall, used = (own.count / median(column) / 1e6 for column in zip(*alone, strict=True))
+    print(f"follower   {kind}: {wall:.2f} million rows/s alone, {used:.2f} in a second of processor time")
+    for name, every, count in (("without a pause", 0.0, samples), ("one a millisecond", 0.001, samples // 5)):
+        own.reader.every = every
+        beside(own, f"{kind}, {name}", count)
+    for name, value in own.model.state_dict().items():
+        assert name not in own.version.package.weights or torch.equal(own.version.package.weights[name], value)
+    own.writer.close()
+
+
+def beside(own: Served, name: str, samples: int) -> None:
+    """Print the rows of a follower beside samples, and the times of these beside it and alone, in turn."""
     sides: tuple[list[tuple[float, bool]], list[tuple[float, bool]]] = [], []
-    together, alone = list[tuple[float, float]](), list[tuple[float, float]]()
+    together = list[tuple[float, float]]()
     while len(sides[1]) < samples:
         times, found = own.apply_beside_requests()
         together.append(times)
         sides[1].extend(found)
         sides[0].extend(own.reader.read(lambda read, found=found: read < len(found)))
-        alone.append(own.apply(own.publish()))
-    for name, value in own.model.state_dict().items():
-        assert name not in own.version.package.weights or torch.equal(own.version.package.weights[name], value)
-    own.writer.close()
-    beside, quiet = (own.count / median(wall for wall, _ in times) / 1e6 for times in (together, alone))
-    used = own.count / median(processor for _, processor in together) / 1e6
-    print(
-        f"follower   {kind}: {beside:5.2f} million rows/s beside requests, {quiet:.2f} alone, "
-        f"{used:.2f} in a second of processor time"
-    )
+    wall, used = (own.count / median(column) / 1e6 for column in zip(*together, strict=True))
+    print(f"follower   {name}: {wall:.2f} million rows/s, {used:.2f} in a second of processor time")
     for which in ("all", "with their core"):
         a, b = (np.array([1e6 * one for one, lost in side if which == "all" or not lost]) for side in sides)
         p50_a, p99_a, p50_b, p99_b = (float(np.percentile(side, q)) for side in (a, b) for q in (50, 99))
         print(
-            f"served     {kind}, samples {which}: {len(a):,} alone p50 {p50_a:.0f} us, p99 {p99_a:.0f}; "
+            f"served     {name}, samples {which}: {len(a):,} alone p50 {p50_a:.0f} us, p99 {p99_a:.0f}; "
             f"{len(b):,} beside p50 {p50_b:.0f} us, p99 {p99_b:.0f}: {p99_b / p99_a:.2f} of the p99"
         )
 

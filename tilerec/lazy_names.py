@@ -1,8 +1,12 @@
-"""The names of the package, imported on first use: `tilerec --help` needs neither torch nor numpy."""
+"""The names of the package, imported on first use: `tilerec --help` needs neither torch nor numpy.
+
+Other packages of the library may do the same with `names_on_first_use`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -41,24 +45,38 @@ MODULES = {
     "Topology": "tilerec.spec.topology",
 }
 """Module of each name that `tilerec/__init__.py` lists for type checkers."""
-PUBLIC = [*MODULES, "ConfigError", "InputError", "ReshardError", "TilerecError", "command_policy"]
-"""Names that `from tilerec import *` imports."""
+PRESENT = "ConfigError", "InputError", "ReshardError", "TilerecError", "command_policy"
+"""Names that the package imports at once."""
 
 
-def __getattr__(name: str) -> object:
-    """Import a name of the package, or a submodule, on its first use."""
-    if name == "__all__":
-        return PUBLIC
-    if name in MODULES:
-        home = import_module(MODULES[name])
-        found: object = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
-        vars(sys.modules["tilerec"])[name] = found
-        return found
-    if not name.startswith("_") and find_spec(f"tilerec.{name}") is not None:
-        return import_module(f"tilerec.{name}")
-    raise AttributeError(f"module 'tilerec' has no attribute '{name}'")
+def names_on_first_use(
+    package: str, modules: Mapping[str, str], present: Sequence[str] = ()
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:  # fmt: skip
+    """Return `__getattr__` and `__dir__` of a package.
+
+    Args:
+        modules: the module of each name of the package; the name may be that of the module's own submodule.
+        present: further names, which the package imports at once.
+    """
+
+    def get(name: str) -> object:
+        """Import a name of the package, or a submodule, on its first use."""
+        if name == "__all__":
+            return [*modules, *present]
+        if name in modules:
+            home = import_module(modules[name])
+            found: object = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
+            vars(sys.modules[package])[name] = found
+            return found
+        if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+
+    def names() -> list[str]:
+        """Return the names of the package."""
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return get, names
 
 
-def __dir__() -> list[str]:
-    """Return the names of the package."""
-    return sorted({*vars(sys.modules["tilerec"]), *MODULES})
+__getattr__, __dir__ = names_on_first_use("tilerec", MODULES, PRESENT)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tilerec.delta import DeltaRecord, DeltaWriter, Follower, follower
+from tilerec.delta import DeltaRecord, DeltaWriter, Follower, RequestLock, follower
 
 ROWS, WIDTH = 4096, 1024
 """A row takes a quarter of a page."""
@@ -110,3 +110,26 @@ def test_a_state_that_is_half_written_is_not_noted_as_complete(
     follows.poll()
     assert (seen, follows.sequence) == ([False, True, False, False, True], 1)
     assert torch.equal(target.rows, source.rows)
+
+
+@pytest.mark.parametrize("width", [64, 68, 3, 1], ids=lambda width: f"{width} bytes")
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_rows_of_any_width_and_place_are_written_as_they_are(tmp_path: Path, width: int, first: int) -> None:
+    """Rows are copied as the widest whole numbers that their bytes allow."""
+    draw = torch.Generator().manual_seed(width)
+    source = {"rows": torch.randint(0, 256, (2000, width), dtype=torch.uint8, generator=draw)}
+    memory = torch.zeros(2000 * width + 16, dtype=torch.uint8)
+    target = {"rows": memory[first : first + 2000 * width].view(2000, width)}
+    model = nn.Module()
+    model.register_parameter("rows", nn.Parameter(source["rows"], requires_grad=False))
+    writer = DeltaWriter(tmp_path, model, base_every=99)
+    writer.publish(0)
+    lock = RequestLock()
+    follows = Follower(tmp_path, target, lock=lock)
+    with torch.no_grad():
+        model.rows[::2] += 1  # type: ignore[operator]
+    writer.publish(1)
+    follows.poll()
+    assert torch.equal(target["rows"], model.rows)
+    assert not memory[:first].any()
+    assert not memory[first + 2000 * width :].any()

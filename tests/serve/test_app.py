@@ -24,7 +24,8 @@ from tilerec.errors import InputError
 from tilerec.export import Package
 from tilerec.serve import endpoints
 from tilerec.serve.app import make_app
-from tilerec.serve.batcher import Batcher, Batching, Overloaded
+from tilerec.serve.batcher import Batcher, Overloaded
+from tilerec.serve.batching import Batching
 from tilerec.serve.joined import joined, parted
 from tilerec.serve.request_log import LogOptions, RequestLog
 from tilerec.serve.served_model import ServedModel, Version

@@ -124,10 +124,10 @@ class NotingLock:
 
     def __enter__(self) -> None:
         self._note()
-        self._lock.acquire()
+        self._lock.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._lock.__exit__()
 
 
 def test_rows_of_two_states_are_named_as_such(served_path: Path, tmp_path: Path, opened: Opened, log: Log) -> None:

@@ -26,7 +26,6 @@ from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
 from tilerec.errors import TilerecError
 from tilerec.modules.id_resize import Resized
-from tilerec.parallel.resharding.resize_ids import resize_ids
 
 _GEOMETRY = ".geometry"  # a tensor of a table's ids: buckets, rows of a bucket, shared rows of it, longest probe
 
@@ -77,6 +76,8 @@ def saved_id_sizes(
             not divide each other, rows cut inside of a bucket). The error names the table.
         FileError, InputError: as `load`.
     """
+    from tilerec.parallel.resharding.resize_ids import resize_ids  # imports the planner, which followers do not need
+
     ranks = ranks_of_job(group)
     with agreeing(ranks, "the checkpoint's ids") as found:
         differing = _differing(SavedContents(path), parts, changes or Changes())

@@ -3,6 +3,7 @@
 from tilerec.delta.follower import DeltaRefused, Follower
 from tilerec.delta.log import DeltaLog, Entry, EntryName
 from tilerec.delta.record import DeltaRecord, LeftOut
+from tilerec.delta.request_lock import RequestLock
 from tilerec.delta.writer import DeltaWriter, Published
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "Follower",
     "LeftOut",
     "Published",
+    "RequestLock",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +27,12 @@ from tilerec.delta.compare import published_blocks, unequal_rows
 from tilerec.delta.encodings import PART
 from tilerec.delta.log import DeltaLog, Entry, EntryName
 from tilerec.delta.record import DeltaRecord
+from tilerec.delta.request_lock import RequestLock
 from tilerec.delta.staged import StagedRows, stage
 from tilerec.errors import ConfigError, FileError, InputError
 
-ROWS = 256
-"""Rows that are written while the lock is held: about 20 microseconds."""
+ROWS = 512
+"""Rows that are written while the lock is held: 13 microseconds for 68 bytes each, 36 for 256 bytes (Intel Xeon)."""
 BLOCK_ROWS = 4096
 """Rows that are prepared at a time, before the lock is taken for the first of them."""
 
@@ -53,7 +55,8 @@ class Follower:
         target: whose weights are written in place: a model, sharded or not, or tensors by their names in the model.
         state: the published state that the target has already (`DeltaRecord.state`), for weights that were exported
             from a base; "": the newest base is loaded.
-        lock: held while at most `ROWS` rows of a tensor are written. None: readers may see a row that is half new.
+        lock: held while at most `ROWS` rows of a tensor are written; a `RequestLock`, if requests come one after
+            another. None: readers may see a row that is half new.
         partial: True: the target lacks some tensors of the log, which are passed over.
         noted: called, while the lock is held, with the record of a state and False before its first row is written, and
             with True once the target has all of it.
@@ -64,12 +67,12 @@ class Follower:
 
     def __init__(
         self, folder: str | Path, target: nn.Module | Mapping[str, Tensor], *, state: str = "",
-        lock: AbstractContextManager[object] | None = None, partial: bool = False,
+        lock: RequestLock | AbstractContextManager[object] | None = None, partial: bool = False,
         noted: Callable[[DeltaRecord, bool], object] = lambda record, complete: None,
     ) -> None:  # fmt: skip
         self.log = DeltaLog(folder)
         self._target, self._noted = target, noted
-        self._lock = lock if lock is not None else nullcontext()
+        self._lock = nullcontext() if lock is None else lock
         self._partial = partial
         self.record = self._entry_of(state).record if state else self._load_base()
 
@@ -138,8 +141,7 @@ class Follower:
         Tables get two announcements: a request may fill caches in between.
         """
         module = self._target if isinstance(self._target, nn.Module) else None
-        with self._lock:
-            self._noted(record, False)
+        self._locked([lambda: self._noted(record, False)])
         if module is not None:
             announce_write(module)
         try:
@@ -147,8 +149,7 @@ class Follower:
         finally:
             if module is not None:
                 announce_write(module)
-        with self._lock:
-            self._noted(record, True)
+        self._locked([lambda: self._noted(record, True)])
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -255,8 +256,7 @@ class Follower:
     def _write_base(self, chain: Chain, name: str, piece: Piece) -> None:
         box, memory = piece
         if not box.sizes or not box.cells:
-            with self._lock:
-                chain.read([Wanted(piece, name)])
+            self._locked([lambda: chain.read([Wanted(piece, name)])])
             return
         for first, held in published_blocks(chain, name, box):
             rows_U = unequal_rows(held, memory[first - box.offsets[0] :])
@@ -269,8 +269,7 @@ class Follower:
         both = part.box.overlap(piece.box) if part.box.sizes else None
         if both is None:
             if not part.box.sizes:
-                with self._lock:
-                    piece.memory.copy_(part.values)
+                self._locked([partial(_copy, piece.memory, part.values)])
             return
         place, values = _bytes_of(piece.memory), part.values
         first, size = both.offsets[0], both.sizes[0]
@@ -281,21 +280,38 @@ class Follower:
         for dim in range(1, len(both.sizes)):
             place = place.narrow(dim, both.offsets[dim] - piece.box.offsets[dim], both.sizes[dim])
             values = values.narrow(dim, both.offsets[dim] - part.box.offsets[dim], both.sizes[dim])
-        values = _bytes_of(values)
+        place, values = _words_of(place, values)
         for at in range(low, high, BLOCK_ROWS):
             some = values[at : min(at + BLOCK_ROWS, high)].to(place.device)
             if part.rows_U is None:
                 own = place.narrow(0, at + part.box.offsets[0] - piece.box.offsets[0], some.shape[0])
                 _own_pages(own, None)
-                for target, source in zip(own.split(ROWS), some.split(ROWS), strict=True):
-                    with self._lock:
-                        target.copy_(source)
+                pairs = zip(own.split(ROWS), some.split(ROWS), strict=True)
+                self._locked([partial(_copy, target, source) for target, source in pairs])
             else:
                 rows = (part.rows_U[at : at + some.shape[0]] - piece.box.offsets[0]).to(place.device)
                 _own_pages(place, rows)
-                for listed, source in zip(rows.split(ROWS), some.split(ROWS), strict=True):
-                    with self._lock:
-                        place.index_copy_(0, listed, source)
+                pairs = zip(rows.split(ROWS), some.split(ROWS), strict=True)
+                self._locked([partial(_copy_rows, place, listed, source) for listed, source in pairs])
+
+    def _locked(self, writes: Sequence[Callable[[], object]]) -> None:
+        """Do writes in their order, each while the lock is held."""
+        if isinstance(self._lock, RequestLock):
+            self._lock.write(writes)
+            return
+        for write in writes:
+            with self._lock:
+                write()
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+@torch.no_grad()
+def _copy_rows(target: Tensor, rows: Tensor, source: Tensor) -> None:
+    target.index_copy_(0, rows, source)
 
 
 def _own_pages(place: Tensor, rows: Tensor | None) -> None:
@@ -316,3 +332,26 @@ def _own_pages(place: Tensor, rows: Tensor | None) -> None:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor of 8-bit floats as whole numbers: torch does not index all of them."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _words_of(place: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors of rows as whole numbers of 8, 4 or 1 bytes, if their rows are of such ones.
+
+    torch copies number by number: 512 rows of 68 bytes take 13 microseconds as 32-bit numbers, 27 as bytes.
+    """
+    for word in (torch.int64, torch.int32):
+        if all(_consists_of(tensor, word.itemsize) for tensor in (place, values)):
+            return place.view(word), values.view(word)
+    return place, _bytes_of(values)
+
+
+def _consists_of(rows: Tensor, size: int) -> bool:
+    """Return True if every row is contiguous, and begins and ends at a multiple of `size` bytes of the storage."""
+    cells = size // rows.dtype.itemsize
+    return (
+        cells > 0
+        and rows.dim() > 1
+        and rows.stride(-1) == 1
+        and rows.data_ptr() % size == 0
+        and not any(number % cells for number in (rows.storage_offset(), rows.shape[-1], *rows.stride()[:-1]))
+    )

@@ -14,11 +14,10 @@ from torch.export import ExportedProgram
 from tilerec.atomic_file import open_replacement
 from tilerec.comms.agreement import on_all_ranks
 from tilerec.errors import ConfigError
-from tilerec.export.manifest import OPS_ABI, Manifest, TableEntry, base_hash
+from tilerec.export.manifest import OPS_ABI, Manifest, TableEntry, base_hash, torch_version
 from tilerec.export.package_file import weight_places, write_package
 from tilerec.export.program import output_specs, rename_hidden, traced
 from tilerec.export.signature import bound_arguments, dtype_name, example_signature
-from tilerec.export.whole_model import model_group, whole_model
 from tilerec.modules.collection import TableCollection
 from tilerec.quantized.collection import QuantTableCollection
 from tilerec.torch_private import compile_package, package_loader, submodules, uncompiled
@@ -45,6 +44,8 @@ def export(model: nn.Module, example: Any, path: str | Path, *, strict: bool = F
         ConfigError: `torch.export` cannot trace the model, the example does not fit, or the model has no memory.
         FileError: the file cannot be written.
     """
+    from tilerec.export.whole_model import model_group, whole_model  # imports the planner, which servers do not need
+
     group = model_group(uncompiled(model))
     whole = whole_model(model)
     with nullcontext() if group is None else on_all_ranks(group, "the export", "its file"):
@@ -115,11 +116,6 @@ def _fixed(found: PreparedExport, read: list[str]) -> list[str]:
         name for name, weight in found.weights.items()
         if weight.numel() and weight.data_ptr() not in places and name not in constants
     ]  # fmt: skip
-
-
-def torch_version() -> str:
-    """Return the major and minor version of torch: `2.13`."""
-    return ".".join(str(torch.__version__).split(".")[:2])
 
 
 def _weights(program: ExportedProgram) -> dict[str, Tensor]:

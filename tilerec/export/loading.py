@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tilerec.errors import ConfigError, InputError
-from tilerec.export.exporting import torch_version
-from tilerec.export.manifest import OPS_ABI, Manifest
+from tilerec.export.manifest import OPS_ABI, Manifest, torch_version
 from tilerec.export.package_file import check_weights, open_package
 from tilerec.export.signature import flat_tensors, is_input
 from tilerec.torch_private import package_loader, pytree

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from tilerec.export.signature import InputSpec, Signature, TensorSpec
 from tilerec.json_document import JsonValue
 
@@ -22,6 +24,11 @@ OPS_ABI = 1
 
 
 _AGAIN = "Export the model again."
+
+
+def torch_version() -> str:
+    """Return the major and minor version of torch: `2.13`."""
+    return ".".join(str(torch.__version__).split(".")[:2])
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilerec.gc_paused import gc_paused
 from tilerec.planner.decision import decide
-from tilerec.planner.gc_paused import gc_paused
 from tilerec.planner.planner_error import planner_error_of
 from tilerec.planner.report.report_builder import build_report
 from tilerec.planner.request import PlanRequest

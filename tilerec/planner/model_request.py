@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from tilerec.errors import ConfigError
+from tilerec.gc_paused import gc_paused
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.gc_paused import gc_paused
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import StorageReservation
 from tilerec.planner.sharder import Sharder, checked_sharders

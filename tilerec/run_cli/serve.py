@@ -37,7 +37,7 @@ def serve(
     if any(find_spec(name) is None for name in _NEEDS):
         print_error(_INSTALL)
         raise typer.Exit(1)
-    from tilerec.serve.batcher import Batching
+    from tilerec.serve.batching import Batching
     from tilerec.serve.request_log import LogOptions
     from tilerec.serve.server import run_server
     from tilerec.serve.server_options import ServerOptions

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from tilerec.serve.batcher import Batcher, Batching
+from tilerec.serve.batcher import Batcher
+from tilerec.serve.batching import Batching
 from tilerec.serve.metrics import ServerMetrics
 from tilerec.serve.request_log import LogOptions, RequestLog
 from tilerec.serve.served_model import ServedModel

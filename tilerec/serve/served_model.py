@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilerec.delta.follower import Follower
 from tilerec.delta.record import DeltaRecord
+from tilerec.delta.request_lock import RequestLock
 from tilerec.errors import TilerecError
 from tilerec.export.loading import Package
 from tilerec.export.manifest import Manifest
@@ -52,7 +53,7 @@ class Version:
         self.base = self.name = package.manifest.base[:12]
         self.record: DeltaRecord | None = None
         self.loaded = time.time()
-        self.lock = threading.Lock()
+        self.lock = RequestLock()
         self._state = ""
 
     @property

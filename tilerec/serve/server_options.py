@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tilerec.errors import ConfigError
-from tilerec.serve.batcher import Batching
+from tilerec.serve.batching import Batching
 from tilerec.serve.request_log import LogOptions
 
 

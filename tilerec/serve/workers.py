@@ -69,7 +69,6 @@ class Workers:
             ConfigError: the version cannot serve, or workers die as soon as they start.
         """
         before = {name: signal.signal(name, self._stop) for name in (signal.SIGTERM, signal.SIGINT)}
-        gc.collect()
         gc.freeze()  # a collection would write to pages that parent and workers share
         try:
             for _ in range(self._options.workers):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tilerec.planner.gc_paused import gc_paused
+from tilerec.gc_paused import gc_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])
