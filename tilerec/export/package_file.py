@@ -90,7 +90,7 @@ def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: M
                 elif name.endswith(".json"):
                     data = readable_op_calls(data)
                 elif name.endswith(".cpp"):
-                    data = b""  # torch < 2.13 takes the name of this file for that of the metadata, and does not read it
+                    data = b""  # torch < 2.13 finds the metadata by the name of this file, and does not read it
                 archive.writestr(_part(_OWN_NAME.sub("model", name)), data)
 
 
