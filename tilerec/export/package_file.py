@@ -35,8 +35,8 @@ WEIGHTS_AT = 4096
 _WEIGHTS = "model/data/weights/tilerec.bin"
 _MANIFEST = "model/extra/tilerec.json"
 _CODE = "model/data/aotinductor/"
-_OF_THE_COMPILER = (".cpp", ".kernel_metadata.json", "/serialization_id")
-"""Parts of a compiled model that no loader reads: sources with paths of the machine, and a hash of them."""
+_OF_THE_COMPILER = (".kernel.cpp", ".kernel_metadata.json", "/serialization_id")
+"""Parts of a compiled model that no loader reads: a source with paths of the machine, and a hash of sources."""
 _OWN_NAME = re.compile(r"[^/]+(?=\.wrapper[._])")
 """The compiler's name of a model, which depends on paths of the machine."""
 _ALIGNMENT = 64
@@ -89,6 +89,8 @@ def write_package(file: BinaryIO, compiled: Path, manifest: Manifest, tensors: M
                     data = json.dumps({**json.loads(data), **manifest.lines()}).encode()
                 elif name.endswith(".json"):
                     data = readable_op_calls(data)
+                elif name.endswith(".cpp"):
+                    data = b""  # torch < 2.13 finds the metadata by the name of this file, and does not read it
                 archive.writestr(_part(_OWN_NAME.sub("model", name)), data)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from tilerec.errors import InputError
 from tilerec.modules.utils import check_size
+from tilerec.ops.runtime.library import LIBRARY
 
 
 def pair_count(vectors: int) -> int:
@@ -33,13 +34,39 @@ def _pair_numbers(vectors: int, device: torch.device) -> torch.Tensor:
     """Return the pair number at each position of a flattened symmetric n × n matrix, [n·n]; the diagonal holds P.
 
     n = 3: [3, 0, 1, 0, 3, 2, 1, 2, 3].
+
+    The numbers are written to memory: inductor would compute a formula of them again for each sample, with divisions.
     """
-    index = torch.arange(vectors, device=device)
-    low = torch.minimum(index[:, None], index[None, :])
-    high = torch.maximum(index[:, None], index[None, :])
-    # rows above row `low` hold (n - 1) + (n - 2) + … = low (2n - low - 1) / 2 pairs
-    number = low * (2 * vectors - low - 1) // 2 + high - low - 1
-    return torch.where(low == high, pair_count(vectors), number).flatten()
+    rows, columns = torch.triu_indices(vectors, vectors, offset=1, device=device)
+    pairs = pair_count(vectors)
+    number = torch.arange(pairs, device=device)
+    numbers = torch.full((vectors, vectors), pairs, device=device)
+    numbers[rows, columns] = number
+    numbers[columns, rows] = number
+    return numbers.flatten()
+
+
+def _fake_columns(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
+    return values_BN.new_empty(values_BN.shape[0], columns_P.shape[0])
+
+
+@LIBRARY.op("select_columns(Tensor values, Tensor columns) -> Tensor", _fake_columns)
+def _select_columns(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
+    return values_BN.index_select(1, columns_P)
+
+
+def _columns_of(values_BN: torch.Tensor, columns_P: torch.Tensor) -> torch.Tensor:
+    """Return `values[:, columns]`, [B, P].
+
+    In compiled programs on a CPU torch's kernel computes it, behind an op. With inductor's own loop `pair_dots` of 256
+    samples of 27 x 64 takes 637 us forward and 710 backward; so it takes 594 and 480 (Intel Xeon, one thread, medians).
+    Exported programs run where this op is not registered.
+    """
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if compiled and values_BN.device.type == "cpu":
+        chosen: torch.Tensor = torch.ops.tilerec.select_columns(values_BN, columns_P)
+        return chosen
+    return values_BN.index_select(1, columns_P)
 
 
 class _PairDots(torch.autograd.Function):
@@ -54,7 +81,7 @@ class _PairDots(torch.autograd.Function):
     def forward(ctx: Any, x_BnD: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BnD)
         products_Bnn = torch.bmm(x_BnD, x_BnD.transpose(1, 2))
-        return products_Bnn.flatten(1).index_select(1, _pair_positions(x_BnD.shape[1], x_BnD.device))
+        return _columns_of(products_Bnn.flatten(1), _pair_positions(x_BnD.shape[1], x_BnD.device))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
@@ -62,7 +89,7 @@ class _PairDots(torch.autograd.Function):
         grad_BP = grads[0]
         batch, vectors, _ = x_BnD.shape
         padded = torch.cat([grad_BP, grad_BP.new_zeros(batch, 1)], dim=1)
-        s_Bnn = padded.index_select(1, _pair_numbers(vectors, x_BnD.device)).view(batch, vectors, vectors)
+        s_Bnn = _columns_of(padded, _pair_numbers(vectors, x_BnD.device)).view(batch, vectors, vectors)
         return torch.bmm(s_Bnn.to(x_BnD.dtype), x_BnD)
 
 
