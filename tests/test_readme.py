@@ -40,7 +40,7 @@ def _run_example(source: str) -> tuple[int, list[str]]:
 def test_readme_example_runs_on_two_ranks() -> None:
     (source,) = _blocks("python")
     assert 'dist.init_process_group("gloo")' in source
-    assert "\nprint(f\"loss {" in source
+    assert '\nprint(f"loss {' in source
     for samples, dense in run_ranks(2, _run_example, source):
         assert samples == 2
         assert dense == [], "these have a dense gradient although their optimizer is attached"
