@@ -23,6 +23,7 @@ ROOMS = [path for path in MODULES if path.name not in ("__init__.py", "__main__.
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
     REPOSITORY / "benchmarks" / "README.md",
     *(REPOSITORY / "docs").glob("*.md"),
 ]

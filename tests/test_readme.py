@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [
     README,
+    ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "benchmarks" / "README.md",
@@ -39,6 +40,7 @@ def _run_example(source: str) -> tuple[int, list[str]]:
 def test_readme_example_runs_on_two_ranks() -> None:
     (source,) = _blocks("python")
     assert 'dist.init_process_group("gloo")' in source
+    assert '\nprint(f"loss {' in source
     for samples, dense in run_ranks(2, _run_example, source):
         assert samples == 2
         assert dense == [], "these have a dense gradient although their optimizer is attached"
@@ -59,6 +61,10 @@ def test_readme_example_without_ranks_trains_the_rows_it_touches() -> None:
         assert scope["ebc"].fused_optimizer.state[parameter]["step"] == 1
 
 
+def test_the_readme_fits_on_one_screen() -> None:
+    assert len(README.read_text().split()) <= 700
+
+
 def test_readme_example_is_as_short_as_its_heading_says() -> None:
     (source,) = _blocks("python")
     statements = [line for line in source.splitlines() if line.strip()]
@@ -76,12 +82,13 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links to {missing}"
 
 
-def test_make_targets_that_the_readme_names_exist() -> None:
+def test_make_targets_that_pages_name_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.read_text(), re.MULTILINE))
+    command = re.compile(r"(?:^|`)make ([a-z-]+)(?=`| [A-Z_]+=| +#|$)", re.MULTILINE)
+    named = {name for page in PAGES for name in command.findall(page.read_text())}
     assert {"train", "test", "bench", "wheel"} <= named
     missing = [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
-    assert not missing, f"README.md names {missing}"
+    assert not missing, f"pages name {missing}"
 
 
 def test_settings_that_pages_and_the_makefile_name_exist() -> None:

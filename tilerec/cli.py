@@ -19,6 +19,8 @@ tilerec stats ml-latest-small --out stats.json      measure the distribution of 
 tilerec data convert clicks.tsv --out clicks.parquet text files to Parquet (data_cli.py)
 tilerec checkpoint verify runs/today                look at checkpoints, verify, compare and export them
 tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli/)
+tilerec doctor                                      check this installation (doctor_cli.py)
+tilerec --install-completion                        complete commands and options in the shell
 
 Each command imports its modules when it runs, so `tilerec --help` starts fast.
 """
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from typing import Annotated
 
 import typer
 
@@ -35,13 +38,13 @@ from tilerec.checkpoint_cli import checkpoint_app
 from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
+from tilerec.doctor_cli import doctor
 from tilerec.plan_cli.app import plan_app
 from tilerec.run_cli.commands import add_run_commands
 from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train recommender models.",
@@ -54,8 +57,20 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(delta_app, name="delta")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import tilerec
+
+        typer.echo(f"tilerec {tilerec.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
     """Train recommender models."""
 
 
@@ -76,6 +91,7 @@ def recipes() -> None:
 add_run_commands(app)
 app.command()(calibrate)
 app.command()(stats)
+app.command()(doctor)
 
 
 def main() -> None:

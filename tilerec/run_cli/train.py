@@ -56,7 +56,9 @@ def train(
         str | None,
         typer.Option(help="Malformed lines: 'error' stops the run, 'skip' skips and counts them."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device to train on: cpu, cuda, cuda:1, …")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device: cpu, cuda, cuda:1, … Default: that of the run; a GPU if there is one.")
+    ] = None,
     log_dir: Annotated[
         str | None,
         typer.Option(help="Folder for logs and model; '' for none. Default: runs/<name>/<date and time>."),

@@ -16,6 +16,7 @@ from tilerec.data.dataset import Dataset, RowDataset
 from tilerec.data.file_list import FilePath
 from tilerec.errors import ConfigError
 from tilerec.spec.optimizer import Adagrad, Adam, OptimizerSpec
+from tilerec.train.device import AUTO
 
 if TYPE_CHECKING:
     from tilerec.train.task import Task
@@ -156,7 +157,8 @@ class TrainConfig:
         log_every: steps between log entries with loss, AUC and samples/s.
         metric_window: number of latest samples in the training AUC.
         seed: of the initial values. The order of the data has its own seed.
-        device: "cpu", "cuda", "cuda:1", …
+        device: "cpu", "cuda", "cuda:1", …; "auto" is "cuda" if this machine has a GPU for each of its ranks, and
+            "cpu" otherwise.
         threads: of torch's CPU kernels, per process; 0 keeps torch's default.
         check_replicas_every: on several ranks, steps between comparisons of the copies of replicated tables
             (`tilerec.parallel.check_replicas`); 0 never compares.
@@ -175,7 +177,7 @@ class TrainConfig:
     log_every: int = 50
     metric_window: int = 50_000
     seed: int = 0
-    device: str = "cpu"
+    device: str = AUTO
     threads: int = 0
     check_replicas_every: int = 0
 
@@ -190,9 +192,9 @@ class TrainConfig:
         if not 0 <= self.decay_to <= 1:
             raise ConfigError(f"train.decay_to: got {self.decay_to}; expected 0 to 1, a fraction of the learning rate.")
         try:
-            torch.device(self.device)
+            torch.device("cpu" if self.device == AUTO else self.device)
         except RuntimeError as error:
-            raise ConfigError(f"train.device: got {self.device!r}; expected 'cpu' or 'cuda'.") from error
+            raise ConfigError(f"train.device: got {self.device!r}; expected 'auto', 'cpu' or 'cuda'.") from error
 
     def lr_factor(self, step: int) -> float:
         """Return the factor of both learning rates at this step, counted from 0."""

@@ -9,6 +9,20 @@ import torch
 from tilerec.errors import ConfigError
 from tilerec.ops.runtime.gpu import is_gpu
 
+AUTO = "auto"
+"""The setting that takes a GPU if this machine has one for each of its ranks, and the CPU otherwise."""
+
+
+def resolved_device(name: str, local_ranks: int | None) -> str:
+    """Return "cuda" or "cpu" for "auto", and other names as they are.
+
+    Args:
+        local_ranks: ranks on this machine; None if unknown: "auto" is then the CPU, as ranks could share a GPU.
+    """
+    if name != AUTO:
+        return name
+    return "cuda" if local_ranks is not None and 0 < local_ranks <= torch.cuda.device_count() else "cpu"
+
 
 def run_device(name: str, ranks: int) -> torch.device:
     """Return the device of this rank.
@@ -20,6 +34,8 @@ def run_device(name: str, ranks: int) -> torch.device:
     Raises:
         ConfigError: this machine or this torch does not support the device.
     """
+    known = os.environ.get("LOCAL_WORLD_SIZE", "1" if ranks == 1 else "")
+    name = resolved_device(name, int(known) if known else None)
     device = torch.device(name)
     if is_gpu(device) and name == device.type and ranks > 1 and torch.cuda.device_count():
         # One GPU per rank, by torchrun's number of the rank on its host; if there are fewer GPUs, ranks share them.

@@ -43,6 +43,7 @@ from tilerec.comms.deadlock import LOST_RANK
 from tilerec.comms.process import ProcessGroupComms
 from tilerec.errors import ConfigError, TilerecError
 from tilerec.stop_signals import STOPPED, RunStopped, StopSignals, blocked_signals, hold_signals, stop_request
+from tilerec.train.device import resolved_device
 from tilerec.train.lost_peers import ATTEMPT, FOLDER, is_lost_peer
 from tilerec.train.placement import Placement, number
 from tilerec.train.start_store import start_store
@@ -445,5 +446,6 @@ def _rank_failed(failures: list[_Failure], count: int) -> RankFailed:
 
 def _backend(device: str) -> str:
     local = number(os.environ, "LOCAL_WORLD_SIZE", 1)
+    device = resolved_device(device, local)
     alone = device.startswith("cuda") if local == 1 else device == "cuda" and local <= torch.cuda.device_count()
     return "cpu:gloo,cuda:nccl" if alone and dist.is_nccl_available() else "gloo"
