@@ -32,6 +32,20 @@ GAIN = 0.07
 """Least share of a key's rows that need not travel if ids are sent once each (docs/sharding.md)."""
 
 
+def largest_percent(remote: float, forced: bool | None) -> int:
+    """Return the largest share of distinct ids with which ids are sent once each, in percent of all; 0: never.
+
+    The planner predicts bytes by the same rule.
+
+    Args:
+        remote: share of the table's cells that other ranks look up for this one.
+        forced: `Wire.distinct`.
+    """
+    if forced is not None:
+        return 100 if forced and remote > 0 else 0
+    return int(100 * (1 - GAIN / remote)) if remote > GAIN else 0
+
+
 class DistinctIds:
     """Decides which keys of a batch are sent without repetitions, and lists their distinct ids.
 
@@ -48,14 +62,9 @@ class DistinctIds:
         self._shares = [0.0] * len(layout.slots)  # of each slot's cells that other ranks look up
         if layout.size > 1 and not layout.alone:
             self._shares = _remote_shares(layout)
-        self._percents = [self._percent(slot) for slot in range(len(layout.slots))]
-
-    def _percent(self, slot: int) -> int:
-        """Return the largest share of distinct ids with which ids are sent once each, in percent; 0: never."""
-        share, forced = self._shares[slot], self._forced[slot]
-        if forced is not None:
-            return 100 if forced and share > 0 else 0
-        return int(100 * (1 - GAIN / share)) if share > GAIN else 0
+        self._percents = [
+            largest_percent(share, forced) for share, forced in zip(self._shares, self._forced, strict=True)
+        ]
 
     def __call__(self, batch: RouteInput, keys: Sequence[int]) -> RouteInput:
         """Return the batch that is routed: this one, or one with distinct ids and `repeats`.

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, Skew, TableWork, Workload, _log
+from tilerec.planner.cost.frequency import _log
+from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, Skew, TableWork, Workload
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType

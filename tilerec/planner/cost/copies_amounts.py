@@ -34,7 +34,7 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
     replicas = model.replicas(t)
     others = ranks - 1.0
     bytes_sent = replicas.sent * others + 2.0 * replicas.reduced * others / ranks
-    every = model.all_distinct[t]
+    every = replicas.distinct
     state = work.cell_state[t] * work.attached[t]
     update = rates.update(
         replicas.ids, replicas.bags, every, model.update_far(every), dim, element, state, work.row_state[t]
@@ -48,6 +48,10 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
     memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
     memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
     amounts.memory[t, o, model.tier] = np.floor(memory).astype(np.int64)
+    # Nothing travels, so ids are not sent once each.
+    beyond = (bags - amounts.least_bags[t]) * dim * work.wide
+    beyond = beyond + (payload - amounts.least_payload[t]) * (1 + model.depth)
+    amounts.home_memory[t, o, model.tier] = np.floor(beyond).astype(np.int64)
     for charge, forms in _CHARGES_OF_FORMS:
         amounts.use(charge, o, t, np.isin(replicas.form, forms))
     amounts.use("partly filled", o, t, amounts.part_filled[t])

@@ -47,6 +47,11 @@ class Option(NamedTuple):
     width: int
     cached: bool = False
 
+    @property
+    def holders(self) -> int:
+        """Number of ranks that hold a part of the table, if pieces are on distinct ranks."""
+        return self.pieces * self.width
+
     def __str__(self) -> str:
         over = {1: ""}.get(self.width, f" over {self.width} ranks")
         behind = ", cached" if self.cached else ""
