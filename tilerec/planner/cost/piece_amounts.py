@@ -65,7 +65,8 @@ class PieceAmounts:
     home_P, home_N: the same for a home's sum over ranges; home_items: bags, or ids of a sequence, to write there.
     whole_P, whole_N, whole_payload: of the whole table. more_P, more_N, more_payload: repetitions in the batch of the
     owner of a whole table, which do not travel. payload, home_payload: bytes of ids. kept: part of the present bags
-    that a slightly shorter range would not save. distinct: rows that all homes read. merge: 1.0 for tables whose rows are added inside hosts. sent: bags that a member sends on as a proxy.
+    that a slightly shorter range would not save. distinct: rows that all homes read. merge: 1.0 for tables whose rows
+    are added inside hosts. sent: bags that a member sends on as a proxy.
     """
 
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
