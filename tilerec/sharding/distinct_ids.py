@@ -22,6 +22,7 @@ from itertools import accumulate
 import torch
 
 from tilerec.errors import ConfigError
+from tilerec.ops.runtime.upload import upload
 from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.repeats import Repeats
 from tilerec.sharding.route import RouteInput
@@ -98,10 +99,13 @@ class DistinctIds:
             sent_batches = [own if count < 0 else count for own, count in zip(batches, found, strict=True)]
             all_items = sum([own for own, count in zip(batches, found, strict=True) if count >= 0])
         sent, firsts = list(batch.bags), [-1] * len(batch.bags)
+        edges = starts[upload(ends, starts.device)].tolist()  # the host has waited for the counts already
+        of_slot: dict[int, tuple[int, int]] = {}
         for slot, key in key_of_slot.items():
             if found[key] >= 0:
                 sent[slot], firsts[slot] = found[key], ends[key]
-        repeats = Repeats(items, starts, firsts, all_items > items.numel())
+                of_slot[slot] = edges[key + 1] - edges[key], found[key]
+        repeats = Repeats(items, starts, firsts, all_items > items.numel(), of_slot)
         return replace(
             batch,
             ids=ids,
