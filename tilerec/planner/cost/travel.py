@@ -210,8 +210,8 @@ class Travel:
         weights = np.where(single, count, 0.0)
         by_owner: Floats = np.bincount(owner, weights, self.ranks).astype(np.float64)
         by_host: Floats = np.bincount(self.host[owner], weights, int(self.host.max()) + 1).astype(np.float64)
-        total = float(sum(by_owner.tolist()))
-        others, away = total - by_owner, total - by_host[self.host]
+        others = float(sum(by_owner.tolist())) - by_owner
+        away = (float(sum(by_host.tolist())) - by_host)[self.host]
         for p in np.flatnonzero(mask & ~self.single).tolist():
             owners = self.layout.parts[p].owners
             if len(owners) == self.ranks:
