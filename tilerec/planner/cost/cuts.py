@@ -21,27 +21,35 @@ def even_pieces(rows: Any, parts: int) -> Ints:
     return -(-rows // -(-rows // parts))
 
 
-def row_cuts(model: Model, tables: Ints, pieces: int) -> Ints:
+def head_rows(rows: Any, head: float) -> Ints:
+    """Return the rows of a head that has a part of the rows."""
+    return np.floor(np.asarray(rows, np.float64) * head).astype(np.int64)
+
+
+def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints:
     """Return [n, k + 1] cuts such that each piece gets an equal number of the ids that travel, if memory allows.
 
-    Where repeated ids travel once, these are distinct ids. No piece has more than `Model.longest_range` times its part
-    of the rows, so other pieces may get more ids: the least number c with
+    The first cut is the end of a head, of a part of the rows. Where repeated ids travel once, these are distinct ids.
+    No piece has more than `Model.longest_range` times its part of the rows, so other pieces may get more ids: the least
+    number c with
 
         integral of max(ids(x) / c, rows(x) / longest) = 1
 
     in shares of the table is the most that a piece gets, in means. For tables whose ids are numbered by frequency.
     """
     work = model.workload
-    rows = work.rows[tables].astype(np.float64)[:, None]
+    first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
+    rows = (ends - first).astype(np.float64)
     # Between these rows, ids are spread evenly.
-    knots = np.minimum(work.laws.edges - 1.0, rows)
-    knots = np.concatenate(
-        [knots, np.broadcast_to(work.laws.counts.sum(0)[work.laws.position[tables]][:, None], rows.shape), rows], axis=1
-    )
+    law = work.laws.counts.sum(0)[work.laws.position[tables]][:, None]
+    edges = np.broadcast_to(work.laws.edges - 1.0, (len(tables), len(work.laws.edges)))
+    knots = np.clip(np.concatenate([edges, law, ends], axis=1), first, ends)
     knots.sort(axis=1)
-    once = model.sent_once(np.arange(len(work.bags)), 1.0 - 1.0 / pieces)
-    sent, held = _sent_below(model, tables, knots, once), knots / rows
+    once = model.sent_once(np.arange(len(work.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
+    sent, held = _sent_below(model, tables, knots, once), (knots - first) / rows
+    sent = (sent - sent[:, :1]) / np.maximum(1.0 - sent[:, :1], 1e-300)
     most = np.max(sent[:, 1:] / (1.0 - (1.0 - held[:, 1:]) / model.longest_range), axis=1)[:, None]
+    most = np.maximum(most, 1e-300)
     density = np.maximum(np.diff(sent, axis=1) / most, np.diff(held, axis=1) / model.longest_range)
     level = np.zeros_like(knots)
     np.add.accumulate(density, axis=1, out=level[:, 1:])
@@ -51,10 +59,11 @@ def row_cuts(model: Model, tables: Ints, pieces: int) -> Ints:
     rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
     cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
     # Each piece has a row, if there are enough.
-    nth, ends = np.arange(1, pieces), work.rows[tables][:, None]
+    nth = np.arange(1, pieces)
     inner = np.maximum.accumulate(np.floor(cut + 0.5).astype(np.int64) - nth, axis=1) + nth
-    inner = np.minimum(np.maximum(inner, np.minimum(nth, ends)), np.maximum(ends - pieces + nth, np.minimum(nth, ends)))
-    return np.concatenate([np.zeros_like(ends), inner, ends], axis=1)
+    least = np.minimum(first + nth, ends)
+    inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + nth, least))
+    return np.concatenate([first, inner, ends], axis=1)
 
 
 def distinct_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:

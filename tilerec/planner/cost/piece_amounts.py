@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilerec.planner.cost.cuts import distinct_below, row_cuts
+from tilerec.planner.cost.copies_amounts import Head, add_head
+from tilerec.planner.cost.cuts import distinct_below, head_rows, row_cuts
 from tilerec.planner.cost.host_sums import sums_inside_hosts
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
 from tilerec.planner.cost.option_amounts import OptionAmounts
@@ -34,6 +35,8 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     pieces.add_home()
     pieces.add_update()
     pieces.add_memory()
+    if option.head:
+        add_head(amounts, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
     amounts.use("hosts", o, t, pieces.merge > 0.0)
     # Rows of repeated ids are written to all bags at once.
@@ -78,25 +81,29 @@ class PieceAmounts:
         self.rows = rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
         self.parts = float(rows * columns)
         self.width, self.element = work.dim[t] / float(columns), work.element[t]
-        self.even = even = np.full(len(work.names), 1.0 / rows)
         self.once = once = self._sent_once()
         distinct = amounts.distinct_if(once)
+        self.head = head = self._head(distinct)
+        self.even = even = (1.0 - head.reads) / rows
+        even_once = (1.0 - head.once) / rows
         self.ranges = ranges = self._largest_range()
         self.share, self.uneven = ranges.rows[t], ranges.reads is not even
         self.P, self.N, lengths = (x[t] for x in work.present(ranges.reads, distinct, ranges.once))
         self.home_P, self.home_N, home_lengths = (
-            (x[t] for x in work.present(even, distinct, even)) if self.uneven else (self.P, self.N, lengths)
+            (x[t] for x in work.present(even, distinct, even_once)) if self.uneven else (self.P, self.N, lengths)
         )
         self.home_items = work.present(even)[0][t] if once.any() else self.home_P
-        whole = [x[t] for x in work.present(1.0, distinct)]
-        self.whole_P, self.whole_N, self.whole_payload = *whole[:2], amounts.payload_of(t, 1.0, 1.0, *whole[1:])
+        behind = 1.0 - head.reads
+        whole = [x[t] for x in work.present(behind, distinct, 1.0 - head.once)]
+        self.whole_P, self.whole_N = whole[:2]
+        self.whole_payload = amounts.payload_of(t, 1.0, behind[t], *whole[1:])
         if lower and self.uneven:
             # All ranges together have at least the bags of the whole table.
             self.home_P, self.home_N, home_lengths = (
                 np.where(work.ordered[t], least / rows, known)
                 for least, known in zip(whole, (self.home_P, self.home_N, home_lengths), strict=True)
             )
-            self.home_items = np.where(work.ordered[t], amounts.bags[t] / rows, self.home_items)
+            self.home_items = np.where(work.ordered[t], work.present(behind)[0][t] / rows, self.home_items)
         shorter = 1.0 - ROW_CHANGE
         fewer = work.present(ranges.reads * shorter, distinct, ranges.once * shorter)[0][t]
         self.kept = np.clip(1.0 - (1.0 - fewer / np.maximum(self.P, 1e-300)) / ROW_CHANGE, 0.0, 1.0)
@@ -120,11 +127,29 @@ class PieceAmounts:
         If owners and other homes decide differently, all count as the others, and in a bound as those that send less.
         """
         amounts, holders = self.amounts, self.option.holders
-        own = amounts.sent_once(1.0 - 1.0 / holders)
+        own = amounts.sent_once((1.0 - self.option.head) * (1.0 - 1.0 / holders))
         if holders == amounts.ranks:
             return own
         others = amounts.sent_once(1.0)
         return own | others if amounts.lower else others
+
+    def _head(self, distinct: Floats) -> Head:
+        """Return the head of each table, and a home's batch in it."""
+        amounts, t = self.amounts, self.t
+        work, model, none = amounts.work, amounts.model, np.zeros(len(amounts.work.names))
+        rows = none.astype(np.int64)
+        if not self.option.head:
+            nothing = np.zeros(len(t))
+            return Head(rows, none, none, none, nothing, nothing, nothing, nothing)
+        rows[t] = head_rows(work.rows[t], self.option.head)
+        every = np.arange(len(rows))
+        reads = np.where(rows > 0, work.share(every, 0, rows), 0.0)
+        once = distinct_below(model, every, rows[:, None], self.once)[:, 0]
+        seen = model.seen(amounts.ranks)
+        part = seen.between(every, 0, rows) / np.maximum(seen.whole, 1e-300)
+        P, N, lengths = (x[t] for x in work.present(reads, distinct, once))
+        payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
+        return Head(rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
 
     def _largest_range(self) -> Ranges:
         """Return the shares of the range with most of them; in a bound, least.
@@ -138,7 +163,7 @@ class PieceAmounts:
         if not len(cut):
             return Ranges(even, even, even, even, missed)
         found = Ranges(*(x.copy() for x in (even, even, even, even, missed)))
-        cuts = row_cuts(model, cut, self.rows)
+        cuts = row_cuts(model, cut, self.rows, self.option.head)
         some = np.min if amounts.lower else np.max
         r0, r1, table = cuts[:, :-1], cuts[:, 1:], cut[:, None]
         found.reads[cut] = some(work.share(table, r0, r1), axis=1)
@@ -282,27 +307,29 @@ class PieceAmounts:
         # The first range is the longest one, the last the shortest.
         fair = np.maximum(self.share * work.rows[t], 1e-300)
         last = np.maximum(work.rows[t] - (self.rows - 1.0) * np.ceil(fair), 0.0)
-        held = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
-        weights = model.weights(t, held, width)
+        length = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
+        weights = model.weights(t, length, width)
         # Present bags are a concave function of the rows: a longer range has at most proportionally more of them.
-        part = held / fair
+        part = length / fair
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
         # The owner of a whole table also has a larger batch of its own.
         more = self.more_payload * copies + self.more_P * width * work.wide
         buffers = buffers + 2.0 * more + self.more_N * KEY_BYTES
         # Bytes of a home beyond those for a whole table.
-        beyond = np.maximum(self.parts * self.home_P * width - amounts.least_bags[t] * work.dim[t], 0.0) * work.wide
-        beyond = beyond + np.maximum(self.parts * self.home_payload - amounts.least_payload[t], 0.0) * copies
+        held = self.parts * self.home_P * width + self.head.P * work.dim[t]
+        beyond = np.maximum(held - amounts.least_bags[t] * work.dim[t], 0.0) * work.wide
+        sent = self.parts * self.home_payload + self.head.payload
+        beyond = beyond + np.maximum(sent - amounts.least_payload[t], 0.0) * copies
         if cached:
             amounts.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
-            weights = model.lines(t, held, width)
+            weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         amounts.divisible[t, o] = (self.option.way is Way.ROWS and self.rows > 1) & ~work.ordered[t]
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
         buffers = self.whole_payload * copies + self.whole_P * width * work.wide
         buffers = ranks * (buffers + self.whole_N * KEY_BYTES)
-        every = work.rows[t].astype(np.float64)
+        every = (work.rows - self.head.rows)[t].astype(np.float64)
         weights = model.weights(t, every, width)
         if cached:
             amounts.least_memory[t, o, HOST] += np.floor(weights / self.rows).astype(np.int64)

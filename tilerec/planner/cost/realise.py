@@ -52,6 +52,11 @@ def sharding_of(
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
     if option.way is Way.GRID:
         return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
+    if option.head:
+        edges = row_cuts(model, np.array([table]), len(ranks), option.head)[0].tolist()
+        owners = (ranks, *((rank,) for rank in ranks))
+        tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
+        return _made(kind.EXPLICIT, tiling, ranks, work)
     if shares is not None:
         sizes = sizes_of_shares(rows, np.asarray(shares))
     elif work.skew is not None and work.skew.ordered:
