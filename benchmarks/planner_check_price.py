@@ -50,8 +50,9 @@ STAGE_OF = {
     "gradients in host": "gradients", "row sums": "update", "replicas": "update",
 }  # fmt: skip
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
-BAGS, ROWS, DENSE, BARE = range(4)  # forms in which replicas exchange gradients
+BAGS, ROWS, DENSE, BARE, SHARES = range(5)  # forms in which replicas exchange gradients
 SORT_BYTES, CACHE_LINE_BYTES, CACHE_ROW_BYTES, CACHE_SET = 16, 17, 4, 32
+MOST_COPIES = 8  # replicas that send all their gradients to each other
 DEPTH = 1  # batches routed ahead, besides the current one
 OUT, IN = 0, 1
 
@@ -344,7 +345,7 @@ class Sums:
     output: float = 0.0
     travels: bool = False
     merges: bool = False
-    partly_filled: bool = False
+    partly_filled: Array | bool = False  # [R]: the output begins as zeros
     forms: frozenset[int] = frozenset()
     phases: int = 0
     pieces: int = 0
@@ -353,7 +354,8 @@ class Sums:
         return Sums(
             self.local + other.local, self.near + other.near, self.far + other.far, self.memory + other.memory,
             self.output + other.output, self.travels or other.travels, self.merges or other.merges,
-            self.partly_filled or other.partly_filled, self.forms | other.forms, max(self.phases, other.phases),
+            np.logical_or(self.partly_filled, other.partly_filled), self.forms | other.forms,
+            max(self.phases, other.phases),
             self.pieces + other.pieces,
         )  # fmt: skip
 
@@ -414,9 +416,8 @@ class Pricing:
             far[header, :, rank] += 4.0 * (world.ranks - own)
         stages = {name: seconds.copy() for name, seconds in zip(STAGES, total.local, strict=True)}
         stages["ids"] += speeds.step * self.collections
-        if total.partly_filled:
-            # Bags may have no row: the output begins as zeros.
-            stages["gradients"] += 0.5 * total.output * speeds.copy
+        # Bags may have no row: the output begins as zeros.
+        stages["gradients"] += np.where(total.partly_filled, 0.5 * total.output * speeds.copy, 0.0)
         for x, name in enumerate(EXCHANGES):
             stage, between = STAGE_OF[name], far[x]
             stages[stage] += self._seconds(near[x], speeds.link_out, speeds.link_in)
@@ -426,9 +427,10 @@ class Pricing:
             stages[stage] += self._seconds(between, speeds.network_out, speeds.network_in)
         calls = 1 + 3 * total.travels + 2 * total.merges + total.phases
         if total.forms:
-            # Counts; ids and gradients; numbers of rows; an all-reduce.
-            calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS})
-            calls += (ROWS in total.forms) + bool(total.forms & {DENSE, BARE})
+            # Counts; ids and gradients; numbers of rows; an all-reduce; counts, ids and gradients of shares.
+            calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS, SHARES})
+            calls += bool(total.forms & {ROWS, SHARES}) + bool(total.forms & {DENSE, BARE})
+            calls += 3 * (SHARES in total.forms)
         memory = total.memory.copy()
         memory[:, world.tier] += 2.0 * total.output  # the output and its gradient
         return Price(stages, calls * world.call * self.collections, memory, total.pieces + 2)
@@ -476,8 +478,10 @@ class _OfTable:
         found, table = self.found, self.table
         found.output = sum(f.bags for f in table.features) * table.dim * float(self.wide)
         cut = any((r0, r1) != (0, table.rows) for r0, r1, _ in self.units)
-        once = all(self._once(f, home) for f in table.features for home in self.everyone)
-        found.partly_filled = any(f.length < 1.0 for f in table.features) or (cut and not once)
+        empty = any(f.length < 1.0 for f in table.features)
+        found.partly_filled = np.array(
+            [empty or (cut and not all(self._once(f, home) for f in table.features)) for home in self.everyone]
+        )
         return found
 
     def _send(self, exchange: str, source: int, target: int, count: float) -> None:
@@ -555,8 +559,7 @@ class _OfTable:
             if not (merged and far):
                 self._send("rows", owner, home, bags * forward)
                 self._send("gradients", home, owner, bags * backward)
-                count = bags if merged else written
-                self._work("gradients", home, count * (world.rate("place", width) + world.rate("pick", width)))
+                self._work("gradients", home, written * (world.rate("place", width) + world.rate("pick", width)))
             # Work of the owner for this home. Rows read from memory are added in `_rectangles`.
             for unit in units:
                 own = unit.c1 - unit.c0
@@ -631,7 +634,8 @@ class _OfTable:
             self._send("ids", home, proxy, positions)
             self._send("rows", proxy, home, union * self._bytes_of_row(table.forward, units))
             self._send("gradients", home, proxy, union * self._bytes_of_row(table.backward, units))
-            self._work("gradients", home, union * (place + pick))
+            written = feature.bags * _hit(min(1.0, math.fsum(shares)), feature.length)
+            self._work("gradients", home, written * (place + pick))
             self._work("rows", proxy, sum(bags) * place)
             self._work("gradients", proxy, sum(bags) * pick)
             for part, present in zip(group, bags, strict=True):
@@ -702,13 +706,19 @@ class _OfTable:
         if not self.table.attached:
             return BARE
         others = copies - 1.0
-        as_bags = others * copies * (4.0 * dim * bags + 4.0 * ids)
-        as_rows = others * copies * (4.0 * dim + 4.0) * min(ids, rows)
+        as_bags = others * copies * (4.0 * dim * round(bags) + 4.0 * round(ids))
+        as_rows = others * copies * (4.0 * dim + 4.0) * min(round(ids), rows)
         as_dense = 8.0 * (dim + 1.0) * rows * others
-        if copies == self.world.ranks and as_dense < min(as_rows, as_bags):
-            return DENSE
+        touched = min(round(ids), rows)
+        together = rows * (1.0 - missed(touched / max(rows, 1), copies))
+        as_shares = others * (4.0 * dim + 4.0) * (touched + together)
         weighted = any(f.weighted for f in self.table.features)
-        return BAGS if as_bags < as_rows and not weighted else ROWS
+        direct = min(as_rows, math.inf if weighted else as_bags) if copies <= MOST_COPIES else math.inf
+        if copies == self.world.ranks and as_dense < direct and as_dense <= as_shares:
+            return DENSE
+        if as_shares < direct:
+            return SHARES
+        return BAGS if direct == as_bags and direct < as_rows else ROWS
 
     def _replicas(self) -> None:
         """Add the exchange of gradients between owners of copies; each owner applies all gradients."""
@@ -728,11 +738,21 @@ class _OfTable:
             # Bytes to each other copy, and bytes that an all-reduce adds up.
             numbers = {BAGS: (2.0 * len(table.features) * homes + bags + ids) * word, ROWS: own * word}.get(form, 0.0)
             gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
-            sent = numbers + gradients + 8.0 * (form == ROWS) + 24.0 * (form != BARE)
-            reduced = {DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element)}.get(form, 0.0)
+            sent = numbers + gradients + 8.0 * (form in (ROWS, SHARES)) + 24.0 * (form != BARE)
+            sent += (24.0 + 2.0 * word) * (form == SHARES)
+            # In shares: own rows with length and number to the replicas that add them up, then the sums to all.
+            shared = (2.0 * own + every) * word + (own + every) * dim * wide
+            reduced = {
+                DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element), SHARES: shared / 2.0
+            }.get(form, 0.0)  # fmt: skip
             summed = bags * world.rate("update_bag", dim) + ids * world.rate("update_id", dim)
             summed += 2.0 * own * dim * wide * speeds.copy
-            seconds = numbers * copies * speeds.copy + speeds.replica + 6.0 * reduced * speeds.copy
+            seconds = numbers * copies * speeds.copy + speeds.replica
+            if form == SHARES:
+                seconds += summed + own * (world.rate("update_bag", dim) + world.rate("update_id", dim))
+                seconds += 2.0 * reduced * speeds.copy
+            else:
+                seconds += 6.0 * reduced * speeds.copy
             seconds += bags * world.rate("pick", dim) if form == BAGS else 0.0
             seconds += summed if form in (ROWS, DENSE) else 0.0
             update_ids = {BAGS: all_ids, ROWS: own * copies}.get(form, every)

@@ -53,6 +53,8 @@ def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints
     density = np.maximum(np.diff(sent, axis=1) / most, np.diff(held, axis=1) / model.longest_range)
     level = np.zeros_like(knots)
     np.add.accumulate(density, axis=1, out=level[:, 1:])
+    # The sum is 1, or less if no id is read behind the head.
+    density, level = density / level[:, -1:], level / level[:, -1:]
     wanted = np.arange(1, pieces) / pieces
     line = np.arange(len(tables))[:, None]
     at = np.stack([np.searchsorted(own, wanted, side="left") for own in level[:, 1:-1]])

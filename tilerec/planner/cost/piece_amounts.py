@@ -116,10 +116,16 @@ class PieceAmounts:
         self.sums = sums_inside_hosts(model, on, self.parts, even, t, distinct, lower=lower)
         self.merge, self.direct = self.sums.merge, 1.0 - self.sums.merge
         self.sent, self.home_sums = self.sums.sent, self.sums.home
+        # Rows of repeated ids are written to all their bags.
+        self.written = self.sums
+        if once.any():
+            self.written = sums_inside_hosts(model, on, self.parts, even, t, np.full(len(once), -1.0), lower=lower)
         if lower and self.uneven:
             # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
             self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
             self.home_sums = np.where(work.ordered[t], self.whole_P, self.home_sums)
+            least = np.where(work.ordered[t], work.present(behind)[0][t], self.written.home)
+            self.written = self.written._replace(home=least)
 
     def _sent_once(self) -> Bools:
         """Return [F] features whose ids homes send once each; owners aside, of a whole table.
@@ -252,10 +258,11 @@ class PieceAmounts:
         amounts.put(amounts.home, o, t, "ids", routed + speeds.part * parts * amounts.features[t])
         amounts.put(amounts.cost, o, t, "ids", rates.copied(2.0 * self.more_payload))
         placed = rates.at("place", self.width) + rates.at("pick", self.width)
-        rows = self.direct * parts * self.home_items + self.merge * self.home_sums
+        rows = self.direct * parts * self.home_items + self.merge * self.written.home
         amounts.put(amounts.home, o, t, "gradients", rows * placed)
         if self.on > 1:  # on the host of the pieces, rows of the members arrive one by one
-            rows = self.merge * np.maximum(self.sums.apart * self.P - self.sums.union, 0.0)
+            items = amounts.work.present(self.ranges.reads)[0][t]
+            rows = self.merge * np.maximum(self.sums.apart * items - self.written.union, 0.0)
             amounts.put(amounts.cost, o, t, "gradients", rows * placed)
 
     def add_update(self) -> None:

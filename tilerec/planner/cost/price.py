@@ -250,9 +250,11 @@ class _Pricing:
         for name, rate in (("combine", "place"), ("gather", "pick")):
             self.parts[name] += float(sum((rows * rates.at(rate, travel.width)).tolist()))
         output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
-        if np.any((travel.row_share < 1.0) & ~travel.once) or np.any(work.ids_per_bag < 1.0):
-            # Some bags may have no row, so the output is set to zeros first.
-            self.parts["combine"] += rates.copied(0.5 * output)
+        # Some bags may have no row, so the output is set to zeros first.
+        partial, every = travel.row_share < 1.0, bool(np.any(work.ids_per_bag < 1.0))
+        filled = np.full(self.ranks, every or bool(np.any(partial & ~travel.once)))
+        filled[other.home[partial[other.part] & travel.once[other.part]]] = True
+        self.parts["combine"] += np.where(filled, rates.copied(0.5 * output), 0.0)
         self.memory += 2.0 * output + held * work.wide
         self.memory += payload * (1 + model.depth)
 
@@ -261,7 +263,7 @@ class _Pricing:
         travel, rates = self.travel, self.rates
         if not travel.proxied:
             return
-        own = np.where(travel.merged, travel.P, 0.0)
+        own = np.where(travel.merged, travel.items, 0.0)
         on_host = travel.host[travel.first_owner]
         hosts = int(travel.host.max()) + 1
         turns = (("combine", "rows in host", "place"), ("gather", "gradients in host", "pick"))
@@ -271,7 +273,7 @@ class _Pricing:
             for group in travel.proxied:
                 seconds = float(rates.at(rate, group.width))
                 self.parts[at_proxy] += group.turns * group.members * seconds
-                self.parts[at_home] += np.where(group.homes, group.union * seconds, 0.0)
+                self.parts[at_home] += np.where(group.homes, group.written * seconds, 0.0)
 
     # ---------------------------------------------------------------------------------------------- peers
 
@@ -281,10 +283,13 @@ class _Pricing:
         tiles = [(t, tile) for t, tile in travel.layout.rectangles if len(tile.owners) > 1]
         if not tiles:
             return
+        # Bags and ids of a mean home in each part.
+        of_parts = [
+            (np.bincount(travel.e_part, travel.of_homes(usual, more), len(usual)) / self.ranks).tolist()
+            for usual, more in ((travel.P, travel.more_P), (travel.N, travel.more_N))
+        ]
         read: dict[tuple[int, int, int, tuple[int, ...]], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        for t, part, bags, ids in zip(
-            travel.table.tolist(), travel.layout.parts, travel.P.tolist(), travel.N.tolist(), strict=True
-        ):
+        for t, part, bags, ids in zip(travel.table.tolist(), travel.layout.parts, *of_parts, strict=True):
             if len(part.owners) > 1:
                 mark = (t, part.r0, part.r1, part.owners)
                 read[mark] = read[mark][0] + bags, read[mark][1] + ids

@@ -35,14 +35,14 @@ class Proxied(NamedTuple):
     Args:
         homes: [R] True for homes on other hosts.
         turns: [R] number of homes for which each rank is the proxy.
-        width: columns. members: bags of all members. union: bags of their sum.
+        width: columns. members: bags of all members. written: bags of a home with a row of their sum.
     """
 
     homes: Bools
     turns: Floats
     width: float
     members: float
-    union: float
+    written: float
 
 
 class Travel:
@@ -262,7 +262,7 @@ class Travel:
             members = list(parts)
             slot = self.layout.parts[members[0]].slot
             q = min(1.0, float(sum(self.q[members].tolist())))
-            union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
+            written = union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
             if self.once[members[0]]:
                 union = float(sum(self.P[members].tolist()))
             forward, backward = (float(row[members[0]]) * union for row in row_bytes)
@@ -297,4 +297,4 @@ class Travel:
                         lines[names[1]][0][proxy] += size * count[proxy]
                         lines[names[1]][1][o] += size * count[proxy]
             bags = float(sum(self.P[members].tolist()))
-            self.proxied.append(Proxied(homes, count, float(width), bags, union))
+            self.proxied.append(Proxied(homes, count, float(width), bags, written))
