@@ -1,7 +1,8 @@
 """How often each id of a table is read, and how many distinct ids are among so many draws.
 
 Nouns
-  law     shares of all reads by id, the most frequent id first
+  law     shares of all reads by id, the most frequent id first: Zipf's, or measured ones for the first ids
+  curve   measured points (k, share of the reads of the k most frequent ids), k ascending
   bucket  neighbouring ids of a law, which count with one mean frequency: one id at first, then a quarter more each
   seen    expected number of distinct ids among independent draws
 
@@ -13,6 +14,7 @@ Legend: T tables, L tables with a law, B buckets, n lines.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,34 +23,82 @@ import numpy.typing as npt
 
 from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
 
+_ROUNDING = 1e-5  # of shares with six digits
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
+Curve = Sequence[tuple[int, float]]
+
+
+def curve_problem(curve: Curve, distinct: int) -> str | None:
+    """Return what is wrong with a curve of so many distinct ids; None if nothing is."""
+    before, share_before, slope_before = 0, 0.0, math.inf
+    for k, share in curve:
+        if not before < k <= distinct:
+            return f"numbers of ids that rise, up to {distinct}, the number of different ids"
+        if not share_before <= share <= 1.0 + _ROUNDING:
+            return "shares that rise, up to 1"
+        slope = (share - share_before) / (k - before)
+        if slope > slope_before * (1.0 + _ROUNDING) + _ROUNDING:
+            return "shares of the most frequent ids, each of which adds no more than the one before"
+        before, share_before, slope_before = k, share, slope
+    if before == distinct and abs(share_before - 1.0) > _ROUNDING:
+        return f"shares that reach 1 at {distinct}, the number of different ids"
+    return None
+
+
+def bucket_edges(most: float) -> list[float]:
+    """Return the numbers of the first ids of buckets, from 1, and one above `most`."""
+    edges = [1.0]
+    while edges[-1] <= most:
+        edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
+    return edges
+
+
 class FrequencyLaws:
-    """Zipf's laws of some tables.
+    """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
     of one id. position: [T] column of a table; -1 without a law.
 
     Args:
-        tables: T. which: [L] tables. distinct, exponent: [L] of `Skew`.
+        tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
     """
 
-    def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats) -> None:
+    def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats, curves: Sequence[Curve]) -> None:
         self.position = np.full(tables, -1, np.int64)
         self.position[which] = np.arange(len(which))
         most = float(distinct.max()) if len(which) else 1.0
-        edges = [1.0]
-        while edges[-1] <= most:
-            edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
-        self.edges = np.array(edges)
+        self.edges = np.array(bucket_edges(most))
         low, high = self.edges[:-1, None], self.edges[1:, None]
         self.counts = np.clip(distinct + 1.0 - low, 0.0, high - low)
         middle = low + (np.maximum(self.counts, 1.0) - 1.0) / 2.0
         weights = exponential(-exponent * _log(middle))
         # Python's `sum` adds bucket after bucket, in the same order on every machine.
         self.weights = weights / sum(self.counts * weights)
+        measured = [(i, curve) for i, curve in enumerate(curves) if curve]
+        if measured:
+            zipf = RangeSums(self.edges, self.counts, self.weights)
+            for i, curve in measured:
+                self.weights[:, i] = self._measured(zipf, i, curve)
+
+    def _measured(self, zipf: RangeSums, i: int, curve: Curve) -> Floats:
+        """Return [B] shares of one id: those of a curve, and by Zipf's law beyond its last point."""
+        points = np.array([(0, 0.0), *curve], np.float64)
+        ends = np.minimum(self.edges - 1.0, float(sum(self.counts[:, i].tolist())))
+        known = np.minimum(ends, points[-1, 0])
+        at = np.clip(np.searchsorted(points[:, 0], known, side="right") - 1, 0, len(points) - 2)
+        (k0, share0), (k1, share1) = points[at].T, points[at + 1].T
+        below = share0 + (known - k0) / (k1 - k0) * (share1 - share0)
+        column = np.full(len(ends), i)
+        rest = zipf.below(column, ends) - zipf.below(column, known)
+        whole = float(rest[-1])
+        if whole > 0.0:
+            below = below + rest / whole * max(0.0, 1.0 - float(points[-1, 1]))
+        counts = self.counts[:, i]
+        return np.where(counts > 0.0, np.diff(below) / np.maximum(counts, 1.0), 0.0)
 
     @cached_property
     def _reads(self) -> RangeSums:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.frequency import FrequencyLaws, Seen
+from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Seen, curve_problem
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import Wire
@@ -52,17 +52,31 @@ class Skew:
         exponent: s of Zipf's law: the share of the k-th most frequent id is proportional to k ** -s; 0: uniform.
         ordered: ids are numbered by frequency, the most frequent first, so even ranges of rows have uneven traffic.
             If False, frequent ids are anywhere (hashed ids).
+        curve: measured points (k, share of the reads of the k most frequent ids), k ascending; the other ids follow
+            Zipf's law. (): all do.
     """
 
     distinct: int
     exponent: float = 0.0
     ordered: bool = False
+    curve: Curve = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.distinct, bool) or not isinstance(self.distinct, int) or self.distinct < 1:
             raise ConfigError(f"Skew: distinct is {self.distinct!r}; it must be a whole number from 1.")
         if not isinstance(self.exponent, (int, float)) or not 0 <= self.exponent <= MOST_EXPONENT:
             raise ConfigError(f"Skew: exponent is {self.exponent!r}; it must be a number from 0 to {MOST_EXPONENT}.")
+        try:
+            curve = tuple((int(k), float(share)) for k, share in self.curve)
+        except (TypeError, ValueError):
+            curve = ((0, 0.0),)
+        wrong = curve_problem(curve, self.distinct)
+        if wrong is not None:
+            raise ConfigError(
+                f"Skew: got the curve {list(self.curve)[:3]!r:.200} ...; expected {wrong}. Measure again with "
+                "`tilerec stats`."
+            )
+        object.__setattr__(self, "curve", curve)
 
 
 @dataclass(frozen=True)
@@ -258,6 +272,7 @@ class Workload:
             np.array([t for t, _ in skews], np.int64),
             np.array([skew.distinct for _, skew in skews], np.float64),
             np.array([skew.exponent for _, skew in skews], np.float64),
+            [skew.curve for _, skew in skews],
         )
 
     def seen(self, table: Ints, draws: Any) -> Seen:
