@@ -256,10 +256,10 @@ def _feature(value: JsonValue) -> FeatureStatistics:
     values |= {name: found[name].number(0) for name in _NUMBERS}
     curve = []
     for point in found["curve"].items("a list of [number of ids, share]") if "curve" in found else ():
-        pair = point.items("[number of ids, share]")
-        if len(pair) != 2:
+        ends = point.items("[number of ids, share]")
+        if len(ends) != 2:
             raise point.error("[number of ids, share]")
-        curve.append((pair[0].whole(), pair[1].number(0)))
+        curve.append((ends[0].whole(), ends[1].number(0)))
     feature = FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy), curve=tuple(curve))
     _check_counts(found, feature)
     return feature

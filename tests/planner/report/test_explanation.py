@@ -310,7 +310,9 @@ def test_a_table_numbered_by_frequency_tells_the_bytes_of_its_heads_and_its_curv
     request = plan_request([table("a", 100_000, pooled=False), table("b", 1000)], Topology(4), limits)
     found = explain(request, "a")
     heads = [way.option for way in found.considered if "of rows on each" in way.option]
-    assert sorted(heads) == [f"rows over 4 ranks, {size} of rows on each" for size in ("0.05%", "0.20%", "1.00%", "5.00%")]
+    assert sorted(heads) == [
+        f"rows over 4 ranks, {size} of rows on each" for size in ("0.05%", "0.20%", "1.00%", "5.00%")
+    ]
     (note,) = [note for note in found.notes if "numbered by frequency" in note]
     assert "with 1,000 (69% of the ids)" in note
     assert found.curve[-1] == (100_000, 1.0)

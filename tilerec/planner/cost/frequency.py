@@ -40,10 +40,9 @@ def curve_problem(curve: Curve, distinct: int) -> str | None:
             return f"numbers of ids that rise, up to {distinct}, the number of different ids"
         if not share_before <= share <= 1.0 + _ROUNDING:
             return "shares that rise, up to 1"
-        slope = (share - share_before) / (k - before)
-        if slope > slope_before * (1.0 + _ROUNDING) + _ROUNDING:
+        if share - share_before > slope_before * (k - before) + _ROUNDING:
             return "shares of the most frequent ids, each of which adds no more than the one before"
-        before, share_before, slope_before = k, share, slope
+        before, share_before, slope_before = k, share, (share - share_before) / (k - before)
     if before == distinct and abs(share_before - 1.0) > _ROUNDING:
         return f"shares that reach 1 at {distinct}, the number of different ids"
     return None

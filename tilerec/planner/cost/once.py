@@ -31,7 +31,7 @@ class Unusual(NamedTuple):
 
 
 def sent_once(
-    model: Model, layout: SharedLayout, e_part: Ints, e_owner: Ints, slot: Ints, cells: Ints
+    model: Model, layout: SharedLayout, e_part: Ints, e_owner: Ints, slot: Ints, cells: Floats
 ) -> tuple[Bools, Unusual]:
     """Return [F] True for features whose distinct ids most homes send once each, and the lookups of the others.
 
@@ -46,7 +46,7 @@ def sent_once(
         return usual, nothing
     # Owners read their own part; ranks without one read everything from others.
     keys, which = np.unique(slot[e_part] * ranks + e_owner, return_inverse=True)
-    own = np.bincount(which.reshape(-1), cells[e_part].astype(np.float64), len(keys))
+    own = np.bincount(which.reshape(-1), cells[e_part], len(keys))
     feature, rank = keys // ranks, keys % ranks
     whole = (work.rows * work.dim)[work.table].astype(np.float64)
     once = model.sent_once(feature, (whole[feature] - own) / whole[feature])

@@ -40,7 +40,7 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     amounts.use("exchange", o, t, amounts.ranks > 1)
     amounts.use("hosts", o, t, pieces.merge > 0.0)
     # Rows of repeated ids are written to all bags at once.
-    added = amounts.work.per_table(1.0 - pieces.once)[t] > 0.0
+    added = amounts.work.per_table(np.where(pieces.once, 0.0, 1.0))[t] > 0.0
     amounts.use("partly filled", o, t, (pieces.rows > 1) & added | amounts.part_filled[t])
 
 

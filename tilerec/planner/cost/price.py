@@ -294,14 +294,9 @@ class _Pricing:
                 mark = (t, part.r0, part.r1, part.owners)
                 read[mark] = read[mark][0] + bags, read[mark][1] + ids
         reads = np.array([read[t, tile.r0, tile.r1, tile.owners] for t, tile in tiles])
-        copied = Copied(
-            *(
-                np.array(each, np.int64)
-                for each in zip(*((t, x.r0, x.r1, len(x.owners)) for t, x in tiles), strict=True)
-            ),
-            np.array([float(tile.c1 - tile.c0) for _, tile in tiles]),
-            *reads.T,
-        )
+        marks = np.array([(t, tile.r0, tile.r1, len(tile.owners)) for t, tile in tiles], np.int64).T
+        width = np.array([float(tile.c1 - tile.c0) for _, tile in tiles])
+        copied = Copied(marks[0], marks[1], marks[2], marks[3], width, reads[:, 0], reads[:, 1])
         replicas = Replicas(self.model, copied)
         forms = replicas.form
         work, t = self.work, copied.table
