@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.sharding.layout import SharedLayout, reader
 

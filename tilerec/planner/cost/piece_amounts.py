@@ -171,17 +171,17 @@ class PieceAmounts:
         found = Ranges(*(x.copy() for x in (even, even, even, even, missed)))
         cuts = row_cuts(model, cut, self.rows, self.option.head)
         some = np.min if amounts.lower else np.max
-        r0, r1, table = cuts[:, :-1], cuts[:, 1:], cut[:, None]
-        found.reads[cut] = some(work.share(table, r0, r1), axis=1)
+        table = cut[:, None]
+        every = np.maximum(model.all_distinct[table], 1e-300)
+        found.reads[cut] = some(np.diff(work.share(table, 0, cuts), axis=1), axis=1)
         found.rows[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
-        found.distinct[cut] = some(
-            model.seen(amounts.ranks).between(table, r0, r1) / np.maximum(model.all_distinct[table], 1e-300), axis=1
-        )
+        found.distinct[cut] = some(np.diff(model.seen(amounts.ranks).between(table, 0, cuts), axis=1) / every, axis=1)
         if self.once.any():
             found.once[cut] = some(np.diff(distinct_below(model, cut, cuts, self.once), axis=1), axis=1)
         if self.option.cached:
-            every = model.missed_in(np.repeat(cut, self.rows), r0.reshape(-1), r1.reshape(-1))
-            found.missed[cut] = some(every.reshape(r0.shape), axis=1)
+            low, high = cuts[:, :-1].reshape(-1), cuts[:, 1:].reshape(-1)
+            moved = model.missed_in(np.repeat(cut, self.rows), low, high)
+            found.missed[cut] = some(moved.reshape(len(cut), self.rows), axis=1)
         return found
 
     def add_exchanges(self) -> None:
