@@ -34,7 +34,7 @@ from tilerec.planner.cost.frequency import bucket_edges, curve_problem
 from tilerec.planner.cost.workload import MOST_EXPONENT, Skew
 
 VERSION = 1
-SHOWN = 32  # most frequent ids in the file, if no number is asked for
+SHOWN = 32  # most frequent ids in the file, by default
 MOST_HOT = 1_000_000
 COUNTERS = 2048  # fewest counters of a feature
 _LABEL_BYTES = 64

@@ -109,7 +109,7 @@ class Model:
 
     @cached_property
     def may_send_once(self) -> Bools:
-        """[F] features whose ids may travel once each: on CPUs if it pays, elsewhere if the plan says so."""
+        """[F] features whose ids may travel once each: on CPUs if it pays, elsewhere if the plan asks for it."""
         work = self.workload
         waits = self.topology.compute_device != "cpu"
         return work.single_ids & (work.forced == 1 if waits else work.forced != 0)
