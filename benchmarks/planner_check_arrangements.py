@@ -122,7 +122,7 @@ class Arrangements:
     def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
         sizes = None
         if table.ordered:
-            # Split where the share of ids + the share of rows is 2 / k.
+            # Other ranges than the planner makes: split where the share of ids + the share of rows is 2 / k.
             cuts = [0]
             for i in range(1, len(ranks)):
                 low, high = 0, table.rows
