@@ -63,7 +63,9 @@ class Arrangements:
 
     def _tilings(self, table: Table, option: Option, limit: Limits) -> Iterator[Tiling]:
         topology, ranks = self.topology, self.topology.world_size
-        way, pieces, width, cached = option
+        way, pieces, width, cached, head = option
+        if head:  # heads are compared with all arrangements without one
+            return
         if limit.types and not is_of(option, limit.types, ranks, topology.host_count):
             return
         if (cached and not (limit.cached and table.attached)) or (not cached and not limit.on_device):
@@ -120,7 +122,7 @@ class Arrangements:
     def _rows(self, table: Table, ranks: Sequence[int]) -> Tiling:
         sizes = None
         if table.ordered:
-            # Split where the share of ids + the share of rows is 2 / k.
+            # Other ranges than the planner makes: split where the share of ids + the share of rows is 2 / k.
             cuts = [0]
             for i in range(1, len(ranks)):
                 low, high = 0, table.rows

@@ -50,8 +50,9 @@ STAGE_OF = {
     "gradients in host": "gradients", "row sums": "update", "replicas": "update",
 }  # fmt: skip
 WIRE_BYTES = {"fp32": (4, 0), "fp16": (2, 0), "bf16": (2, 0), "int8": (1, 4), "fp8": (1, 4)}
-BAGS, ROWS, DENSE, BARE = range(4)  # forms in which replicas exchange gradients
+BAGS, ROWS, DENSE, BARE, SHARES = range(5)  # forms in which replicas exchange gradients
 SORT_BYTES, CACHE_LINE_BYTES, CACHE_ROW_BYTES, CACHE_SET = 16, 17, 4, 32
+MOST_COPIES = 8  # replicas that send all their gradients to each other
 DEPTH = 1  # batches routed ahead, besides the current one
 OUT, IN = 0, 1
 
@@ -97,6 +98,13 @@ class Zipf:
     def distinct(self, draws: float) -> float:
         return min(draws, math.fsum(count * _hit(share, draws) for _, count, share in self.buckets))
 
+    def distinct_below(self, draws: float, row: int) -> float:
+        found = math.fsum(
+            min(max(row + 1.0 - low, 0.0), count) * _hit(share, draws) for low, count, share in self.buckets
+        )
+        every = math.fsum(count * _hit(share, draws) for _, count, share in self.buckets)
+        return found * min(1.0, draws / every) if every else 0.0
+
     def below(self, row: int) -> float:
         return math.fsum(min(max(row + 1.0 - low, 0.0), count) * share for low, count, share in self.buckets)
 
@@ -135,6 +143,7 @@ class Table:
     zipf: Zipf | None
     ordered: bool
     load_factor: float
+    distinct_wire: bool | None  # `Wire.distinct`
     known: dict[float, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -144,12 +153,18 @@ class Table:
     def distinct(self, ranks: float) -> float:
         """Return U, the expected number of distinct rows among the ids of the batches of `ranks` ranks."""
         if ranks not in self.known:
-            draws = self.ids * ranks
-            if self.zipf is not None:
-                self.known[ranks] = self.zipf.distinct(draws)
-            else:
-                self.known[ranks] = min(draws, self.rows * _hit(1.0 / self.rows, draws))
+            self.known[ranks] = self.found(self.ids * ranks, 0, self.rows)
         return self.known[ranks]
+
+    def found(self, draws: float, r0: int, r1: int) -> float:
+        """Return the expected number of distinct rows in [r0, r1) among so many ids of the table."""
+        if self.zipf is None:
+            whole = min(draws, self.rows * _hit(1.0 / self.rows, draws))
+        elif self.ordered:
+            return self.zipf.distinct_below(draws, r1) - self.zipf.distinct_below(draws, r0)
+        else:
+            whole = self.zipf.distinct(draws)
+        return whole * (r1 - r0) / self.rows
 
     def share(self, r0: int, r1: int) -> float:
         """Return the share of the table's ids in rows [r0, r1)."""
@@ -162,22 +177,26 @@ class Table:
         """Return the bytes of a rectangle with its optimizer state, or its dense gradient."""
         return rows * (width * (self.element + self.cell_state) + self.row_state)
 
-    def misses(self, ranks: int) -> float:
-        """Return the rows of a step that an LRU cache with `load_factor` lines per row misses."""
-        lines, step = self.load_factor * self.rows, self.distinct(ranks)
-        if self.distinct(ranks * 2.0**40) <= lines:
+    def misses(self, ranks: int, r0: int, r1: int) -> float:
+        """Return the rows of a step that an LRU cache of rows [r0, r1) with `load_factor` lines per row misses."""
+
+        def distinct(steps: float) -> float:
+            return self.found(self.ids * steps, r0, r1)
+
+        lines, step = self.load_factor * (r1 - r0), distinct(ranks)
+        if distinct(ranks * 2.0**40) <= lines:
             return 0.0  # all rows that ever occur fit
         if step >= lines:
             return step
         # The cache holds the rows of the last s steps: U(s R) = lines. s by doubling, then 12 halvings.
         low = 1.0
-        while self.distinct(2.0 * low * ranks) < lines:
+        while distinct(2.0 * low * ranks) < lines:
             low *= 2.0
         high = 2.0 * low
         for _ in range(12):
             middle = (low + high) / 2.0
-            low, high = (middle, high) if self.distinct(middle * ranks) < lines else (low, middle)
-        return min(max(self.distinct((low + 1.0) * ranks) - self.distinct(low * ranks), 0.0), step)
+            low, high = (middle, high) if distinct(middle * ranks) < lines else (low, middle)
+        return min(max(distinct((low + 1.0) * ranks) - distinct(low * ranks), 0.0), step)
 
 
 def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_size: int) -> Table:
@@ -220,7 +239,7 @@ def table_of(planned: PlannedTable, limits: ParameterConstraints | None, batch_s
         sum(partials), len(partials), tuple(features), WIRE_BYTES[wire.forward], WIRE_BYTES[wire.backward],
         planned.names[0][0], planned.data_type is DataType.FP64, planned.pooled,
         None if skew is None else Zipf(skew.distinct, skew.exponent), skew is not None and skew.ordered,
-        _load_factor(planned, given, pin),
+        _load_factor(planned, given, pin), wire.distinct,
     )  # fmt: skip
 
 
@@ -326,7 +345,7 @@ class Sums:
     output: float = 0.0
     travels: bool = False
     merges: bool = False
-    partly_filled: bool = False
+    partly_filled: Array | bool = False  # [R]: the output begins as zeros
     forms: frozenset[int] = frozenset()
     phases: int = 0
     pieces: int = 0
@@ -335,7 +354,8 @@ class Sums:
         return Sums(
             self.local + other.local, self.near + other.near, self.far + other.far, self.memory + other.memory,
             self.output + other.output, self.travels or other.travels, self.merges or other.merges,
-            self.partly_filled or other.partly_filled, self.forms | other.forms, max(self.phases, other.phases),
+            np.logical_or(self.partly_filled, other.partly_filled), self.forms | other.forms,
+            max(self.phases, other.phases),
             self.pieces + other.pieces,
         )  # fmt: skip
 
@@ -396,9 +416,8 @@ class Pricing:
             far[header, :, rank] += 4.0 * (world.ranks - own)
         stages = {name: seconds.copy() for name, seconds in zip(STAGES, total.local, strict=True)}
         stages["ids"] += speeds.step * self.collections
-        if total.partly_filled:
-            # Bags may have no row: the output begins as zeros.
-            stages["gradients"] += 0.5 * total.output * speeds.copy
+        # Bags may have no row: the output begins as zeros.
+        stages["gradients"] += np.where(total.partly_filled, 0.5 * total.output * speeds.copy, 0.0)
         for x, name in enumerate(EXCHANGES):
             stage, between = STAGE_OF[name], far[x]
             stages[stage] += self._seconds(near[x], speeds.link_out, speeds.link_in)
@@ -408,9 +427,10 @@ class Pricing:
             stages[stage] += self._seconds(between, speeds.network_out, speeds.network_in)
         calls = 1 + 3 * total.travels + 2 * total.merges + total.phases
         if total.forms:
-            # Counts; ids and gradients; numbers of rows; an all-reduce.
-            calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS})
-            calls += (ROWS in total.forms) + bool(total.forms & {DENSE, BARE})
+            # Counts; ids and gradients; numbers of rows; an all-reduce; counts, ids and gradients of shares.
+            calls += bool(total.forms - {BARE}) + 2 * bool(total.forms & {BAGS, ROWS, SHARES})
+            calls += bool(total.forms & {ROWS, SHARES}) + bool(total.forms & {DENSE, BARE})
+            calls += 3 * (SHARES in total.forms)
         memory = total.memory.copy()
         memory[:, world.tier] += 2.0 * total.output  # the output and its gradient
         return Price(stages, calls * world.call * self.collections, memory, total.pieces + 2)
@@ -443,6 +463,8 @@ class _OfTable:
         self.everyone = range(self.world.ranks)
         self.found = pricing.nothing()
         self.every = table.distinct(self.world.ranks)
+        # Ids and bags that an owner of a part reads for all its homes.
+        self.reads: defaultdict[Any, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.units: defaultdict[tuple[int, int, tuple[int, ...]], list[Tile]] = defaultdict(list)
         for tile in rectangles(self.tiling):
             self.units[(tile.r0, tile.r1, tile.owners)].append(tile)
@@ -455,8 +477,10 @@ class _OfTable:
     def result(self) -> Sums:
         found, table = self.found, self.table
         found.output = sum(f.bags for f in table.features) * table.dim * float(self.wide)
-        found.partly_filled = any(f.length < 1.0 for f in table.features) or any(
-            (r0, r1) != (0, table.rows) for r0, r1, _ in self.units
+        cut = any((r0, r1) != (0, table.rows) for r0, r1, _ in self.units)
+        empty = any(f.length < 1.0 for f in table.features)
+        found.partly_filled = np.array(
+            [empty or (cut and not all(self._once(f, home) for f in table.features)) for home in self.everyone]
         )
         return found
 
@@ -517,10 +541,6 @@ class _OfTable:
         r0, r1, owners = part
         units = self.units[part]
         width = sum(u.c1 - u.c0 for u in units)
-        q = table.share(r0, r1)
-        bags, ids = feature.bags * _hit(q, feature.length), feature.bags * feature.length * q
-        lengths = bags if ids - bags > 0.5 else 0.0  # if each bag has one id, lengths are not sent
-        payload = ids * (self.id_bytes + self.wide * feature.weighted) + 4.0 * lengths
         forward, backward = (self._bytes_of_row(wire, units) for wire in (table.forward, table.backward))
         element = table.element
         if len(owners) < world.ranks:
@@ -528,12 +548,18 @@ class _OfTable:
         for home in self.everyone:
             owner = world.reader(owners, home)
             far = world.host[owner] != world.host[home]
+            bags, ids = self._counts(feature, r0, r1, home)
+            written = self._counts(feature, r0, r1, None)[0]  # rows of repeated ids are copied to all their bags
+            lengths = bags if ids - bags > 0.5 else 0.0  # if each bag has one id, lengths are not sent
+            payload = ids * (self.id_bytes + self.wide * feature.weighted) + 4.0 * lengths
+            for i, count in enumerate((ids, bags)):
+                self.reads[part, owner][i] += count
             self._send("header", home, owner, 8.0)
             self._send("ids", home, owner, payload)
             if not (merged and far):
                 self._send("rows", owner, home, bags * forward)
                 self._send("gradients", home, owner, bags * backward)
-                self._work("gradients", home, bags * (world.rate("place", width) + world.rate("pick", width)))
+                self._work("gradients", home, written * (world.rate("place", width) + world.rate("pick", width)))
             # Work of the owner for this home. Rows read from memory are added in `_rectangles`.
             for unit in units:
                 own = unit.c1 - unit.c0
@@ -545,6 +571,33 @@ class _OfTable:
             # Work of the home.
             self._work("ids", home, 2.0 * payload * speeds.copy + speeds.part)
             self._hold(home, bags * width * self.wide + payload * (1 + DEPTH))
+
+    def _counts(self, feature: Feature, r0: int, r1: int, home: int | None) -> tuple[float, float]:
+        """Return bags and ids of a home's batch in rows [r0, r1); of home None, with all repetitions."""
+        if home is not None and self._once(feature, home):
+            distinct = self.table.found(feature.bags * feature.length, r0, r1)
+            return distinct, distinct
+        q = self.table.share(r0, r1)
+        return feature.bags * _hit(q, feature.length), feature.bags * feature.length * q
+
+    def _once(self, feature: Feature, home: int) -> bool:
+        """Return True if a home sends each distinct id of a feature once."""
+        forced, table = self.table.distinct_wire, self.table
+        if feature.weighted or feature.length > 1.0 or forced is False:
+            return False
+        if self.world.topology.compute_device != "cpu" and not forced:
+            return False
+        away = sum(
+            (r1 - r0) * sum(u.c1 - u.c0 for u in units)
+            for (r0, r1, owners), units in self.units.items()
+            if self.world.reader(owners, home) != home
+        ) / (table.rows * table.dim)
+        if forced or not away:
+            return away > 0.0
+        if away <= 0.07:
+            return False
+        distinct = table.found(feature.bags * feature.length, 0, table.rows)
+        return 100.0 * distinct <= feature.bags * int(100 * (1 - 0.07 / away))
 
     # ---------------------------------------------------------------------------------------- sums inside hosts
 
@@ -567,19 +620,22 @@ class _OfTable:
         units = self.units[group[0]]
         width = sum(u.c1 - u.c0 for u in units)
         shares = [table.share(r0, r1) for r0, r1, _ in group]
-        bags = [feature.bags * _hit(q, feature.length) for q in shares]
-        union = feature.bags * _hit(min(1.0, math.fsum(shares)), feature.length)
-        positions = 4.0 * sum(p for p in bags if union - p > 0.5)
         owners = sorted({part[2][0] for part in group})
         place, pick = world.rate("place", width), world.rate("pick", width)
         elsewhere = [home for home in self.everyone if world.host[home] != host]
         for turn, home in enumerate(elsewhere):  # to ranks of the same host, rows are sent without sums: `_part`
             proxy = owners[turn % len(owners)]
+            bags = [self._counts(feature, r0, r1, home)[0] for r0, r1, _ in group]
+            union = feature.bags * _hit(min(1.0, math.fsum(shares)), feature.length)
+            if self._once(feature, home):
+                union = sum(bags)
+            positions = 4.0 * sum(p for p in bags if union - p > 0.5)
             self._send("header", home, proxy, 4.0 * (1 + len(group)))
             self._send("ids", home, proxy, positions)
             self._send("rows", proxy, home, union * self._bytes_of_row(table.forward, units))
             self._send("gradients", home, proxy, union * self._bytes_of_row(table.backward, units))
-            self._work("gradients", home, union * (place + pick))
+            written = feature.bags * _hit(min(1.0, math.fsum(shares)), feature.length)
+            self._work("gradients", home, written * (place + pick))
             self._work("rows", proxy, sum(bags) * place)
             self._work("gradients", proxy, sum(bags) * pick)
             for part, present in zip(group, bags, strict=True):
@@ -608,89 +664,106 @@ class _OfTable:
         again = (2.0 * self.every - twice) / max(self.every, 1e-9)  # read in the step before, too
         stays = self.pricing.resident * min(max(again, 0.0), 1.0)
         for (r0, r1, owners), units in self.units.items():
-            share, q = (r1 - r0) / table.rows, table.share(r0, r1)
+            every = table.found(table.ids * world.ranks, r0, r1)
             homes = Counter(world.reader(owners, home) for home in self.everyone)
-            bags = sum(f.bags * _hit(q, f.length) for f in table.features)
             for owner in owners:
                 reads = homes[owner]
-                from_memory = table.distinct(reads) * share * (1.0 - stays) if reads else 0.0
+                from_memory = table.found(table.ids * reads, r0, r1) * (1.0 - stays) if reads else 0.0
                 for unit in units:
                     width, rows = unit.c1 - unit.c0, r1 - r0
                     row = width * table.element / 4.0
                     dearer = max(world.rate("lookup_far", row) - world.rate("lookup_near", row), 0.0)
                     self._work("lookup", owner, from_memory * dearer)
                     if len(owners) == 1:
-                        ids = table.ids * q * reads
-                        self._work("update", owner, self._update(ids, bags * reads, self.every * share, width))
+                        ids, bags = self.reads[(r0, r1, owners), owner]
+                        self._work("update", owner, self._update(ids, bags, every, width))
                     if not table.attached:
                         self._work("update", owner, 3.0 * rows * width * table.element * self.speeds.copy)
                     if self.cached:
-                        self._behind_a_cache(owner, rows, share, width)
+                        self._behind_a_cache(owner, r0, r1, every, width)
                     else:
                         self._hold(owner, table.weights(rows, width))
 
-    def _behind_a_cache(self, owner: int, rows: int, share: float, width: int) -> None:
+    def _behind_a_cache(self, owner: int, r0: int, r1: int, every: float, width: int) -> None:
         """Add host memory for rows, device memory for lines, and transfers: rows missed, and as many rows evicted."""
-        table = self.table
+        table, rows = self.table, r1 - r0
         weights = table.weights(rows, width)
         self.found.memory[owner, 1] += weights
         held = CACHE_SET * math.ceil(table.load_factor * rows / CACHE_SET)
-        spare = max(self.every * share - held, 0.0)
+        spare = max(every - held, 0.0)
         self._hold(owner, (held + spare) * (weights / rows + CACHE_LINE_BYTES) + rows * CACHE_ROW_BYTES)
-        moved = table.misses(self.world.ranks) * share * 2.0 * weights / rows
+        moved = table.misses(self.world.ranks, r0, r1) * 2.0 * weights / rows
         self._work("lookup", owner, moved * self.world.to_host)
 
     # ---------------------------------------------------------------------------------------- copies
 
-    def _form(self) -> int:
-        """Return the form in which replicas exchange gradients: the one that sends the fewest bytes."""
-        table, ranks = self.table, self.world.ranks
-        if not table.attached:
+    def _form(self, rows: int, dim: int, bags: float, ids: float, copies: int) -> int:
+        """Return the form in which replicas exchange gradients: the one that sends the fewest bytes.
+
+        Args:
+            rows, dim: of the rectangle. bags, ids: of each copy.
+        """
+        if not self.table.attached:
             return BARE
-        others, dim = ranks - 1.0, table.dim
-        bags = sum(f.bags * min(f.length, 1.0) for f in table.features)
-        as_bags = others * ranks * (4.0 * dim * bags + 4.0 * table.ids)
-        as_rows = others * ranks * (4.0 * dim + 4.0) * min(table.ids, table.rows)
-        as_dense = 8.0 * (dim + 1.0) * table.rows * others
-        if as_dense < min(as_rows, as_bags):
+        others = copies - 1.0
+        as_bags = others * copies * (4.0 * dim * round(bags) + 4.0 * round(ids))
+        as_rows = others * copies * (4.0 * dim + 4.0) * min(round(ids), rows)
+        as_dense = 8.0 * (dim + 1.0) * rows * others
+        touched = min(round(ids), rows)
+        together = rows * (1.0 - missed(touched / max(rows, 1), copies))
+        as_shares = others * (4.0 * dim + 4.0) * (touched + together)
+        weighted = any(f.weighted for f in self.table.features)
+        direct = min(as_rows, math.inf if weighted else as_bags) if copies <= MOST_COPIES else math.inf
+        if copies == self.world.ranks and as_dense < direct and as_dense <= as_shares:
             return DENSE
-        weighted = any(f.weighted for f in table.features)
-        return BAGS if as_bags < as_rows and not weighted else ROWS
+        if as_shares < direct:
+            return SHARES
+        return BAGS if direct == as_bags and direct < as_rows else ROWS
 
     def _replicas(self) -> None:
         """Add the exchange of gradients between owners of copies; each owner applies all gradients."""
         world, table, speeds, wide = self.world, self.table, self.speeds, self.wide
-        copies = [tile for tile in self.tiling.tiles() if len(tile.owners) > 1]
-        if not copies:
-            return
-        form, dim, rows, ranks = self._form(), table.dim, table.rows, world.ranks
-        self.found.forms = frozenset({form})
-        bags, own = sum(f.bags * min(f.length, 1.0) for f in table.features), table.distinct(1)
-        word = 4.0 if rows < 2**31 else 8.0
-        # Bytes to each other copy, and bytes that an all-reduce adds up.
-        numbers = {BAGS: (2.0 * len(table.features) + bags + table.ids) * word, ROWS: own * word}.get(form, 0.0)
-        gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
-        sent = numbers + gradients + 8.0 * (form == ROWS) + 24.0 * (form != BARE)
-        reduced = {DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element)}.get(form, 0.0)
-        summed = bags * world.rate("update_bag", dim) + table.ids * world.rate("update_id", dim)
-        summed += 2.0 * own * dim * wide * speeds.copy
-        seconds = numbers * ranks * speeds.copy + speeds.replica + 6.0 * reduced * speeds.copy
-        seconds += bags * world.rate("pick", dim) if form == BAGS else 0.0
-        seconds += summed if form in (ROWS, DENSE) else 0.0
-        ids = {BAGS: table.ids * ranks, ROWS: own * ranks}.get(form, self.every)
-        sorted_bags = bags * ranks if form == BAGS else ids
-        for tile in copies:
-            width, rows_share = tile.c1 - tile.c0, (tile.r1 - tile.r0) / rows
-            share, others = rows_share * width / dim, len(tile.owners) - 1.0
-            # Fewer copies than ranks: each has the gradients of more homes.
-            part = rows_share * (others / (ranks - 1.0) if form == DENSE else 1.0)
-            update = self._update(ids * part, sorted_bags * part, self.every * rows_share, width)
-            ring = 2.0 * reduced * share / (others + 1.0)  # to each other copy
+        for tile in rectangles(self.tiling):
+            copies = len(tile.owners)
+            if copies == 1:
+                continue
+            rows, dim, homes = tile.r1 - tile.r0, tile.c1 - tile.c0, world.ranks / copies
+            part = (tile.r0, tile.r1, tile.owners)
+            all_ids, all_bags = (sum(self.reads[part, owner][i] for owner in tile.owners) for i in (0, 1))
+            ids, bags = all_ids / copies, all_bags / copies
+            form = self._form(rows, dim, bags, ids, copies)
+            self.found.forms |= {form}
+            own, every = (table.found(table.ids * count, tile.r0, tile.r1) for count in (homes, world.ranks))
+            word = 4.0 if rows < 2**31 else 8.0
+            # Bytes to each other copy, and bytes that an all-reduce adds up.
+            numbers = {BAGS: (2.0 * len(table.features) * homes + bags + ids) * word, ROWS: own * word}.get(form, 0.0)
+            gradients = {BAGS: bags, ROWS: own}.get(form, 0.0) * dim * wide
+            sent = numbers + gradients + 8.0 * (form in (ROWS, SHARES)) + 24.0 * (form != BARE)
+            sent += (24.0 + 2.0 * word) * (form == SHARES)
+            # In shares: own rows with length and number to the replicas that add them up, then the sums to all.
+            shared = (2.0 * own + every) * word + (own + every) * dim * wide
+            reduced = {
+                DENSE: (dim + 1.0) * rows * wide, BARE: float(dim * rows * table.element), SHARES: shared / 2.0
+            }.get(form, 0.0)  # fmt: skip
+            summed = bags * world.rate("update_bag", dim) + ids * world.rate("update_id", dim)
+            summed += 2.0 * own * dim * wide * speeds.copy
+            seconds = numbers * copies * speeds.copy + speeds.replica
+            if form == SHARES:
+                seconds += summed + own * (world.rate("update_bag", dim) + world.rate("update_id", dim))
+                seconds += 2.0 * reduced * speeds.copy
+            else:
+                seconds += 6.0 * reduced * speeds.copy
+            seconds += bags * world.rate("pick", dim) if form == BAGS else 0.0
+            seconds += summed if form in (ROWS, DENSE) else 0.0
+            update_ids = {BAGS: all_ids, ROWS: own * copies}.get(form, every)
+            update = self._update(update_ids, all_bags if form == BAGS else update_ids, every, dim)
+            others = copies - 1.0
+            ring = 2.0 * reduced / copies  # to each other copy
             for owner in tile.owners:
-                self._work("update", owner, seconds * share + update)
-                self._hold(owner, 2.0 * (sent * others * share + reduced * share))
+                self._work("update", owner, seconds + update)
+                self._hold(owner, 2.0 * (sent * others + reduced))
                 for other in tile.owners:
-                    self._send("replicas", owner, other, sent * share + ring)
+                    self._send("replicas", owner, other, sent + ring)
 
     # ---------------------------------------------------------------------------------------- column blocks
 
@@ -705,13 +778,13 @@ class _OfTable:
             others = [other for owners, other in different.items() if owners != block.owners]
             for r0, r1, owners in zip(block.cuts, block.cuts[1:], block.owners, strict=False):
                 for owner in owners:
-                    distinct = self.every * (r1 - r0) / table.rows
+                    distinct = table.found(table.ids * self.world.ranks, r0, r1)
                     cells = distinct * (block.c1 - block.c0) * self.wide
                     self._work("update", owner, self.speeds.row_sum + 6.0 * cells * self.speeds.copy)
                     for other in others:
                         for s0, s1, peers in zip(other.cuts, other.cuts[1:], other.owners, strict=False):
-                            rows = max(0, min(r1, s1) - max(r0, s0))
+                            rows = table.found(table.ids * self.world.ranks, max(r0, s0), max(r0, s0, min(r1, s1)))
                             # The additional number is the flag that the row is finite.
-                            count = self.every * rows / table.rows * 4.0 * (table.sums + 1.0)
+                            count = rows * 4.0 * (table.sums + 1.0)
                             for peer in peers:
                                 self._send("row sums", owner, peer, count / len(peers))

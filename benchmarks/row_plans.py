@@ -9,10 +9,11 @@ Ranks are threads, and bytes are counted (`model.traffic()`), so the figures are
 
 Ids follow a Zipf law. "scrambled": frequent ids are anywhere. "sorted": id 0 is the most frequent one, as in a table in
 frequency order. A head of h rows is a copy on every rank. The other rows are cut evenly, or, "by reads", so that
-each rank's rows get an equal number of distinct ids.
+each rank's rows get an equal number of distinct ids. "Planner": the ranges that the planner cuts.
 
     MB         sent by a rank in a step, the mean over ranks: ids, rows, gradients, and gradients of copies
     largest    the rank that sends most, over the mean
+    price      the same two numbers as the planner's cost model predicts them
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from lookup import machine
 from torch import Tensor
@@ -31,7 +34,13 @@ from tilerec.comms.group import Group
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.parallel.traffic import traffic
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.realise import sharding_of
+from tilerec.planner.cost.ways import Option, Way
+from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
 from tilerec.sharding.strategies import data_parallel, row_wise
+from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -40,6 +49,7 @@ from tilerec.testing.virtual import run_virtual_ranks
 CASES = {"bags": (8, 128, 2048, 1), "sequence": (8, 64, 1024, 20)}
 """Tables, columns, samples of a rank, ids of a sample."""
 ROWS = 100_000
+Array = npt.NDArray[np.float64]
 META = torch.device("meta")  # each rank makes its own rows only
 
 
@@ -69,12 +79,26 @@ def tailed(head: int, dim: int, ranks: int, expected: Tensor | None) -> Tiling:
     return Tiling.of("t", ROWS, dim, tiles)
 
 
-def plans(dim: int, ranks: int, samples: int, length: int, exponent: float) -> Iterator[RowPlan]:
+def work(name: str, case: str, exponent: float, *, scrambled: bool, distinct: bool) -> TableWork:
+    """Return a table as the planner sees it."""
+    _, dim, samples, length = CASES[case]
+    skew = Skew(ROWS, exponent, ordered=not scrambled)
+    reads = [Reads(samples, length)]
+    return TableWork(name, ROWS, dim, optimizer=SGD(0.1), reads=reads, skew=skew, wire=Wire(distinct=distinct),
+                     each_id=length > 1)  # fmt: skip
+
+
+def plans(case: str, ranks: int, exponent: float, distinct: bool) -> Iterator[RowPlan]:
+    _, dim, samples, length = CASES[case]
     topology = Topology(ranks, "cpu")
     expected = -torch.expm1(samples * length * torch.log1p(-probabilities(exponent)))  # reads of a row by one rank
     yield RowPlan("row-wise, scrambled", row_wise("t", ROWS, dim, None, topology), True)
     yield RowPlan("row-wise, sorted", row_wise("t", ROWS, dim, None, topology), False)
     yield RowPlan("row-wise by reads, sorted", tailed(0, dim, ranks, expected), False)
+    model = Model(Workload([work("t", case, exponent, scrambled=False, distinct=distinct)]), topology)
+    made = sharding_of(model, 0, Option(Way.ROWS, 1, ranks), (), None).tiling
+    assert made is not None
+    yield RowPlan("row-wise, planner, sorted", made, False)
     for share in (0.0005, 0.002, 0.01, 0.05):
         yield RowPlan(f"head {share:.2%}, others by reads", tailed(int(share * ROWS), dim, ranks, expected), False)
     yield RowPlan("data-parallel", data_parallel("t", ROWS, dim, None, topology), False)
@@ -113,6 +137,13 @@ def sent(group: Group, case: str, plan: RowPlan, distinct: bool, exponent: float
     return sum(line.total for line in traffic(module).table())
 
 
+def predicted(case: str, plan: RowPlan, ranks: int, distinct: bool, exponent: float) -> Array:
+    """Return the bytes that each rank sends by the planner's price."""
+    works = [work(f"t{t}", case, exponent, scrambled=plan.scrambled, distinct=distinct) for t in range(CASES[case][0])]
+    sent = price([plan.tiling] * len(works), Model(Workload(works), Topology(ranks, "cpu"))).sent
+    return np.sum(list(sent.values()), axis=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
@@ -122,14 +153,18 @@ def main() -> None:
     torch.set_num_threads(1)
     print(machine(), f"\n{args.ranks} ranks, exponent {args.exponent}\n")
     for case in args.cases:
-        _, dim, samples, length = CASES[case]
-        print(f"{case:36}{'each id: MB':>14}{'largest':>10}{'once: MB':>14}{'largest':>10}")
-        for plan in plans(dim, args.ranks, samples, length, args.exponent):
-            line = f"{plan.name:36}"
-            for distinct in (False, True):
+        heads = "".join(
+            f"{f'{name}: MB':>14}{'largest':>9}{'price: MB':>11}{'largest':>9}" for name in ("each id", "once")
+        )
+        print(f"{case:34}{heads}")
+        lists = [plans(case, args.ranks, args.exponent, distinct) for distinct in (False, True)]
+        for pair in zip(*lists, strict=True):
+            line = f"{pair[0].name:34}"
+            for distinct, plan in zip((False, True), pair, strict=True):
                 found = run_virtual_ranks(args.ranks, sent, case, plan, distinct, args.exponent)
-                mean = sum(found) / len(found)
-                line += f"{mean / 1e6:14.2f}{max(found) / mean:10.2f}"
+                mean, priced = sum(found) / len(found), predicted(case, plan, args.ranks, distinct, args.exponent)
+                line += f"{mean / 1e6:14.2f}{max(found) / mean:9.2f}"
+                line += f"{priced.mean() / 1e6:11.2f}{priced.max() / priced.mean():9.2f}"
             print(line, flush=True)
         print()
 

@@ -40,6 +40,7 @@ def stats(
         str, typer.Option(help="Columns with ids, comma-separated. Default: those of the format.")
     ] = "",
     separator: Annotated[str, typer.Option(help="Separator of the ids within one field of delimited text.")] = "",
+    hot: Annotated[int, typer.Option(help="Number of most frequent ids of each feature to write.")] = 32,
     on_bad_row: Annotated[
         str, typer.Option(help="Malformed lines: 'error' stops, 'skip' skips and counts them.")
     ] = "error",
@@ -76,7 +77,7 @@ def stats(
                 separator=separator,
                 on_bad_row=on_bad_row,  # type: ignore[arg-type]
             )
-        found = _gather_statistics(source)
+        found = _gather_statistics(source, hot)
         SafeConsole().print(_stats_table(found))
         found.save(out)
     except TilerecError as error:
@@ -86,7 +87,7 @@ def stats(
     print_plain(f"wrote {out}: {found.rows:,} samples{skipped}")
 
 
-def _gather_statistics(source: IdSource) -> Statistics:
+def _gather_statistics(source: IdSource, hot: int) -> Statistics:
     """Read a source; show a progress bar if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -101,7 +102,9 @@ def _gather_statistics(source: IdSource) -> Statistics:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("read", total=source.progress.total or None, rows=0)
-        return gather(source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows))
+        return gather(
+            source, lambda progress: bar.update(task, completed=progress.done, rows=source.count.rows), hot=hot
+        )
 
 
 def _stats_table(found: Statistics) -> Table:

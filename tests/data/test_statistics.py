@@ -13,7 +13,7 @@ from tilerec.data.statistics import FeatureStatistics, Statistics, gather
 from tilerec.data.synthetic import PowerLawFeature, SyntheticClicks
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
-from tilerec.planner.cost.workload import Skew
+from tilerec.planner.cost.workload import Skew, TableWork, Workload
 from tilerec.spec.table import EmbeddingBagConfig
 
 
@@ -220,6 +220,26 @@ def _file(**fields: object) -> str:
         (_file(features={"a": _other(heavy=[[1, 2], [1, 2]])}), r"a\.heavy: got .*; expected each id once"),
         (_file(features={"a": _other(heavy=[[1, 2], [2, 3]])}), r"a\.heavy: got .*; expected the most frequent"),
         (_file(features={"a": _other(heavy=[[1, 20], [2, 6]])}), r"a\.heavy: got .*add up to at most 25"),
+        (
+            _file(features={"a": _other(population=20, heavy=[[i, 1] for i in range(21)])}),
+            r"a\.heavy: .*at most 20 ids",
+        ),
+        (
+            _file(features={"a": _other(curve=[[1, 0.5, 2]])}),
+            r"a\.curve\[0\]: got .*; expected \[number of ids, share\]",
+        ),
+        (
+            _file(features={"a": _other(curve=[[31, 0.5]])}),
+            r"a\.curve: got .*; expected numbers of ids that rise, up to 30",
+        ),
+        (_file(features={"a": _other(curve=[[2, 0.5], [2, 0.6]])}), r"a\.curve: got .*numbers of ids that rise"),
+        (_file(features={"a": _other(curve=[[1, 0.5], [2, 0.4]])}), r"a\.curve: got .*shares that rise, up to 1"),
+        (_file(features={"a": _other(curve=[[1, 0.5], [2, 1.2]])}), r"a\.curve: got .*shares that rise, up to 1"),
+        (
+            _file(features={"a": _other(curve=[[1, 0.2], [2, 0.5]])}),
+            r"a\.curve: got .*adds no more than the one before",
+        ),
+        (_file(features={"a": _other(curve=[[30, 0.9]])}), r"a\.curve: got .*shares that reach 1 at 30"),
     ],
 )
 def test_files_that_are_no_statistics_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -238,3 +258,41 @@ def test_json_has_a_line_for_each_feature(tmp_path: Path) -> None:
     text = (tmp_path / "s.json").read_text()
     assert list(json.loads(text)["features"]) == ["</script>", "b"]
     assert sum('"samples"' in line for line in text.splitlines()) == 2
+
+
+def test_the_curve_is_that_of_the_most_frequent_ids_and_hot_names_them() -> None:
+    """Shares of the first k ids at the planner's buckets, to the sketch's error; the planner reads them as they are."""
+    ids = _zipf(1.1, 3_000, 60_000)
+    counts = np.sort(np.unique(ids, return_counts=True)[1])[::-1]
+    found = gather(_Blocks([{"f": Ids(ids, np.ones(60_000, np.int64))}]), hot=100).features["f"]
+    assert [k for k, _ in found.curve][:12] == [1, 2, 3, 4, 5, 6, 7, 9, 11, 14, 17, 21]
+    for k, share in found.curve:
+        assert share == pytest.approx(counts[:k].sum() / 60_000, rel=0.02), k
+    values, all_counts = np.unique(ids, return_counts=True)
+    order = np.lexsort((values, -all_counts))
+    assert [id for id, _ in found.heavy] == values[order][:100].tolist()
+    skew = found.skew(5_000, table_rows=True)
+    assert skew is not None
+    assert skew.curve == found.curve
+    load = Workload([TableWork("t", 5_000, 8, skew=dataclasses.replace(skew, ordered=True))])
+    for k, share in found.curve:
+        assert float(load.share(0, 0, k)) == pytest.approx(share, abs=1e-3)
+    # Values that share rows have another curve than the rows.
+    assert found.skew(100, table_rows=False) == Skew(100, found.exponent)
+
+
+def test_a_curve_of_all_ids_sums_to_one() -> None:
+    found = gather(_Blocks([{"f": Ids(np.repeat(np.arange(4), [8, 4, 2, 2]), np.ones(16, np.int64))}])).features["f"]
+    assert found.curve == ((1, 0.5), (2, 0.75), (3, 0.875), (4, 1.0))
+
+
+@pytest.mark.parametrize("hot", [0, -1, 1_000_001])
+def test_a_number_of_hot_ids_is_checked(hot: int) -> None:
+    with pytest.raises(ConfigError, match=r"--hot: got .*; expected 1 to 1,000,000 ids"):
+        gather(_Blocks([]), hot=hot)
+
+
+def test_files_without_a_curve_are_read(tmp_path: Path) -> None:
+    old = {key: value for key, value in _other().items() if key != "curve"}
+    (tmp_path / "s.json").write_text(_file(features={"a": old}))
+    assert Statistics.load(tmp_path / "s.json").features["a"].curve == ()

@@ -161,3 +161,9 @@ def test_numbers_of_arrays_and_tensors_are_taken() -> None:
 def test_things_of_another_kind_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="ParameterConstraints: " + message):
         ParameterConstraints(**kwargs)
+
+
+def test_a_measured_curve_travels_in_json() -> None:
+    given = ParameterConstraints(skew=Skew(9, 1.0, True, ((1, 0.5), (3, 0.8))))
+    assert ParameterConstraints.from_json("t", json.loads(json.dumps(given.to_json()))) == given
+    assert "curve" not in ParameterConstraints(skew=Skew(9)).to_json()["skew"]

@@ -14,6 +14,7 @@ from tests.viz.browser import Browser, Page, browser_path
 from tests.viz.reports import entry, large, plan_of, report, small
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.workload import Skew
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.report.explanation import explain
 from tilerec.planner.report.plan_report import PlanReport
@@ -327,6 +328,30 @@ def test_every_table_says_why_it_is_cut_so_with_all_ways_folded(show: Open, plan
     pick(page, "pin")
     assert "given by hand" in page.text("#why-not")
     assert page.count("#why") == 0
+
+
+def test_the_card_of_a_table_numbered_by_frequency_draws_its_reads_and_the_cuts(show: Open) -> None:
+    """The curve rises to the right; the vertical lines of cuts have no colour."""
+    limits = {
+        "a": ParameterConstraints(pooling_factors=[20], skew=Skew(100_000, 1.05, ordered=True)),
+        "b": ParameterConstraints(["table_wise"]),
+    }
+    request = plan_request([table("a", 100_000, pooled=False), table("b", 1000)], Topology(4), limits)
+    page = show(make_plan(request).report)
+    pick(page, "b")
+    assert page.count("#curve") == 0
+    pick(page, "a")
+    assert page.count("#curve") == 1
+    assert "numbered by frequency" in page.text("#table")
+    # Pixels in one column of the picture: the first row from above that has the colour of the curve.
+    heights = page.ask(
+        "(() => { const c = document.getElementById('curve'), pen = c.getContext('2d');"
+        "const down = (x) => { const d = pen.getImageData(Math.floor(x * c.width), 0, 1, c.height).data;"
+        "for (let y = 0; y < c.height; y++) if (d[4 * y + 2] > d[4 * y] + 60) return y / c.height; return 1; };"
+        "return [0.05, 0.3, 0.6, 0.95].map(down); })()"
+    )
+    assert heights == sorted(heights, reverse=True)
+    assert heights[-1] < 0.15 < 0.6 < heights[0]
 
 
 def test_measured_speeds_have_no_banner_and_are_named(show: Open) -> None:

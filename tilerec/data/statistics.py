@@ -30,10 +30,13 @@ from tilerec.data.zipf import fit
 from tilerec.errors import ConfigError
 from tilerec.json_document import MOST_NUMBER, JsonValue, check_version, read_json
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.frequency import bucket_edges, curve_problem
 from tilerec.planner.cost.workload import MOST_EXPONENT, Skew
 
 VERSION = 1
-SHOWN = 32  # heavy hitters in the file
+SHOWN = 32  # most frequent ids in the file, by default
+MOST_HOT = 1_000_000
+COUNTERS = 2048  # fewest counters of a feature
 _LABEL_BYTES = 64
 
 
@@ -65,6 +68,7 @@ class FeatureStatistics:
         ordered: True if ids are numbered by frequency, the most frequent first.
         heavy: (id, count) of the most frequent ids.
         heavy_error: maximum error of these counts, which are too low.
+        curve: points (k, share of all ids that the k most frequent ones have), as far as they were counted.
     """
 
     samples: int
@@ -79,6 +83,7 @@ class FeatureStatistics:
     ordered: bool
     heavy: tuple[tuple[int | str, int], ...]
     heavy_error: int
+    curve: tuple[tuple[int, float], ...] = ()
 
     @property
     def ids_per_sample(self) -> float:
@@ -98,7 +103,9 @@ class FeatureStatistics:
         distinct = min(self.population, rows)
         if self.population > rows > 1 and not table_rows:
             distinct = max(1, round(rows * -math.expm1(self.population * math.log1p(-1.0 / rows))))
-        return Skew(distinct, self.exponent, self.ordered and table_rows)
+        # Of values that share rows, the curve of the rows is not known.
+        curve = self.curve if distinct == self.population else ()
+        return Skew(distinct, self.exponent, self.ordered and table_rows, curve)
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,8 @@ class Statistics:
         """Return the statistics as a dict of JSON values."""
         out = {"version": VERSION, **asdict(self)}
         for name, one in self.features.items():
-            out["features"][name]["heavy"] = [list(pair) for pair in one.heavy]
+            for key in ("heavy", "curve"):
+                out["features"][name][key] = [list(pair) for pair in getattr(one, key)]
         return out
 
     @staticmethod
@@ -236,7 +244,7 @@ _NUMBERS = ("distinct_error", "exponent", "distance")
 
 def _feature(value: JsonValue) -> FeatureStatistics:
     names = [each.name for each in fields(FeatureStatistics)]
-    found = value.record(names, names, "Count again (tilerec stats).")
+    found = value.record(names, [name for name in names if name != "curve"], "Count again (tilerec stats).")
     heavy: list[tuple[int | str, int]] = []
     for pair in found["heavy"].items("a list of [id, count]"):
         both = pair.items("[id, count]")
@@ -246,7 +254,13 @@ def _feature(value: JsonValue) -> FeatureStatistics:
         heavy.append((first if isinstance(first, str) else both[0].whole(-MOST_NUMBER - 1), both[1].whole()))
     values: dict[str, Any] = {name: found[name].whole() for name in _WHOLE}
     values |= {name: found[name].number(0) for name in _NUMBERS}
-    feature = FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy))
+    curve = []
+    for point in found["curve"].items("a list of [number of ids, share]") if "curve" in found else ():
+        ends = point.items("[number of ids, share]")
+        if len(ends) != 2:
+            raise point.error("[number of ids, share]")
+        curve.append((ends[0].whole(), ends[1].number(0)))
+    feature = FeatureStatistics(**values, ordered=found["ordered"].flag(), heavy=tuple(heavy), curve=tuple(curve))
     _check_counts(found, feature)
     return feature
 
@@ -274,19 +288,30 @@ def _check_counts(found: Mapping[str, JsonValue], feature: FeatureStatistics) ->
         raise found["heavy"].error("the most frequent id first", move)
     if sum(counts) > feature.ids:
         raise found["heavy"].error(f"counts that add up to at most {feature.ids}, the number of ids", move)
+    if len(ids) > feature.population:
+        raise found["heavy"].error(f"at most {feature.population} ids, the number of distinct ids", move)
+    wrong = curve_problem(feature.curve, feature.population)
+    if wrong is not None:
+        raise found["curve"].error(wrong, move)
 
 
-def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) -> Statistics:
+def gather(source: IdSource, watch: Callable[[Progress], None] | None = None, *, hot: int = SHOWN) -> Statistics:
     """Read a source once and return its statistics.
 
     Args:
         watch: called with the progress after every block.
+        hot: number of most frequent ids to name. Memory per feature grows with it: at least twice as many counters.
+
+    Raises:
+        ConfigError: `hot` is no number of ids.
     """
+    if not 1 <= hot <= MOST_HOT:
+        raise ConfigError(f"--hot: got {hot}; expected 1 to {MOST_HOT:,} ids. Name fewer.")
     counters: dict[str, _Counter] = {}
     for block in source.blocks():
         for name, ids in block.items():
             if name not in counters:
-                counters[name] = _Counter()
+                counters[name] = _Counter(hot)
             counters[name].add(ids)
         if watch is not None:
             watch(source.progress)
@@ -297,10 +322,11 @@ def gather(source: IdSource, watch: Callable[[Progress], None] | None = None) ->
 class _Counter:
     """Sketches of one feature, filled while the source is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, hot: int) -> None:
+        self._hot = hot
         self._samples = self._ids = self._empty = self._longest = 0
         self._distinct = HyperLogLog()
-        self._heavy = HeavyHitters()
+        self._heavy = HeavyHitters(max(COUNTERS, 2 * hot))
         self._texts: dict[int, str] = {}  # text of each key that has a counter
         self._textual = False
 
@@ -343,7 +369,7 @@ class _Counter:
 
     def found(self) -> FeatureStatistics:
         distinct = self._distinct.count()
-        keys, counts = self._heavy.top(SHOWN)
+        keys, counts = self._heavy.top(self._hot)
         _, all_counts = self._heavy.top(len(self._heavy.keys))
         # Counts are too low by up to `error`; keep those for which that is a tenth at most.
         sure = all_counts[all_counts >= 10 * self._heavy.error]
@@ -359,10 +385,22 @@ class _Counter:
             population=law.population if self._ids else 0,
             exponent=law.exponent,
             distance=law.distance,
-            ordered=not self._textual and _ordered(keys),
+            ordered=not self._textual and _ordered(keys[:SHOWN]),
             heavy=tuple(zip(names, counts.tolist(), strict=True)),
             heavy_error=self._heavy.error,
+            curve=_curve(sure, self._ids, law.population),
         )
+
+
+def _curve(counts_m: Any, ids: int, population: int) -> tuple[tuple[int, float], ...]:
+    """Return the points of a curve at the edges of the planner's buckets, as far as ids were counted."""
+    most = min(len(counts_m), population)
+    ends = sorted({min(int(edge) - 1, most) for edge in bucket_edges(most)} - {0}) if most else []
+    shares = np.cumsum(counts_m) / max(ids, 1)
+    points = [(k, round(float(shares[k - 1]), 6)) for k in ends]
+    if points and points[-1][0] == population:
+        points[-1] = population, 1.0  # all ids were counted
+    return tuple(points)
 
 
 def _shown_names(names: Iterable[str], most: int = 8) -> str:

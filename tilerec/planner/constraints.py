@@ -243,7 +243,7 @@ class ParameterConstraints:
                     value = ParameterSharding(ShardingType.EXPLICIT, tiling=value)
                 value = value.to_json()
             elif name == "skew":
-                value = {f.name: getattr(value, f.name) for f in fields(value)}
+                value = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "curve" or value.curve}
             out[name] = list(value) if isinstance(value, tuple) else value
         return out
 

@@ -22,6 +22,7 @@ from itertools import accumulate
 import torch
 
 from tilerec.errors import ConfigError
+from tilerec.ops.runtime.upload import upload
 from tilerec.sharding.layout import ExchangeLayout
 from tilerec.sharding.repeats import Repeats
 from tilerec.sharding.route import RouteInput
@@ -30,6 +31,20 @@ _OPS = torch.ops.tilerec
 
 GAIN = 0.07
 """Least share of a key's rows that need not travel if ids are sent once each (docs/sharding.md)."""
+
+
+def largest_percent(remote: float, forced: bool | None) -> int:
+    """Return the largest share of distinct ids with which ids are sent once each, in percent of all; 0: never.
+
+    The planner predicts bytes by the same rule.
+
+    Args:
+        remote: share of the table's cells that other ranks look up for this one.
+        forced: `Wire.distinct`.
+    """
+    if forced is not None:
+        return 100 if forced and remote > 0 else 0
+    return int(100 * (1 - GAIN / remote)) if remote > GAIN else 0
 
 
 class DistinctIds:
@@ -48,14 +63,9 @@ class DistinctIds:
         self._shares = [0.0] * len(layout.slots)  # of each slot's cells that other ranks look up
         if layout.size > 1 and not layout.alone:
             self._shares = _remote_shares(layout)
-        self._percents = [self._percent(slot) for slot in range(len(layout.slots))]
-
-    def _percent(self, slot: int) -> int:
-        """Return the largest share of distinct ids with which ids are sent once each, in percent; 0: never."""
-        share, forced = self._shares[slot], self._forced[slot]
-        if forced is not None:
-            return 100 if forced and share > 0 else 0
-        return int(100 * (1 - GAIN / share)) if share > GAIN else 0
+        self._percents = [
+            largest_percent(share, forced) for share, forced in zip(self._shares, self._forced, strict=True)
+        ]
 
     def __call__(self, batch: RouteInput, keys: Sequence[int]) -> RouteInput:
         """Return the batch that is routed: this one, or one with distinct ids and `repeats`.
@@ -89,10 +99,13 @@ class DistinctIds:
             sent_batches = [own if count < 0 else count for own, count in zip(batches, found, strict=True)]
             all_items = sum([own for own, count in zip(batches, found, strict=True) if count >= 0])
         sent, firsts = list(batch.bags), [-1] * len(batch.bags)
+        edges = starts[upload(ends, starts.device)].tolist()  # the host has waited for the counts already
+        of_slot: dict[int, tuple[int, int]] = {}
         for slot, key in key_of_slot.items():
             if found[key] >= 0:
                 sent[slot], firsts[slot] = found[key], ends[key]
-        repeats = Repeats(items, starts, firsts, all_items > items.numel())
+                of_slot[slot] = edges[key + 1] - edges[key], found[key]
+        repeats = Repeats(items, starts, firsts, all_items > items.numel(), of_slot)
         return replace(
             batch,
             ids=ids,

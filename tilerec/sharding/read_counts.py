@@ -7,11 +7,14 @@ Legend: K parts of a layout, in the rank's wire order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
 import torch
 from torch import Tensor
+
+NO_REPEATS: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 
 @final
@@ -33,16 +36,23 @@ class ReadCounts:
         self.steps = 0
         self._samples = 0  # of batches in which all slots have the same number of bags
         self._bags = [0] * self._slots
+        self._repeated = [(0, 0)] * self._slots
         self._counts_K2: Tensor | None = None
 
-    def add(self, counts_K2: Tensor, keys: Sequence[int], batches: Sequence[int]) -> None:
+    def add(
+        self, counts_K2: Tensor, keys: Sequence[int], batches: Sequence[int],
+        repeated: Mapping[int, tuple[int, int]] = NO_REPEATS,
+    ) -> None:  # fmt: skip
         """Add the counts of a routed batch.
 
         Args:
             counts_K2: bags and ids of each part.
             keys: per route, the position of its key.
             batches: number of samples; one number, or one per key.
+            repeated: ids of a slot whose repeated ids travel once, and distinct ids, which are the counted ones.
         """
+        for slot, (ids, distinct) in repeated.items():
+            self._repeated[slot] = self._repeated[slot][0] + ids, self._repeated[slot][1] + distinct
         self.steps += 1
         if len(batches) == 1:
             self._samples += batches[0]
@@ -60,6 +70,10 @@ class ReadCounts:
     def bags(self) -> list[int]:
         """Return per slot the number of samples (bags, for a pooled slot)."""
         return [self._samples + own for own in self._bags]
+
+    def repeated(self) -> list[tuple[int, int]]:
+        """Return per slot the ids of the batches whose repeated ids travelled once, and their distinct ids."""
+        return list(self._repeated)
 
     def ids(self, parts: int) -> list[int]:
         """Return per part the number of ids that were read from it."""

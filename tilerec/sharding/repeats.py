@@ -22,6 +22,7 @@ class Repeats:
     starts_U1: Tensor
     firsts: list[int]  # per slot, its first distinct id in `starts_U1`; -1: its ids were sent as they are
     gaps: bool  # some bags of these slots have no id
+    counts: dict[int, tuple[int, int]]  # per slot with repeats, its items and its distinct ids
 
     def place_(
         self, out: Tensor, rows: Tensor, slots: Tensor, segments: Sequence[Sequence[int]], features: Sequence[int],

@@ -234,7 +234,8 @@ class Router:
         if headers.fault:
             raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
         self._check(headers, home.flags, batch.facts)
-        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.samples or batch.batches)
+        repeated = batch.repeats.counts if batch.repeats is not None else {}
+        self.reads.add(summary[1:].view(-1, 2), home.keys, batch.samples or batch.batches, repeated)
         # The host has the sizes now: cut the tensors to them.
         present, moved = (sum(column) for column in zip((0, 0), *headers.counts, strict=True))
         if slots.numel() > present:

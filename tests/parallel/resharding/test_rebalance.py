@@ -16,18 +16,23 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load, load_of
+from tilerec.parallel.resharding.measured_request import measured_request, present_tables
 from tilerec.parallel.resharding.move_reduction import moved_bytes, permute_ranks
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.rebalance_decision import Rebalanced
 from tilerec.parallel.shard import shard
+from tilerec.parallel.traffic import traffic
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.workload import Workload
 from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD
-from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
+from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType, Wire
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
@@ -246,6 +251,41 @@ def test_reads_are_counted_by_table_and_by_the_rank_that_looks_up(cut: str, exac
         assert found.reads[("", name)] == want
     assert found.reads_per_rank == tuple(sum(found.reads[("", name)][rank] for name in NAMES) for rank in range(2))
     assert found.imbalance >= 1
+
+
+@pytest.mark.parametrize("distinct", [None, False], ids=["once", "each"])
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
+def test_repeated_ids_count_in_a_load_whether_they_travel_or_not(kind: str, distinct: bool | None) -> None:
+    """Prices under the load count what travels: within the few percent by which batches differ."""
+    weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -1.1
+
+    def live(group: Group) -> tuple[Load, dict[str, int], ShardingPlan]:
+        sharding = ParameterSharding(kind, ranks=[1] if kind == "table_wise" else None, wire=Wire(distinct=distinct))
+        model: Any = shard(base(), plan={"": dict.fromkeys(NAMES, sharding)}, mesh=group)
+        generator = torch.Generator().manual_seed(group.rank)
+        ids = {n: torch.multinomial(weights, 2000, replacement=True, generator=generator) for n in NAMES}
+        traffic(model).reset()
+        model(KeyedJaggedTensor(NAMES, torch.cat(list(ids.values())), lengths=torch.ones(8000, dtype=torch.int32)))
+        return load_of(model), {line.name: line.total for line in traffic(model)}, plan_of(model)
+
+    (found, sent, plan), (_, received, _) = run_virtual_ranks(2, live)
+    for name in NAMES:
+        (feature,) = found.features[("", name)]
+        assert (feature.bags, feature.ids) == (2000, 2000)
+        assert (feature.distinct is None) == (distinct is False)
+        if feature.distinct is not None:
+            assert 0.1 < feature.distinct < 0.3
+            # The owner of a whole table reads its own batch with all repetitions.
+            own = 2000 if kind == "table_wise" else 2000 * feature.distinct
+            assert sum(found.reads[("", name)]) == pytest.approx(own + 2000 * feature.distinct)
+    planner = EmbeddingShardingPlanner(Topology(2, "cpu"))
+    tables = present_tables(base(), plan)
+    works = measured_request(planner, tables, found).works()
+    tilings = [plan.plan[""][work.name.split(".")[-1]].tiling for work in works]
+    predicted = price([t for t in tilings if t is not None], Model(Workload(works), Topology(2, "cpu")))
+    for name in ("ids", "rows"):
+        counted = sent.get(name, 0) + received.get(name, 0)
+        assert sum(predicted.sent[name]) == pytest.approx(counted, rel=0.05), name
 
 
 def test_sequences_and_shared_features_are_counted_too() -> None:

@@ -17,9 +17,9 @@ from tilerec.planner.cost.model import (
     STAGE_OF_NETWORK,
     STAGES,
     Model,
-    filled,
 )
-from tilerec.planner.cost.workload import Reads, TableWork, Workload
+from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
+from tilerec.sharding.distinct_ids import largest_percent
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import Wire
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, Speeds
@@ -91,7 +91,9 @@ def test_missed_rows_come_from_the_host_and_as_many_go_back() -> None:
     missed = one(model.all_distinct)
     assert missed == pytest.approx(40, rel=1e-3)
     assert one(model.missed) == missed
-    assert one(model.fetched(ALL, 0.5, 8.0)) == pytest.approx(missed * 0.5 * 2 * (8 * 4 + 4) / 1e6)
+    half = one(model.missed_in(ALL, np.array([200_000]), np.array([700_000])))
+    assert half == pytest.approx(missed * 0.5)
+    assert one(model.fetched(ALL, half, 8.0)) == pytest.approx(missed * 0.5 * 2 * (8 * 4 + 4) / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +260,39 @@ def test_copies_agree_in_the_form_that_sends_least(ranks: int, rows: int, length
         assert int(found.form[0]) != 4 or sizes[4] < min(sizes[:3])
 
 
-def test_bags_are_filled_as_far_as_they_have_ids() -> None:
-    assert filled(np.array([0.0, 0.25, 1.0, 7.0])).tolist() == [0.0, 0.25, 1.0, 1.0]
+def test_rows_missed_are_those_of_the_caches_of_ranges() -> None:
+    """Ids numbered by frequency: a step reads half of the first rows' lines, and few of the others'."""
+    skew = Skew(1000, 1.2, ordered=True)
+    table = TableWork("t", 1000, 8, optimizer=SGD, reads=[Reads(100)], skew=skew, cached=True, load_factor=0.6)
+    model = model_of(table, topology=Topology(2))
+    r0, r1 = np.array([0, 100]), np.array([100, 1000])
+    found = model.missed_in(np.array([0, 0]), r0, r1)
+    read = model.seen(2).between(np.array([0, 0]), r0, r1)
+    assert 0.1 < found[0] / read[0] < 0.6
+    assert 0.05 < found[1] / read[1] < 0.9
+    none = dataclasses.replace(table, load_factor=0.0)
+    assert model_of(none, topology=Topology(2)).missed_in(np.array([0, 0]), r0, r1) == pytest.approx(read)
+
+
+def test_the_rule_for_repeated_ids_is_the_runtimes() -> None:
+    """93 % of the ids are distinct at most where all rows are elsewhere, 86 % where half are; never where none is."""
+    works = [
+        TableWork("t", 2000, 8, reads=[Reads(1000), Reads(1000, 2.0), Reads(1000, 1.0, True), Reads(100, 0.5)]),
+        TableWork("each", 2000, 8, reads=[Reads(500, 2.0, True)], each_id=True),
+        TableWork("never", 2000, 8, reads=[Reads(1000)], wire=Wire(distinct=False)),
+        TableWork("always", 10**6, 8, reads=[Reads(1000)], wire=Wire(distinct=True)),
+    ]
+    every = np.arange(7)
+    model = Model(Workload(works), Topology(4, "cpu"))
+    share = model.seen_by_feature.whole / model.workload.bags
+    assert share[0] == pytest.approx(2 * (1 - np.exp(-0.5)), rel=1e-3)
+    # Bags without an id count as items, as in the runtime.
+    assert model.sent_once(every, 1.0).tolist() == [True, False, False, True, True, False, True]
+    assert model.sent_once(every, 0.1).tolist() == [False, False, False, False, False, False, True]
+    assert model.sent_once(every, 0.0).tolist() == [False] * 7
+    gpu = Model(Workload(works), Topology(4))
+    assert gpu.sent_once(every, 1.0).tolist() == [False] * 6 + [True]
+    shares = np.array([0.05, 0.3, 0.34])
+    assert model.sent_once(np.zeros(3, np.int64), shares).tolist() == [
+        100 * share[0] <= largest_percent(remote, None) for remote in shares
+    ]

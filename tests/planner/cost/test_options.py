@@ -99,12 +99,14 @@ def test_an_arrangement_on_hosts_alike_costs_what_its_tilings_cost(
         option, places, tilings = drawn(problem, topology, ways, seed)
         solution = evaluate(problem.instance, option, places)
         priced = price(tilings, apart(problem, option))
-        assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-4)
+        # Of a few features, owners of rows send every id, and other homes each distinct id once.
+        alike = problem.lower is problem.instance
+        assert solution.cost / 1e12 == pytest.approx(priced.seconds, rel=2e-4 if alike else 2e-3)
         for s, name in enumerate(problem.stages):
             # Ranks below the slowest may wait for what others send them.
             assert solution.load[:, s].max() / 1e12 <= priced.stages[name].max() * (1 + 1e-9) + problem.model.call * 12
         if priced.memory.any():
-            assert np.all(solution.memory <= priced.memory * (1 + ROUGH) + 1)
+            assert np.all(solution.memory <= priced.memory * (1 + (ROUGH if alike else 5e-5)) + 1)
             tier = problem.model.tier
             assert solution.memory[:, tier] == pytest.approx(priced.memory[:, tier], rel=0.08)
 
@@ -551,31 +553,61 @@ def test_reserved_memory_and_caps_are_kept_in_their_tier() -> None:
 
 
 def test_ordered_ids_get_uneven_rows() -> None:
+    """Equal numbers of ids where memory has room; else no range has more than twice its part of the rows."""
     table = TableWork("t", 100_000, 16, optimizer=specs.SGD(0.1), reads=[Reads(512, 4)],
                       skew=Skew(100_000, 1.1, ordered=True))  # fmt: skip
     even = dataclasses.replace(table, name="even", skew=Skew(100_000, 1.1))
-    problem = build([table, even], Topology(4, "cpu"))
-    o = [str(option) for option in problem.options].index("rows over 4 ranks")
-    assert problem.instance.divisible[:, o].tolist() == [False, True]
-    tiling = problem.sharding(0, o, ()).tiling
-    assert tiling is not None
-    sizes = [tile.r1 - tile.r0 for tile in tiling.tiles()]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < 10_000
-    assert sizes[-1] <= 50_001  # no piece has more than twice its part of the rows
+    for cap, longest in ((128 << 30, 100_000), (24 << 20, 50_001)):
+        problem = build([table, even], Topology(4, "cpu", ddr_cap=cap))
+        o = [str(option) for option in problem.options].index("rows over 4 ranks")
+        assert problem.instance.divisible[:, o].tolist() == [False, True]
+        tiling = problem.sharding(0, o, ()).tiling
+        assert tiling is not None
+        sizes = [tile.r1 - tile.r0 for tile in tiling.tiles()]
+        assert sizes == sorted(sizes)
+        assert sizes[0] < 10_000
+        assert sizes[-1] <= longest
+        reads = [float(problem.model.workload.share(0, tile.r0, tile.r1)) for tile in tiling.tiles()]
+        assert max(reads) < (0.27 if longest == 100_000 else 0.42)
+        assert (sizes[-1] > 50_001) == (longest == 100_000)
     shares = np.array([SHARE // 2, SHARE // 4, SHARE // 8, SHARE // 8])
     uneven = problem.sharding(1, o, (), shares).tiling
     assert uneven is not None
     assert [t.r1 - t.r0 for t in uneven.tiles()] == [50_000, 25_000, 12_500, 12_500]
 
 
-def test_cuts_share_traffic_and_rows() -> None:
-    load = Workload([TableWork("t", 5000, 8, skew=Skew(5000, 1.0, ordered=True))])
-    cuts = row_cuts(load, np.array([0]), 5)[0]
-    both = load.share(0, cuts[:-1], cuts[1:]) + np.diff(cuts) / 5000
-    assert both.tolist() == pytest.approx([0.4] * 5, abs=0.15)
-    for rows in range(1, 40):
-        assert int(even_pieces(rows, 7)) == len(ceil_chunks(rows, 7)) - 1
+@pytest.mark.parametrize("pieces", [2, 5, 31])
+def test_row_cuts_share_what_travels(pieces: int) -> None:
+    """Distinct ids where repeated ones travel once; every id else. No range is longer than memory allows."""
+    works = [
+        TableWork("once", 5000, 8, skew=Skew(5000, 1.0, ordered=True), reads=[Reads(3000)]),
+        TableWork("each", 5000, 8, skew=Skew(5000, 1.0, ordered=True), reads=[Reads(3000, 6)]),
+        TableWork("few", 40, 8, skew=Skew(9, 1.0, ordered=True), reads=[Reads(10)]),
+        TableWork("none", 4000, 8, skew=Skew(30, 1.0, ordered=True), reads=[]),
+    ]
+    model = Model(Workload(works), Topology(pieces, "cpu"))
+    seen = model.seen_by_feature
+    for longest in (1e9, 2.0, 1.5):
+        model.__dict__["longest_range"] = longest
+        cuts = row_cuts(model, np.arange(4), pieces)
+        rows = np.diff(cuts, axis=1)
+        assert np.all(rows >= 1)
+        assert cuts[:, 0].tolist() == [0] * 4
+        assert cuts[:, -1].tolist() == [5000, 5000, 40, 4000]
+        assert np.all(rows <= np.maximum(longest * np.array([[5000], [5000], [40], [4000]]) / pieces + 1, 1))
+        once = seen.between(0, cuts[0, :-1], cuts[0, 1:]) / seen.whole[0]
+        reads = model.workload.share(1, cuts[1, :-1], cuts[1, 1:])
+        if longest > pieces:
+            # A row is not cut: the most frequent id has a ninth of all.
+            assert once.max() < 1.06 / pieces + 1 / seen.whole[0]
+            assert reads.max() < max(1.05 / pieces + 0.01, 0.12)
+        elif pieces > 2:
+            # The last ranges are as long as may be, and those before have equal reads.
+            assert rows[1, -1] == pytest.approx(longest * 5000 / pieces, abs=2)
+            assert reads[-1] < reads[0]
+            assert reads[0] == pytest.approx(reads[1], rel=0.1) or pieces > 5
+    for rows_of in range(1, 40):
+        assert int(even_pieces(rows_of, 7)) == len(ceil_chunks(rows_of, 7)) - 1
     assert sizes_of_shares(10, np.array([SHARE // 3, SHARE - SHARE // 3])) == [3, 7]
 
 

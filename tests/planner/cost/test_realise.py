@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Skew, TableWork, Workload
@@ -26,7 +27,7 @@ def made(
     """Type, ranks, tiles in their order, and the ids per bag that the plan states."""
     work = Workload([TableWork("other", 7, 3), TableWork("t", 12, 8, **table)])
     uneven = None if shares is None else np.array(shares)
-    sharding = sharding_of(work, 1, option, places, uneven, topology)
+    sharding = sharding_of(Model(work, topology), 1, option, places, uneven)
     assert sharding.tiling is not None
     assert (sharding.tiling.rows, sharding.tiling.dim) == (12, 8)
     tiles = [(t.r0, t.r1, t.c0, t.c1, t.owners) for t in sharding.tiling.tiles()]
@@ -116,9 +117,11 @@ def test_shares_of_rows_are_whole_rows_and_a_rank_without_any_takes_no_part() ->
 
 def test_ordered_ids_have_small_ranges_first_unless_shares_are_given() -> None:
     tiles = made(ROWS, (0, 1), ONE, skew=Skew(12, 1.0, ordered=True))[2]
-    # Zipf's law: the first three of twelve have (1 + 1/2 + 1/3) / 3.1 = 0.59 of the traffic, and 0.25 of the rows.
-    # Three reach (traffic + rows) = 0.84, four 1.005.
-    assert [r1 - r0 for r0, r1, *_ in tiles] == [4, 8]
+    # Zipf's law: the first two of twelve have (1 + 1/2) / 3.1 = 0.48 of the traffic, the first three 0.59.
+    assert [r1 - r0 for r0, r1, *_ in tiles] == [2, 10]
+    # Where repeated ids travel once, each of the twelve travels, whatever its share of 512 ids.
+    once = made(ROWS, (0, 1), ONE, skew=Skew(12, 1.0, ordered=True), wire=Wire(distinct=True))[2]
+    assert [r1 - r0 for r0, r1, *_ in once] == [6, 6]
     even = made(ROWS, (0, 1), ONE, skew=Skew(12, 1.0))[2]
     assert [r1 - r0 for r0, r1, *_ in even] == [6, 6]
 
@@ -126,6 +129,6 @@ def test_ordered_ids_have_small_ranges_first_unless_shares_are_given() -> None:
 def test_number_formats_stay_unsaid_where_they_are_plain() -> None:
     for wire, wanted in ((Wire(), None), (Wire("bf16", "int8"), Wire("bf16", "int8"))):
         work = Workload([TableWork("t", 12, 8, DataType.FP16, wire=wire)])
-        sharding = sharding_of(work, 0, Option(Way.WHOLE, 1, 1), (0,), None, ONE)
+        sharding = sharding_of(Model(work, ONE), 0, Option(Way.WHOLE, 1, 1), (0,), None)
         assert sharding.wire == wanted
         assert sharding.data_type is DataType.FP16

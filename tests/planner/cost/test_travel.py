@@ -12,6 +12,8 @@ from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.travel import Travel
 from tilerec.planner.cost.workload import Reads, TableWork, Workload
+from tilerec.sharding.distinct_ids import DistinctIds
+from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.strategies import complete
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import ParameterSharding, Wire
@@ -24,7 +26,9 @@ BAGS = 100.0
 
 
 def table(name: str, length: float = 1.0, **about: Any) -> TableWork:
-    return TableWork(name, 400, 16, optimizer=SGD, reads=[Reads(BAGS, length)], **about)
+    """A table whose ids travel with all repetitions."""
+    wire = dataclasses.replace(about.pop("wire", Wire()), distinct=False)
+    return TableWork(name, 400, 16, optimizer=SGD, reads=[Reads(BAGS, length)], wire=wire, **about)
 
 
 def tiling_of(kind: str, ranks: list[int] | None, topology: Topology) -> Tiling:
@@ -118,7 +122,7 @@ def test_rows_are_added_up_on_the_proxy_of_a_home_before_they_leave() -> None:
     [proxied] = found.proxied
     assert proxied.homes.tolist() == [False, False, True, True]
     assert proxied.turns.tolist() == [1, 1, 0, 0]
-    assert (proxied.width, proxied.members, proxied.union) == pytest.approx((16, 2 * member, BAGS))
+    assert (proxied.width, proxied.members, proxied.written) == pytest.approx((16, 2 * member, BAGS))
     assert found.calls == 6
 
 
@@ -144,7 +148,7 @@ def test_members_that_have_all_of_a_sums_bags_get_no_positions() -> None:
 def test_an_id_takes_four_bytes_its_weight_a_cell_and_bags_of_several_a_length(
     length: float, weighted: bool, data_type: DataType, each: float
 ) -> None:
-    work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS, length, weighted)])
+    work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS, length, weighted)], wire=Wire(distinct=False))
     found = travel([work], [tiling_of("table_wise", [1], TWO)], TWO)
     assert found.sent["ids"].tolist() == pytest.approx([BAGS * each, 0, BAGS * each, BAGS * each])
 
@@ -210,7 +214,40 @@ def test_a_workload_without_tables_sends_headers() -> None:
 def test_a_row_of_sixteen_columns_takes_the_bytes_of_its_number_format(
     data_type: DataType, wire: Wire, forward: int, backward: int
 ) -> None:
-    work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS)], wire=wire)
+    work = TableWork("t", 400, 16, data_type, SGD, [Reads(BAGS)], wire=dataclasses.replace(wire, distinct=False))
     found = travel([work], [tiling_of("table_wise", [1], TWO)], TWO)
     assert found.sent["rows"].tolist() == [0, 3 * BAGS * forward, 0, 0]
     assert found.received["gradients"].tolist() == [0, 3 * BAGS * backward, 0, 0]
+
+
+def runtime_rule(works: list[TableWork], tilings: list[Tiling], topology: Topology, rank: int) -> list[int]:
+    """The largest percentages of distinct ids of one rank, as the runtime computes them from its layout."""
+    tables = [TableLayout(w.name, t, w.fan_in, w.wire) for w, t in zip(works, tilings, strict=True)]
+    slots = [SlotRead(t, f"{t}.{f}") for t, work in enumerate(works) for f in range(len(work.reads))]
+    return DistinctIds(ExchangeLayout(tables, slots, topology, rank), each_id=False)._percents
+
+
+@pytest.mark.parametrize("topology", [Topology(4, "cpu"), TWO, UNLIKE], ids=str)
+@pytest.mark.parametrize("distinct", [None, True, False])
+def test_homes_send_ids_once_by_the_runtimes_rule(topology: Topology, distinct: bool | None) -> None:
+    """By each home's own share of remote cells, under any tiling, for batches with few and with many repetitions."""
+    halves = Tiling.of("t", 400, 16, [(0, 200, 0, 16, 1), (200, 400, 0, 8, 0), (200, 400, 8, 16, (2, 3))])
+    tilings = [FREE, halves, *(tiling_of(*kind, topology) for kind in [("table_wise", [1]), ("row_wise", None),
+               ("column_wise", [0, 2]), ("data_parallel", None)])]  # fmt: skip
+    every = range(topology.world_size)
+    for bags in (20.0, 60.0, 110.0, 130.0, 400.0):
+        works = [
+            TableWork(
+                f"t{i}", 400, 16, optimizer=SGD, reads=[Reads(bags), Reads(2 * bags)], wire=Wire(distinct=distinct)
+            )
+            for i in range(len(tilings))
+        ]
+        found = travel(works, tilings, topology)
+        seen = found.model.seen_by_feature.whole
+        percents = [runtime_rule(works, tilings, topology, rank) for rank in every]
+        unusual = set(zip(found.unusual.part.tolist(), found.unusual.home.tolist(), strict=True))
+        for p, part in enumerate(found.layout.parts):
+            for rank in every:
+                percent = percents[rank][part.slot]
+                wanted = percent > 0 and 100 * seen[part.slot] <= found.work.bags[part.slot] * percent
+                assert (bool(found.once[p]) != ((p, rank) in unusual)) == wanted, (part, rank)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, Skew, TableWork, Workload, _log
+from tilerec.planner.cost.frequency import _log
+from tilerec.planner.cost.workload import LOAD_FACTOR, Reads, Skew, TableWork, Workload
 from tilerec.spec import optimizer as specs
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType
@@ -290,3 +291,43 @@ def test_a_cache_that_just_holds_a_steps_rows_holds_those_of_the_step_before() -
     work = TableWork("t", 100, 8, reads=[Reads(1)], cached=True, load_factor=0.01)
     load = Workload([work, dataclasses.replace(work, name="two", reads=[Reads(2)])])
     assert load.missed(1).tolist() == pytest.approx([0.99, load.distinct(1)[1]])
+
+
+def test_a_measured_curve_takes_the_place_of_zipfs_law_as_far_as_it_goes() -> None:
+    """Half of the reads are of three ids; the other ids have the rest by Zipf's law."""
+    curve = ((1, 0.3), (3, 0.5))
+    skew = Skew(1000, 1.0, ordered=True, curve=curve)
+    load = Workload([TableWork("t", 2000, 8, skew=skew, reads=[Reads(50)]), TableWork("u", 2000, 8, skew=Skew(1000))])
+    shares = [float(load.share(0, 0, k)) for k in (1, 2, 3, 1000, 2000)]
+    assert shares == pytest.approx([0.3, 0.4, 0.5, 1.0, 1.0])
+    law = zipf(1000, 1.0)
+    law = np.array([0.3, 0.1, 0.1, *(law[3:] / law[3:].sum() * 0.5)])
+    for k in (4, 10, 100, 500):
+        assert float(load.share(0, 0, k)) == pytest.approx(law[:k].sum(), abs=0.005)
+    assert load.distinct(4)[0] == pytest.approx((1 - (1 - law) ** 200).sum(), rel=0.01)
+    assert (
+        load.distinct(1)[1] == Workload([TableWork("u", 2000, 8, skew=Skew(1000), reads=[Reads(512)])]).distinct(1)[0]
+    )
+
+
+def test_a_curve_of_all_ids_leaves_nothing_to_a_law() -> None:
+    load = Workload([TableWork("t", 9, 8, skew=Skew(4, 2.0, True, ((1, 0.5), (2, 0.75), (4, 1.0))))])
+    assert [float(load.share(0, k, k + 1)) for k in range(5)] == pytest.approx([0.5, 0.25, 0.125, 0.125, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        (((5, 0.5),), "numbers of ids that rise, up to 4"),
+        (((2, 0.5), (1, 0.6)), "numbers of ids that rise"),
+        (((1, 0.5), (2, 0.4)), "shares that rise, up to 1"),
+        (((1, 1.5),), "shares that rise, up to 1"),
+        (((1, 0.1), (2, 0.4)), "adds no more than the one before"),
+        (((1, 0.5), (4, 0.9)), "shares that reach 1 at 4"),
+        (((1,),), "numbers of ids that rise"),
+        ((("many", 1.0),), "numbers of ids that rise"),
+    ],
+)
+def test_a_curve_that_is_none_is_refused(curve: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Skew: got the curve .*{message}"):
+        Skew(4, 1.0, curve=curve)

@@ -12,6 +12,7 @@ from tests.planner.plan_requests import plan_request, table
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION
+from tilerec.planner.cost.workload import Skew
 from tilerec.planner.decision import decide
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner_error import PlannerError
@@ -302,3 +303,18 @@ def test_an_explanation_knows_its_plan() -> None:
     tiling = Tiling.of("a", 1000, 64, [(0, 999, 0, 64, 0), (999, 1000, 0, 64, 1)])
     assert not found.is_in(plan.replaced("ebc", "a", ParameterSharding("explicit", tiling=tiling)))
     assert not found.is_in(ShardingPlan({}))
+
+
+def test_a_table_numbered_by_frequency_tells_the_bytes_of_its_heads_and_its_curve() -> None:
+    limits = {"a": ParameterConstraints(pooling_factors=[20], skew=Skew(100_000, 1.05, ordered=True))}
+    request = plan_request([table("a", 100_000, pooled=False), table("b", 1000)], Topology(4), limits)
+    found = explain(request, "a")
+    heads = [way.option for way in found.considered if "of rows on each" in way.option]
+    assert sorted(heads) == [
+        f"rows over 4 ranks, {size} of rows on each" for size in ("0.05%", "0.20%", "1.00%", "5.00%")
+    ]
+    (note,) = [note for note in found.notes if "numbered by frequency" in note]
+    assert "with 1,000 (69% of the ids)" in note
+    assert found.curve[-1] == (100_000, 1.0)
+    assert explain(request, "b").curve == ()
+    assert explain(replace(request, topology=Topology(1)), "a").curve == ()

@@ -2,7 +2,8 @@
 
 Nouns
   step    one routed batch of a collection, training or not
-  reads   ids that a rank looks up for all homes; if a table has column blocks, each block's owner reads the id once
+  reads   ids that a rank looks up for all homes: of repeated ids that travel once, one each; if a table has column
+          blocks, each block's owner reads the id once
 
 Every forward pass adds to the counts (`sharding/read_counts.py`). They start at 0 with `shard`, `reshard`, and each
 `load_of` that resets them.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -30,12 +31,14 @@ class FeatureLoad:
 
     Attributes:
         bags: samples of a rank's batch (times lookups per sample).
-        ids: ids in these bags.
+        ids: ids in these bags, repetitions included.
+        distinct: share of distinct ids in a batch, over the batches whose repeated ids travelled once; None: no batch.
     """
 
     feature: str
     bags: float
     ids: float
+    distinct: float | None = None
 
     @property
     def ids_per_bag(self) -> float:
@@ -99,8 +102,8 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
         counts_of_all = cast("list[dict[str, Any]]", group.all_gather_object(own))
         for path, part in here.items():
             counts_by_rank = [facts[path] for facts in counts_of_all]
-            steps = sum(steps for steps, _, _ in counts_by_rank)
-            most = max(most, *(steps for steps, _, _ in counts_by_rank))
+            steps = sum(counts.steps for counts in counts_by_rank)
+            most = max(most, *(counts.steps for counts in counts_by_rank))
             mean_steps = max(1.0, steps / group.size)
             _add(path, part, counts_by_rank, mean_steps, features, reads)
     return Load(most, features, reads)
@@ -114,7 +117,7 @@ def own_reads(part: ShardedCollection) -> list[int]:
     exchange = part.exchange
     team_of = exchange.teams.of if exchange.teams is not None else None
     reads = [0] * exchange.group.size
-    _, _, ids = _counted(part, False)
+    ids = _counted(part, False).ids
     for piece, count in zip(exchange.layout.parts, ids, strict=True):
         if count:
             reads[reader(piece.owners, exchange.group.rank, exchange.layout.topology, team_of)] += count * len(
@@ -123,25 +126,41 @@ def own_reads(part: ShardedCollection) -> list[int]:
     return reads
 
 
-def _counted(part: ShardedCollection, reset: bool) -> tuple[int, list[int], list[int]]:
-    """Return (steps, bags of each slot, ids of each part in canonical order) of this rank's batches."""
+class _Counts(NamedTuple):
+    """Counts of one rank's batches.
+
+    Args:
+        bags: of each slot. repeated: ids and distinct ids of each slot, in batches whose repeated ids travelled once.
+        ids: of each part in canonical order.
+    """
+
+    steps: int
+    bags: list[int]
+    repeated: list[tuple[int, int]]
+    ids: list[int]
+
+
+def _counted(part: ShardedCollection, reset: bool) -> _Counts:
+    """Return the counts of this rank."""
     layout = part.exchange.layout
     steps, bags, ids = 0, [0] * len(layout.slots), [0] * len(layout.parts)
+    repeated = [(0, 0)] * len(layout.slots)
     for stages in part.exchange.all_stages():
         counts = stages.router.reads
         steps += counts.steps
         bags = [a + b for a, b in zip(bags, counts.bags(), strict=True)]
+        repeated = [(a + c, b + d) for (a, b), (c, d) in zip(repeated, counts.repeated(), strict=True)]
         in_wire = counts.ids(len(layout.parts))
         ids = [total + in_wire[layout.wire[p]] for p, total in enumerate(ids)]
         if reset:
             counts.reset()
-    return steps, bags, ids
+    return _Counts(steps, bags, repeated, ids)
 
 
 def _add(
     path: str,
     part: ShardedCollection,
-    counts_by_rank: list[tuple[int, list[int], list[int]]],
+    counts_by_rank: list[_Counts],
     mean_steps: float,
     features: dict[Name, tuple[FeatureLoad, ...]],
     reads: dict[Name, tuple[float, ...]],
@@ -159,19 +178,26 @@ def _add(
     by_table = {name: [0.0] * size for name in names}
     # The parts of a slot's first route contain each of its rows exactly once.
     whole = {p for route in _first_routes(layout.routes) for p in route}
-    for home, (_, _, ids) in enumerate(counts_by_rank):
-        for p, count in enumerate(ids):
+    for home, counts in enumerate(counts_by_rank):
+        for s, (all_ids, distinct) in enumerate(counts.repeated):
+            by_slot[s] += all_ids - distinct
+        for p, count in enumerate(counts.ids):
             piece = layout.parts[p]
             if p in whole:
                 by_slot[piece.slot] += count
             table = names[layout.slots[piece.slot].table]
             by_table[table][reader(piece.owners, home, layout.topology, team_of)] += count * len(piece.units)
+    repeated = [
+        [sum(pair[i] for pair in own) for i in (0, 1)]
+        for own in zip(*(c.repeated for c in counts_by_rank), strict=True)
+    ]
     for t, name in enumerate(names):
         features[(path, name)] = tuple(
             FeatureLoad(
                 slot.feature,
-                sum(bags[s] for _, bags, _ in counts_by_rank) / (mean_steps * size),
+                sum(counts.bags[s] for counts in counts_by_rank) / (mean_steps * size),
                 by_slot[s] / (mean_steps * size),
+                repeated[s][1] / repeated[s][0] if repeated[s][0] else None,
             )
             for s, slot in enumerate(layout.slots)
             if slot.table == t

@@ -13,11 +13,13 @@ from tilerec.parallel.resharding.move_reduction import Tilings
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.price import price
-from tilerec.planner.cost.workload import Workload
+from tilerec.planner.cost.workload import MOST_EXPONENT, Reads, Skew, TableWork, Workload
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.tables import PlannedTable, tables_of
 from tilerec.spec.plan import ShardingPlan
+
+_HALVINGS = 16  # of the interval for an exponent: 1e-4
 
 
 class StepSeconds:
@@ -54,6 +56,8 @@ def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[Planned
         if not features:
             continue
         limits = constraints.get(table.key, ParameterConstraints())
+        if limits.skew is None:
+            limits = replace(limits, skew=_skew(table, features))
         constraints[table.key] = replace(
             limits,
             pooling_factors=tuple(f.ids_per_bag for f in features),
@@ -66,3 +70,21 @@ def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[Planned
 def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]]) -> list[FeatureLoad]:
     """Return the load of each feature of a table, over all its names in order."""
     return [feature for name in table.names for feature in features.get(name, ())]
+
+
+def _skew(table: PlannedTable, features: Sequence[FeatureLoad]) -> Skew | None:
+    """Return Zipf's law over all rows with the measured number of distinct ids in a batch; None if it was not measured.
+
+    The feature with the most ids counts.
+    """
+    measured = [f for f in features if f.distinct is not None and f.ids]
+    if not measured:
+        return None
+    most = max(measured, key=lambda f: f.ids)
+    low, high = 0.0, float(MOST_EXPONENT)
+    for _ in range(_HALVINGS):
+        exponent = (low + high) / 2.0
+        law = TableWork("", table.rows, 1, reads=[Reads(most.ids)], skew=Skew(table.rows, exponent))
+        fewer = float(Workload([law]).distinct(1)[0]) < most.ids * (most.distinct or 0.0)
+        low, high = (low, exponent) if fewer else (exponent, high)
+    return Skew(table.rows, low) if low else None

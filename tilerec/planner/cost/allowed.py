@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.cuts import even_pieces
+from tilerec.planner.cost.cuts import even_pieces, head_rows
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
 from tilerec.planner.search.instance import Bools
@@ -42,7 +42,8 @@ class Allowed:
         self.leader = {name: min(group) for group in together for name in group}
         cached = any(limit.cached for _, limit in self._limited())
         limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
-        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited)
+        heads = bool(self.work.ordered.any())
+        self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited, heads)
         there = self._options()
         # Options that no table can use are dropped.
         kept = np.flatnonzero(there.any(0)).tolist()
@@ -69,7 +70,7 @@ class Allowed:
             typed[t] = bool(limit.types)
             stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
-        for o, (way, k, width, cached) in enumerate(options):
+        for o, (way, k, width, cached, head) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
             else:
@@ -80,6 +81,9 @@ class Allowed:
                 # If a constraint names the type, rows over all ranks are allowed even for fewer rows than ranks.
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
+            if head:  # fewer rows than one are no head, and frequent ids of other tables are not the first rows
+                rows = head_rows(work.rows, head)
+                there[:, o] = there[:, o] & work.ordered & (rows > 0) & (work.rows - rows >= self.ranks)
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():

@@ -1,4 +1,4 @@
-"""Amounts of the option COPIES: a copy of the table on every rank.
+"""Amounts of the option COPIES: a copy of the table on every rank; and of heads: copies of the first rows.
 
 Each rank looks its own batch up in its copy. Then all ranks exchange their gradients, and every copy is updated with
 the gradients of all ranks (docs/planner-cost.md).
@@ -6,11 +6,34 @@ the gradients of all ranks (docs/planner-cost.md).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES
+from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, Copied, Replicas
 from tilerec.planner.cost.option_amounts import OptionAmounts
+from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.workload import Ints
+
+
+class Head(NamedTuple):
+    """The first rows of tables, on every rank, and the batch of one home in them.
+
+    Args:
+        rows: [T]; 0 without a head. reads, once, distinct: [T] share of the table's ids, of the distinct ids of one
+            home, and of the distinct rows of all homes.
+        P, N, payload, items: [n] bags, ids, bytes of ids, and bags to write, for the tables of an option.
+    """
+
+    rows: Ints
+    reads: Floats
+    once: Floats
+    distinct: Floats
+    P: Floats
+    N: Floats
+    payload: Floats
+    items: Floats
+
 
 # The charges of each form of `Replicas`: 0 bags, 1 rows, 2 dense, 3 dense without an attached optimizer, 4 shares.
 _CHARGES_OF_FORMS = (
@@ -21,36 +44,60 @@ _CHARGES_OF_FORMS = (
 
 def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
     """Add the amounts of option o, copies on every rank, for tables t."""
+    work = amounts.work
+    reads = amounts.bags[t], amounts.ids[t], amounts.payload[t], amounts.bags[t]
+    _add_rows(amounts, o, t, work.rows[t], *reads)
+    amounts.put(amounts.cost, o, t, "ids", amounts.ids[t] * amounts.model.speeds.route)
+    # Nothing travels, so ids are not sent once each.
+    beyond = (amounts.bags[t] - amounts.least_bags[t]) * work.dim[t] * work.wide
+    beyond = beyond + (amounts.payload[t] - amounts.least_payload[t]) * (1 + amounts.model.depth)
+    amounts.home_memory[t, o, amounts.model.tier] += np.floor(beyond).astype(np.int64)
+    amounts.use("partly filled", o, t, amounts.part_filled[t])
+
+
+def add_head(amounts: OptionAmounts, o: int, t: Ints, head: Head) -> None:
+    """Add the amounts of copies of the first rows of tables t; the other rows have amounts of their own."""
+    _add_rows(amounts, o, t, head.rows[t], head.P, head.N, head.payload, head.items)
+
+
+def _add_rows(
+    amounts: OptionAmounts, o: int, t: Ints, rows: Ints, bags: Floats, ids: Floats, payload: Floats, items: Floats
+) -> None:
+    """Add the amounts of copies of rows [0, rows).
+
+    Args:
+        rows, bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
+    """
     model, work, ranks = amounts.model, amounts.work, amounts.ranks
     rates, speeds = model.rates, model.speeds
     dim, element = work.dim[t].astype(np.float64), work.element[t]
-    bags, ids, payload = amounts.bags[t], amounts.ids[t], amounts.payload[t]
-    far = model.lookup_far(t, model.own_distinct[t])
-    routed = ids * speeds.route + rates.copied(2.0 * payload) + speeds.part * 2.0 * amounts.features[t]
+    far = model.lookup_far(t, model.seen(1).between(t, 0, rows))
+    routed = rates.copied(2.0 * payload) + speeds.part * 2.0 * amounts.features[t]
     amounts.put(amounts.cost, o, t, "ids", routed)
     lookup = rates.lookup(ids, far, bags, dim, element) + rates.copied(payload)
     amounts.put(amounts.cost, o, t, "lookup", lookup)
-    amounts.put(amounts.cost, o, t, "gradients", bags * (rates.at("place", dim) + rates.at("pick", dim)))
-    replicas = model.replicas(t)
+    amounts.put(amounts.cost, o, t, "gradients", items * (rates.at("place", dim) + rates.at("pick", dim)))
+    every_rank = np.full(len(t), ranks)
+    replicas = Replicas(model, Copied(t, np.zeros_like(t), rows, every_rank, dim, bags, ids))
     others = ranks - 1.0
     bytes_sent = replicas.sent * others + 2.0 * replicas.reduced * others / ranks
-    every = model.all_distinct[t]
+    every = replicas.distinct
     state = work.cell_state[t] * work.attached[t]
     update = rates.update(
         replicas.ids, replicas.bags, every, model.update_far(every), dim, element, state, work.row_state[t]
     )
-    dense = rates.copied(3.0 * work.rows[t] * dim * element) * ~work.attached[t]
+    dense = rates.copied(3.0 * rows * dim * element) * ~work.attached[t]
     near, far_bytes = (bytes_sent * peers / others for peers in _peers(amounts))
     link = rates.exchanged(near, near)
     amounts.put(amounts.cost, o, t, "update", update + dense + replicas.seconds + link)
     amounts.put(amounts.cost, o, t, NETWORK_STAGES[3], rates.exchanged(far_bytes, far_bytes, network=True))
-    memory = model.weights(t, work.rows[t].astype(np.float64), dim)
+    memory = model.weights(t, rows.astype(np.float64), dim)
     memory = memory + payload * (1 + model.depth) + bags * dim * work.wide + ids * KEY_BYTES
     memory = memory + 2.0 * (replicas.sent * others + replicas.reduced)
-    amounts.memory[t, o, model.tier] = np.floor(memory).astype(np.int64)
+    for to in (amounts.memory, amounts.least_memory):
+        to[t, o, model.tier] += np.floor(memory).astype(np.int64)
     for charge, forms in _CHARGES_OF_FORMS:
         amounts.use(charge, o, t, np.isin(replicas.form, forms))
-    amounts.use("partly filled", o, t, amounts.part_filled[t])
 
 
 def _peers(amounts: OptionAmounts) -> tuple[float, float]:

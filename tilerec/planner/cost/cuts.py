@@ -1,6 +1,6 @@
 """Row ranges of a split: their number, their cuts if traffic is uneven, and shares in whole rows.
 
-Legend: T tables, k pieces.
+Legend: T tables, n some tables, k pieces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tilerec.planner.cost.workload import Ints, Workload
+from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.portable import Floats
+from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.planner.search.instance import SHARE
 
 
@@ -19,22 +21,89 @@ def even_pieces(rows: Any, parts: int) -> Ints:
     return -(-rows // -(-rows // parts))
 
 
-def row_cuts(workload: Workload, tables: Ints, pieces: int) -> Ints:
-    """Return [T, k + 1] cuts such that each piece has a share of the traffic plus a share of the rows of 2 / k.
+def head_rows(rows: Any, head: float) -> Ints:
+    """Return the rows of a head that has a part of the rows."""
+    return np.floor(np.asarray(rows, np.float64) * head).astype(np.int64)
 
-    So no piece has more than twice the mean of either. For tables with ordered ids, whose traffic is uneven.
+
+def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints:
+    """Return [n, k + 1] cuts such that each piece gets an equal number of the ids that travel, if memory allows.
+
+    The first cut is the end of a head, of a part of the rows. Where repeated ids travel once, these are distinct ids.
+    No piece has more than `Model.longest_range` times its part of the rows, so other pieces may get more ids: the least
+    number c with
+
+        integral of max(ids(x) / c, rows(x) / longest) = 1
+
+    in shares of the table is the most that a piece gets, in means. For tables whose ids are numbered by frequency.
     """
-    rows = workload.rows[tables][:, None]
-    wanted = np.arange(1, pieces)[None, :] * (2.0 / pieces)
-    low = np.zeros((len(tables), pieces - 1), np.int64)
-    high = np.broadcast_to(rows, low.shape).copy()
-    while np.any(low < high):
-        middle = (low + high) // 2
-        enough = workload.share(tables[:, None], 0, middle) + middle / rows >= wanted
-        high = np.where(enough, middle, high)
-        low = np.where(enough, low, np.minimum(middle + 1, high))
-    edges = np.zeros((len(tables), 1), np.int64)
-    return np.concatenate([edges, low, rows], axis=1)
+    work = model.workload
+    first, ends = head_rows(work.rows[tables], head)[:, None], work.rows[tables][:, None]
+    rows = (ends - first).astype(np.float64)
+    # Between these rows, ids are spread evenly.
+    law = work.laws.counts.sum(0)[work.laws.position[tables]][:, None]
+    edges = np.broadcast_to(work.laws.edges - 1.0, (len(tables), len(work.laws.edges)))
+    knots = np.clip(np.concatenate([edges, law, ends], axis=1), first, ends)
+    knots.sort(axis=1)
+    once = model.sent_once(np.arange(len(work.bags)), (1.0 - head) * (1.0 - 1.0 / pieces))
+    sent, held = _sent_below(model, tables, knots, once), (knots - first) / rows
+    sent = (sent - sent[:, :1]) / np.maximum(1.0 - sent[:, :1], 1e-300)
+    most = np.max(sent[:, 1:] / (1.0 - (1.0 - held[:, 1:]) / model.longest_range), axis=1)[:, None]
+    most = np.maximum(most, 1e-300)
+    density = np.maximum(np.diff(sent, axis=1) / most, np.diff(held, axis=1) / model.longest_range)
+    level = np.zeros_like(knots)
+    np.add.accumulate(density, axis=1, out=level[:, 1:])
+    # The sum is 1, or less if no id is read behind the head.
+    density, level = density / level[:, -1:], level / level[:, -1:]
+    wanted = np.arange(1, pieces) / pieces
+    line = np.arange(len(tables))[:, None]
+    at = np.stack([np.searchsorted(own, wanted, side="left") for own in level[:, 1:-1]])
+    rest = (wanted - level[line, at]) / np.maximum(density[line, at], 1e-300)
+    cut = knots[line, at] + np.clip(rest, 0.0, 1.0) * (knots[line, at + 1] - knots[line, at])
+    # Each piece has a row, if there are enough.
+    nth = np.arange(1, pieces)
+    inner = np.maximum.accumulate(np.floor(cut + 0.5).astype(np.int64) - nth, axis=1) + nth
+    least = np.minimum(first + nth, ends)
+    inner = np.minimum(np.maximum(inner, least), np.maximum(ends - pieces + nth, least))
+    return np.concatenate([first, inner, ends], axis=1)
+
+
+def distinct_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:
+    """Return [n, m] shares below rows [n, m] of the distinct ids of one home, over features that send these.
+
+    Args:
+        once: [F] these features. A table without them has shares of 0.
+    """
+    found, total = _below(model, tables, rows, once, np.zeros_like(once))
+    return found / np.maximum(total, 1e-300)
+
+
+def _sent_below(model: Model, tables: Ints, rows: Any, once: Bools) -> Floats:
+    """Return [n, m] shares below rows [n, m] of the ids that travel; of the rows in a table that is not read."""
+    found, total = _below(model, tables, rows, once, ~once)
+    even = rows / model.workload.rows[tables][:, None]
+    return np.where(total > 0.0, found / np.maximum(total, 1e-300), even)
+
+
+def _below(model: Model, tables: Ints, rows: Any, once: Bools, each: Bools) -> tuple[Floats, Floats]:
+    """Return [n, m] ids below rows [n, m], and [n, 1] all ids: distinct ones of features `once`, all of `each`."""
+    work, seen = model.workload, model.seen_by_feature
+    found, total = np.zeros(np.shape(rows)), np.zeros((len(tables), 1))
+    share = work.share(tables[:, None], 0, rows)
+    for features in work.turns:
+        of_table = np.full(len(work.names), -1, np.int64)
+        of_table[work.table[features]] = features
+        feature = of_table[tables][:, None]
+        ids = (work.bags * work.ids_per_bag)[feature]
+        here = feature >= 0
+        for those, below, every in (
+            (once, seen.between(feature, 0, rows), seen.whole[feature]),
+            (each, ids * share, ids),
+        ):
+            used = here & those[feature]
+            found += np.where(used, below, 0.0)
+            total += np.where(used, every, 0.0)
+    return found, total
 
 
 def sizes_of_shares(rows: int, shares: Ints) -> list[int]:

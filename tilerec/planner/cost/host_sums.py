@@ -46,11 +46,14 @@ class Sums(NamedTuple):
     union: Floats
 
 
-def sums_inside_hosts(model: Model, on: int, parts: float, even: Floats, t: Ints, *, lower: bool) -> Sums:
+def sums_inside_hosts(
+    model: Model, on: int, parts: float, even: Floats, t: Ints, distinct: Floats, *, lower: bool
+) -> Sums:
     """Return the sums of an option. The rows of single pieces are never added inside hosts (realise.py).
 
     Args:
         on: ranks of a piece. parts: parts of a home. even: [T] share of an even part. t: [n] tables.
+        distinct: [F] as of `Workload.present`.
         lower: for a bound.
     """
     work, topology, ranks = model.workload, model.topology, model.ranks
@@ -59,7 +62,8 @@ def sums_inside_hosts(model: Model, on: int, parts: float, even: Floats, t: Ints
         return Sums(none, 1.0, 1.0, 1.0, 0.0, 1.0, none, none, none)
     hosts = [len(host) for host in topology.host_ranks] if on == ranks else [on] * int(parts / on)
     sizes = sorted(set(hosts))
-    union = {n: work.present(np.minimum(even * float(n), 1.0))[0][t] for n in sizes}
+    shares = {n: np.minimum(even * float(n), 1.0) for n in sizes}
+    union = {n: work.present(share, distinct, share)[0][t] for n, share in shares.items()}
     merge = np.where((sizes[-1] > 1) & (work.fan_in[t] > 1.0), 1.0, 0.0)
     # Homes on other hosts, by size of the host: its ranks take turns, each with equally many homes, or one more.
     turns = {n: (ranks - n + (0 if lower else n - 1)) // n * n if n > 1 else 0 for n in sizes}

@@ -13,14 +13,16 @@ Legend: T tables, W ranks, N ids, U distinct rows, D columns.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilerec.planner.cost.default_speeds import default_speeds
+from tilerec.planner.cost.frequency import Seen
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.rates import Rates
-from tilerec.planner.cost.workload import Ints, Workload
+from tilerec.planner.cost.workload import Bools, Ints, Workload
+from tilerec.sharding.distinct_ids import largest_percent
 from tilerec.sharding.replicas import MOST_COPIES
 from tilerec.spec.topology import Topology
 
@@ -44,6 +46,7 @@ KEY_BYTES = 16  # bytes per id while gradients are sorted: key and occurrence, t
 LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, last use, and a flag
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
 LINES_PER_SET = 32  # cache lines per set
+ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
 
 
 class Model:
@@ -71,14 +74,65 @@ class Model:
         self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
         self.tier = HOST if topology.compute_device == "cpu" else DEVICE
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)  # seconds per byte between device and host
-        self.own_distinct = workload.distinct(1)
-        self.all_distinct = workload.distinct(self.ranks)
+        self._seen: dict[float, Seen] = {}
+        self.own_distinct = self.seen(1).whole
+        self.all_distinct = self.seen(self.ranks).whole
         per_rank = _touched(workload, self.all_distinct) / self.ranks
         if beside is not None:
             per_rank += _touched(beside, beside.distinct(self.ranks)) / self.ranks
         self.resident = min(1.0, self.speeds.cache / per_rank) if per_rank > 0 else 1.0
         twice = workload.distinct(2 * self.ranks)
         self.again = (2.0 * self.all_distinct - twice) / np.maximum(self.all_distinct, 1e-9)
+
+    def seen(self, ranks: float) -> Seen:
+        """Return the distinct rows of all tables in the batches of so many ranks."""
+        if ranks not in self._seen:
+            work = self.workload
+            self._seen[ranks] = work.seen(np.arange(len(work.names)), work.ids * float(ranks))
+        return self._seen[ranks]
+
+    @cached_property
+    def longest_range(self) -> float:
+        """Most rows in a range of a table with ordered ids, relative to the mean of its ranges.
+
+        It is 2, or more if memory has room. The last ranks hold the longest ranges of all tables.
+        """
+        each = np.arange(len(self.workload.names))
+        held = float(sum(self.weights(each, self.workload.rows.astype(np.float64), self.workload.dim).tolist()))
+        return max(2.0, ROOM_FOR_RANGES * float(sum(self.topology.memory_caps)) / max(held, 1.0))
+
+    @cached_property
+    def seen_by_feature(self) -> Seen:
+        """The distinct rows of all features in one rank's batch."""
+        work = self.workload
+        return work.seen(work.table, work.bags * work.ids_per_bag)
+
+    @cached_property
+    def may_send_once(self) -> Bools:
+        """[F] features whose ids may travel once each: on CPUs if it pays, elsewhere if the plan asks for it."""
+        work = self.workload
+        waits = self.topology.compute_device != "cpu"
+        return work.single_ids & (work.forced == 1 if waits else work.forced != 0)
+
+    def sent_once(self, feature: Ints, remote: Any) -> Bools:
+        """Return [n] True for features whose ids travel once each.
+
+        Args:
+            feature: [n]. remote: share of the cells of its table that other ranks look up for the home, or [n] shares.
+        """
+        work = self.workload
+        found = self.may_send_once[feature]
+        some = np.flatnonzero(found)
+        if not len(some):
+            return found
+        # One call of the runtime's rule for each kind of feature.
+        forced, shares = work.forced[feature[some]], np.broadcast_to(np.asarray(remote, np.float64), found.shape)[some]
+        kinds, kind = np.unique(np.stack([shares, forced.astype(np.float64)]), axis=1, return_inverse=True)
+        percents = [largest_percent(share, None if each < 0 else bool(each)) for share, each in kinds.T.tolist()]
+        percent = np.array(percents, np.float64)[kind.reshape(-1)]
+        few = self.seen_by_feature.whole[feature[some]] * 100.0 <= work.bags[feature[some]] * percent
+        found[some] = few & (percent > 0.0)
+        return found
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -99,21 +153,41 @@ class Model:
         """[T] rows of a cached table that move from host memory to the device in a step; as many others move back."""
         return self.workload.missed(self.ranks)
 
-    def fetched(self, table: Ints, share: Any, width: Any) -> Floats:
+    def missed_in(self, table: Ints, r0: Any, r1: Any) -> Floats:
+        """Return [n] the missed rows of a piece with rows [r0, r1), which has a cache of its own."""
+        work = self.workload
+        found = self.missed[table] * ((np.asarray(r1, np.float64) - r0) / work.rows[table])
+        uneven = np.flatnonzero(work.ordered[table] & work.cached[table])
+        if len(uneven):
+            found[uneven] = work.missed(self.ranks, table[uneven], r0[uneven], r1[uneven])
+        return found
+
+    def fetched(self, table: Ints, missed: Any, width: Any) -> Floats:
         """Return seconds to move missed rows and their state to the device, and as many rows back to the host."""
         work = self.workload
         cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
-        return self.missed[table] * share * 2.0 * (width * cell + work.row_state[table]) * self.to_host
+        return missed * 2.0 * (width * cell + work.row_state[table]) * self.to_host
 
-    def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
-        """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows."""
+    def lines(self, table: Ints, rows: Any, width: Any, distinct: Any = None) -> Floats:
+        """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows.
+
+        Args:
+            distinct: rows of the piece that a step reads; None: in proportion to its rows.
+        """
+        if distinct is None:
+            distinct = self.all_distinct[table] * rows / self.workload.rows[table]
         held = LINES_PER_SET * np.ceil(self.workload.load_factor[table] * rows / LINES_PER_SET)
-        spare = np.maximum(self.all_distinct[table] * rows / self.workload.rows[table] - held, 0.0)
+        spare = np.maximum(distinct - held, 0.0)
         return (held + spare) * (self.weights(table, 1.0, width) + LINE_BYTES) + rows * ROW_BYTES
 
     def replicas(self, table: Ints, copies: Ints | None = None) -> Replicas:
-        """Return the exchange of gradients of tables with so many copies each (None: a copy on every rank)."""
-        return Replicas(self, table, np.full(len(table), self.ranks) if copies is None else copies)
+        """Return the exchange of gradients of whole tables with so many copies each (None: a copy on every rank)."""
+        work = self.workload
+        bags, ids, _ = work.present(1.0)
+        many = np.full(len(table), self.ranks) if copies is None else copies
+        dim = work.dim[table].astype(np.float64)
+        copied = Copied(table, np.zeros_like(table), work.rows[table], many, dim, bags[table], ids[table])
+        return Replicas(self, copied)
 
     def wire(self, table: Ints, width: Any, *, backward: bool) -> Floats:
         """Return the bytes of a row on the wire."""
@@ -128,34 +202,54 @@ class Model:
         return rows * (width * cell.astype(np.float64) + work.row_state[table])
 
 
+class Copied(NamedTuple):
+    """Rectangles with copies, [n] each.
+
+    Args:
+        table, r0, r1: the table, and its rows. copies: ranks that hold the rectangle. width: columns.
+        bags, ids: of one home's batch, in these rows.
+    """
+
+    table: Ints
+    r0: Ints
+    r1: Ints
+    copies: Ints
+    width: Floats
+    bags: Floats
+    ids: Floats
+
+
 class Replicas:
-    """Exchange of gradients between copies of whole tables, [n] for the given tables (sharding/replicas.py).
+    """Exchange of gradients between the copies of rectangles, [n] each (sharding/replicas.py).
 
     Each copy serves the batches of an equal number of ranks.
 
     form: 0 gradients of bags, 1 gradients of rows, 2 a dense gradient, 3 the dense gradient of a table without an
     attached optimizer, 4 sums by shares. sent: bytes to each other rank. reduced: bytes of the all-reduce, or half of
     those that all replicas together send one of them in shares. ids, bags: numbers that the update then sorts and
-    reads. seconds: local work besides links and update.
+    reads. distinct: rows that it changes. seconds: local work besides links and update.
     """
 
-    def __init__(self, model: Model, table: Ints, copies: Ints) -> None:
+    def __init__(self, model: Model, copied: Copied) -> None:
         work, rates = model.workload, model.rates
-        dim, rows = work.dim[table].astype(np.float64), work.rows[table].astype(np.float64)
+        table, r0, r1, copies, dim = copied[:5]
+        rows = (r1 - r0).astype(np.float64)
         replicas = copies.astype(np.float64)
         homes, others = model.ranks / replicas, replicas - 1.0
-        bags_T, ids_T = work.per_table(work.bags * filled(work.ids_per_bag)), work.ids
         weighted = np.zeros(len(work.names), np.bool_)
         weighted[work.table[work.weighted]] = True
         features = work.per_table(np.ones(len(work.bags)))[table] * homes
-        bags, ids = bags_T[table] * homes, ids_T[table] * homes
-        everyone = model.all_distinct[table]
-        own = model.own_distinct[table]
-        for count in set(homes.tolist()) - {1.0}:
-            own = np.where(homes == count, work.distinct(count)[table], own)
+        bags, ids = copied.bags * homes, copied.ids * homes
+        everyone = self.distinct = model.seen(model.ranks).between(table, r0, r1)
+        own = np.zeros(len(table))
+        for count in sorted(set(homes.tolist())):
+            those = homes == count
+            own[those] = model.seen(count).between(table[those], r0[those], r1[those])
         row = 4.0 * dim + 4.0
-        touched = np.minimum(ids, rows)
-        as_bags = others * replicas * (4.0 * dim * bags + 4.0 * ids)
+        # Whole numbers, as in the runtime's choice: a few rows are often read all.
+        counted, read = np.rint(bags), np.rint(ids)
+        touched = np.minimum(read, rows)
+        as_bags = others * replicas * (4.0 * dim * counted + 4.0 * read)
         as_rows = others * replicas * row * touched
         as_dense = 8.0 * (dim + 1.0) * rows * others
         together = rows * (1.0 - missed(touched / np.maximum(rows, 1.0), replicas))
@@ -213,8 +307,3 @@ class Replicas:
 def _touched(workload: Workload, distinct: Floats) -> float:
     """Return the bytes that a step of all ranks touches."""
     return float(sum((distinct * (workload.dim * (workload.element + workload.cell_state))).tolist()))
-
-
-def filled(ids_per_bag: Floats) -> Floats:
-    """Return the share of bags with at least one id."""
-    return np.minimum(ids_per_bag, 1.0)

@@ -14,7 +14,7 @@ from tilerec.planner.cost.home_side import HostFactors, home_network
 from tilerec.planner.cost.model import NETWORK_OF_STAGE, NETWORK_STAGES, STAGE_OF_NETWORK, Model
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Way
-from tilerec.planner.cost.workload import Ints
+from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.planner.search.instance import PICO
 
 CHARGES = (
@@ -59,11 +59,14 @@ class OptionAmounts:
         self.memory, self.home_memory, self.least_memory = (np.zeros((*shape[:2], 2), np.int64) for _ in range(3))
         self.uses = np.zeros((*shape[:2], len(CHARGES)), np.bool_)
         self.divisible = np.zeros(shape[:2], np.bool_)
-        # Of whole tables, [T]: present bags, ids and lengths of one home; features; part of the ids with weights.
+        # Of whole tables, [T]: present bags, ids and lengths of one home; features; ids with weights.
         self.bags, self.ids, self.lengths = work.present(np.ones(len(work.names)))
         self.features = work.per_table(np.ones(len(work.bags)))
-        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted) / np.maximum(work.ids, 1e-300)
-        self.payload = self.payload_of(np.arange(len(work.names)), 1.0, self.ids, self.lengths)
+        self.weighted = work.per_table(work.bags * work.ids_per_bag * work.weighted)
+        self.payload = self.payload_of(np.arange(len(work.names)), 1.0, 1.0, self.ids, self.lengths)
+        # The same if ids travel once each wherever they may.
+        self.least_bags, least_ids, lengths = work.present(1.0, self.distinct_if(self.sent_once(1.0)))
+        self.least_payload = self.payload_of(np.arange(len(work.names)), 1.0, 1.0, least_ids, lengths)
         self.output = work.per_table(work.bags) * work.dim * float(work.wide)  # bytes of a home's output
         self.part_filled = np.zeros(len(work.names), np.bool_)  # some bags of the table are empty
         self.part_filled[work.table[work.ids_per_bag < 1.0]] = True
@@ -90,12 +93,36 @@ class OptionAmounts:
             summed = self.there[self.work.talks > 0][:, columns].any()
             if not self.host_factors.alike or summed or not self.model.speeds.duplex:
                 return False
-        return not self.there[self.work.ordered][:, rows].any()
+        return not self.there[self.work.ordered][:, rows].any() and not self._homes_differ().any()
 
-    def payload_of(self, t: Ints, share: Any, ids: Floats, lengths: Floats) -> Floats:
-        """Return the bytes of ids, weights and lengths that a home sends for a `share` of the rows of tables t."""
-        word = np.where(self.work.rows[t] * share >= 1 << 31, 8.0, 4.0)
-        return ids * (word + self.work.wide * self.weighted[t]) + 4.0 * lengths
+    def _homes_differ(self) -> Bools:
+        """Return [O] options of which some homes send repeated ids once, and others do not, owners aside."""
+        found = np.zeros(len(self.options), np.bool_)
+        far = self.sent_once(1.0)
+        for o, option in enumerate(self.options):
+            if 1 < option.holders < self.ranks:
+                own = self.sent_once(1.0 - 1.0 / option.holders)
+                found[o] = np.any((own != far) & self.there[self.work.table, o])
+        return found
+
+    def sent_once(self, remote: float) -> Bools:
+        """Return [F] features whose ids a home sends once each, if others look up a part `remote` of their tables."""
+        return self.model.sent_once(np.arange(len(self.work.bags)), remote if self.ranks > 1 else 0.0)
+
+    def distinct_if(self, once: Bools) -> Floats:
+        """Return [F] distinct ids in a home's batch of features whose ids travel once each; -1 for other features."""
+        if not once.any():
+            return np.full(len(once), -1.0)
+        return np.where(once, self.model.seen_by_feature.whole, -1.0)
+
+    def payload_of(self, t: Ints, rows: Any, reads: Any, ids: Floats, lengths: Floats) -> Floats:
+        """Return the bytes of ids, weights and lengths that a home sends to a piece of tables t.
+
+        Args:
+            rows, reads: share of the tables' rows, and of their traffic.
+        """
+        word = np.where(self.work.rows[t] * rows >= 1 << 31, 8.0, 4.0)
+        return ids * word + self.work.wide * self.weighted[t] * reads + 4.0 * lengths
 
     def stage(self, name: str) -> int:
         """Return the index of a stage; for network cards of ranks, that of the stage that contains their time."""

@@ -55,8 +55,7 @@ class Problem:
             places: ranks, or hosts, of the pieces; () for all ranks.
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
-        model = self.model
-        return sharding_of(model.workload, table, self.options[option], places, shares, model.topology)
+        return sharding_of(self.model, table, self.options[option], places, shares)
 
 
 def build(
@@ -233,8 +232,8 @@ def _base(amounts: OptionAmounts, paid: Price | None, reserved: Ints | None) -> 
     memory = np.zeros((ranks, 2), np.int64) if reserved is None else np.array(reserved, np.int64)
     if memory.shape != (ranks, 2):
         raise ConfigError(f"Planner: reserved has shape {memory.shape}, wanted {(ranks, 2)}.")
-    rows = amounts.bags * work.dim * float(work.wide)
-    at_home = 2.0 * amounts.output + rows + amounts.payload * (1 + model.depth)
+    rows = amounts.least_bags * work.dim * float(work.wide)
+    at_home = 2.0 * amounts.output + rows + amounts.least_payload * (1 + model.depth)
     memory[:, model.tier] += int(float(sum(at_home.tolist())))
     if paid is None:
         return _constant(amounts), memory

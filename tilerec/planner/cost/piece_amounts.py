@@ -10,15 +10,18 @@ Legend: T tables, n tables of this option, P present bags, N ids, q share of a t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from tilerec.planner.cost.cuts import row_cuts
+from tilerec.planner.cost.copies_amounts import Head, add_head
+from tilerec.planner.cost.cuts import distinct_below, head_rows, row_cuts
 from tilerec.planner.cost.host_sums import sums_inside_hosts
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
 from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.ways import Option, Way
-from tilerec.planner.cost.workload import Ints
+from tilerec.planner.cost.workload import Bools, Ints
 
 ROW_CHANGE = 1.0 / 64  # relative change of a range of rows, to measure how its present bags depend on its rows
 
@@ -32,73 +35,154 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     pieces.add_home()
     pieces.add_update()
     pieces.add_memory()
+    if option.head:
+        add_head(amounts, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
     amounts.use("hosts", o, t, pieces.merge > 0.0)
-    amounts.use("partly filled", o, t, (pieces.rows > 1) | amounts.part_filled[t])
+    # Rows of repeated ids are written to all bags at once.
+    added = amounts.work.per_table(np.where(pieces.once, 0.0, 1.0))[t] > 0.0
+    amounts.use("partly filled", o, t, (pieces.rows > 1) & added | amounts.part_filled[t])
+
+
+class Ranges(NamedTuple):
+    """Parts of each table in one range of its rows, [T] each.
+
+    Args:
+        reads: share of the ids. rows: of the rows. distinct: of the distinct rows in the batches of all ranks. once: of
+            the distinct ids of one home. missed: rows that are not in the cache of the range.
+    """
+
+    reads: Floats
+    rows: Floats
+    distinct: Floats
+    once: Floats
+    missed: Floats
 
 
 class PieceAmounts:
     """Counts [n] of one piece, and of all pieces of a home, from which all costs follow.
 
     columns, rows: column blocks, and ranges of rows in each of them. parts: messages of a home. on: ranks of a piece.
-    q: [T] share of a table's traffic in a range, and share: [n] of its rows, for the range that costs most (in a bound:
-    least). P, N: present bags and ids of a range, for each home. home_P, home_N: the same for a home's sum over ranges.
-    payload, home_payload: bytes of ids. kept: part of the present bags that a slightly shorter range would not save.
-    merge: 1.0 for tables whose rows are added inside hosts. sent: bags that a member sends on as a proxy.
+    once: [F] features whose ids homes send once each. ranges: shares [T] of a table in one range of rows, the range
+    that costs most (in a bound: least). share: [n] of its rows. P, N: present bags and ids of a range, for each home.
+    home_P, home_N: the same for a home's sum over ranges; home_items: bags, or ids of a sequence, to write there.
+    whole_P, whole_N, whole_payload: of the whole table. more_P, more_N, more_payload: repetitions in the batch of the
+    owner of a whole table, which do not travel. payload, home_payload: bytes of ids. kept: part of the present bags
+    that a slightly shorter range would not save. distinct: rows that all homes read. merge: 1.0 for tables whose rows
+    are added inside hosts. sent: bags that a member sends on as a proxy.
     """
 
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
         self.amounts, self.o, self.t, self.option = amounts, o, t, option
         model, work, lower = amounts.model, amounts.work, amounts.lower
-        way, k, on, _ = option
+        way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
         self.columns = columns = k if way in (Way.COLUMNS, Way.GRID) else 1
         self.rows = rows = k * on if way is Way.ROWS else (on if way is Way.GRID else 1)
         self.parts = float(rows * columns)
         self.width, self.element = work.dim[t] / float(columns), work.element[t]
-        self.even = even = np.full(len(work.names), 1.0 / rows)
-        self.q, row_share = self._largest_range()
-        self.share = row_share[t]
-        self.uneven = self.q is not even
-        self.P, self.N, lengths = (x[t] for x in work.present(self.q))
+        self.once = once = self._sent_once()
+        distinct = amounts.distinct_if(once)
+        self.head = head = self._head(distinct)
+        self.even = even = (1.0 - head.reads) / rows
+        even_once = (1.0 - head.once) / rows
+        self.ranges = ranges = self._largest_range()
+        self.share, self.uneven = ranges.rows[t], ranges.reads is not even
+        self.P, self.N, lengths = (x[t] for x in work.present(ranges.reads, distinct, ranges.once))
         self.home_P, self.home_N, home_lengths = (
-            (x[t] for x in work.present(even)) if self.uneven else (self.P, self.N, lengths)
+            (x[t] for x in work.present(even, distinct, even_once)) if self.uneven else (self.P, self.N, lengths)
         )
+        self.home_items = work.present(even)[0][t] if once.any() else self.home_P
+        behind = 1.0 - head.reads
+        whole = [x[t] for x in work.present(behind, distinct, 1.0 - head.once)]
+        self.whole_P, self.whole_N = whole[:2]
+        self.whole_payload = amounts.payload_of(t, 1.0, behind[t], *whole[1:])
         if lower and self.uneven:
             # All ranges together have at least the bags of the whole table.
-            whole = (amounts.bags[t] / rows, amounts.ids[t] / rows, amounts.lengths[t] / rows)
             self.home_P, self.home_N, home_lengths = (
-                np.where(work.ordered[t], least, known)
+                np.where(work.ordered[t], least / rows, known)
                 for least, known in zip(whole, (self.home_P, self.home_N, home_lengths), strict=True)
             )
-        fewer = work.present(self.q * (1.0 - ROW_CHANGE))[0][t]
+            self.home_items = np.where(work.ordered[t], work.present(behind)[0][t] / rows, self.home_items)
+        shorter = 1.0 - ROW_CHANGE
+        fewer = work.present(ranges.reads * shorter, distinct, ranges.once * shorter)[0][t]
         self.kept = np.clip(1.0 - (1.0 - fewer / np.maximum(self.P, 1e-300)) / ROW_CHANGE, 0.0, 1.0)
-        self.payload = amounts.payload_of(t, self.share, self.N, lengths)
-        self.home_payload = amounts.payload_of(t, self.share, self.home_N, home_lengths)
-        self.distinct = model.all_distinct[t] * self.share
-        self.sums = sums_inside_hosts(model, on, self.parts, even, t, lower=lower)
+        self.payload = amounts.payload_of(t, self.share, ranges.reads[t], self.N, lengths)
+        self.home_payload = amounts.payload_of(t, self.share, even[t], self.home_N, home_lengths)
+        alone = float(option.holders == 1)
+        self.more_P, self.more_N = alone * (amounts.bags[t] - self.P), alone * (amounts.ids[t] - self.N)
+        self.more_payload = alone * (amounts.payload[t] - self.payload)
+        self.distinct = model.all_distinct[t] * ranges.distinct[t]
+        self.sums = sums_inside_hosts(model, on, self.parts, even, t, distinct, lower=lower)
         self.merge, self.direct = self.sums.merge, 1.0 - self.sums.merge
         self.sent, self.home_sums = self.sums.sent, self.sums.home
+        # Rows of repeated ids are written to all their bags.
+        self.written = self.sums
+        if once.any():
+            self.written = sums_inside_hosts(model, on, self.parts, even, t, np.full(len(once), -1.0), lower=lower)
         if lower and self.uneven:
             # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
             self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
-            self.home_sums = np.where(work.ordered[t], amounts.bags[t], self.home_sums)
+            self.home_sums = np.where(work.ordered[t], self.whole_P, self.home_sums)
+            least = np.where(work.ordered[t], work.present(behind)[0][t], self.written.home)
+            self.written = self.written._replace(home=least)
 
-    def _largest_range(self) -> tuple[Floats, Floats]:
-        """Return [T] the share of the traffic and of the rows in the range with most of it; in a bound, least.
+    def _sent_once(self) -> Bools:
+        """Return [F] features whose ids homes send once each; owners aside, of a whole table.
+
+        If owners and other homes decide differently, all count as the others, and in a bound as those that send less.
+        """
+        amounts, holders = self.amounts, self.option.holders
+        own = amounts.sent_once((1.0 - self.option.head) * (1.0 - 1.0 / holders))
+        if holders == amounts.ranks:
+            return own
+        others = amounts.sent_once(1.0)
+        return own | others if amounts.lower else others
+
+    def _head(self, distinct: Floats) -> Head:
+        """Return the head of each table, and a home's batch in it."""
+        amounts, t = self.amounts, self.t
+        work, model, none = amounts.work, amounts.model, np.zeros(len(amounts.work.names))
+        rows = none.astype(np.int64)
+        if not self.option.head:
+            nothing = np.zeros(len(t))
+            return Head(rows, none, none, none, nothing, nothing, nothing, nothing)
+        rows[t] = head_rows(work.rows[t], self.option.head)
+        every = np.arange(len(rows))
+        reads = np.where(rows > 0, work.share(every, 0, rows), 0.0)
+        once = distinct_below(model, every, rows[:, None], self.once)[:, 0]
+        seen = model.seen(amounts.ranks)
+        part = seen.between(every, 0, rows) / np.maximum(seen.whole, 1e-300)
+        P, N, lengths = (x[t] for x in work.present(reads, distinct, once))
+        payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
+        return Head(rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
+
+    def _largest_range(self) -> Ranges:
+        """Return the shares of the range with most of them; in a bound, least.
 
         The ranges of tables with ordered ids are uneven (`row_cuts`); those of other tables are even.
         """
-        work, even = self.amounts.work, self.even
+        amounts, even = self.amounts, self.even
+        work, model = amounts.work, amounts.model
+        missed = model.missed * even if self.option.cached else even
         cut = np.flatnonzero(work.ordered) if self.rows > 1 else np.zeros(0, np.int64)
         if not len(cut):
-            return even, even
-        q, row_share = even.copy(), even.copy()
-        cuts = row_cuts(work, cut, self.rows)
-        some = np.min if self.amounts.lower else np.max
-        q[cut] = some(work.share(cut[:, None], cuts[:, :-1], cuts[:, 1:]), axis=1)
-        row_share[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
-        return q, row_share
+            return Ranges(even, even, even, even, missed)
+        found = Ranges(*(x.copy() for x in (even, even, even, even, missed)))
+        cuts = row_cuts(model, cut, self.rows, self.option.head)
+        some = np.min if amounts.lower else np.max
+        table = cut[:, None]
+        every = np.maximum(model.all_distinct[table], 1e-300)
+        found.reads[cut] = some(np.diff(work.share(table, 0, cuts), axis=1), axis=1)
+        found.rows[cut] = some(np.diff(cuts, axis=1) / work.rows[cut][:, None], axis=1)
+        found.distinct[cut] = some(np.diff(model.seen(amounts.ranks).between(table, 0, cuts), axis=1) / every, axis=1)
+        if self.once.any():
+            found.once[cut] = some(np.diff(distinct_below(model, cut, cuts, self.once), axis=1), axis=1)
+        if self.option.cached:
+            low, high = cuts[:, :-1].reshape(-1), cuts[:, 1:].reshape(-1)
+            moved = model.missed_in(np.repeat(cut, self.rows), low, high)
+            found.missed[cut] = some(moved.reshape(len(cut), self.rows), axis=1)
+        return found
 
     def add_exchanges(self) -> None:
         """Add ids, rows and gradients on links inside hosts and on the network, on both sides."""
@@ -120,7 +204,8 @@ class PieceAmounts:
         if amounts.hosts == 1:  # no byte leaves the host
             return
         crossing = self.direct * self.P + self.merge * self.sent
-        positions = work.positions(self.even, np.minimum(self.even * sums.apart, 1.0))[t]
+        distinct = amounts.distinct_if(self.once)
+        positions = work.positions(self.even, np.minimum(self.even * sums.apart, 1.0), distinct)[t]
         places = 4.0 * self.merge * positions
         if amounts.lower:
             places = np.where(work.ordered[t], 0.0, places)
@@ -143,13 +228,13 @@ class PieceAmounts:
         amounts, o, t, ranks = self.amounts, self.o, self.t, self.ranks
         model, rates = amounts.model, amounts.model.rates
         far = model.lookup_far(t, self.distinct)
-        lookup = rates.lookup(ranks * self.N, far, ranks * self.P, self.width, self.element)
+        lookup = rates.lookup(ranks * self.N + self.more_N, far, ranks * self.P + self.more_P, self.width, self.element)
         if self.option.cached:
-            lookup = lookup + model.fetched(t, self.share, self.width)
+            lookup = lookup + model.fetched(t, self.ranges.missed[t], self.width)
         per_part = model.speeds.part * ranks * amounts.features[t]
         amounts.put(amounts.cost, o, t, "ids", per_part)
         amounts.put(amounts.fixed, o, t, "ids", per_part)
-        amounts.put(amounts.cost, o, t, "lookup", lookup + rates.copied(ranks * self.payload))
+        amounts.put(amounts.cost, o, t, "lookup", lookup + rates.copied(ranks * self.payload + self.more_payload))
         bags = rates.at("lookup_bag", self.width)
         amounts.put(amounts.fixed, o, t, "lookup", self.kept * ranks * self.P * bags)
 
@@ -171,11 +256,13 @@ class PieceAmounts:
         rates, speeds = amounts.model.rates, amounts.model.speeds
         routed = self.columns * amounts.ids[t] * speeds.route + rates.copied(2.0 * parts * self.home_payload)
         amounts.put(amounts.home, o, t, "ids", routed + speeds.part * parts * amounts.features[t])
+        amounts.put(amounts.cost, o, t, "ids", rates.copied(2.0 * self.more_payload))
         placed = rates.at("place", self.width) + rates.at("pick", self.width)
-        rows = self.direct * parts * self.home_P + self.merge * self.home_sums
+        rows = self.direct * parts * self.home_items + self.merge * self.written.home
         amounts.put(amounts.home, o, t, "gradients", rows * placed)
         if self.on > 1:  # on the host of the pieces, rows of the members arrive one by one
-            rows = self.merge * np.maximum(self.sums.apart * self.P - self.sums.union, 0.0)
+            items = amounts.work.present(self.ranges.reads)[0][t]
+            rows = self.merge * np.maximum(self.sums.apart * items - self.written.union, 0.0)
             amounts.put(amounts.cost, o, t, "gradients", rows * placed)
 
     def add_update(self) -> None:
@@ -184,7 +271,7 @@ class PieceAmounts:
         model, work, rates = amounts.model, amounts.work, amounts.model.rates
         state = work.cell_state[t] * work.attached[t]
         update = rates.update(
-            ranks * work.ids[t] * self.q[t], ranks * self.P, self.distinct, model.update_far(self.distinct),
+            ranks * self.N + self.more_N, ranks * self.P + self.more_P, self.distinct, model.update_far(self.distinct),
             self.width, self.element, state, work.row_state[t],
         )  # fmt: skip
         rows = 3.0 * self.share * work.rows[t]
@@ -227,24 +314,29 @@ class PieceAmounts:
         # The first range is the longest one, the last the shortest.
         fair = np.maximum(self.share * work.rows[t], 1e-300)
         last = np.maximum(work.rows[t] - (self.rows - 1.0) * np.ceil(fair), 0.0)
-        held = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
-        weights = model.weights(t, held, width)
+        length = fair if self.uneven else np.ceil(fair) if amounts.rounded_up else last
+        weights = model.weights(t, length, width)
         # Present bags are a concave function of the rows: a longer range has at most proportionally more of them.
-        part = held / fair
+        part = length / fair
         buffers = part * ranks * (self.payload * copies + self.P * width * work.wide + self.N * KEY_BYTES)
+        # The owner of a whole table also has a larger batch of its own.
+        more = self.more_payload * copies + self.more_P * width * work.wide
+        buffers = buffers + 2.0 * more + self.more_N * KEY_BYTES
         # Bytes of a home beyond those for a whole table.
-        beyond = np.maximum(self.parts * self.home_P * width - amounts.bags[t] * work.dim[t], 0.0) * work.wide
-        beyond = beyond + np.maximum(self.parts * self.home_payload - amounts.payload[t], 0.0) * copies
+        held = self.parts * self.home_P * width + self.head.P * work.dim[t]
+        beyond = np.maximum(held - amounts.least_bags[t] * work.dim[t], 0.0) * work.wide
+        sent = self.parts * self.home_payload + self.head.payload
+        beyond = beyond + np.maximum(sent - amounts.least_payload[t], 0.0) * copies
         if cached:
             amounts.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
-            weights = model.lines(t, held, width)
+            weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
         amounts.divisible[t, o] = (self.option.way is Way.ROWS and self.rows > 1) & ~work.ordered[t]
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
-        buffers = amounts.payload[t] * copies + amounts.bags[t] * width * work.wide
-        buffers = ranks * (buffers + amounts.ids[t] * KEY_BYTES)
-        every = work.rows[t].astype(np.float64)
+        buffers = self.whole_payload * copies + self.whole_P * width * work.wide
+        buffers = ranks * (buffers + self.whole_N * KEY_BYTES)
+        every = (work.rows - self.head.rows)[t].astype(np.float64)
         weights = model.weights(t, every, width)
         if cached:
             amounts.least_memory[t, o, HOST] += np.floor(weights / self.rows).astype(np.int64)

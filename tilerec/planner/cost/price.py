@@ -24,6 +24,7 @@ from tilerec.planner.cost.model import (
     NETWORK_STAGES,
     STAGE_OF_NETWORK,
     STAGES,
+    Copied,
     Model,
     Replicas,
 )
@@ -110,7 +111,7 @@ class _Pricing:
         self._pieces()
         self._homes()
         self._proxies()
-        self._replicas(tilings)
+        self._replicas()
         self._row_sums(tilings)
 
     def result(self) -> Price:
@@ -150,28 +151,25 @@ class _Pricing:
     def _lookups(self) -> None:
         """Add the lookups of owners, as if all rows were in the processor's cache, and their buffers."""
         travel, model = self.travel, self.model
-        p, layout = travel.e_part, travel.layout
-        homes = travel.e_near + travel.e_far + travel.e_own
+        p, layout, homes = travel.e_part, travel.layout, travel.e_homes
+        ids, bags = travel.of_homes(travel.N, travel.more_N), travel.of_homes(travel.P, travel.more_P)
         element = self.work.element[travel.table[p]]
         seconds = np.zeros(len(p))
         for u in range(int(travel.units.max()) if len(travel.units) else 0):
             width = np.array([part.units[u].width if len(part.units) > u else 0 for part in layout.parts])[p]
-            own = self.rates.lookup(homes * travel.N[p], 0.0, homes * travel.P[p], width, element)
+            own = self.rates.lookup(ids, 0.0, bags, width, element)
             seconds = seconds + np.where(width > 0, own, 0.0)
-        received = homes * travel.payload[p]
+        received = travel.of_homes(travel.payload, travel.more_payload)
         np.add.at(self.parts["lookup"], travel.e_owner, seconds + self.rates.copied(received))
         np.add.at(self.parts["overhead"], travel.e_owner, model.speeds.part * homes)
-        buffers = homes * (travel.P[p] * travel.width[p] * self.work.wide + travel.N[p] * KEY_BYTES)
+        buffers = bags * travel.width[p] * self.work.wide + ids * KEY_BYTES
         np.add.at(self.memory, travel.e_owner, received * (1 + model.depth) + buffers)
 
     def _pieces(self) -> None:
         """Add rows read from memory, updates and weights of each piece; the features of a table share its rows."""
         travel, work, model, rates = self.travel, self.work, self.model, self.rates
         parts = travel.layout.parts
-        bags: defaultdict[tuple[int, int, int, tuple[int, ...]], float] = defaultdict(float)
         marks = [(int(t), p.r0, p.r1, p.owners) for t, p in zip(travel.table, parts, strict=True)]
-        for mark, count in zip(marks, travel.P.tolist(), strict=True):
-            bags[mark] += count
         # Parts exist for each feature; a piece counts once, with the first feature of its table.
         first = {int(t): int(s) for s, t in reversed(list(enumerate(work.table.tolist())))}
         own = np.array([first[mark[0]] == part.slot for mark, part in zip(marks, parts, strict=True)], np.bool_)
@@ -184,25 +182,28 @@ class _Pricing:
         before = np.cumsum(travel.units) - travel.units
         widths = np.array([unit.width for part in parts for unit in part.units], np.float64)
         width = widths[before[part] + nth]
-        table, share, q = travel.table[part], travel.row_share[part], travel.q[part]
-        reads = (travel.e_near + travel.e_far + travel.e_own)[lines]
-        present = np.array([bags[mark] for mark in marks])[part]
+        table, share = travel.table[part], travel.row_share[part]
+        r0, r1 = (np.array([mark[i] for mark in marks], np.int64)[part] for i in (1, 2))
+        reads = travel.e_homes[lines]
+        ids, present = (count[lines] for count in self._of_features(marks))
         copies = np.array([len(part.owners) for part in parts])[part]
         element = work.element[table]
         read = np.zeros(len(lines))
         for count in sorted(set(reads.tolist())):
             if count:
-                read = np.where(reads == count, work.distinct(int(count))[table] * share, read)
+                own = reads == count
+                read[own] = model.seen(count).between(table[own], r0[own], r1[own])
         row = width * element / 4.0
         dearer = np.maximum(rates.at("lookup_far", row) - rates.at("lookup_near", row), 0.0)
         np.add.at(self.parts["lookup"], owner, model.lookup_far(table, read) * dearer)
         cached = work.cached[table]
         if cached.any():
-            np.add.at(self.parts["lookup"], owner, np.where(cached, model.fetched(table, share, width), 0.0))
+            moved = np.where(cached, model.fetched(table, model.missed_in(table, r0, r1), width), 0.0)
+            np.add.at(self.parts["lookup"], owner, moved)
         # Copies are updated with the gradients of all ranks: see `_replicas`.
-        distinct = model.all_distinct[table] * share
+        distinct = model.seen(self.ranks).between(table, r0, r1)
         update = rates.update(
-            work.ids[table] * q * reads, present * reads, distinct, model.update_far(distinct), width, element,
+            ids, present, distinct, model.update_far(distinct), width, element,
             work.cell_state[table] * work.attached[table], work.row_state[table],
         )  # fmt: skip
         rows = np.rint(share * work.rows[table])  # whole rows, since cache lines come in sets
@@ -210,7 +211,25 @@ class _Pricing:
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
         weights = model.weights(table, rows, width)
         np.add.at(self.in_host, owner, np.where(cached, weights, 0.0))
-        np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width), weights))
+        np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width, distinct), weights))
+
+    def _of_features(self, marks: list[tuple[int, int, int, tuple[int, ...]]]) -> tuple[Floats, Floats]:
+        """Return [entries] ids and bags that an owner reads from a piece, with all features at the first one's entry.
+
+        Args:
+            marks: [K] equal for the parts of one piece.
+        """
+        travel = self.travel
+        first: dict[tuple[int, int, int, tuple[int, ...]], int] = {}
+        begin = np.searchsorted(travel.e_part, np.arange(len(marks)))
+        of_piece = begin[np.array([first.setdefault(mark, p) for p, mark in enumerate(marks)], np.int64)]
+        entry = np.arange(len(travel.e_part))
+        to = of_piece[travel.e_part] + entry - begin[travel.e_part]
+        ids, bags = (
+            np.bincount(to, travel.of_homes(usual, more), len(entry)).astype(np.float64)
+            for usual, more in ((travel.N, travel.more_N), (travel.P, travel.more_P))
+        )
+        return ids, bags
 
     # ---------------------------------------------------------------------------------------------- homes
 
@@ -219,18 +238,24 @@ class _Pricing:
         travel, work, rates, model = self.travel, self.work, self.rates, self.model
         routes = np.bincount([route.slot for route in travel.layout.routes], minlength=len(work.bags))
         ids = float(sum((work.bags * work.ids_per_bag * routes).tolist()))
-        payload = float(sum(travel.payload.tolist()))
+        payload = np.full(self.ranks, float(sum(travel.payload.tolist())))
+        held = np.full(self.ranks, float(sum((travel.P * travel.width).tolist())))
+        other = travel.unusual
+        np.add.at(payload, other.home, travel.more_payload[other.part])
+        np.add.at(held, other.home, (travel.more_P * travel.width)[other.part])
         self.parts["route"] += ids * model.speeds.route + rates.copied(2.0 * payload)
         bookkeeping = model.speeds.part * len(travel.layout.parts) + model.speeds.step * work.collections
         self.parts["overhead"] += bookkeeping
-        rows = np.where(travel.merged, 0.0, travel.P)
+        rows = np.where(travel.merged, 0.0, travel.items)
         for name, rate in (("combine", "place"), ("gather", "pick")):
             self.parts[name] += float(sum((rows * rates.at(rate, travel.width)).tolist()))
         output = float(sum((work.per_table(work.bags) * work.dim * work.wide).tolist()))
-        if np.any(travel.row_share < 1.0) or np.any(work.ids_per_bag < 1.0):
-            # Some bags may have no row, so the output is set to zeros first.
-            self.parts["combine"] += rates.copied(0.5 * output)
-        self.memory += 2.0 * output + float(sum((travel.P * travel.width).tolist())) * work.wide
+        # Some bags may have no row, so the output is set to zeros first.
+        partial, every = travel.row_share < 1.0, bool(np.any(work.ids_per_bag < 1.0))
+        filled = np.full(self.ranks, every or bool(np.any(partial & ~travel.once)))
+        filled[other.home[partial[other.part] & travel.once[other.part]]] = True
+        self.parts["combine"] += np.where(filled, rates.copied(0.5 * output), 0.0)
+        self.memory += 2.0 * output + held * work.wide
         self.memory += payload * (1 + model.depth)
 
     def _proxies(self) -> None:
@@ -238,7 +263,7 @@ class _Pricing:
         travel, rates = self.travel, self.rates
         if not travel.proxied:
             return
-        own = np.where(travel.merged, travel.P, 0.0)
+        own = np.where(travel.merged, travel.items, 0.0)
         on_host = travel.host[travel.first_owner]
         hosts = int(travel.host.max()) + 1
         turns = (("combine", "rows in host", "place"), ("gather", "gradients in host", "pick"))
@@ -248,58 +273,60 @@ class _Pricing:
             for group in travel.proxied:
                 seconds = float(rates.at(rate, group.width))
                 self.parts[at_proxy] += group.turns * group.members * seconds
-                self.parts[at_home] += np.where(group.homes, group.union * seconds, 0.0)
+                self.parts[at_home] += np.where(group.homes, group.written * seconds, 0.0)
 
     # ---------------------------------------------------------------------------------------------- peers
 
-    def _replicas(self, tilings: Sequence[Tiling]) -> None:
+    def _replicas(self) -> None:
         """Add the exchange of gradients between the copies of a tile, and their updates."""
-        which = [t for t, tiling in enumerate(tilings) if tiling.replicated]
-        if not which:
+        travel = self.travel
+        tiles = [(t, tile) for t, tile in travel.layout.rectangles if len(tile.owners) > 1]
+        if not tiles:
             return
-        copied = [(t, tile) for t in which for tile in tilings[t].tiles() if len(tile.owners) > 1]
-        owners = np.array([len(tile.owners) for _, tile in copied], np.int64)
-        replicas = self.model.replicas(np.array([t for t, _ in copied], np.int64), owners)
+        # Bags and ids of a mean home in each part.
+        of_parts = [
+            (np.bincount(travel.e_part, travel.of_homes(usual, more), len(usual)) / self.ranks).tolist()
+            for usual, more in ((travel.P, travel.more_P), (travel.N, travel.more_N))
+        ]
+        read: dict[tuple[int, int, int, tuple[int, ...]], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for t, part, bags, ids in zip(travel.table.tolist(), travel.layout.parts, *of_parts, strict=True):
+            if len(part.owners) > 1:
+                mark = (t, part.r0, part.r1, part.owners)
+                read[mark] = read[mark][0] + bags, read[mark][1] + ids
+        reads = np.array([read[t, tile.r0, tile.r1, tile.owners] for t, tile in tiles])
+        marks = np.array([(t, tile.r0, tile.r1, len(tile.owners)) for t, tile in tiles], np.int64).T
+        width = np.array([float(tile.c1 - tile.c0) for _, tile in tiles])
+        copied = Copied(marks[0], marks[1], marks[2], marks[3], width, reads[:, 0], reads[:, 1])
+        replicas = Replicas(self.model, copied)
         forms = replicas.form
-        updates = self._updates_of_copies(tilings, copied, replicas)
-        for i, ((t, tile), update) in enumerate(zip(copied, updates.tolist(), strict=True)):
-            self._copies(tilings[t], tile, replicas, i, update)
+        work, t = self.work, copied.table
+        updates = self.rates.update(
+            replicas.ids, replicas.bags, replicas.distinct, self.model.update_far(replicas.distinct), copied.width,
+            work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
+        )  # fmt: skip
+        for i, ((_, tile), update) in enumerate(zip(tiles, updates.tolist(), strict=True)):
+            self._copies(tile, replicas, i, update)
         in_shares = bool(np.any(forms == 4))
         self.calls += int(np.any(forms != 3)) + 2 * int(in_shares or np.any(forms < 2)) + 3 * int(in_shares)
         self.calls += int(in_shares or np.any(forms == 1)) + int(np.any((forms == 2) | (forms == 3)))
 
-    def _updates_of_copies(self, tilings: Sequence[Tiling], copied: list[tuple[int, Tile]], form: Replicas) -> Floats:
-        """Return the seconds of the update of each copied tile (table, tile)."""
-        work, model = self.work, self.model
-        t = np.array([t for t, _ in copied], np.int64)
-        width = np.array([float(tile.c1 - tile.c0) for _, tile in copied])
-        part = np.array([(tile.r1 - tile.r0) / tilings[t].rows for t, tile in copied])
-        distinct = model.all_distinct[t] * part
-        return self.rates.update(
-            form.ids * part, form.bags * part, distinct, model.update_far(distinct), width,
-            work.element[t], work.cell_state[t] * work.attached[t], work.row_state[t],
-        )  # fmt: skip
-
-    def _copies(self, tiling: Tiling, tile: Tile, form: Replicas, i: int, update: float) -> None:
+    def _copies(self, tile: Tile, form: Replicas, i: int, update: float) -> None:
         """Add the exchange and the updates of the copies of one tile, the i-th of `form`.
 
         Args:
             update: seconds of the update of one copy.
         """
         travel = self.travel
-        row_share = (tile.r1 - tile.r0) / tiling.rows
-        width = float(tile.c1 - tile.c0)
-        share = row_share * width / tiling.dim
         owners = np.array(tile.owners)
         others = len(owners) - 1.0
-        reduced = float(form.reduced[i]) * share
+        reduced = float(form.reduced[i])
         ring = 2.0 * reduced * others / (others + 1.0)
-        sent = float(form.sent[i]) * others * share + ring
+        sent = float(form.sent[i]) * others + ring
         near = np.bincount(travel.host[owners])[travel.host[owners]] - 1.0
         close = near / others
         near_bytes = sent * close
         link = self.rates.exchanged(near_bytes, near_bytes)
-        self.parts["replicas"][owners] += link + float(form.seconds[i]) * share
+        self.parts["replicas"][owners] += link + float(form.seconds[i])
         away = np.zeros(self.ranks)
         away[owners] = sent * (1.0 - close)
         self.network[NETWORK_STAGES[3]] += self._between_hosts(away, away)
@@ -308,11 +335,11 @@ class _Pricing:
         bytes_of = {
             "replica counts": 24.0,
             "replica rows": float(form.row_numbers[i]),
-            "replica ids": float(form.numbers[i]) * share,
-            "replica gradients": float(form.gradients[i]) * share,
+            "replica ids": float(form.numbers[i]),
+            "replica gradients": float(form.gradients[i]),
         }
         lines = {name: value * others for name, value in bytes_of.items()}
-        part = share * others / (others + 1.0)
+        part = others / (others + 1.0)
         if form.form[i] == 3:
             lines = {"dense gradients": ring}
         elif form.form[i] == 4:
@@ -340,7 +367,7 @@ class _Pricing:
             for tile in tiles:
                 holders[tile.r0, tile.r1].update(tile.owners)
             for tile in tiles:
-                distinct = float(model.all_distinct[t]) * (tile.r1 - tile.r0) / tiling.rows
+                distinct = float(model.seen(self.ranks).between(t, tile.r0, tile.r1))
                 copied = float(self.rates.copied(6.0 * distinct * (tile.c1 - tile.c0) * work.wide))
                 for owner in tile.owners:
                     others = np.array(sorted(holders[tile.r0, tile.r1].difference(tile.owners)), np.int64)

@@ -8,27 +8,27 @@ from functools import lru_cache
 import numpy as np
 
 from tilerec.planner.cost.cuts import row_cuts, sizes_of_shares
+from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Option, Way
-from tilerec.planner.cost.workload import Ints, TableWork, Workload
+from tilerec.planner.cost.workload import Ints, TableWork
 from tilerec.sharding.strategies import column_wise, grid, row_wise
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import ColumnBlock, Tiling
-from tilerec.spec.topology import Topology
 
 _PLAIN = Wire()
 
 
 def sharding_of(
-    workload: Workload, table: int, option: Option, places: Sequence[int], shares: Ints | None, topology: Topology,
-) -> ParameterSharding:  # fmt: skip
+    model: Model, table: int, option: Option, places: Sequence[int], shares: Ints | None
+) -> ParameterSharding:
     """Return the sharding of a table with an option and places.
 
     Args:
-        table: its index in the workload.
+        table: its index in the model's workload.
         places: ranks, or hosts, of the pieces; () for all ranks.
         shares: of an uneven split by rows, in units of 1 / SHARE.
     """
-    work = workload.tables[table]
+    work, topology = model.workload.tables[table], model.topology
     name, rows, dim = work.name, work.rows, work.dim
     kind, sizes = ShardingType, None
     ranks: tuple[int, ...]
@@ -52,10 +52,15 @@ def sharding_of(
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
     if option.way is Way.GRID:
         return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
+    if option.head:
+        edges = row_cuts(model, np.array([table]), len(ranks), option.head)[0].tolist()
+        owners = (ranks, *((rank,) for rank in ranks))
+        tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
+        return _made(kind.EXPLICIT, tiling, ranks, work)
     if shares is not None:
         sizes = sizes_of_shares(rows, np.asarray(shares))
     elif work.skew is not None and work.skew.ordered:
-        sizes = np.diff(row_cuts(workload, np.array([table]), len(ranks))[0]).tolist()
+        sizes = np.diff(row_cuts(model, np.array([table]), len(ranks))[0]).tolist()
     elif len(set(ranks)) < len(ranks):
         sizes = np.diff(np.arange(len(ranks) + 1) * rows // len(ranks)).tolist()
     if sizes is not None and 0 in sizes:

@@ -5,6 +5,7 @@ Nouns
   near     home and owner are on one host;  far: on two hosts
   entry    a pair (part of the layout, owner), with the number of homes that the owner reads for
   proxied  row parts on one host, whose rows a proxy adds there before they cross to homes on other hosts
+  once     a home sends each distinct id of a feature once; unusual: homes that decide otherwise than most of them
 
 All counts follow from the layout that the runtime compiles (sharding/layout.py). The names of predicted bytes are those
 that comms/traffic.py counts. Formulas: docs/planner-cost.md.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.once import sent_once
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.workload import Bools, Ints
 from tilerec.sharding.layout import SharedLayout, SlotRead, TableLayout, reader
@@ -33,23 +35,24 @@ class Proxied(NamedTuple):
     Args:
         homes: [R] True for homes on other hosts.
         turns: [R] number of homes for which each rank is the proxy.
-        width: columns. members: bags of all members. union: bags of their sum.
+        width: columns. members: bags of all members. written: bags of a home with a row of their sum.
     """
 
     homes: Bools
     turns: Floats
     width: float
     members: float
-    union: float
+    written: float
 
 
 class Travel:
     """Counts and bytes of a step.
 
     sent, received: by name of the traffic, [R] bytes. far, far_received: those of them that leave the host, or come
-    from another host. calls: number of collectives. By part, [K]: q, row_share, P, N, payload, width, units; merged:
-    its rows are proxied; single: it has one owner. By entry: e_part, e_owner, and e_near, e_far, e_own: homes read for
-    on the same host, on other hosts, and itself.
+    from another host. calls: number of collectives. By part, [K]: q, row_share, width, units; once; P, N, payload of a
+    usual home, and more_P, more_N, more_payload of an unusual one; items: bags, or ids of a sequence, to write at home;
+    merged: its rows are proxied; single: it has one owner. By entry: e_part, e_owner, e_homes, and e_near, e_far,
+    e_own: homes read for on the same host, on other hosts, and itself.
     """
 
     def __init__(self, tilings: Sequence[Tiling], model: Model) -> None:
@@ -86,19 +89,43 @@ class Travel:
         r1 = np.array([p.r1 for p in parts], np.int64)
         self.q = work.share(self.table, r0, r1)
         self.row_share = (r1 - r0) / work.rows[self.table]
-        length, bags = work.ids_per_bag[self.slot], work.bags[self.slot]
-        self.P = bags * (1.0 - missed(self.q, length))
-        self.N = bags * length * self.q
-        self.lengths = np.where(self.N - self.P > 0.5, self.P, 0.0)
         self.weighted = work.weighted[self.slot]
         self.id_bytes = 8.0 if np.any(r1 - r0 >= 1 << 31) else 4.0
-        self.payload = self.N * (self.id_bytes + work.wide * self.weighted) + 4.0 * self.lengths
-        self.e_part, self.e_owner, near, far, own = self._entries(layout)
-        self.e_near, self.e_far, self.e_own = (x.astype(np.float64) for x in (near, far, own))
-        self.single = np.array([len(p.owners) == 1 for p in parts], np.bool_)
-        self.first_owner = np.array([part.owners[0] for part in parts], np.int64)
         self.width = np.array([sum(u.width for u in p.units) for p in parts], np.float64)
         self.units = np.array([len(p.units) for p in parts], np.int64)
+        self.e_part, self.e_owner, near, far, own = self._entries(layout)
+        self.e_near, self.e_far, self.e_own = (x.astype(np.float64) for x in (near, far, own))
+        self.e_homes = self.e_near + self.e_far + self.e_own
+        length, bags = work.ids_per_bag[self.slot], work.bags[self.slot]
+        self.items = bags * (1.0 - missed(self.q, length))
+        each = self.items, bags * length * self.q
+        cells = (r1 - r0) * self.width
+        usual, self.unusual = sent_once(self.model, layout, self.e_part, self.e_owner, self.slot, cells)
+        if np.any(usual) or len(self.unusual.home):
+            distinct = self.model.seen_by_feature.between(self.slot, r0, r1)
+            self.once = usual[self.slot]
+            other = [np.where(self.once, own, distinct) for own in each]
+            each_or_once = [np.where(self.once, distinct, own) for own in each]
+        else:
+            self.once, other, each_or_once = np.zeros(len(parts), np.bool_), list(each), list(each)
+        self.P, self.N = each_or_once
+        self.lengths, self.payload = self._payload(self.P, self.N)
+        # What homes that decide otherwise add to the counts of a part.
+        self.more_P, self.more_N = other[0] - self.P, other[1] - self.N
+        self.more_payload = self._payload(*other)[1] - self.payload
+        self.single = np.array([len(p.owners) == 1 for p in parts], np.bool_)
+        self.first_owner = np.array([part.owners[0] for part in parts], np.int64)
+
+    def _payload(self, P: Floats, N: Floats) -> tuple[Floats, Floats]:
+        """Return [K] lengths to send, and bytes of ids, weights and lengths."""
+        lengths = np.where(N - P > 0.5, P, 0.0)
+        return lengths, N * (self.id_bytes + self.work.wide * self.weighted) + 4.0 * lengths
+
+    def of_homes(self, usual: Floats, more: Floats) -> Floats:
+        """Return [entries] the sums over the homes that an owner reads for, of a count [K] of each home."""
+        found: Floats = self.e_homes * usual[self.e_part]
+        np.add.at(found, self.unusual.entry, more[self.unusual.part])
+        return found
 
     def _entries(self, layout: SharedLayout) -> tuple[Ints, ...]:
         """Return, by entry: part, owner, and the number of near, far and own homes that the owner reads for."""
@@ -143,14 +170,38 @@ class Travel:
         """Return the [R] bytes of a name, to add to; zeros at first."""
         return lines.setdefault(name, np.zeros(self.ranks))
 
-    def _to_owners(self, name: str, count: Floats) -> None:
-        """Add the bytes that homes send to the owners of each part: `count` [K], except to themselves."""
-        sent, far = self._home_side(np.ones(len(count), np.bool_), count)
-        self.line(self.sent, name)[:] += sent
-        self.line(self.far, name)[:] += far
-        each = count[self.e_part]
-        np.add.at(self.line(self.received, name), self.e_owner, (self.e_near + self.e_far) * each)
-        np.add.at(self.line(self.far_received, name), self.e_owner, self.e_far * each)
+    def _to_owners(self, name: str, count: Floats, more: Floats | None = None) -> None:
+        """Add the bytes that homes send to the owners of each part, except to themselves.
+
+        Args:
+            count: [K] of each home. more: [K] what homes that decide otherwise send besides.
+        """
+        owner, away, home, home_away = self._ends(count, more, np.zeros(len(count), np.bool_))
+        ends = (self.sent, self.far, self.received, self.far_received)
+        for lines, value in zip(ends, (home, home_away, owner, away), strict=True):
+            self.line(lines, name)[:] += value
+
+    def _ends(self, count: Floats, more: Floats | None, proxied: Bools) -> tuple[Floats, ...]:
+        """Return [R] bytes of owners and of homes, each in all and with other hosts; arguments as of `_to_owners`.
+
+        Args:
+            proxied: [K] parts that exchange nothing with homes on other hosts.
+        """
+        each, far = count[self.e_part], np.where(proxied[self.e_part], 0.0, self.e_far)
+        owner: Floats = np.bincount(self.e_owner, (self.e_near + far) * each, self.ranks).astype(np.float64)
+        away: Floats = np.bincount(self.e_owner, far * each, self.ranks).astype(np.float64)
+        home, home_away = self._home_side(~proxied, count)
+        near, near_away = self._home_side(proxied, count)
+        home = home + near - near_away
+        other = self.unusual
+        if more is not None and len(other.home):
+            abroad = self.host[other.owner] != self.host[other.home]
+            travels = (other.owner != other.home) & ~(abroad & proxied[other.part])
+            for own, theirs, those in ((owner, home, travels), (away, home_away, travels & abroad)):
+                value = np.where(those, more[other.part], 0.0)
+                np.add.at(own, other.owner, value)
+                np.add.at(theirs, other.home, value)
+        return owner, away, home, home_away
 
     def _home_side(self, mask: Any, count: Floats) -> tuple[Floats, Floats]:
         """Return [R] bytes between a home and other ranks, and other hosts: `count` for each part in `mask`."""
@@ -159,8 +210,8 @@ class Travel:
         weights = np.where(single, count, 0.0)
         by_owner: Floats = np.bincount(owner, weights, self.ranks).astype(np.float64)
         by_host: Floats = np.bincount(self.host[owner], weights, int(self.host.max()) + 1).astype(np.float64)
-        total = float(sum(by_owner.tolist()))
-        others, away = total - by_owner, total - by_host[self.host]
+        others = float(sum(by_owner.tolist())) - by_owner
+        away = (float(sum(by_host.tolist())) - by_host)[self.host]
         for p in np.flatnonzero(mask & ~self.single).tolist():
             owners = self.layout.parts[p].owners
             if len(owners) == self.ranks:
@@ -180,17 +231,10 @@ class Travel:
         if self.layout.alone:
             return
         self.calls += 3
-        self._to_owners("ids", self.payload)
+        self._to_owners("ids", self.payload, self.more_payload)
         for name, backward in (("rows", False), ("gradients", True)):
-            bytes_p = self._row_bytes(backward=backward) * self.P
-            far = np.where(self.merged[self.e_part], 0.0, self.e_far)
-            owner = np.zeros(self.ranks)
-            away = np.zeros(self.ranks)
-            np.add.at(owner, self.e_owner, (self.e_near + far) * bytes_p[self.e_part])
-            np.add.at(away, self.e_owner, far * bytes_p[self.e_part])
-            home, home_away = self._home_side(~self.merged, bytes_p)
-            near, near_away = self._home_side(self.merged, bytes_p)
-            home = home + near - near_away
+            row = self._row_bytes(backward=backward)
+            owner, away, home, home_away = self._ends(row * self.P, row * self.more_P, self.merged)
             ends = (self.sent, self.far, self.received, self.far_received)
             own = (owner, away, home, home_away) if not backward else (home, home_away, owner, away)
             for lines, value in zip(ends, own, strict=True):
@@ -218,7 +262,9 @@ class Travel:
             members = list(parts)
             slot = self.layout.parts[members[0]].slot
             q = min(1.0, float(sum(self.q[members].tolist())))
-            union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
+            written = union = float(self.work.bags[slot] * (1.0 - missed(q, self.work.ids_per_bag[slot])))
+            if self.once[members[0]]:
+                union = float(sum(self.P[members].tolist()))
             forward, backward = (float(row[members[0]]) * union for row in row_bytes)
             owners = sorted({self.layout.parts[p].owners[0] for p in members})
             homes = self.host != host
@@ -251,4 +297,4 @@ class Travel:
                         lines[names[1]][0][proxy] += size * count[proxy]
                         lines[names[1]][1][o] += size * count[proxy]
             bags = float(sum(self.P[members].tolist()))
-            self.proxied.append(Proxied(homes, count, float(width), bags, union))
+            self.proxied.append(Proxied(homes, count, float(width), bags, written))

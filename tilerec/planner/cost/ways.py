@@ -6,6 +6,7 @@ Nouns
   pieces  column blocks, ranges of rows on single ranks, or hosts of a grid
   width   number of ranks that hold each piece: 1, those of a host, or all
   cached  rows and their state are in host memory, behind a cache on the device
+  head    the first rows of a table, which are read most, on every rank; ranges of the other rows over all ranks
   limits  the restrictions for one table
 """
 
@@ -25,6 +26,8 @@ ALL_ROW_SPLITS_RANKS = 16
 """Largest number of ranks for which every number of row ranges is tried; above it 2, 3, 4, 6, and powers of two."""
 GRIDS = (2, 3, 4, 6, 8, 16)
 """Numbers of hosts of a grid that are tried."""
+HEADS = (0.0005, 0.002, 0.01, 0.05)
+"""Sizes of heads that are tried, as a part of the rows of a table whose ids are numbered by frequency."""
 MIN_PARTITION = 32
 """Default of the fewest columns of a column tile."""
 
@@ -40,16 +43,23 @@ class Way(Enum):
 
 
 class Option(NamedTuple):
-    """A way to cut a table. way: its kind. pieces, width, cached: as above."""
+    """A way to cut a table. way: its kind. pieces, width, cached: as above. head: part of the rows; 0: none."""
 
     way: Way
     pieces: int
     width: int
     cached: bool = False
+    head: float = 0.0
+
+    @property
+    def holders(self) -> int:
+        """Number of ranks that hold a part of the table, if pieces are on distinct ranks."""
+        return self.pieces * self.width
 
     def __str__(self) -> str:
         over = {1: ""}.get(self.width, f" over {self.width} ranks")
         behind = ", cached" if self.cached else ""
+        behind += f", {self.head:.2%} of rows on each" if self.head else ""
         return self.way.value + (f" x {self.pieces}" if self.pieces > 1 else "") + over + behind
 
 
@@ -73,17 +83,22 @@ class Limits:
 
 
 def enumerate_options(
-    topology: Topology, dims: Sequence[int], cached: bool = False, row_splits: Sequence[int] = ()
-) -> tuple[Option, ...]:
+    topology: Topology, dims: Sequence[int], cached: bool = False, row_splits: Sequence[int] = (),
+    heads: bool = False,
+) -> tuple[Option, ...]:  # fmt: skip
     """Return the options on a topology for tables of these dims; an instance has one column for each.
 
     Args:
         cached: add each option, except copies, a second time with rows behind a cache.
         row_splits: further numbers of row ranges, for tables that are limited to so many ranks.
+        heads: add options with heads.
     """
     plain = _ways_to_cut(topology, dims, row_splits)
     behind = [option._replace(cached=True) for option in plain if option.way is not Way.COPIES]
-    return plain + tuple(behind) if cached else plain
+    ranks = topology.world_size
+    sizes = HEADS if heads and ranks > 1 else ()
+    with_head = tuple(Option(Way.ROWS, 1, ranks, head=size) for size in sizes)
+    return plain + tuple(behind if cached else ()) + with_head
 
 
 def row_splits_below(ranks: int) -> list[int]:
@@ -123,7 +138,9 @@ def is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int)
         ranks, hosts: their numbers in the topology.
     """
     kind = ShardingType
-    if option.way is Way.ROWS and option.width == ranks and hosts == 1:
+    if option.head:
+        own = {kind.EXPLICIT}
+    elif option.way is Way.ROWS and option.width == ranks and hosts == 1:
         # With one host, rows over all ranks have three sharding types.
         own = {kind.ROW_WISE, kind.TABLE_ROW_WISE, kind.GRID_SHARD}
     elif option.way is Way.ROWS:

@@ -13,7 +13,6 @@ Legend: T tables, F features (reads).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +23,8 @@ import numpy.typing as npt
 
 from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
+from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Seen, curve_problem
+from tilerec.planner.cost.portable import Floats, missed
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType, data_type_to_dtype
@@ -52,17 +52,31 @@ class Skew:
         exponent: s of Zipf's law: the share of the k-th most frequent id is proportional to k ** -s; 0: uniform.
         ordered: ids are numbered by frequency, the most frequent first, so even ranges of rows have uneven traffic.
             If False, frequent ids are anywhere (hashed ids).
+        curve: measured points (k, share of the reads of the k most frequent ids), k ascending; the other ids follow
+            Zipf's law. (): all do.
     """
 
     distinct: int
     exponent: float = 0.0
     ordered: bool = False
+    curve: Curve = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.distinct, bool) or not isinstance(self.distinct, int) or self.distinct < 1:
             raise ConfigError(f"Skew: distinct is {self.distinct!r}; it must be a whole number from 1.")
         if not isinstance(self.exponent, (int, float)) or not 0 <= self.exponent <= MOST_EXPONENT:
             raise ConfigError(f"Skew: exponent is {self.exponent!r}; it must be a number from 0 to {MOST_EXPONENT}.")
+        try:
+            curve = tuple((int(k), float(share)) for k, share in self.curve)
+        except (TypeError, ValueError):
+            curve = ((0, 0.0),)
+        wrong = curve_problem(curve, self.distinct)
+        if wrong is not None:
+            raise ConfigError(
+                f"Skew: got the curve {list(self.curve)[:3]!r:.200} ...; expected {wrong}. Measure again with "
+                "`tilerec stats`."
+            )
+        object.__setattr__(self, "curve", curve)
 
 
 @dataclass(frozen=True)
@@ -154,7 +168,7 @@ class Workload:
     - [T] int64: rows, dim; element: bytes of a cell; cell_state, row_state: bytes of optimizer state, or of a dense
       gradient, per cell and per row; sums: numbers per row that column blocks exchange; talks: rounds of that exchange.
     - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
-    - [F]: table of each feature; its bags, ids_per_bag and weighted.
+    - [F]: table of each feature; its bags, ids_per_bag and weighted; single_ids: its bags have at most one id.
     - [T]: fan_in, attached, cached, load_factor; ids: of one rank's batch; ordered: see `Skew`.
     - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
     """
@@ -191,6 +205,12 @@ class Workload:
         self.bags = np.array([r.bags * (r.ids_per_bag if e else 1.0) for _, e, r in reads], np.float64)
         self.ids_per_bag = np.array([1.0 if e else r.ids_per_bag for _, e, r in reads], np.float64)
         self.weighted = np.array([r.weighted and not e for _, e, r in reads], np.bool_)
+        # Repeated ids of such a feature may travel once (sharding/distinct_ids.py); 1, 0 or -1 for `Wire.distinct`.
+        self.single_ids = ~self.weighted & (self.ids_per_bag <= 1.0)
+        self.forced = np.array(
+            [{True: 1, False: 0}.get(self.tables[i].wire.distinct, -1) for i, _, _ in reads],  # type: ignore[arg-type]
+            np.int64,
+        )
         # Sums over features are taken in a fixed order: first the first features of all tables, then the second …
         first = np.searchsorted(self.table, np.arange(len(self.tables)))
         place = np.arange(len(reads)) - first[self.table] if reads else np.zeros(0, np.int64)
@@ -211,73 +231,91 @@ class Workload:
             total[self.table[features]] += per_feature[features]
         return total
 
-    def present(self, share: Any) -> tuple[Floats, Floats, Floats]:
+    def present(self, share: Any, distinct: Floats | None = None, part: Any = 1.0) -> tuple[Floats, Floats, Floats]:
         """Return [T] counts of a home's batch for a range with a `share` [T] of the traffic.
 
         The counts are bags with an id in the range, ids in it, and lengths to send. Lengths are sent unless each bag
         has one id.
+
+        Args:
+            distinct: [F] distinct ids of features whose ids travel once each; -1 for other features.
+            part: [T] share of the range in these.
         """
         share = np.broadcast_to(np.asarray(share, np.float64), (len(self.tables),))[self.table]
         bags = self.bags * (1.0 - missed(share, self.ids_per_bag))
         ids = self.bags * self.ids_per_bag * share
+        if distinct is not None:
+            part = np.broadcast_to(np.asarray(part, np.float64), (len(self.tables),))[self.table]
+            bags, ids = (np.where(distinct >= 0.0, distinct * part, own) for own in (bags, ids))
         lengths = np.where(ids - bags > 0.5, bags, 0.0)
         return self.per_table(bags), self.per_table(ids), self.per_table(lengths)
 
-    def positions(self, share: Any, whole: Any) -> Floats:
+    def positions(self, share: Any, whole: Any, distinct: Floats | None = None) -> Floats:
         """Return [T] bags of a home with an id in a member's range, if the host's sum has more bags; else 0.
 
         Such a member receives the positions of its bags in the sum.
 
         Args:
-            share: [T] traffic of the member. whole: [T] traffic of all members.
+            share: [T] traffic of the member. whole: [T] traffic of all members. distinct: as of `present`.
         """
         shares = (np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, whole))
-        bags, union = (self.bags * (1.0 - missed(s, self.ids_per_bag)) for s in shares)
+        once = np.full(len(self.bags), -1.0) if distinct is None else distinct
+        bags, union = (np.where(once >= 0.0, once * s, self.bags * (1.0 - missed(s, self.ids_per_bag))) for s in shares)
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 
     @cached_property
-    def zipf(self) -> _Zipf:
-        """Zipf's law of the tables with a skew."""
+    def laws(self) -> FrequencyLaws:
+        """Frequencies of the ids of all tables with a skew."""
         skews = [(t, table.skew) for t, table in enumerate(self.tables) if table.skew is not None]
-        return _Zipf(
+        return FrequencyLaws(
+            len(self.tables),
             np.array([t for t, _ in skews], np.int64),
             np.array([skew.distinct for _, skew in skews], np.float64),
             np.array([skew.exponent for _, skew in skews], np.float64),
+            [skew.curve for _, skew in skews],
         )
+
+    def seen(self, table: Ints, draws: Any) -> Seen:
+        """Return the expected distinct rows among so many ids of each of the given tables."""
+        return Seen(self.laws, self.rows, self.ordered, table, np.broadcast_to(np.asarray(draws), table.shape))
 
     def distinct(self, ranks: Any) -> Floats:
         """Return [T] expected distinct rows in the batches of so many ranks (a number, or [T])."""
-        draws = self.ids * ranks
-        found = distinct_uniform(self.rows, draws)
-        zipf = self.zipf
-        if len(zipf.which):
-            found[zipf.which] = zipf.distinct(draws[zipf.which])
-        return found
+        return self.seen(np.arange(len(self.tables)), self.ids * ranks).whole
 
-    def missed(self, ranks: int) -> Floats:
-        """Return [T] rows of a step of so many ranks that are not in a cache of `load_factor` times the rows.
+    def missed(self, ranks: int, table: Ints | None = None, r0: Any = 0, r1: Any = None) -> Floats:
+        """Return the rows of a step of so many ranks that are not in a cache of `load_factor` times the rows.
 
         A cache with least-recently-used eviction holds the rows of the last s steps, where U(s W) equals its number of
         lines. Of this step's rows, U((s + 1) W) - U(s W) are not among them. A cache that is smaller than one step's
         rows holds none of them.
 
         Example: 1,000 equally likely rows, and a cache for half of them: half of a step's rows are missed.
+
+        Args:
+            table: [n] tables; None: all. r0, r1: [n] their rows behind the cache; by default, all.
         """
-        lines = self.load_factor * self.rows
-        step = self.distinct(ranks)
+        table = np.arange(len(self.tables)) if table is None else table
+        r1 = self.rows[table] if r1 is None else r1
+        lines, line = self.load_factor[table] * (r1 - r0), np.arange(len(table))
+
+        def seen(steps: Any) -> Floats:
+            return self.seen(table, self.ids[table] * (ranks * steps)).between(line, r0, r1)
+
+        step = seen(1.0)
         # Find s by doubling, then by bisection: powers of two and their means are exact on every machine.
-        low = np.ones(len(self.tables))
+        low = np.ones(len(table))
         for k in range(_MOST_STEPS_LOG2):
-            low = np.where(self.distinct(ranks * 2.0**k) < lines, 2.0**k, low)
+            low = np.where(seen(2.0**k) < lines, 2.0**k, low)
         high = 2.0 * low
         for _ in range(_HALVINGS):
             middle = (low + high) / 2.0
-            fewer = self.distinct(ranks * middle) < lines
+            fewer = seen(middle) < lines
             low, high = np.where(fewer, middle, low), np.where(fewer, high, middle)
-        found = self.distinct(ranks * (low + 1.0)) - self.distinct(ranks * low)
+        found = seen(low + 1.0) - seen(low)
         found = np.where(step > lines, step, np.clip(found, 0.0, step))
         # If all rows that ever occur fit, none is missed.
-        return np.where(self.distinct(ranks * 2.0**_MOST_STEPS_LOG2) <= lines, 0.0, found)
+        return np.where(seen(2.0**_MOST_STEPS_LOG2) <= lines, 0.0, found)
 
     def share(self, table: Any, r0: Any, r1: Any) -> Floats:
         """Return the share of a table's traffic on rows [r0, r1). Arguments broadcast."""
@@ -286,53 +324,8 @@ class Workload:
         even = (np.asarray(r1, np.float64) - r0) / rows
         if not np.any(self.ordered[table]):
             return even
-        position = np.full(len(self.tables), -1)
-        position[self.zipf.which] = np.arange(len(self.zipf.which))
-        law = self.zipf.below(position[table], r1) - self.zipf.below(position[table], r0)
+        law = self.laws.reads(table, r1) - self.laws.reads(table, r0)
         return np.where(self.ordered[table], law, even)
-
-
-class _Zipf:
-    """Zipf's law of some tables. Buckets group ids in order of frequency; a bucket has one mean frequency."""
-
-    def __init__(self, which: Ints, distinct: Floats, exponent: Floats) -> None:
-        self.which, self.size = which, distinct
-        most = float(distinct.max()) if len(which) else 1.0
-        edges = [1.0]
-        while edges[-1] <= most:
-            # One id per bucket at first, then buckets that grow by a quarter.
-            edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
-        self.edges = edges
-        low, high = np.array(edges[:-1])[:, None], np.array(edges[1:])[:, None]
-        self.counts = np.clip(distinct + 1.0 - low, 0.0, high - low)  # [buckets, tables] ids
-        middle = low + (np.maximum(self.counts, 1.0) - 1.0) / 2.0
-        weights = exponential(-exponent * _log(middle))
-        # Python's `sum` adds bucket after bucket, in the same order on every machine.
-        self.weights = weights / sum(self.counts * weights)  # [buckets, tables] one id's share of all ids
-
-    def distinct(self, draws: Floats) -> Floats:
-        """Return the expected number of distinct ids among so many draws, by table."""
-        found: Floats = sum(self.counts * (1.0 - missed(self.weights, draws)))
-        return np.minimum(found, draws)
-
-    def below(self, position: Ints, row: Any) -> Floats:
-        """Return the share of ids below `row`, for ids numbered by frequency."""
-        row = np.asarray(row, np.float64)
-        found = np.zeros(np.broadcast_shapes(position.shape, row.shape))
-        for low, counts, share in zip(self.edges, self.counts, self.weights, strict=False):
-            found = found + np.clip(row + 1.0 - low, 0.0, counts[position]) * share[position]
-        return found
-
-
-def _log(x: Floats) -> Floats:
-    """Return the natural logarithm, computed with +, -, * and /: x = m 2^e, and ln m by the series of artanh."""
-    mantissa, exponent = np.frexp(x)
-    z = (mantissa - 0.75) / (mantissa + 0.75)
-    square, term, total = z * z, z, np.zeros_like(z)
-    for k in range(1, 24, 2):
-        total = total + term / k
-        term = term * square
-    return 2.0 * total + exponent * LN2 - 0.2876820724517809  # ln 0.75
 
 
 def _bytes_of(table: TableWork) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
 from tilerec.planner.decision import decide
 from tilerec.planner.planner_error import planner_error_of
+from tilerec.planner.report.head_bytes import head_bytes, heads_text, read_curve
 from tilerec.planner.report.option_restrictions import violated_restrictions
 from tilerec.planner.report.time_text import time_text
 from tilerec.planner.request import PlanRequest
@@ -78,6 +79,7 @@ class Explanation:
         tiling: the table's tiling in the plan.
         bound_ps: lower bound on the time of a step, over all plans.
         together: keys of the co-located tables.
+        curve: (rows, share of the ids in the first so many rows) of a table whose ids are numbered by frequency.
     """
 
     table: str
@@ -89,6 +91,7 @@ class Explanation:
     tiling: Tiling | None = None
     bound_ps: int = 0
     together: tuple[str, ...] = ()
+    curve: tuple[tuple[int, float], ...] = ()
 
     def is_in(self, plan: ShardingPlan) -> bool:
         """Return True if the plan has the tiling of this table that is explained here."""
@@ -278,11 +281,16 @@ class Explainer:
         return Explanation(
             key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
             self._tilings[key], self.decision.bound, others,
+            read_curve(self.problem.tables[t]) if self._ordered(t) else (),
         )  # fmt: skip
 
     @cached_property
     def _tilings(self) -> dict[str, Tiling | None]:
         return {key: sharding.tiling for key, sharding in self.decision.shardings().items()}
+
+    def _ordered(self, t: int) -> bool:
+        skew = self.problem.tables[t].skew
+        return skew is not None and skew.ordered and self.request.topology.world_size > 1
 
     def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
         if together:
@@ -291,6 +299,10 @@ class Explainer:
                 f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
                 "figures of pieces are for this table alone."
             )
+        if self._ordered(t):
+            sizes = head_bytes(self.problem.tables[t], self.request.topology)
+            if len(sizes) > 1:
+                yield heads_text(sizes)
         if self.decision.shares(t) is not None:
             yield "Its rows are split unevenly, to balance the ranks."
         if key not in self.freed:

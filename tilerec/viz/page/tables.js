@@ -84,6 +84,42 @@ function whyOf(t) {
           element("td", {}, width > 1 ? `${pieces} × ${width}` : `${pieces}`), ...[bytes(size), time(own), time(home)].map((text) => element("td", { class: "n" }, text)))))))),
   ];
 }
+// The share of a table's ids in its first rows, over a logarithmic axis of rows, with the cuts of its tiling. Rows that
+// every rank holds are shaded.
+function curveOf(t) {
+  const points = data.why[t]?.[3] ?? [];
+  if (!points.length) return [];
+  const rows = data.rows[t], place = (row) => Math.log(1 + row) / Math.log(1 + rows);
+  const tiles = tilesOf(t), shareAt = (row) => points.findLast(([r]) => r <= row)?.[1] ?? 0;
+  const picture = element("canvas", { id: "curve", role: "img", "aria-label": `Share of the ids of ${nameOf(t)} in its first rows` });
+  picture.draw = () => {
+    const { pen, width, height } = canvas(picture), low = height - 16;
+    for (const { r0, r1, who } of tiles) {
+      pen.fillStyle = track;
+      if (who.length > 1) pen.fillRect(width * place(r0), 0, width * (place(r1) - place(r0)), low);
+      pen.fillStyle = line;
+      if (r1 < rows) pen.fillRect(width * place(r1), 0, 1, low);
+    }
+    pen.strokeStyle = palette[0];
+    pen.lineWidth = 2;
+    pen.beginPath();
+    pen.moveTo(0, low);
+    for (const [row, share] of points) pen.lineTo(width * place(row), low - (low - 2) * share);
+    pen.stroke();
+    pen.fillStyle = ink;
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "bottom";
+    for (let row = 1; row <= rows; row *= 100) {
+      pen.textAlign = width * place(row) > width - 40 ? "right" : "center";
+      pen.fillText(whole(row), width * place(row), height);
+    }
+  };
+  tip(picture, (x) => {
+    const row = Math.round((1 + rows) ** (x / picture.clientWidth) - 1);
+    return `first ${whole(row)} rows: ${(100 * shareAt(row)).toFixed(0)} % of the ids`;
+  });
+  return [element("h4", {}, "Reads: share of its ids in its first rows, with the cuts of the plan"), picture];
+}
 function drawTable() {
   const t = chosenTable;
   at("table").hidden = t == null;
@@ -103,12 +139,14 @@ function drawTable() {
     const { pen, width, height } = canvas(picture);
     drawTiles(pen, t, 0, 0, width, height, { labels: true });
   };
+  const reads = curveOf(t);
   const stages = data.stages.map((name, s) => [name, data.own[t][s] || 0, data.home[t][s] || 0, s]).filter(([, own, home]) => own || home);
   const top = Math.max(1, ...stages.map(([, own, home]) => own + home));
   at("table").replaceChildren(
     element("h3", { id: "table-name" }, shownName(t)),
     element("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)])),
     ...whyOf(t),
+    ...reads,
     element("h4", {}, "Tiles: columns across, rows down, coloured by rank"),
     picture,
     element("p", { class: "muted" }, `columns 0 to ${data.dims[t]}, rows 0 to ${whole(data.rows[t])}`),
@@ -126,6 +164,7 @@ function drawTable() {
   );
   drawn();
   picture.draw = drawn;
+  reads[1]?.draw();
   tip(picture, (x, y) => {
     const row = (y / picture.clientHeight) * data.rows[t], column = (x / picture.clientWidth) * data.dims[t];
     const tile = tiles.find((one) => row >= one.r0 && row < one.r1 && column >= one.c0 && column < one.c1);

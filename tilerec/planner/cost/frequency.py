@@ -1,0 +1,188 @@
+"""How often each id of a table is read, and how many distinct ids are among so many draws.
+
+Nouns
+  law     shares of all reads by id, the most frequent id first: Zipf's, or measured ones for the first ids
+  curve   measured points (k, share of the reads of the k most frequent ids), k ascending
+  bucket  neighbouring ids of a law, which count with one mean frequency: one id at first, then a quarter more each
+  seen    expected number of distinct ids among independent draws
+
+Sums run over buckets one after the other, so their bits are equal on every machine (portable.py).
+
+Legend: T tables, L tables with a law, B buckets, n lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
+
+_ROUNDING = 1e-5  # of shares with six digits
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+Curve = Sequence[tuple[int, float]]
+
+
+def curve_problem(curve: Curve, distinct: int) -> str | None:
+    """Return what is wrong with a curve of so many distinct ids; None if nothing is."""
+    before, share_before, slope_before = 0, 0.0, math.inf
+    for k, share in curve:
+        if not before < k <= distinct:
+            return f"numbers of ids that rise, up to {distinct}, the number of different ids"
+        if not share_before <= share <= 1.0 + _ROUNDING:
+            return "shares that rise, up to 1"
+        if share - share_before > slope_before * (k - before) + _ROUNDING:
+            return "shares of the most frequent ids, each of which adds no more than the one before"
+        before, share_before, slope_before = k, share, (share - share_before) / (k - before)
+    if before == distinct and abs(share_before - 1.0) > _ROUNDING:
+        return f"shares that reach 1 at {distinct}, the number of different ids"
+    return None
+
+
+def bucket_edges(most: float) -> list[float]:
+    """Return the numbers of the first ids of buckets, from 1, and one above `most`."""
+    edges = [1.0]
+    while edges[-1] <= most:
+        edges.append(max(edges[-1] + 1.0, math.floor(edges[-1] * 1.25)))
+    return edges
+
+
+class FrequencyLaws:
+    """Laws of some tables.
+
+    edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
+    of one id. position: [T] column of a table; -1 without a law.
+
+    Args:
+        tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
+    """
+
+    def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats, curves: Sequence[Curve]) -> None:
+        self.position = np.full(tables, -1, np.int64)
+        self.position[which] = np.arange(len(which))
+        most = float(distinct.max()) if len(which) else 1.0
+        self.edges = np.array(bucket_edges(most))
+        low, high = self.edges[:-1, None], self.edges[1:, None]
+        self.counts = np.clip(distinct + 1.0 - low, 0.0, high - low)
+        middle = low + (np.maximum(self.counts, 1.0) - 1.0) / 2.0
+        weights = exponential(-exponent * _log(middle))
+        # Python's `sum` adds bucket after bucket, in the same order on every machine.
+        self.weights = weights / sum(self.counts * weights)
+        measured = [(i, curve) for i, curve in enumerate(curves) if curve]
+        if measured:
+            zipf = RangeSums(self.edges, self.counts, self.weights)
+            for i, curve in measured:
+                self.weights[:, i] = self._measured(zipf, i, curve)
+
+    def _measured(self, zipf: RangeSums, i: int, curve: Curve) -> Floats:
+        """Return [B] shares of one id: those of a curve, and by Zipf's law beyond its last point."""
+        points = np.array([(0, 0.0), *curve], np.float64)
+        ends = np.minimum(self.edges - 1.0, float(sum(self.counts[:, i].tolist())))
+        known = np.minimum(ends, points[-1, 0])
+        at = np.clip(np.searchsorted(points[:, 0], known, side="right") - 1, 0, len(points) - 2)
+        (k0, share0), (k1, share1) = points[at].T, points[at + 1].T
+        below = share0 + (known - k0) / (k1 - k0) * (share1 - share0)
+        column = np.full(len(ends), i)
+        rest = zipf.below(column, ends) - zipf.below(column, known)
+        whole = float(rest[-1])
+        if whole > 0.0:
+            below = below + rest / whole * max(0.0, 1.0 - float(points[-1, 1]))
+        counts = self.counts[:, i]
+        return np.where(counts > 0.0, np.diff(below) / np.maximum(counts, 1.0), 0.0)
+
+    @cached_property
+    def _reads(self) -> RangeSums:
+        return RangeSums(self.edges, self.counts, self.weights)
+
+    def reads(self, table: Ints, row: Any) -> Floats:
+        """Return the share of ids below `row`, for ids numbered by frequency. Arguments broadcast."""
+        return self._reads.below(self.position[table], row)
+
+
+class RangeSums:
+    """Sums over the ids below a row, for ids numbered by frequency.
+
+    Args:
+        edges: of the laws. counts: [B, n] ids. each: [B, n] value of each id of a bucket.
+    """
+
+    def __init__(self, edges: Floats, counts: Floats, each: Floats) -> None:
+        self.edges, self.counts, self.each = edges, counts, each
+        sums = np.zeros((len(edges), counts.shape[1]))
+        np.add.accumulate(counts * each, axis=0, out=sums[1:])
+        self.sums = sums
+
+    def below(self, line: Ints, row: Any) -> Floats:
+        """Return the sums over rows [0, row). Arguments broadcast."""
+        row = np.asarray(row, np.float64)
+        bucket = np.clip(np.searchsorted(self.edges, row + 1.0, side="right") - 1, 0, len(self.counts) - 1)
+        inside = np.clip(row + 1.0 - self.edges[bucket], 0.0, self.counts[bucket, line])
+        found: Floats = self.sums[bucket, line] + inside * self.each[bucket, line]
+        return found
+
+
+class Seen:
+    """Expected distinct rows among draws of some tables.
+
+    whole: [n] in the whole table.
+
+    Args:
+        laws: of all tables. rows, ordered: [T]. table: [n]. draws: [n] ids.
+    """
+
+    def __init__(self, laws: FrequencyLaws, rows: Ints, ordered: Bools, table: Ints, draws: Floats) -> None:
+        self._rows, self._edges = rows[table].astype(np.float64), laws.edges
+        self.whole = distinct_uniform(rows[table], draws)
+        lawful = np.flatnonzero(laws.position[table] >= 0)
+        if not len(lawful):
+            self._ordered = np.zeros(0, np.int64)
+            return
+        own = laws.position[table[lawful]]
+        counts, each = laws.counts[:, own], 1.0 - missed(laws.weights[:, own], draws[lawful])
+        found: Floats = sum(counts * each)
+        self.whole[lawful] = np.minimum(found, draws[lawful])
+        by_row = np.flatnonzero(ordered[table[lawful]])
+        self._ordered = lawful[by_row]
+        self._counts = counts[:, by_row]
+        self._each = each[:, by_row] * (self.whole[self._ordered] / np.maximum(found[by_row], 1e-300))
+
+    @cached_property
+    def _sums(self) -> RangeSums:
+        return RangeSums(self._edges, self._counts, self._each)
+
+    @cached_property
+    def _column(self) -> Ints:
+        """[n] of a line with ordered ids, its column of `_sums`; else -1."""
+        found = np.full(len(self.whole), -1, np.int64)
+        found[self._ordered] = np.arange(len(self._ordered))
+        return found
+
+    def between(self, line: Any, r0: Any, r1: Any) -> Floats:
+        """Return the expected distinct rows in [r0, r1), for some of the n lines. Arguments broadcast."""
+        line = np.asarray(line, np.int64)
+        even = self.whole[line] * ((np.asarray(r1, np.float64) - r0) / self._rows[line])
+        if not len(self._ordered):
+            return even
+        column = self._column[line]
+        law = self._sums.below(column, r1) - self._sums.below(column, r0)
+        return np.where(column >= 0, law, even)
+
+
+def _log(x: Floats) -> Floats:
+    """Return the natural logarithm, computed with +, -, * and /: x = m 2^e, and ln m by the series of artanh."""
+    mantissa, exponent = np.frexp(x)
+    z = (mantissa - 0.75) / (mantissa + 0.75)
+    square, term, total = z * z, z, np.zeros_like(z)
+    for k in range(1, 24, 2):
+        total = total + term / k
+        term = term * square
+    return 2.0 * total + exponent * LN2 - 0.2876820724517809  # ln 0.75
