@@ -31,6 +31,7 @@ MODULES = {
     "KeyedTensor": "tilerec.sparse.keyed_tensor",
     "CacheAlgorithm": "tilerec.spec.cache",
     "CacheParams": "tilerec.spec.cache",
+    "KeyValueParams": "tilerec.spec.key_value",
     "EmbeddingComputeKernel": "tilerec.spec.plan",
     "ShardingPlan": "tilerec.spec.plan",
     "ShardingType": "tilerec.spec.plan",

@@ -31,6 +31,7 @@ from tilerec.sharding.state import load, shown, size_mismatch
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
+from tilerec.storage.row_file import copy_rows
 from tilerec.storage.table_rows import TableRows, TilePosition, rows_of
 from tilerec.torch_private import load_state_dict_pre_hooks
 
@@ -374,7 +375,7 @@ def shard_table(
             if whole.is_meta:
                 fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:
-                own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
+                copy_rows(own, whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # has its own version counter
         peers = peers_of(tiling, tile, group, topology, exact, teams)
         rows = TileRows(table.config.name, TilePosition(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
@@ -406,4 +407,4 @@ def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:
             before = before[tile.r0 : tile.r1, tile.c0 : tile.c1]
         elif before.dim() == 1:
             before = before[tile.r0 : tile.r1]
-        value.copy_(before)
+        copy_rows(value, before)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ from tilerec.parallel.resharding.transfers import (
 )
 from tilerec.spec.tile import Rectangle, Tiling
 from tilerec.spec.topology import Topology
+from tilerec.storage.row_file import copy_rows, release
 
 
 @dataclass
@@ -178,7 +179,7 @@ class ChunkedTransfer:
         failure: BaseException | None = None
         try:
             for own in self._kept:
-                self._window(own, True).copy_(self._window(own, False))
+                copy_rows(self._window(own, True), self._window(own, False))
         except BaseException as error:
             failure = error
         for k in range(rounds):
@@ -201,6 +202,7 @@ class ChunkedTransfer:
             # gives a rank that has no messages left the same dtype as the others.
             out.setdefault(self._group.rank, torch.empty(0, dtype=torch.uint8, device=self._device))
             self._group.swap("reshard", into, out).wait()
+            self._release(sends.values(), receives.values())
             if failure is None:
                 try:
                     for peer, message in receives.items():
@@ -222,6 +224,13 @@ class ChunkedTransfer:
         tile: Rectangle = (load.new if after else load.old).tiles_of(self._group.rank)[leaf]
         rows = memory[own.r0 - tile.r0 : own.r1 - tile.r0]
         return rows[:, c0 - tile.c0 : c1 - tile.c0] if part.cells else rows
+
+    def _release(self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]) -> None:
+        """Hold no memory for rows in files that have moved."""
+        for messages_, after in ((sent, False), (received, True)):
+            for message in messages_:
+                for own in message:
+                    release(self._window(own, after))
 
     def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
         """Return a message's memory as bytes if it is one slice in contiguous memory, else None."""

@@ -1,0 +1,196 @@
+"""`RowFile`: a tensor whose memory is a file, for tables that are larger than host memory.
+
+The file has no name: it is deleted as soon as it is open. So it ends with the tensor or with the process, however that
+ends, and no other run can take it for its own. It is working storage; checkpoints are separate.
+
+    cache lines  <- positioned reads and writes of rows (`file_rows.py`): the process maps no page
+    all others   <- the tensor: the system reads the pages of the file that are touched (`RssFile`), and may drop them
+                    again; `release` drops them at once
+
+All space is allocated when the file is made, so a full disk is an error before training starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast, final
+
+import torch
+from torch import Tensor
+
+from tilerec.errors import FileError
+
+BLOCK_BYTES = 1 << 25
+"""Bytes of the blocks in which whole tables in files are read and written."""
+
+
+@final
+class RowFile(mmap.mmap):
+    """A file without a name, mapped into memory; it lives as long as a tensor over it.
+
+    Attributes:
+        folder: where it lies.
+        table: name of its table, for errors.
+        opened: the file, for positioned reads and writes of rows.
+    """
+
+    folder: str
+    table: str
+    opened: BinaryIO
+
+
+_FILES: weakref.WeakValueDictionary[int, RowFile] = weakref.WeakValueDictionary()
+"""Files by the address of their first byte."""
+
+
+def file_of(tensor: Tensor) -> RowFile | None:
+    """Return the file that is the memory of a tensor, or of which the tensor is a part; None: it is in memory."""
+    if tensor.device.type != "cpu" or not _FILES:
+        return None
+    return _FILES.get(tensor.untyped_storage().data_ptr())
+
+
+def tensor_in_file(folder: str, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor of zeros in a new file; one without elements is in memory.
+
+    Args:
+        folder: an existing folder on a local disk.
+        name: the table's, for errors.
+
+    Raises:
+        FileError: the folder does not exist or cannot be written, or has not enough space.
+    """
+    size = dtype.itemsize
+    for count in shape:
+        size *= count
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(_made(folder, size, name), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def into_file(tensor: Tensor, folder: str, name: str) -> Tensor:
+    """Return a tensor with these values in a file; itself if it is in one, on meta, or without elements."""
+    if tensor.is_meta or not tensor.numel() or file_of(tensor) is not None:
+        return tensor
+    made = tensor_in_file(folder, tuple(tensor.shape), tensor.dtype, name)
+    copy_rows(made, tensor)
+    return made
+
+
+def full_beside(leaf: Tensor, shape: tuple[int, ...], value: float, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor full of one value, in a file of the same folder if the leaf is in a file, else on its device."""
+    file = file_of(leaf)
+    if file is None:
+        return torch.full(shape, value, dtype=dtype, device=leaf.device)
+    made = tensor_in_file(file.folder, shape, dtype, name)
+    if value:
+        for block in row_blocks(made):
+            block.fill_(value)
+    return made
+
+
+@contextlib.contextmanager
+def space_held(folder: str, size: int, name: str) -> Iterator[None]:
+    """Hold free space on the disk of a folder meanwhile. Raises as `tensor_in_file`."""
+    held = _made(folder, size, name) if size else None
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.close()
+            held.opened.close()
+
+
+def row_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the rows of a tensor: in blocks if it is in a file, whose memory is released behind; else all at once."""
+    if file_of(tensor) is None:
+        yield tensor
+        return
+    step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
+    for first in range(0, tensor.shape[0], step):
+        block = tensor[first : first + step]
+        yield block
+        release(block)
+
+
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """Copy all rows, in blocks if one of them is in a file."""
+    if not target.dim() or (file_of(target) is None and file_of(source) is None):
+        target.copy_(source)
+        return
+    step = max(1, BLOCK_BYTES // max(1, target[:1].nbytes))
+    for first in range(0, target.shape[0], step):
+        here, there = target[first : first + step], source[first : first + step]
+        here.copy_(there)
+        release(here)
+        release(there)
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, in another file of the same folder if it is in a file."""
+    file = file_of(tensor)
+    if file is None:
+        return tensor.clone()
+    made = tensor_in_file(file.folder, tuple(tensor.shape), tensor.dtype, file.table)
+    copy_rows(made, tensor)
+    return made
+
+
+def release(tensor: Tensor) -> None:
+    """Have the process hold no memory for a tensor in a file; its values stay in the file. Other tensors: nothing."""
+    file = file_of(tensor)
+    if file is None or not tensor.numel():
+        return
+    first = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
+    start = first // mmap.PAGESIZE * mmap.PAGESIZE
+    file.madvise(mmap.MADV_DONTNEED, start, first + last + tensor.itemsize - start)
+
+
+def failed_file(error: OSError, folder: str, name: str, size: int) -> FileError:
+    """Return the error of a file of rows.
+
+    Args:
+        size: bytes that were wanted; 0 for a read.
+    """
+    number = f"{size:,} bytes" if size else "a read"
+    room = ""
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        room = f" ({found.f_bavail * found.f_frsize:,} bytes free)"
+    return FileError(
+        f"Table '{name}': got '{error.strerror or error}' for {number} of rows in folder {folder}{room}; expected an "
+        "existing folder on a local disk with room for the rows and their optimizer's state. Free space, choose another "
+        "folder (KeyValueParams), or spread the table over more hosts; a job continues from its checkpoint.",
+        error.errno,
+    )
+
+
+def _made(folder: str, size: int, name: str) -> RowFile:
+    try:
+        if not Path(folder).is_dir():
+            raise NotADirectoryError(20, "no such folder")
+        opened = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - ends with the map
+        try:
+            os.posix_fallocate(opened.fileno(), 0, size)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            file = RowFile(opened.fileno(), size)
+        except BaseException:
+            opened.close()
+            raise
+    except (OSError, ValueError, OverflowError) as error:
+        known = error if isinstance(error, OSError) else OSError(27, str(error))
+        raise failed_file(known, folder, name, size) from error
+    file.folder, file.table, file.opened = folder, name, opened
+    _FILES[_address(file)] = file
+    return file
+
+
+def _address(file: RowFile) -> int:
+    return torch.frombuffer(file, dtype=torch.uint8, count=1).data_ptr()
