@@ -123,8 +123,13 @@ def set_cache(
         leaf.data = leaf.data.cpu()
         table._bind()  # the optimizer's state follows
     if folder is not None and leaf.is_meta:
-        leaf.data = tensor_in_file(folder, tuple(leaf.shape), leaf.dtype, rows.name)
-        table._bind()  # makes the optimizer's state
+        if type(table) is not Table:
+            raise ConfigError(
+                f"Table '{rows.name}': got a sharded table on meta; expected memory. Plan it with compute_kernel "
+                "'key_value'."
+            )
+        memory = tensor_in_file(folder, tuple(leaf.shape), leaf.dtype, rows.name)
+        table.weight = nn.Parameter(memory, requires_grad=leaf.requires_grad)  # makes the optimizer's state, too
         table.reset_parameters()
     elif folder is not None:
         _store(table, rows, lambda tensor: into_file(tensor, folder, rows.name))

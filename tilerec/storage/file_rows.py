@@ -53,7 +53,7 @@ class FileRows:
         if not rows.numel():
             return
         try:
-            op(lines, at, rows, self._file.opened.fileno())
+            op(lines, at, rows, self._file.descriptor)
         except OSError as error:
             size = rows.numel() * lines[:1].nbytes if op is OPS.write_rows_ else 0
             raise failed_file(error, self._file.folder, self._file.table, size) from error
@@ -67,7 +67,7 @@ def select_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     found = tensor.new_empty((rows.numel(), *tensor.shape[1:]))
     rows, order = rows.sort()
     try:
-        OPS.read_rows_(found, order, rows, file.opened.fileno())
+        OPS.read_rows_(found, order, rows, file.descriptor)
     except OSError as error:
         raise failed_file(error, file.folder, file.table, 0) from error
     return found

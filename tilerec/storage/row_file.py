@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ class RowFile(mmap.mmap):
     Attributes:
         folder: where it lies.
         table: name of its table, for errors.
-        opened: the file, for positioned reads and writes of rows.
+        descriptor: of the file, for positioned reads and writes of rows.
     """
 
     folder: str
     table: str
-    opened: BinaryIO
+    descriptor: int
 
 
 _FILES: weakref.WeakValueDictionary[int, RowFile] = weakref.WeakValueDictionary()
@@ -104,7 +104,7 @@ def space_held(folder: str, size: int, name: str) -> Iterator[None]:
     finally:
         if held is not None:
             held.close()
-            held.opened.close()
+            del held
 
 
 def row_blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -176,18 +176,16 @@ def _made(folder: str, size: int, name: str) -> RowFile:
     try:
         if not Path(folder).is_dir():
             raise NotADirectoryError(20, "no such folder")
-        opened = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - ends with the map
-        try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as opened:
             os.posix_fallocate(opened.fileno(), 0, size)
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file = RowFile(opened.fileno(), size)
-        except BaseException:
-            opened.close()
-            raise
+            file.descriptor = os.dup(opened.fileno())
     except (OSError, ValueError, OverflowError) as error:
         known = error if isinstance(error, OSError) else OSError(27, str(error))
         raise failed_file(known, folder, name, size) from error
-    file.folder, file.table, file.opened = folder, name, opened
+    weakref.finalize(file, os.close, file.descriptor)
+    file.folder, file.table = folder, name
     _FILES[_address(file)] = file
     return file
 
