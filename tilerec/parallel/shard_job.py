@@ -74,7 +74,7 @@ def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
                     for name, folder in new.items():
                         rows = part._tables[name].rows
                         size = sum(
-                            slot_bytes(rows, tile.rows, tile.c1 - tile.c0)
+                            slot_bytes(rows, tile.rectangle.rows, tile.rectangle.width)
                             for tile in rectangles(tilings[name])
                             if rank in tile.owners
                         )

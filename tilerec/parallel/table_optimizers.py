@@ -301,7 +301,7 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
             folder = "" if rows.cache is None or rows.cache.folder is None else f", files in {rows.cache.folder}"
             raise ConfigError(
                 f"reshard: table {_listed([(path, name)])}: got '{kernel}' ({got}); expected {expected}{folder}. Leave "
-                "compute_kernel, cache_params and key_value_params out of the plan."
+                "compute_kernel and cache_params out of the plan."
             )
 
 

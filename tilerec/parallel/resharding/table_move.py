@@ -234,7 +234,7 @@ class TableMove:
                 ]
                 continue
             if kind.cells:  # large tensors get huge pages, which makes new memory several times faster
-                shapes = [(place.rows, place.c1 - place.c0) for place in places]
+                shapes = [(place.rectangle.rows, place.rectangle.width) for place in places]
                 self._memory[name] = flat_memory(shapes, kind.dtype, device)
                 continue
             self._memory[name] = [
@@ -333,7 +333,8 @@ class TableMove:
 
 
 def _shape_of(place: Tile, kind: SourceKind) -> tuple[int, ...]:
-    return (place.rows, place.c1 - place.c0) if kind.cells else (place.rows, *kind.trailing)
+    rectangle = place.rectangle
+    return (rectangle.rows, rectangle.width) if kind.cells else (rectangle.rows, *kind.trailing)
 
 
 def _kind_word(kind: SourceKind) -> str:
