@@ -23,7 +23,7 @@ from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
 from tilerec.storage.file_rows import select_rows
-from tilerec.storage.row_file import release
+from tilerec.storage.row_file import fetch, release
 from tilerec.storage.table_rows import TableRows
 
 
@@ -196,10 +196,10 @@ class PlannedSave:
             live = place.table.host()[place.tensor].detach()
 
             def read(at: int, rows: int) -> memoryview:
-                part = live[at : at + rows]
                 if rows_U is not None:
-                    part = select_rows(live, rows_U[at : at + rows].to(live.device))
-                return bytes_of(part)
+                    return bytes_of(select_rows(live, rows_U[at : at + rows].to(live.device)))
+                fetch(live[at : at + rows])
+                return bytes_of(live[at : at + rows])
 
         def parts() -> Iterator[memoryview]:
             for at in range(first, first + count, step):
@@ -215,6 +215,7 @@ class PlannedSave:
 
 def _bytes_of(memory: Tensor, encoding: RowEncoding | None = None) -> Callable[[], Iterator[memoryview]]:
     def parts() -> Iterator[memoryview]:
+        fetch(memory)
         yield bytes_of(memory if encoding is None else encoding.encode(memory))
         release(memory)
 

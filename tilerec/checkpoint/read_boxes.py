@@ -19,7 +19,7 @@ from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET, ScratchMemory, scratch_tensor
-from tilerec.storage.row_file import file_of, release
+from tilerec.storage.row_file import fetch, file_of, release
 
 _DEFAULT = ScratchMemory.of(DEFAULT_BUDGET)
 
@@ -92,6 +92,7 @@ def _parts(start: int, chunk: Box, box: Box, place: Tensor, buffer: int) -> Iter
         step = box.sizes[0] if file_of(place) is None else max(1, buffer // row)
         for low in range(0, box.sizes[0], step):
             block = place[low : low + step]
+            fetch(block)
             yield Part(start + (first + low) * row, _bytes(block), partial(release, block))
         return
     if row > buffer and len(box.sizes) > 1:  # a row is a chunk of its own, of one dimension less

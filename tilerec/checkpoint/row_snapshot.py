@@ -25,7 +25,7 @@ from torch import Tensor
 from tilerec.checkpoint.job_tables import versions_of
 from tilerec.errors import ConfigError
 from tilerec.storage.file_rows import select_rows
-from tilerec.storage.row_file import clone, file_of, release
+from tilerec.storage.row_file import clone, fetch, file_of, release
 from tilerec.storage.table_rows import TableRows
 
 Bytes = npt.NDArray[np.uint8]
@@ -168,6 +168,7 @@ class RowSnapshot:
         tensor = self.tensors[k]
         live = row_bytes(tensor).numpy()
         if self.rows_U is None:
+            fetch(tensor[first : first + count])
             block: Bytes = live[first : first + count].copy()
             release(tensor[first : first + count])
             return block

@@ -23,7 +23,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.random.definition import block_seed
 from tilerec.spec.table import AnyTableConfig
-from tilerec.storage.row_file import release, row_blocks
+from tilerec.storage.row_file import fetch, release, row_blocks
 
 INIT_BLOCK = 1 << 20
 """Rows in one call of a user's `init_fn`: full width, the same blocks under every sharding."""
@@ -73,6 +73,7 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
             here = out[first - row_offset : last - row_offset]
             whole = here.shape == (end - start, config.embedding_dim) and here.dtype != _FP8
             block = here if whole else _block(here, end - start, config)
+            fetch(here)
             block.zero_()  # the function may write only a part
             seed(block_seed(key, start // INIT_BLOCK))
             _call(config, block, start)

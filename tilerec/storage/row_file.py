@@ -5,7 +5,7 @@ ends, and no other run can take it for its own. It is working storage; checkpoin
 
     cache lines  <- positioned reads and writes of rows (`file_rows.py`): the process maps no page
     all others   <- the tensor: the system reads the pages of the file that are touched (`RssFile`), and may drop them
-                    again; `release` drops them at once
+                    again. Whole tables are read and written in blocks, between `fetch` and `release`
 
 All space is allocated when the file is made, so a full disk is an error before training starts.
 """
@@ -28,6 +28,9 @@ from tilerec.errors import FileError
 
 BLOCK_BYTES = 1 << 25
 """Bytes of the blocks in which whole tables in files are read and written."""
+
+
+_FETCHED_BYTES = 1 << 17
 
 
 @final
@@ -115,6 +118,7 @@ def row_blocks(tensor: Tensor) -> Iterator[Tensor]:
     step = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
     for first in range(0, tensor.shape[0], step):
         block = tensor[first : first + step]
+        fetch(block)
         yield block
         release(block)
 
@@ -127,6 +131,8 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
     step = max(1, BLOCK_BYTES // max(1, target[:1].nbytes))
     for first in range(0, target.shape[0], step):
         here, there = target[first : first + step], source[first : first + step]
+        fetch(here)
+        fetch(there)
         here.copy_(there)
         release(here)
         release(there)
@@ -145,12 +151,29 @@ def clone(tensor: Tensor) -> Tensor:
 def release(tensor: Tensor) -> None:
     """Have the process hold no memory for a tensor in a file; its values stay in the file. Other tensors: nothing."""
     file = file_of(tensor)
-    if file is None or not tensor.numel():
-        return
+    if file is not None and tensor.numel():
+        first, end = _range_of(tensor)
+        file.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+def fetch(tensor: Tensor) -> None:
+    """Have the system read a tensor in a file into its page cache, without waiting. Other tensors: nothing.
+
+    Pages that are read this way are single ones. Reading ahead of a map's own makes large pages, and a write of a row
+    to one of these takes 12 us in place of 1.3 (ext4, Linux 6.18).
+    """
+    file = file_of(tensor)
+    if file is not None and tensor.numel():
+        first, end = _range_of(tensor)
+        for start in range(first, end, _FETCHED_BYTES):  # the system reads no more of a longer range
+            os.posix_fadvise(file.descriptor, start, min(_FETCHED_BYTES, end - start), os.POSIX_FADV_WILLNEED)
+
+
+def _range_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the range of bytes of a file that a tensor with elements lies in, from the beginning of a page."""
     first = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * tensor.itemsize
-    start = first // mmap.PAGESIZE * mmap.PAGESIZE
-    file.madvise(mmap.MADV_DONTNEED, start, first + last + tensor.itemsize - start)
+    return first // mmap.PAGESIZE * mmap.PAGESIZE, first + last + tensor.itemsize
 
 
 def failed_file(error: OSError, folder: str, name: str, size: int) -> FileError:

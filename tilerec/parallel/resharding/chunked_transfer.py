@@ -34,7 +34,7 @@ from tilerec.parallel.resharding.transfers import (
 )
 from tilerec.spec.tile import Rectangle, Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.row_file import copy_rows, release
+from tilerec.storage.row_file import copy_rows, fetch, release
 
 
 @dataclass
@@ -185,6 +185,8 @@ class ChunkedTransfer:
         for k in range(rounds):
             sends = {peer: own[k] for peer, own in self._sends.items() if k < len(own)}
             receives = {peer: own[k] for peer, own in self._receives.items() if k < len(own)}
+            for window in self._windows(sends.values(), receives.values()):
+                fetch(window)
             out: dict[int, Tensor] = {}
             for peer, message in sends.items():
                 direct = self._direct(message, False)
@@ -202,7 +204,6 @@ class ChunkedTransfer:
             # gives a rank that has no messages left the same dtype as the others.
             out.setdefault(self._group.rank, torch.empty(0, dtype=torch.uint8, device=self._device))
             self._group.swap("reshard", into, out).wait()
-            self._release(sends.values(), receives.values())
             if failure is None:
                 try:
                     for peer, message in receives.items():
@@ -211,6 +212,8 @@ class ChunkedTransfer:
                     after_round(k + 1)
                 except BaseException as error:
                     failure = error
+            for window in self._windows(sends.values(), receives.values()):
+                release(window)
         return failure
 
     # ------------------------------------------------------------------------------------------------ memory
@@ -225,12 +228,13 @@ class ChunkedTransfer:
         rows = memory[own.r0 - tile.r0 : own.r1 - tile.r0]
         return rows[:, c0 - tile.c0 : c1 - tile.c0] if part.cells else rows
 
-    def _release(self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]) -> None:
-        """Hold no memory for rows in files that have moved."""
-        for messages_, after in ((sent, False), (received, True)):
-            for message in messages_:
-                for own in message:
-                    release(self._window(own, after))
+    def _windows(
+        self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Yield the views of all slices of a round."""
+        for some, after in ((sent, False), (received, True)):
+            for own in itertools.chain.from_iterable(some):
+                yield self._window(own, after)
 
     def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
         """Return a message's memory as bytes if it is one slice in contiguous memory, else None."""
