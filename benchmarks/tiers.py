@@ -44,7 +44,7 @@ from tilerec import (
 )
 from tilerec.ops.runtime.cpu.library import status
 from tilerec.spec.optimizer import RowWiseAdagrad
-from tilerec.storage.row_file import file_of, release, row_blocks, tensor_in_file
+from tilerec.storage.row_file import drop, file_of, release, row_blocks, tensor_in_file
 
 DIM, TURNS = 128, 3
 ROW = DIM * 4
@@ -78,15 +78,6 @@ def held() -> dict[str, float]:
         assert match is not None
         found[name] = int(match[1]) / 1024
     return found
-
-
-def drop(table: Tensor) -> None:
-    """Have the system drop the pages of a table's file."""
-    file = file_of(table)
-    assert file is not None
-    release(table)
-    os.fdatasync(file.descriptor)
-    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def rate(rows: int, count: int, cold: bool, table: Tensor, run: Callable[[Tensor], object]) -> float:

@@ -156,6 +156,20 @@ def release(tensor: Tensor) -> None:
         file.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
+def drop(tensor: Tensor) -> None:
+    """Write a tensor in a file to the disk, and have the system drop its pages, so that the next reads are cold."""
+    file = file_of(tensor)
+    if file is not None:
+        release(tensor)
+        os.fdatasync(file.descriptor)
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_use() -> bool:
+    """Return True if a tensor is in a file."""
+    return bool(_FILES)
+
+
 def fetch(tensor: Tensor) -> None:
     """Have the system read a tensor in a file into its page cache, without waiting. Other tensors: nothing.
 

@@ -34,7 +34,7 @@ from tilerec.parallel.resharding.transfers import (
 )
 from tilerec.spec.tile import Rectangle, Tiling
 from tilerec.spec.topology import Topology
-from tilerec.storage.row_file import copy_rows, fetch, release
+from tilerec.storage.row_file import copy_rows, fetch, in_use, release
 
 
 @dataclass
@@ -231,8 +231,8 @@ class ChunkedTransfer:
     def _windows(
         self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Yield the views of all slices of a round."""
-        for some, after in ((sent, False), (received, True)):
+        """Yield the views of all slices of a round, if tables are in files."""
+        for some, after in ((sent, False), (received, True)) if in_use() else ():
             for own in itertools.chain.from_iterable(some):
                 yield self._window(own, after)
 

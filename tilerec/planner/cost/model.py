@@ -44,6 +44,7 @@ KEY_BYTES = 16  # bytes per id while gradients are sorted: key and occurrence, t
 LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, last use, and a flag
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
 LINES_PER_SET = 32  # cache lines per set
+FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
 
 
 class Model:
@@ -71,6 +72,7 @@ class Model:
         self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
         self.tier = HOST if topology.compute_device == "cpu" else DEVICE
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)  # seconds per byte between device and host
+        self.file_row = FILE_ROW if self.speeds.file_row is None else self.speeds.file_row
         self.own_distinct = workload.distinct(1)
         self.all_distinct = workload.distinct(self.ranks)
         per_rank = _touched(workload, self.all_distinct) / self.ranks
@@ -94,16 +96,22 @@ class Model:
         """Return the number of distinct rows that an update reads from memory, after the lookup of the same step."""
         return distinct * (1.0 - self.resident)
 
+    def in_host(self, table: Ints, weights: Any) -> Floats:
+        """Return the bytes of host memory of pieces behind a cache: none for those in files."""
+        return np.where(self.workload.files[table] > 0, 0.0, weights)
+
     @cached_property
     def missed(self) -> Floats:
         """[T] rows of a cached table that move from host memory to the device in a step; as many others move back."""
         return self.workload.missed(self.ranks)
 
     def fetched(self, table: Ints, share: Any, width: Any) -> Floats:
-        """Return seconds to move missed rows and their state to the device, and as many rows back to the host."""
+        """Return seconds to move missed rows and their state to the device, and as many rows back."""
         work = self.workload
         cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
-        return self.missed[table] * share * 2.0 * (width * cell + work.row_state[table]) * self.to_host
+        each = (width * cell + work.row_state[table]) * self.to_host
+        files = work.files[table]
+        return self.missed[table] * share * 2.0 * np.where(files > 0, files * self.file_row, each)
 
     def lines(self, table: Ints, rows: Any, width: Any) -> Floats:
         """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows."""
