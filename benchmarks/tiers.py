@@ -8,12 +8,12 @@ The claims:
 - cold rows arrive at the rate at which the disk reads at random, from one thread
 - the process holds the cache, its bookkeeping (4 bytes per row) and a constant, not the table
 
-disk      the disk's own rate of reads at random: pread of one row at a time, by 1 to 64 threads, from a file as large as
-          the table. Cold: the file's pages were dropped (POSIX_FADV_DONTNEED). The host of a virtual machine may keep
-          pages of its own, so "cold" is cold for this system only.
+disk      the disk's own rate of reads at random: pread of one row at a time, by 1 to 64 threads, from a file as large
+          as the table. Cold: the file's pages were dropped (POSIX_FADV_DONTNEED). The host of a virtual machine may
+          keep pages of its own, so "cold" is cold for this system only.
 reads     rows of a table in a file by `read_rows_` and `write_rows_`, and through its memory map, hot and cold.
-training  one table, pooled, row-wise Adagrad, one id per bag: hit rate of distinct rows, time of a step, and memory, for
-          caches of a 10th and a 100th of the table, Zipf and uniform ids.
+training  one table, pooled, row-wise Adagrad, one id per bag: hit rate of distinct rows, time of a step, and memory,
+          for caches of a 10th and a 100th of the table, Zipf and uniform ids.
 
 RssAnon is memory that only this process can free. RssFile is pages of files that it has mapped, its program's too; the
 system drops them when it needs memory. The page cache belongs to no process.
@@ -151,7 +151,9 @@ def print_reads(table: Tensor, rows: int) -> None:
         "write_rows_": lambda chosen: write(lines, places[: len(chosen)], chosen, number),
         "memory map": mapped,
     }
-    print("\nreads: 16,384 rows at random in one call, ascending, one thread, rows/s\n\n| | hot | cold |\n|---|---|---|")
+    print(
+        "\nreads: 16,384 rows at random in one call, ascending, one thread, rows/s\n\n| | hot | cold |\n|---|---|---|"
+    )
     for name, run in ways.items():
         hot, cold = (rate(rows, 16384, cold, table, run) for cold in (False, True))
         print(f"| {name} | {hot:,.0f} | {cold:,.0f} |", flush=True)
@@ -193,7 +195,7 @@ def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
         f"\ntraining: {rows:,} rows, {gib:g} GiB and {rows * 4 / 2**20:,.0f} MiB of state, {batch:,} ids a step; the"
         " second half of the steps\n"
     )
-    print("| cache | ids | hit rate | rows read a step | ms a step, hot | cold | RssAnon, MiB | lines and books | RssFile |")
+    print("| cache | ids | hit rate | rows read a step | ms a step, hot | cold | RssAnon, MiB | cache | RssFile |")
     print("|---|---|---|---|---|---|---|---|---|")
     for part in (10, 100):
         module = collection(rows)
@@ -228,7 +230,9 @@ def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", default=None, help="on the disk to measure; default: the folder for temporary files")
+    parser.add_argument(
+        "--folder", default=None, help="on the disk to measure; default: the folder for temporary files"
+    )
     parser.add_argument("--gib", type=float, default=8.0, help="size of the table")
     parser.add_argument("--batch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=60)

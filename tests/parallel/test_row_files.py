@@ -73,7 +73,8 @@ def test_every_sharding_is_the_same_bits(tmp_path: Path, kind: str, spec: Optimi
 
     def run(group: Group) -> None:
         plain, other = both(base, group, spec, kind, tmp_path, exact=True)
-        assert all(files_of(other)) and bool(files_of(other)) == (kind != "table_wise" or group.rank == 1)
+        assert all(files_of(other))
+        assert bool(files_of(other)) == (kind != "table_wise" or group.rank == 1)
         assert_same(train(plain, group, range(4)), train(other, group, range(4), ahead=True))
         assert_same(everything(plain), everything(other))
         assert kernels(other) == dict.fromkeys("abc", "key_value")
@@ -93,7 +94,8 @@ def test_a_model_on_meta_gets_its_initial_values_in_files(tmp_path: Path, init_f
         first, second = (
             shard(copy.deepcopy(base), {"a": ParameterSharding("row_wise", **own)}, mesh=group) for own in ({}, files)
         )
-        assert all(files_of(second)) and files_of(second)
+        assert all(files_of(second))
+        assert files_of(second)
         for one, other in zip(host_of(first), host_of(second), strict=True):
             assert torch.equal(one, other)
 
@@ -118,7 +120,8 @@ def test_a_reshard_moves_rows_from_file_to_file(tmp_path: Path, before: str, aft
                 for path, tables in {"ebc": ("a", "b"), "ec": ("c",)}.items()
             }
             reshard(model, moved)
-        assert all(files_of(other)) and files_of(other)
+        assert all(files_of(other))
+        assert files_of(other)
         assert kernels(other) == dict.fromkeys("abc", "key_value")
         assert_same(train(plain, group, range(2, 4)), train(other, group, range(2, 4)))
         assert_same(everything(plain), everything(other))
@@ -131,7 +134,9 @@ def test_a_reshard_cannot_move_rows_out_of_files(tmp_path: Path) -> None:
 
     def run(group: Group) -> None:
         _, other = both(base, group, Adam(0.1), "row_wise", tmp_path)
-        with pytest.raises(ConfigError, match=r"got 'fused' \(no cache\); expected CacheParams.*, files in .*Leave comp"):
+        with pytest.raises(
+            ConfigError, match=r"got 'fused' \(no cache\); expected CacheParams.*, files in .*Leave comp"
+        ):
             reshard(other, plan("column_wise"))
 
     run_virtual_ranks(2, run)
@@ -146,9 +151,13 @@ def test_unsharded_tables_in_files_stay_there(tmp_path: Path) -> None:
         plain = shard(copy.deepcopy(base), plan("row_wise"), mesh=group, exact=True)
         other = copy.deepcopy(base)
         cache_tables(other, 0.3, folder=tmp_path)
-        own = {"ebc": {name: ParameterSharding("row_wise") for name in "ab"}, "ec": {"c": ParameterSharding("row_wise")}}
+        own = {
+            "ebc": {name: ParameterSharding("row_wise") for name in "ab"},
+            "ec": {"c": ParameterSharding("row_wise")},
+        }
         shard(other, own, mesh=group, exact=True)
-        assert kernels(other) == dict.fromkeys("abc", "key_value") and all(files_of(other))
+        assert kernels(other) == dict.fromkeys("abc", "key_value")
+        assert all(files_of(other))
         assert_same(train(plain, group, range(3)), train(other, group, range(3)))
         assert_same(everything(plain), everything(other))
 
@@ -260,10 +269,12 @@ def test_a_disk_that_is_full_on_one_rank_changes_no_rank(
 def test_a_key_value_table_needs_a_folder_and_an_optimizer(tmp_path: Path) -> None:
     def run(group: Group) -> None:
         model = Model()
-        with pytest.raises(ConfigError, match="is planned for host memory or files .* and has no optimizer"):
+        with pytest.raises(ConfigError, match=r"is planned for host memory or files .* and has no optimizer"):
             shard(model, in_files("row_wise", tmp_path), mesh=group)
         apply_optimizer_in_backward(Adam(0.1), model.parameters())
-        with pytest.raises(ConfigError, match="got compute_kernel 'key_value' without key_value_params; expected the fol"):
+        with pytest.raises(
+            ConfigError, match="got compute_kernel 'key_value' without key_value_params; expected the fol"
+        ):
             shard(model, plan("row_wise", "key_value"), mesh=group)
 
     run_virtual_ranks(1, run)

@@ -51,9 +51,7 @@ def in_files(module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("algorithm", CacheAlgorithm)
 @pytest.mark.parametrize("spec", RULES, ids=lambda spec: type(spec).__name__)
-def test_training_is_the_same_bits_as_in_memory(
-    tmp_path: Path, spec: OptimizerSpec, algorithm: CacheAlgorithm
-) -> None:
+def test_training_is_the_same_bits_as_in_memory(tmp_path: Path, spec: OptimizerSpec, algorithm: CacheAlgorithm) -> None:
     plain, other = ebc(spec), ebc(spec)
     cache_tables(other, 0.1, algorithm, folder=tmp_path)
     first, second = random.Random(1), random.Random(1)
@@ -64,7 +62,8 @@ def test_training_is_the_same_bits_as_in_memory(
         if turn == 6:
             assert torch.equal(plain.state_dict()["embedding_bags.a.weight"], other.embedding_bags["a"].weight)
     stats = other.cache_stats()
-    assert in_files(other) and sum(own.evictions for own in stats.values()) > 0
+    assert in_files(other)
+    assert sum(own.evictions for own in stats.values()) > 0
     assert_same(plain, other)
 
 
@@ -199,7 +198,9 @@ def test_files_cannot_be_shared_by_processes(tmp_path: Path) -> None:
 def test_a_table_in_files_is_not_resized(tmp_path: Path) -> None:
     none = torch.empty(0, dtype=torch.int64)
     other = cache_tables(ebc(SGD(0.1)), 0.1, folder=tmp_path)
-    with pytest.raises(ConfigError, match=f"Table 'a': its rows are in files of {tmp_path}, where a table cannot be res"):
+    with pytest.raises(
+        ConfigError, match=f"Table 'a': its rows are in files of {tmp_path}, where a table cannot be res"
+    ):
         resize_table(other, "a", 400, none, none)
 
 
@@ -226,7 +227,8 @@ def test_a_released_tensor_keeps_its_values(tmp_path: Path) -> None:
     part.fill_(9)
     release(part)
     release(tensor)
-    assert tensor[1000:1010].tolist() == [[1, 1, 9, 9, 9, 1, 1]] * 10 and tensor[2999, 0] == 1
+    assert tensor[1000:1010].tolist() == [[1, 1, 9, 9, 9, 1, 1]] * 10
+    assert tensor[2999, 0] == 1
 
 
 def test_the_memory_of_a_file_ends_with_its_last_tensor(tmp_path: Path) -> None:
@@ -235,7 +237,8 @@ def test_the_memory_of_a_file_ends_with_its_last_tensor(tmp_path: Path) -> None:
     assert isinstance(file, RowFile)
     descriptor = file.descriptor
     part = tensor[2:]
-    assert file_of(part) is file and file_of(torch.empty(3)) is None
+    assert file_of(part) is file
+    assert file_of(torch.empty(3)) is None
     del tensor, file
     assert os.fstat(descriptor).st_nlink == 0
     del part
@@ -256,7 +259,9 @@ def test_a_folder_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path)
     before = [tensor.clone() for tensor in everything(module)]
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "none", tmp_path / "file"):
-        with pytest.raises(FileError, match=f"Table 'a': got 'no such folder' .*in folder {folder}.*Free space, choose"):
+        with pytest.raises(
+            FileError, match=f"Table 'a': got 'no such folder' .*in folder {folder}.*Free space, choose"
+        ):
             cache_tables(module, 0.1, folder=folder)
     assert not any(file_of(leaf) for leaf in module.parameters())
     for a, b in zip(before, everything(module), strict=True):
@@ -264,7 +269,7 @@ def test_a_folder_that_is_missing_is_refused_and_changes_nothing(tmp_path: Path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(FileError, match="Table 'a': got .* in folder /proc/self"):
+    with pytest.raises(FileError, match=r"Table 'a': got .* in folder /proc/self"):
         cache_tables(ebc(None), 0.1, folder="/proc/self")
 
 
@@ -298,14 +303,17 @@ except FileError as error:
 
 def test_a_disk_that_fills_up_later_is_an_error_by_name(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _LIMITED, tmp_path], capture_output=True, text=True, check=True)
-    assert "Table '" in done.stdout and f"bytes of rows in folder {tmp_path}" in done.stdout, done.stderr
+    assert "Table '" in done.stdout, done.stderr
+    assert f"bytes of rows in folder {tmp_path}" in done.stdout
     assert "a job continues from its checkpoint" in done.stdout
 
 
 _MEMORY = """
 import re, sys
 import torch
-from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward, cache_tables
+from tilerec import (
+    EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward, cache_tables,
+)
 from tilerec.checkpoint import save
 from tilerec.spec.optimizer import RowWiseAdagrad
 
@@ -314,14 +322,15 @@ def held():
     return {name: int(re.search(name + r":\\s+(\\d+)", text)[1]) >> 10 for name in ("RssAnon", "RssFile", "VmHWM")}
 
 def module(rows):
-    found = EmbeddingBagCollection([EmbeddingBagConfig(rows, 128, "a", feature_names=["f"])], device=torch.device("meta"))
+    tables = [EmbeddingBagConfig(rows, 128, "a", feature_names=["f"])]
+    found = EmbeddingBagCollection(tables, device=torch.device("meta"))
     apply_optimizer_in_backward(RowWiseAdagrad(0.1), found.parameters())
     return cache_tables(found, 1 / 64, folder=sys.argv[1])
 
 def steps(module, rows):
     for _ in range(4):
-        ids = torch.randint(0, rows, (4096,))
-        module(KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.ones(4096, dtype=torch.int64))).values().sum().backward()
+        ids, lengths = torch.randint(0, rows, (4096,)), torch.ones(4096, dtype=torch.int64)
+        module(KeyedJaggedTensor.from_lengths_sync(["f"], ids, lengths)).values().sum().backward()
 
 small = module(10000)
 steps(small, 10000)
@@ -342,7 +351,8 @@ def test_resident_memory_is_the_cache_and_a_constant(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _MEMORY, tmp_path], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     growth = [int(word) for word in done.stdout.split()]
-    assert len(growth) == 6 and max(growth) < 256, growth  # MiB; VmHWM is the largest so far
+    assert len(growth) == 6
+    assert max(growth) < 256, growth  # MiB; VmHWM is the largest so far
 
 
 def test_an_evaluation_reads_rows_and_writes_none(tmp_path: Path) -> None:

@@ -108,8 +108,11 @@ class ModuleSharder(Generic[M]):
         return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the supported kernels; on CPU, without those in host memory, as a cache of it saves nothing there."""
-        idle = set(HOST_KERNELS) - {EmbeddingComputeKernel.KEY_VALUE} if compute_device_type == "cpu" else set()
+        """Return the kernels that need no further settings; on CPU, without those in host memory.
+
+        A cache of host memory saves nothing on a CPU. "key_value" needs a folder.
+        """
+        idle = set(HOST_KERNELS) if compute_device_type == "cpu" else {EmbeddingComputeKernel.KEY_VALUE}
         return [kernel.value for kernel in KERNELS_IN_USE if kernel not in idle]
 
 

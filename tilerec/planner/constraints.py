@@ -186,8 +186,8 @@ class ParameterConstraints:
         slower = set(HOST_KERNELS) & set(self.kernels_allowed())
         if EmbeddingComputeKernel.KEY_VALUE in slower and len(slower) > 1:
             raise ConfigError(
-                f"ParameterConstraints: got compute_kernels {sorted(k.value for k in slower)}; expected one of them beside "
-                "others, as the planner compares one slower memory with the device's. Leave out all but one."
+                f"ParameterConstraints: got compute_kernels {sorted(k.value for k in slower)}; expected one of them: "
+                "the planner compares one slower memory with the device's. Leave out the others."
             )
         if self.sharding is None:
             return

@@ -49,7 +49,7 @@ def shard_collection(
             always sent in the accumulation dtype.
         teams: set if the ranks form several teams, each of which holds every table; None: one team.
         memory: result of `initialized_memory`; None: allocated here.
-        caches: for tables whose tiles are in host memory or in files: the cache that each of their tiles gets a copy of.
+        caches: for tables with tiles in host memory or in files: the cache that each of these tiles gets a copy of.
         name: path of the collection in the model, for errors; "": errors list its tables.
 
     Raises:

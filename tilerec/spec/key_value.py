@@ -68,7 +68,7 @@ class KeyValueParams:
             return KeyValueParams(**{str(name): value for name, value in given.items()})
         if not hasattr(given, "ssd_storage_directory"):
             raise ConfigError(
-                f"key_value_params: got {given!r:.200}; expected a KeyValueParams, or a dict of its fields. Pass one of "
-                "them."
+                f"key_value_params: got {given!r:.200}; expected a KeyValueParams, or a dict of its fields. Pass "
+                "one of them."
             )
         return KeyValueParams(given.ssd_storage_directory)

@@ -43,8 +43,8 @@ class EmbeddingComputeKernel(str, Enum):
 
     `FUSED` tables are in the memory of their rank's device. `FUSED_UVM_CACHING` tables are in host memory, with a cache
     on the device for the rows that batches look up. `FUSED_UVM` tables are in host memory; rows are on the device only
-    while a batch is in flight (on CPU: as `FUSED`). `KEY_VALUE` tables are in files of a folder (`KeyValueParams`), with
-    a cache on the device. All other kernels act as `FUSED`, with a warning.
+    while a batch is in flight (on CPU: as `FUSED`). `KEY_VALUE` tables are in files of a folder (`KeyValueParams`),
+    with a cache on the device. All other kernels act as `FUSED`, with a warning.
     """
 
     DENSE = "dense"

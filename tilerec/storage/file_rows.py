@@ -31,7 +31,7 @@ class FileRows:
 
     def read_into(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
         """Copy table rows to lines: `lines[at] = tensor[rows]`. Raises FileError."""
-        release(self.tensor)  # whoever has read the whole table has done so by now
+        release(self.tensor)  # a reader of the whole table has done so by now
         rows, order = rows.cpu().sort()
         if lines.device.type == "cpu":
             self._move(OPS.read_rows_, lines, at[order], rows)

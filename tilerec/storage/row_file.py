@@ -203,8 +203,8 @@ def failed_file(error: OSError, folder: str, name: str, size: int) -> FileError:
         room = f" ({found.f_bavail * found.f_frsize:,} bytes free)"
     return FileError(
         f"Table '{name}': got '{error.strerror or error}' for {number} of rows in folder {folder}{room}; expected an "
-        "existing folder on a local disk with room for the rows and their optimizer's state. Free space, choose another "
-        "folder (KeyValueParams), or spread the table over more hosts; a job continues from its checkpoint.",
+        "existing folder on a local disk with room for the rows and their optimizer's state. Free space, choose "
+        "another folder (KeyValueParams), or spread the table over more hosts; a job continues from its checkpoint.",
         error.errno,
     )
 

@@ -57,9 +57,7 @@ def read_rows_reference_(lines: Tensor, at: Tensor, rows: Tensor, file: int) -> 
     _each_row(lines, at, rows, lambda memory, start: os.preadv(file, [memory], start))
 
 
-@LIBRARY.op(
-    "write_rows_(Tensor lines, Tensor at, Tensor rows, int file) -> ()", check=check_row_file, check_fake=False
-)
+@LIBRARY.op("write_rows_(Tensor lines, Tensor at, Tensor rows, int file) -> ()", check=check_row_file, check_fake=False)
 def write_rows_reference_(lines: Tensor, at: Tensor, rows: Tensor, file: int) -> None:
     """Run `file[rows] = lines[at]`; rows are different. See `read_rows_reference_`."""
     _each_row(lines, at, rows, lambda memory, start: os.pwritev(file, [memory], start))

@@ -67,7 +67,7 @@ class ReplicatedPlan:
         )
 
     def as_run(self, executed: ShardingPlan) -> ReplicatedPlan:
-        """Return this plan with the kernels, caches, folders and wire formats of `executed`, which sharding has filled in."""
+        """Return this plan with the kernels, storage and wire formats of `executed`, which sharding has filled in."""
         parts = {
             path: EmbeddingModuleShardingPlan(
                 {

@@ -71,7 +71,10 @@ def calibrate(
 def _file_row(folder: str) -> float:
     """Return the seconds to read one row of a file at random that is not in the page cache, while all ranks do so."""
     rows = _FILE_BYTES // 512
-    table, lines = tensor_in_file(folder, (rows, 128), torch.float32, "of the measurement"), torch.empty(_FILE_ROWS, 128)
+    table, lines = (
+        tensor_in_file(folder, (rows, 128), torch.float32, "of the measurement"),
+        torch.empty(_FILE_ROWS, 128),
+    )
     file = file_of(table)
     assert file is not None
     for block in row_blocks(table):

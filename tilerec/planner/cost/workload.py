@@ -162,7 +162,8 @@ class Workload:
       gradient, per cell and per row; sums: numbers per row that column blocks exchange; talks: rounds of that exchange.
     - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
     - [F]: table of each feature; its bags, ids_per_bag and weighted.
-    - [T]: fan_in, attached, cached, load_factor; files: tensors of a table in files, else 0; ids: of one rank's batch; ordered: see `Skew`.
+    - [T]: fan_in, attached, cached, load_factor; files: tensors of a table in files, else 0.
+    - [T]: ids: of one rank's batch; ordered: see `Skew`.
     - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
     """
 
