@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilerec.sharding.logical import LogicalTensor
+from tilerec.storage.row_file import copy_rows, fetch, release
 
 
 def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None:
@@ -15,6 +16,7 @@ def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None
     out = whole.like.new_empty((last - first, *cover.shape[1:])) if group.rank == 0 else None
     receives: dict[int, list[Tensor]] = {}
     sends: list[Tensor] = []
+    sent: list[Tensor] = []
     for t in cover.written:
         tile = cover.tiles[t]
         low, high = max(first, tile.r0), min(last, tile.r1)
@@ -25,14 +27,18 @@ def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None
         if out is not None:
             place = out[low - first : high - first, tile.c0 : tile.c1]
             if here is not None:
-                place.copy_(here)
+                copy_rows(place, here)
             else:
                 receives.setdefault(sender, []).append(place)
         elif sender == group.rank and here is not None:
             sends.append(here.reshape(-1))
+            fetch(here)
+            sent.append(here)
     received = {rank: whole.like.new_empty(sum(place.numel() for place in places)) for rank, places in receives.items()}
     if received or sends:
         group.exchange("rows of a model file", received, {0: torch.cat(sends)} if sends else {}).wait()
+    for here in sent:
+        release(here)
     for rank, places in receives.items():
         at = 0
         for place in places:
