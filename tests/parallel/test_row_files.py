@@ -27,6 +27,7 @@ from tilerec import (
 )
 from tilerec.checkpoint import load, save, save_ahead
 from tilerec.comms.group import Group
+from tilerec.export.whole_model import whole_model
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.parallel import shard_job
 from tilerec.parallel.plan_of import plan_of
@@ -182,6 +183,26 @@ def test_replicas_of_2d_parallelism_are_the_same_bits(tmp_path: Path, sync: str)
         assert_same(*seen)
 
     run_virtual_ranks(4, run)
+
+
+def test_an_export_gathers_the_rows_in_a_file(tmp_path: Path) -> None:
+    base = Model()
+
+    def run(group: Group) -> None:
+        plain, other = both(base, group, Adam(0.1), "column_wise", tmp_path, exact=True)
+        train(plain, group, range(2))
+        train(other, group, range(2))
+        first, second = whole_model(plain), whole_model(other)
+        if group.rank:
+            assert second is None
+            return
+        assert first is not None
+        assert second is not None
+        assert all(files_of(second))
+        for one, two in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+    run_virtual_ranks(2, run)
 
 
 def saved_by_one(kind: str, filed: bool, folder: str, path: str, ahead: bool) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -308,13 +309,31 @@ def test_a_disk_that_fills_up_later_is_an_error_by_name(tmp_path: Path) -> None:
     assert "a job continues from its checkpoint" in done.stdout
 
 
+_KILLED = """
+import os, random, signal, sys
+from tests.storage.cached_tables import batch, ebc, step
+from tilerec import cache_tables
+from tilerec.spec.optimizer import Adam
+
+module = cache_tables(ebc(Adam(0.1)), 0.1, folder=sys.argv[1])
+step(module, batch(random.Random(1)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_job_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 _MEMORY = """
 import re, sys
 import torch
 from tilerec import (
     EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, apply_optimizer_in_backward, cache_tables,
 )
-from tilerec.checkpoint import save
+from tilerec.checkpoint import load, save
 from tilerec.spec.optimizer import RowWiseAdagrad
 
 def held():
@@ -335,11 +354,13 @@ def steps(module, rows):
 small = module(10000)
 steps(small, 10000)
 save(sys.argv[1] + "/small", {"model": small})
+load(sys.argv[1] + "/small", {"model": small})
 before = held()
 large = module(1 << 20)
 steps(large, 1 << 20)
 after = held()
 save(sys.argv[1] + "/large", {"model": large})
+load(sys.argv[1] + "/large", {"model": large})
 steps(large, 1 << 20)
 end = held()
 print(*(now[name] - before[name] for now in (after, end) for name in ("RssAnon", "RssFile", "VmHWM")))
@@ -347,7 +368,7 @@ print(*(now[name] - before[name] for now in (after, end) for name in ("RssAnon",
 
 
 def test_resident_memory_is_the_cache_and_a_constant(tmp_path: Path) -> None:
-    """A table of 512 MiB, a cache of 8 MiB: neither making, training nor saving it holds the table."""
+    """A table of 512 MiB, a cache of 8 MiB: neither making, training, saving nor loading it holds the table."""
     done = subprocess.run([sys.executable, "-c", _MEMORY, tmp_path], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     growth = [int(word) for word in done.stdout.split()]

@@ -93,7 +93,8 @@ def _parts(start: int, chunk: Box, box: Box, place: Tensor, buffer: int) -> Iter
         for low in range(0, box.sizes[0], step):
             block = place[low : low + step]
             fetch(block)
-            yield Part(start + (first + low) * row, _bytes(block), partial(release, block))
+            # Checksums are computed behind the reads, which maps pages again.
+            yield Part(start + (first + low) * row, _bytes(block), partial(release, place[: low + step]))
         return
     if row > buffer and len(box.sizes) > 1:  # a row is a chunk of its own, of one dimension less
         inner, part = (Box(one.offsets[1:], one.sizes[1:]) for one in (chunk, box))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from tilerec.errors import FileError
+from tilerec.errors import ConfigError, FileError
 
 BLOCK_BYTES = 1 << 25
 """Bytes of the blocks in which whole tables in files are read and written."""
@@ -210,6 +211,10 @@ def failed_file(error: OSError, folder: str, name: str, size: int) -> FileError:
 
 
 def _made(folder: str, size: int, name: str) -> RowFile:
+    if not hasattr(os, "posix_fallocate") or not hasattr(mmap, "MADV_DONTNEED"):
+        raise ConfigError(
+            f"Table '{name}': got a folder for its rows on {sys.platform}; expected Linux. Leave the table in memory."
+        )
     try:
         if not Path(folder).is_dir():
             raise NotADirectoryError(20, "no such folder")
