@@ -27,6 +27,7 @@ from tilerec import (
 )
 from tilerec.checkpoint import load, save, save_ahead
 from tilerec.comms.group import Group
+from tilerec.errors import CommsError, FileError
 from tilerec.export.whole_model import whole_model
 from tilerec.optim.fused import FusedOptimizer
 from tilerec.parallel import shard_job
@@ -36,6 +37,7 @@ from tilerec.parallel.two_d.shard_2d import shard_2d
 from tilerec.sharding import tile_memory
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.storage.file_rows import FileRows
 from tilerec.storage.row_file import failed_file, file_of
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -285,6 +287,34 @@ def test_a_disk_that_is_full_on_one_rank_changes_no_rank(
         train(model, group, range(1))
 
     run_virtual_ranks(2, run)
+
+
+def test_a_write_that_fails_on_one_rank_hangs_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Model()
+    full: set[int] = set()
+    seen: dict[int, type[BaseException]] = {}
+    write = FileRows.write_from
+
+    def failing(self: FileRows, *args: Any) -> None:
+        if threading.get_ident() in full:
+            raise failed_file(OSError(28, "No space left on device"), str(tmp_path), "a", 4800)
+        write(self, *args)
+
+    monkeypatch.setattr(FileRows, "write_from", failing)
+
+    def run(group: Group) -> None:
+        _, other = both(base, group, Adam(0.1), "row_wise", tmp_path)
+        if group.rank == 1:
+            full.add(threading.get_ident())
+        try:
+            train(other, group, range(50))
+        except Exception as error:
+            seen[group.rank] = type(error)
+            raise
+
+    with pytest.raises(FileError, match=r"Table 'a': got 'No space left on device' for 4,800 bytes of rows"):
+        run_virtual_ranks(2, run)
+    assert seen == {0: CommsError, 1: FileError}
 
 
 def test_a_key_value_table_needs_a_folder_and_an_optimizer(tmp_path: Path) -> None:
