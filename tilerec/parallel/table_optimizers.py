@@ -76,7 +76,7 @@ def sharder_optimizers(
         placements = {_storage_in(plan.plan[path][name]) for path, name in names}
         if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _, _ in placements):
             raise ConfigError(
-                f"shard: one table has the names {_listed(names)}: the plan has it in host memory, in files, or behind "
+                f"shard: one table has the names {_listed(names)}: the plan has it in files, in host memory, or behind "
                 "a cache, under one of them and not under the other. Use the same compute_kernel, cache_params and "
                 "key_value_params for all."
             )
