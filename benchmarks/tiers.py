@@ -46,7 +46,7 @@ from tilerec.ops.runtime.cpu.library import status
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.storage.row_file import drop, file_of, release, row_blocks, tensor_in_file
 
-DIM, TURNS = 128, 3
+DIM, TURNS, TIMED = 128, 3, 15
 ROW = DIM * 4
 
 
@@ -192,8 +192,8 @@ def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
     check_bits(folder)
     rows = int(gib * 2**30) // ROW
     print(
-        f"\ntraining: {rows:,} rows, {gib:g} GiB and {rows * 4 / 2**20:,.0f} MiB of state, {batch:,} ids a step; the"
-        " second half of the steps\n"
+        f"\ntraining: {rows:,} rows, {gib:g} GiB, {rows * 4 / 2**20:,.0f} MiB of state, {batch:,} ids a step; medians"
+        f" of {TIMED} steps after {steps:,}: rows that miss are in the page cache (hot), or none is (cold)\n"
     )
     print("| cache | ids | hit rate | rows read a step | ms a step, hot | cold | RssAnon, MiB | cache | RssFile |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -204,17 +204,17 @@ def print_training(folder: str, gib: float, batch: int, steps: int) -> None:
         for law, ids_of in LAWS.items():
             generator = torch.Generator().manual_seed(part)
             times: dict[bool, list[float]] = {False: [], True: []}
-            for turn in range(steps):
+            for turn in range(steps + 2 * TIMED):
                 ids = ids_of(rows, batch, generator)
-                if turn == steps // 2:
+                if turn == steps:
                     module.cache_stats(reset=True)
-                cold = turn >= steps // 2 and turn % 3 == 0
+                cold = turn >= steps + TIMED
                 if cold:
                     for tensor in module.embedding_bags["table"].rows.host():
                         drop(tensor)
                 start = time.perf_counter()
                 step(module, ids)
-                if turn >= steps // 2 and turn % 3 != 1:  # the step behind a cold one is neither
+                if turn >= steps:
                     times[cold].append(time.perf_counter() - start)
             stats, now = module.cache_stats()["table"], held()
             hot, dropped = (1000 * statistics.median(times[cold]) for cold in (False, True))
@@ -235,7 +235,7 @@ def main() -> None:
     )
     parser.add_argument("--gib", type=float, default=8.0, help="size of the table")
     parser.add_argument("--batch", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100, help="before the first that is timed")
     parser.add_argument("--parts", default="disk,reads,training")
     own = parser.parse_args()
     torch.set_num_threads(1)

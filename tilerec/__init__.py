@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tilerec.sparse.keyed_tensor import KeyedTensor as KeyedTensor
     from tilerec.spec.cache import CacheAlgorithm as CacheAlgorithm
     from tilerec.spec.cache import CacheParams as CacheParams
-    from tilerec.spec.key_value import KeyValueParams as KeyValueParams
     from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
+    from tilerec.spec.plan import KeyValueParams as KeyValueParams
     from tilerec.spec.plan import ShardingPlan as ShardingPlan
     from tilerec.spec.plan import ShardingType as ShardingType
     from tilerec.spec.table import DataType as DataType

@@ -42,7 +42,7 @@ def calibrate(
     print_plain(f"wrote {out}: the speeds of {nproc} {device} ranks")
 
 
-def _calibrate(group: Group, out: str, device: str, folder: str | None) -> None:
+def _calibrate(group: Group, out: str, device: str, folder: str | None = None) -> None:
     """Measure on all ranks of a group; rank 0 prints the speeds, then writes the topology.
 
     Raises:

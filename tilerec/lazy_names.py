@@ -31,7 +31,7 @@ MODULES = {
     "KeyedTensor": "tilerec.sparse.keyed_tensor",
     "CacheAlgorithm": "tilerec.spec.cache",
     "CacheParams": "tilerec.spec.cache",
-    "KeyValueParams": "tilerec.spec.key_value",
+    "KeyValueParams": "tilerec.spec.plan",
     "EmbeddingComputeKernel": "tilerec.spec.plan",
     "ShardingPlan": "tilerec.spec.plan",
     "ShardingType": "tilerec.spec.plan",

@@ -36,12 +36,9 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
-from tilerec.sharding.rank_0_rows import rows_on_rank_0
+from tilerec.sharding.rank_0_rows import all_rows_on_rank_0
 from tilerec.sharding.table import ShardedTable
-from tilerec.storage.row_file import copy_rows, tensor_in_file
 from tilerec.torch_private import state_dict_pre_hooks, state_hooks, uncompiled
-
-_CHUNK_BYTES = 1 << 26
 
 _UNSHARDED: dict[type[nn.Module], type[nn.Module]] = {
     ShardedEmbeddingBagCollection: EmbeddingBagCollection,
@@ -152,22 +149,7 @@ def _add_table(table: Table, memo: dict[int, Any], weights: dict[int, nn.Paramet
 
 
 def _gathered(table: ShardedTable) -> Tensor | None:
-    """Return all rows of a table on rank 0, in a file if they are in files. Collective.
-
-    Peak memory beside them: two chunks.
-    """
-    logical = table.weight_of()
-    group, shape = logical.group, logical.cover.shape
-    group.begin("export")
-    cache, out = table.rows.cache, None
-    if group.rank == 0 and cache is not None and cache.folder is not None:
-        out = tensor_in_file(cache.folder, shape, logical.like.dtype, table.config.name)
-    elif group.rank == 0:
-        out = logical.like.new_empty(shape)
-    step = max(1, _CHUNK_BYTES // max(1, shape[1] * logical.like.element_size()))
-    for first in range(0, shape[0], step):
-        last = min(first + step, shape[0])
-        chunk = rows_on_rank_0(logical, first, last)
-        if out is not None and chunk is not None:
-            copy_rows(out[first:last], chunk)
-    return out
+    """Return all rows of a table on rank 0, in a file if they are in files. Collective."""
+    whole, cache = table.weight_of(), table.rows.cache
+    whole.group.begin("export")
+    return all_rows_on_rank_0(whole, None if cache is None else cache.folder, table.config.name)

@@ -1,4 +1,4 @@
-"""`rows_on_rank_0`: rows of a sharded matrix, gathered on one rank in chunks, so that no other rank holds them."""
+"""Rows of a sharded matrix, gathered on one rank in chunks, so that no other rank holds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,31 @@ import torch
 from torch import Tensor
 
 from tilerec.sharding.logical import LogicalTensor
-from tilerec.storage.row_file import copy_rows, fetch, release
+from tilerec.storage.row_file import copy_rows, fetch, release, tensor_in_file
+
+_CHUNK_BYTES = 1 << 26
+
+
+def all_rows_on_rank_0(whole: LogicalTensor, folder: str | None, name: str) -> Tensor | None:
+    """Return all rows of a logical matrix on rank 0; None on other ranks. Collective.
+
+    Peak memory beside them: two chunks.
+
+    Args:
+        folder: they are in a file of this folder; None: in memory.
+        name: the table's, for errors.
+    """
+    shape, dtype = whole.cover.shape, whole.like.dtype
+    out: Tensor | None = None
+    if whole.group.rank == 0:
+        out = whole.like.new_empty(shape) if folder is None else tensor_in_file(folder, shape, dtype, name)
+    step = max(1, _CHUNK_BYTES // max(1, shape[1] * dtype.itemsize))
+    for first in range(0, shape[0], step):
+        last = min(first + step, shape[0])
+        chunk = rows_on_rank_0(whole, first, last)
+        if out is not None and chunk is not None:
+            copy_rows(out[first:last], chunk)
+    return out
 
 
 def rows_on_rank_0(whole: LogicalTensor, first: int, last: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
+from tilerec.spec.key_value import KeyValueParams as KeyValueParams
 from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding
 from tilerec.spec.parameter_sharding import Wire as Wire

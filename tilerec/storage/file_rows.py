@@ -34,28 +34,28 @@ class FileRows:
         release(self.tensor)  # a reader of the whole table has done so by now
         rows, order = rows.cpu().sort()
         if lines.device.type == "cpu":
-            self._move(OPS.read_rows_, lines, at[order], rows)
+            self._move(lines, at[order], rows)
             return
         found = torch.empty((rows.numel(), *lines.shape[1:]), dtype=lines.dtype, pin_memory=True)
-        self._move(OPS.read_rows_, found, torch.arange(rows.numel()), rows)
+        self._move(found, torch.arange(rows.numel()), rows)
         indexable(lines).index_copy_(0, at[order.to(at.device)], indexable(found).to(self.device, non_blocking=True))
 
     def write_from(self, lines: Tensor, at: Tensor, rows: Tensor) -> None:
         """Copy lines to table rows: `tensor[rows] = lines[at]`. Raises FileError."""
         rows, order = rows.cpu().sort()
         if lines.device.type == "cpu":
-            self._move(OPS.write_rows_, lines, at[order], rows)
+            self._move(lines, at[order], rows, writes=True)
             return
         values = indexable(lines).index_select(0, at[order.to(at.device)]).cpu()
-        self._move(OPS.write_rows_, values, torch.arange(rows.numel()), rows)
+        self._move(values, torch.arange(rows.numel()), rows, writes=True)
 
-    def _move(self, op: torch._ops.OpOverloadPacket, lines: Tensor, at: Tensor, rows: Tensor) -> None:
+    def _move(self, lines: Tensor, at: Tensor, rows: Tensor, *, writes: bool = False) -> None:
         if not rows.numel():
             return
         try:
-            op(lines, at, rows, self._file.descriptor)
+            (OPS.write_rows_ if writes else OPS.read_rows_)(lines, at, rows, self._file.descriptor)
         except OSError as error:
-            size = rows.numel() * lines[:1].nbytes if op is OPS.write_rows_ else 0
+            size = rows.numel() * lines[:1].nbytes if writes else 0
             raise failed_file(error, self._file.folder, self._file.table, size) from error
 
 

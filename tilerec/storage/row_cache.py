@@ -45,6 +45,8 @@ from tilerec.storage.cache_sets import CacheSets
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cache_tensors import CacheTensors, bytes_per_row, identity_of
 from tilerec.storage.file_rows import home_rows
+from tilerec.storage.row_file import full_beside as full_beside
+from tilerec.storage.row_file import into_file
 
 WAYS = 32
 """Lines per set."""
@@ -151,6 +153,10 @@ class RowCache:
         """Count a request of this number of ids."""
         self._stats.requests += 1
         self._stats.ids += ids
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor with these values where the cache's host tensors are: itself, or one in a file."""
+        return tensor if self.folder is None else into_file(tensor, self.folder, self.name)
 
     # ------------------------------------------------------------------------------------------------ write back
 

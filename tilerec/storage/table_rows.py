@@ -40,8 +40,7 @@ from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
-from tilerec.storage.row_cache import RowCache
-from tilerec.storage.row_file import full_beside, into_file
+from tilerec.storage.row_cache import RowCache, full_beside
 from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
 
@@ -93,10 +92,9 @@ class TableRows(GradientSink):
         """Tie these rows to the leaf, and move the slots to its device and precision."""
         if self.cache is not None and getattr(self, "leaf", None) is not leaf:
             self.cache.drop()
-        folder = None if self.cache is None else self.cache.folder
-        if folder is not None:  # copies and loaded rows are in memory so far
+        if self.cache is not None and self.cache.folder is not None:  # copies and loaded rows are in memory so far
             self._check_not_shared(leaf)
-            leaf.data = into_file(leaf.data, folder, self.name)
+            leaf.data = self.cache.placed(leaf.data)
         self.leaf = leaf
         cast(Any, leaf)._tilerec_sink = self.handle
         accum_dtype = _slot_dtype(leaf)
@@ -107,7 +105,7 @@ class TableRows(GradientSink):
             tensor = tensor.to(device=leaf.device, dtype=accum_dtype)
             if leaf.device.type == "cpu" and leaf.is_shared():
                 tensor.share_memory_()
-            self.state[slot.name] = tensor if folder is None else into_file(tensor, folder, self.name)
+            self.state[slot.name] = tensor if self.cache is None else self.cache.placed(tensor)
         if self.group is not None:
             on_device = self.group.get("capturable", False) and not leaf.is_meta
             self.count_on(leaf.device if on_device else _HOST)
