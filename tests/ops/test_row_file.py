@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.op_cases import check
 from tilerec import ConfigError
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -67,6 +68,11 @@ def test_a_file_that_is_too_short_is_an_error(op: Callable[[str], Callable[..., 
     written(torch.randn(10, 4), file, op)
     with pytest.raises(OSError):
         op("read_rows_")(torch.empty(2, 4), torch.tensor([0, 1]), torch.tensor([9, 10]), file)
+
+
+@pytest.mark.parametrize("name", ["read_rows_", "write_rows_"])
+def test_the_ops_pass_torchs_own_checks(name: str) -> None:
+    check(name, "cpu")
 
 
 def test_a_closed_file_is_an_error(op: Callable[[str], Callable[..., None]]) -> None:

@@ -26,10 +26,10 @@ def check_row_file(lines: Tensor, at: Tensor, rows: Tensor, file: int) -> None:
             f"read_rows_: got lines {at.dtype} {list(at.shape)} and rows {rows.dtype} {list(rows.shape)}; expected "
             "int64 [M] for both. Convert them."
         )
-    if not lines.is_contiguous() or lines.dim() < 1:
+    if not lines.is_contiguous() or lines.dim() < 1 or lines.device.type not in ("cpu", "meta"):
         raise ConfigError(
-            f"read_rows_: got lines {list(lines.shape)} with strides {lines.stride()}; expected contiguous lines. Pass "
-            "lines.contiguous()."
+            f"read_rows_: got lines {list(lines.shape)} with strides {lines.stride()} on {lines.device}; expected "
+            "contiguous lines on the CPU. Copy them there."
         )
     if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < lines.shape[0]:
         raise ConfigError(
