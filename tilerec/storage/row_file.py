@@ -175,7 +175,7 @@ def fetch(tensor: Tensor) -> None:
     """Have the system read a tensor in a file into its page cache, without waiting. Other tensors: nothing.
 
     Pages that are read this way are single ones. Reading ahead of a map's own makes large pages, and a write of a row
-    to one of these takes 12 us in place of 1.3 (ext4, Linux 6.18).
+    to one of these takes 15 to 20 us in place of 1 to 3 (ext4, Linux 6.18).
     """
     file = file_of(tensor)
     if file is not None and tensor.numel():
