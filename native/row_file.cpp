@@ -1,6 +1,6 @@
 // Rows of a file and lines of memory (tilerec/ops/row_file/definition.py is the specification).
 //
-// Neighbouring rows move in one call. Before the first of them moves, the system is asked to fetch the pages of all of them, so
+// Neighbouring rows move in one call. Before the first of them moves, the system is requested to fetch the pages of all, so
 // the disk's queue is as deep as the call has rows; one thread then reads as fast as 64 that wait for a row each. Pages that
 // are in memory cost 0.4 us more this way.
 #include "tilerec.h"

@@ -13,6 +13,7 @@ All space is allocated when the file is made, so a full disk is an error before 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -30,8 +31,8 @@ from tilerec.errors import ConfigError, FileError
 BLOCK_BYTES = 1 << 25
 """Bytes of the blocks in which whole tables in files are read and written."""
 
-
 _FETCHED_BYTES = 1 << 17
+"""Bytes of one request to the system, which reads no more of a longer one."""
 
 
 @final
@@ -180,7 +181,7 @@ def fetch(tensor: Tensor) -> None:
     file = file_of(tensor)
     if file is not None and tensor.numel():
         first, end = _range_of(tensor)
-        for start in range(first, end, _FETCHED_BYTES):  # the system reads no more of a longer range
+        for start in range(first, end, _FETCHED_BYTES):
             os.posix_fadvise(file.descriptor, start, min(_FETCHED_BYTES, end - start), os.POSIX_FADV_WILLNEED)
 
 
@@ -217,14 +218,14 @@ def _made(folder: str, size: int, name: str) -> RowFile:
         )
     try:
         if not Path(folder).is_dir():
-            raise NotADirectoryError(20, "no such folder")
+            raise NotADirectoryError(errno.ENOTDIR, "no such folder")
         with tempfile.TemporaryFile(dir=folder, buffering=0) as opened:
             os.posix_fallocate(opened.fileno(), 0, size)
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file = RowFile(opened.fileno(), size)
             file.descriptor = os.dup(opened.fileno())
     except (OSError, ValueError, OverflowError) as error:
-        known = error if isinstance(error, OSError) else OSError(27, str(error))
+        known = error if isinstance(error, OSError) else OSError(errno.EFBIG, str(error))
         raise failed_file(known, folder, name, size) from error
     weakref.finalize(file, os.close, file.descriptor)
     file.folder, file.table = folder, name

@@ -9,6 +9,7 @@ Legend: L lines, M rows that move.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 
@@ -72,5 +73,5 @@ def _each_row(lines: Tensor, at: Tensor, rows: Tensor, move: Callable[[memoryvie
         while done < size:
             count = move(memory[done:], row * size + done)
             if not count:
-                raise OSError(5, "the file is too short")
+                raise OSError(errno.EIO, "the file is too short")
             done += count
