@@ -366,8 +366,9 @@ def test_what_was_measured_is_printed_before_it_is_written(
 ) -> None:
     measured: list[Topology] = []
 
-    def measure(group: Group, topology: Topology, device: str) -> Topology:
+    def measure(group: Group, topology: Topology, device: str, folder: str | None) -> Topology:
         speeds = replace(default_speeds(topology), origin="measured", route=1.25e-8, fresh=3e-10)
+        speeds = replace(speeds, file_row=None if folder is None else 7e-6)
         measured.append(replace(topology, speeds=speeds))
         return measured[-1]
 
@@ -376,11 +377,11 @@ def test_what_was_measured_is_printed_before_it_is_written(
 
     monkeypatch.setattr("tilerec.planner.cost.calibrate.calibrate", measure)
     path = tmp_path / "topology.json"
-    run_virtual_ranks(2, calibrate_cli._calibrate, str(path), "cpu")
+    run_virtual_ranks(2, calibrate_cli._calibrate, str(path), "cpu", str(tmp_path))
     printed = capsys.readouterr().out
     assert "route" in printed
     assert "12.5" in printed
-    for name in (*PER_WIDTH, *SINGLE, "fresh"):
+    for name in (*PER_WIDTH, *SINGLE, "fresh", "file_row"):
         assert printed.count(f"\n{name} ") == 1  # rank 0 alone prints
     before = Topology.load(path)
     assert before == measured[0]

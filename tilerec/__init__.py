@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tilerec.spec.cache import CacheAlgorithm as CacheAlgorithm
     from tilerec.spec.cache import CacheParams as CacheParams
     from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
+    from tilerec.spec.plan import KeyValueParams as KeyValueParams
     from tilerec.spec.plan import ShardingPlan as ShardingPlan
     from tilerec.spec.plan import ShardingType as ShardingType
     from tilerec.spec.table import DataType as DataType

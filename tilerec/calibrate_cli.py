@@ -26,20 +26,23 @@ def calibrate(
     ] = 2,
     out: Annotated[Path, typer.Option(help="The topology file to write.")] = Path("topology.json"),
     device: Annotated[str, typer.Option(help="Device to measure: cpu or cuda.")] = "cpu",
+    folder: Annotated[
+        str | None, typer.Option(help="Folder of tables in files: measure reads of their rows from its disk, too.")
+    ] = None,
 ) -> None:
     """Measure this machine (under a minute), print its speeds and write a topology file for the planner."""
     from tilerec.train.launch import launch
 
     try:
         check_output_file("--out", out)
-        launch(nproc, _calibrate, str(out), device, device=device)
+        launch(nproc, _calibrate, str(out), device, folder, device=device)
     except TilerecError as error:
         print_rank_error(error)
         raise typer.Exit(1) from None
     print_plain(f"wrote {out}: the speeds of {nproc} {device} ranks")
 
 
-def _calibrate(group: Group, out: str, device: str) -> None:
+def _calibrate(group: Group, out: str, device: str, folder: str | None = None) -> None:
     """Measure on all ranks of a group; rank 0 prints the speeds, then writes the topology.
 
     Raises:
@@ -51,7 +54,7 @@ def _calibrate(group: Group, out: str, device: str) -> None:
     from tilerec.planner.cost.calibrate import calibrate, machine
 
     own = f"cuda:{group.rank % torch.cuda.device_count()}" if device == "cuda" else device
-    measured = calibrate(group, machine(group.size, device), own)
+    measured = calibrate(group, machine(group.size, device), own, folder)
     if group.rank:
         return
     assert measured.speeds is not None
@@ -72,7 +75,8 @@ def _speeds_text(speeds: Speeds) -> str:
     widths = [str(width) for width in speeds.widths]
     rates = [[name, *(f"{1e9 * rate:.4g}" for rate in getattr(speeds, name))] for name in PER_WIDTH]
     single = [[name, f"{1e9 * getattr(speeds, name):.4g}"] for name in SINGLE]
-    single += [["fresh", f"{1e9 * speeds.fresh:.4g}"]] if speeds.fresh is not None else []
+    optional = {"fresh": speeds.fresh, "file_row": speeds.file_row}
+    single += [[name, f"{1e9 * rate:.4g}"] for name, rate in optional.items() if rate is not None]
     return "\n\n".join(
         [
             speeds.origin,

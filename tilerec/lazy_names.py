@@ -35,6 +35,7 @@ MODULES = {
     "KeyedTensor": "tilerec.sparse.keyed_tensor",
     "CacheAlgorithm": "tilerec.spec.cache",
     "CacheParams": "tilerec.spec.cache",
+    "KeyValueParams": "tilerec.spec.plan",
     "EmbeddingComputeKernel": "tilerec.spec.plan",
     "ShardingPlan": "tilerec.spec.plan",
     "ShardingType": "tilerec.spec.plan",

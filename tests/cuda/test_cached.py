@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tilerec.modules.cached_tables import iter_table_rows, set_cache
 from tilerec.ops.runtime.triton.reports import raise_all
 from tilerec.spec.optimizer import SGD, Adam, OptimizerSpec, RowWiseAdagrad
 from tilerec.storage import host_rows
+from tilerec.storage.row_file import file_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,6 +57,26 @@ def test_rows_in_host_memory_train_as_rows_on_the_device(
     for a, b in zip(everything(plain), everything(other), strict=True):
         assert b.device.type == "cpu"
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("load_factor", [None, 0.15])
+@pytest.mark.parametrize("spec", [SGD(0.1), Adam(0.1)], ids=lambda s: type(s).__name__)
+def test_rows_in_files_train_as_rows_on_the_device(
+    tmp_path: Path, spec: OptimizerSpec, load_factor: float | None
+) -> None:
+    plain, other = ebc(spec).cuda(), ebc(spec)
+    params = None if load_factor is None else CacheParams(load_factor=load_factor)
+    for table, rows in list(iter_table_rows(other)):
+        set_cache(table, rows, params, torch.device("cuda"), str(tmp_path))
+    rng = random.Random(1)
+    for _ in range(size(12, 4)):
+        kjt, ahead = on_gpu(batch(rng)), on_gpu(batch(rng))
+        other.prefetch(ahead)
+        for one in (kjt, ahead):
+            assert torch.equal(step(plain, one), step(other, one))
+    for a, b in zip(everything(plain), everything(other), strict=True):
+        assert torch.equal(a.cpu(), b)
+    assert all(file_of(leaf) is not None for leaf in other.parameters())
 
 
 def test_a_prefetched_batch_is_looked_up_and_updated_without_waiting_for_the_device() -> None:

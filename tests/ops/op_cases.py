@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,10 @@ EXEMPT = {
     "sharded_lookup_backward": "the same",
     "prepare_ddp": "it names a DistributedDataParallel; tests/parallel/test_compiled_ddp.py runs it",
 }
+
+ROWS = os.memfd_create("rows")
+"""A file of three rows of three fp32 zeros."""
+os.truncate(ROWS, 36)
 
 # The ticket counts lookups, so two runs differ in it by design: everything but the comparison of values.
 NO_VALUES = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -191,6 +196,8 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "renew_rows_": lambda: (
             whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
         ),
+        "read_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
+        "write_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
         "select_columns": lambda: (rand(2, 5), whole(0, 3, 3)),
         "best_rows": lambda: (

@@ -25,10 +25,11 @@ names = sorted({str(name) for name in torch._C._dispatch_get_all_op_names() if n
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k)] for k in ("CPU", "CUDA")}}))
 """
-# Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan asks for it.)
+# Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan asks for it, and
+# rows of files pass through memory of the host.)
 AS_THE_REFERENCE = {
     *("offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows"),
-    *("distinct_ids", "expand_rows_", "sum_rows_"),
+    *("distinct_ids", "expand_rows_", "sum_rows_", "read_rows_", "write_rows_"),
 }
 
 

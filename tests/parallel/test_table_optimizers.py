@@ -178,15 +178,15 @@ def test_fused_without_any_optimizer_is_warned_about_by_table() -> None:
 
 
 def test_kernels_that_are_not_in_use_are_fused_in_device_memory_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="got compute_kernel 'key_value', which acts as 'fused'"):
-        dmp = alone(plan=plan("key_value", "fused"), sharders=[sgd()])
+    with pytest.warns(UserWarning, match="got compute_kernel 'ssd_virtual_table', which acts as 'fused'"):
+        dmp = alone(plan=plan("ssd_virtual_table", "fused"), sharders=[sgd()])
     dmp(batch(0)).backward()
     assert all(p.grad is None for p in dmp.parameters())
     with (
-        pytest.warns(UserWarning, match="'key_value' for table 'a' of module 'ebc', but no optimizer"),
+        pytest.warns(UserWarning, match="'ssd_virtual_table' for table 'a' of module 'ebc', but no optimizer"),
         pytest.warns(UserWarning, match="acts as 'fused'"),
     ):
-        alone(plan=plan("key_value", None))
+        alone(plan=plan("ssd_virtual_table", None))
 
 
 class Tied(nn.Module):

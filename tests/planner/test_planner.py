@@ -150,8 +150,8 @@ def test_kernels_follow_the_attached_optimizer_and_the_constraints() -> None:
     assert kernel_of_item(pooled, compute_kernels=["dense"]) == "dense"
     assert kernel_of_item(sequence) is None
     assert kernel_of_item(pooled, compute_kernels=["fused_uvm"]) == "fused_uvm"
-    with pytest.warns(UserWarning, match="got compute_kernel 'key_value', which acts as 'fused' here"):
-        assert kernel_of_item(compute_kernels=["key_value"]) == "key_value"
+    with pytest.warns(UserWarning, match="got compute_kernel 'ssd_virtual_table', which acts as 'fused' here"):
+        assert kernel_of_item(compute_kernels=["ssd_virtual_table"]) == "ssd_virtual_table"
 
 
 def test_a_kernel_that_contradicts_the_attached_optimizer_is_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tilerec.errors import ConfigError
 from tilerec.spec.cache import CacheAlgorithm, CacheParams
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.plan import (
     KERNELS_IN_USE,
     EmbeddingComputeKernel,
@@ -416,7 +417,6 @@ def test_an_unsaid_wire_stays_unsaid_in_a_file_and_fp32_stays_said() -> None:
         ({"stochastic_rounding": True}, r"stochastic_rounding .*fused_params\['stochastic_rounding'\]"),
         ({"bounds_check_mode": 0}, "bounds_check_mode .*on_bad_id="),
         ({"output_dtype": DataType.FP16}, "output_dtype .*set it on the collection"),
-        ({"key_value_params": object()}, "key_value_params .*not in a key-value store"),
     ],
 )
 def test_a_setting_of_a_sharding_without_effect_is_warned_about_and_not_kept(
@@ -434,6 +434,30 @@ def test_settings_of_a_sharding_that_hold_anyway_are_taken_in_torchrecs_order() 
     for hbm in (True, False, None):
         sharding = ParameterSharding("row_wise", "fused", [0, 1], None, None, hbm, None, None, None, None)
         assert sharding == ParameterSharding("row_wise", "fused", [0, 1])
+
+
+def test_key_value_params_are_kept_with_the_kernel_that_reads_them() -> None:
+    own, cache = KeyValueParams("/fast"), CacheParams(load_factor=0.3)
+    sharding = ParameterSharding("row_wise", "key_value", [0, 1], cache_params=cache, key_value_params=own)
+    assert (sharding.cache, sharding.files) == (cache, own)
+    assert sharding.to_json()["key_value_params"] == {"ssd_storage_directory": "/fast"}
+    assert ParameterSharding.from_json("t", sharding.to_json()) == sharding
+    for given in ({"ssd_storage_directory": Path("/fast")}, SimpleNamespace(ssd_storage_directory="/fast", shards=1)):
+        again = ParameterSharding("row_wise", "key_value", [0, 1], cache_params=cache, key_value_params=given)
+        assert again == sharding
+    for kernel in ("fused_uvm_caching", None):
+        with pytest.warns(UserWarning, match="key_value_params have no effect with compute_kernel=.*; expected 'key_v"):
+            assert ParameterSharding("row_wise", kernel, key_value_params=own).files is None
+    for wrong in (object(), {"folder": "/fast"}, {"ssd_storage_directory": ""}, {"ssd_storage_directory": 3}, {}):
+        with pytest.raises(
+            ConfigError, match=r"key_value_params: got <object|KeyValueParams: got (folder|ssd_storage)"
+        ):
+            ParameterSharding("row_wise", "key_value", key_value_params=wrong)  # type: ignore[arg-type]
+
+
+def test_settings_of_a_key_value_store_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="KeyValueParams: got settings without effect: l2_cache_size .*page cache"):
+        assert KeyValueParams("/fast", l2_cache_size=4) == KeyValueParams("/fast")
 
 
 def test_cache_params_are_kept_with_the_kernel_that_reads_them() -> None:

@@ -22,6 +22,8 @@ from tilerec.checkpoint.pieces import Box, is_spread, pieces_of, written_boxes
 from tilerec.checkpoint.row_encoding import Form, RowEncoding
 from tilerec.checkpoint.row_snapshot import RowSnapshot
 from tilerec.comms.group import Group
+from tilerec.storage.file_rows import select_rows
+from tilerec.storage.row_file import fetch, release
 from tilerec.storage.table_rows import TableRows
 
 
@@ -194,10 +196,10 @@ class PlannedSave:
             live = place.table.host()[place.tensor].detach()
 
             def read(at: int, rows: int) -> memoryview:
-                part = live[at : at + rows]
                 if rows_U is not None:
-                    part = live.index_select(0, rows_U[at : at + rows].to(live.device))
-                return bytes_of(part)
+                    return bytes_of(select_rows(live, rows_U[at : at + rows].to(live.device)))
+                fetch(live[at : at + rows])
+                return bytes_of(live[at : at + rows])
 
         def parts() -> Iterator[memoryview]:
             for at in range(first, first + count, step):
@@ -206,13 +208,16 @@ class PlannedSave:
                     held = torch.frombuffer(rows, dtype=memory.dtype).view(-1, *memory.shape[1:])
                     rows = bytes_of(encoding.encode(held))
                 yield rows
+                release(memory)
 
         return parts
 
 
 def _bytes_of(memory: Tensor, encoding: RowEncoding | None = None) -> Callable[[], Iterator[memoryview]]:
     def parts() -> Iterator[memoryview]:
+        fetch(memory)
         yield bytes_of(memory if encoding is None else encoding.encode(memory))
+        release(memory)
 
     return parts
 

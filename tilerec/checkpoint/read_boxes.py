@@ -19,6 +19,7 @@ from tilerec.checkpoint.folder import CheckpointFolder
 from tilerec.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from tilerec.checkpoint.pieces import Box, Piece
 from tilerec.checkpoint.scratch_memory import DEFAULT_BUDGET, ScratchMemory, scratch_tensor
+from tilerec.storage.row_file import fetch, file_of, release
 
 _DEFAULT = ScratchMemory.of(DEFAULT_BUDGET)
 
@@ -88,7 +89,12 @@ def _parts(start: int, chunk: Box, box: Box, place: Tensor, buffer: int) -> Iter
     row = chunk.cells // chunk.sizes[0] * dtype.itemsize
     first = box.offsets[0] - chunk.offsets[0]
     if box.sizes[1:] == chunk.sizes[1:] and place.is_contiguous() and place.device.type == "cpu":
-        yield Part(start + first * row, _bytes(place))
+        step = box.sizes[0] if file_of(place) is None else max(1, buffer // row)
+        for low in range(0, box.sizes[0], step):
+            block = place[low : low + step]
+            fetch(block)
+            # Checksums are computed behind the reads, which maps pages again.
+            yield Part(start + (first + low) * row, _bytes(block), partial(release, place[: low + step]))
         return
     if row > buffer and len(box.sizes) > 1:  # a row is a chunk of its own, of one dimension less
         inner, part = (Box(one.offsets[1:], one.sizes[1:]) for one in (chunk, box))

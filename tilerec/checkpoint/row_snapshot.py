@@ -24,6 +24,8 @@ from torch import Tensor
 
 from tilerec.checkpoint.job_tables import versions_of
 from tilerec.errors import ConfigError
+from tilerec.storage.file_rows import select_rows
+from tilerec.storage.row_file import clone, fetch, file_of, release
 from tilerec.storage.table_rows import TableRows
 
 Bytes = npt.NDArray[np.uint8]
@@ -76,7 +78,7 @@ class RowSnapshot:
                 return
             self._unannounced |= self._versions is not None and self._versions != versions_of(table)
             if rows_N is None:
-                self._rest = [(first, self._at(k, first, self._count).clone()) for k, first in enumerate(self._read)]
+                self._rest = [(first, clone(self._at(k, first, self._count))) for k, first in enumerate(self._read)]
                 return
             self._versions = None
             if rows_N.numel():
@@ -87,7 +89,7 @@ class RowSnapshot:
         fresh_C = near_N[self._wanted[near_N]].unique()
         if not fresh_C.numel():
             return
-        values = [row_bytes(tensor).index_select(0, fresh_C) for tensor in self.tensors]
+        values = [select_rows(row_bytes(tensor), fresh_C) for tensor in self.tensors]
         self._wanted[fresh_C] = False
         ready = None
         if fresh_C.device.type == "cuda":
@@ -156,16 +158,22 @@ class RowSnapshot:
         live = row_bytes(self.tensors[k])
         if self.rows_U is None:
             return live[first:last]
-        return live.index_select(0, self.rows_U[first:last].to(live.device))
+        return select_rows(live, self.rows_U[first:last].to(live.device))
 
     def _live(self, k: int, first: int, count: int) -> Bytes:
         """Return a copy of rows in live memory."""
         if self.tensors[k].device.type != "cpu":
             return _on_host(self._at(k, first, first + count))
         # NumPy copies in this thread; torch would start a pool of threads for it, beside that of training.
-        live = row_bytes(self.tensors[k]).numpy()
+        tensor = self.tensors[k]
+        live = row_bytes(tensor).numpy()
         if self.rows_U is None:
-            return live[first : first + count].copy()
+            fetch(tensor[first : first + count])
+            block: Bytes = live[first : first + count].copy()
+            release(tensor[first : first + count])
+            return block
+        if file_of(tensor) is not None:
+            return self._at(k, first, first + count).numpy()
         return live.take(self.rows_U[first : first + count].numpy(), axis=0)
 
     def _put_copies(self, k: int, block: Bytes, first: int, count: int, copies: list[_Copies]) -> None:

@@ -23,7 +23,7 @@ from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmb
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.optimizer import OptimizerSpec
-from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, ShardingType, Wire
+from tilerec.spec.plan import HOST_KERNELS, KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, Wire
 
 Registry = Wire | Mapping[str, Any]
 
@@ -108,9 +108,12 @@ class ModuleSharder(Generic[M]):
         return [kind.value for kind in ShardingType if kind is not ShardingType.EXPLICIT]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Return the supported kernels; on CPU, without those in host memory, as a cache saves nothing there."""
-        on_cpu = compute_device_type == "cpu"
-        return [kernel.value for kernel in KERNELS_IN_USE if not (on_cpu and kernel in HOST_KERNELS)]
+        """Return the kernels that need no further settings; on CPU, without those in host memory.
+
+        A cache of host memory saves nothing on a CPU. "key_value" needs a folder.
+        """
+        idle = set(HOST_KERNELS) if compute_device_type == "cpu" else {EmbeddingComputeKernel.KEY_VALUE}
+        return [kernel.value for kernel in KERNELS_IN_USE if kernel not in idle]
 
 
 @final

@@ -23,6 +23,8 @@ from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.delta.record import LeftOut
 from tilerec.errors import ConfigError
+from tilerec.storage.file_rows import select_rows
+from tilerec.storage.row_file import clone
 from tilerec.storage.table_rows import TableRows
 
 _NUMBER_BYTES = 8
@@ -59,7 +61,7 @@ class Budget:
     def note(self, table: TableRows, first: int, published: Tensor) -> None:
         """Take note of published values of some rows of a leaf, from row `first` on."""
         if table not in self._published:
-            self._published[table] = table.host()[0].detach().cpu().clone()
+            self._published[table] = clone(table.host()[0].detach().cpu())
         self._published[table][first : first + published.shape[0]] = published
 
     def choose(self, found: Changed, ranks: Group) -> Changed:
@@ -110,7 +112,7 @@ class Budget:
         """Copy rows that are about to be published."""
         published = self._published.get(table)
         if published is None or published.shape != table.leaf.shape:
-            self._published[table] = table.host()[0].detach().cpu().clone()
+            self._published[table] = clone(table.host()[0].detach().cpu())
         else:
             published[rows_U] = _rows(table, rows_U)
 
@@ -146,7 +148,7 @@ class Budget:
 
 def _rows(table: TableRows, rows_U: Tensor) -> Tensor:
     weight = table.host()[0].detach()
-    return weight.index_select(0, rows_U.to(weight.device)).cpu()
+    return select_rows(weight, rows_U.to(weight.device)).cpu()
 
 
 def _merged(every: Sequence[Any]) -> dict[str, LeftOut]:

@@ -16,7 +16,7 @@ import mmap
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
@@ -27,6 +27,7 @@ from tilerec.errors import ConfigError, FileError
 from tilerec.export.manifest import Manifest, Weight
 from tilerec.export.signature import dtype_name, dtype_of_name
 from tilerec.quantized.row_type import ROW_TYPES
+from tilerec.storage.row_file import fetch, release
 from tilerec.torch_private import readable_op_calls
 
 WEIGHTS_AT = 4096
@@ -116,19 +117,23 @@ def _write_weights(out: IO[bytes], manifest: Manifest, tensors: Mapping[str, Ten
             continue
         out.write(bytes(own.start - end))
         tensor = tensors[own.name]
-        for chunk in _bytes_of(tensor).split(_CHUNK_BYTES):
-            out.write(chunk.numpy().data)
+        for chunk in _chunks_of(tensor):
+            out.write(chunk)
         end = own.start + tensor.nbytes
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a contiguous tensor."""
+    for chunk in tensor.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
+        fetch(chunk)
+        yield chunk.numpy().data
+        release(chunk)
 
 
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256()
-    for chunk in _bytes_of(tensor).split(_CHUNK_BYTES):
-        digest.update(chunk.numpy().data)
+    for chunk in _chunks_of(tensor):
+        digest.update(chunk)
     return digest.hexdigest()
 
 

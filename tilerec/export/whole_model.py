@@ -36,11 +36,9 @@ from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionEmbeddingBagCollection,
     ShardedManagedCollisionEmbeddingCollection,
 )
-from tilerec.sharding.rank_0_rows import rows_on_rank_0
+from tilerec.sharding.rank_0_rows import all_rows_on_rank_0
 from tilerec.sharding.table import ShardedTable
 from tilerec.torch_private import state_dict_pre_hooks, state_hooks, uncompiled
-
-_CHUNK_BYTES = 1 << 26
 
 _UNSHARDED: dict[type[nn.Module], type[nn.Module]] = {
     ShardedEmbeddingBagCollection: EmbeddingBagCollection,
@@ -151,15 +149,7 @@ def _add_table(table: Table, memo: dict[int, Any], weights: dict[int, nn.Paramet
 
 
 def _gathered(table: ShardedTable) -> Tensor | None:
-    """Return all rows of a table on rank 0. Collective. Peak memory beside them: two chunks."""
-    logical = table.weight_of()
-    group, shape = logical.group, logical.cover.shape
-    group.begin("export")
-    out = logical.like.new_empty(shape) if group.rank == 0 else None
-    step = max(1, _CHUNK_BYTES // max(1, shape[1] * logical.like.element_size()))
-    for first in range(0, shape[0], step):
-        last = min(first + step, shape[0])
-        chunk = rows_on_rank_0(logical, first, last)
-        if out is not None and chunk is not None:
-            out[first:last] = chunk
-    return out
+    """Return all rows of a table on rank 0, in a file if they are in files. Collective."""
+    whole, cache = table.weight_of(), table.rows.cache
+    whole.group.begin("export")
+    return all_rows_on_rank_0(whole, None if cache is None else cache.folder, table.config.name)

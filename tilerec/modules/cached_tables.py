@@ -1,19 +1,22 @@
-"""Tables in host memory behind a cache in device memory, for modules that are not sharded.
+"""Tables in host memory or in files behind a cache in device memory, for modules that are not sharded.
 
 In a sharded model, the plan sets the cache: `ParameterSharding(compute_kernel="fused_uvm_caching", cache_params=...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tilerec.errors import ConfigError
 from tilerec.modules.table import Table
 from tilerec.spec.cache import CacheAlgorithm, CacheParams
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_file import file_of, into_file, tensor_in_file
 from tilerec.storage.table_rows import TableRows
 
 
@@ -24,8 +27,9 @@ def cache_tables(
     device: torch.device | str | None = None,
     *,
     reserved_memory: float | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Keep the tables below a module in host memory, and cache the rows that batches read.
+    """Keep the tables below a module in host memory or in files, and cache the rows that batches read.
 
     The cache holds rows together with their optimizer state. Results are bitwise the same as without a cache. Attach
     the optimizer before or after (`apply_optimizer_in_backward`). Without one, tables can be read but not trained. A
@@ -39,13 +43,17 @@ def cache_tables(
         device: of the caches, and of the batches from then on. None: the tables' device. In host memory the cache is a
             simulation: it saves no memory, and shows how a cache would perform (`module.cache_stats()`).
         reserved_memory: bytes of the device to leave free.
+        folder: of files for the rows and their optimizer's state (`KeyValueParams`); tables on meta get their initial
+            values there. None: rows are in host memory.
 
     Returns:
         The module.
 
     Raises:
         ConfigError: a number is outside its range, or there is no table.
+        FileError: the folder does not exist or cannot be written, or has not enough space. Tables before it have moved.
     """
+    files = None if folder is None else KeyValueParams(folder).ssd_storage_directory
     params = CacheParams(algorithm, load_factor, reserved_memory)
     where = None if device is None else torch.device(device)
     found = list(iter_table_rows(module))
@@ -55,7 +63,7 @@ def cache_tables(
             "contains one."
         )
     for table, rows in found:
-        set_cache(table, rows, params, where)
+        set_cache(table, rows, params, where, files)
     return module
 
 
@@ -65,7 +73,9 @@ def uncache_tables(module: nn.Module) -> nn.Module:
         if rows.cache is not None:
             device = rows.cache.device
             rows.settle()
-            rows.cache = None
+            in_files, rows.cache = rows.cache.folder is not None, None
+            if in_files:
+                _store(table, rows, Tensor.clone)
             if device is not None and device != rows.leaf.device:
                 table.to(device)
     return module
@@ -94,8 +104,14 @@ def iter_table_rows(module: nn.Module) -> Iterator[tuple[Table, TableRows]]:
                     yield table, rows
 
 
-def set_cache(table: Table, rows: TableRows, params: CacheParams | None, device: torch.device | None) -> None:
-    """Set a cache for rows, and move them from a GPU to host memory. `params` None: only spare lines."""
+def set_cache(
+    table: Table, rows: TableRows, params: CacheParams | None, device: torch.device | None, folder: str | None = None
+) -> None:  # fmt: skip
+    """Set a cache for rows, and move them from a GPU to host memory, or to files of a folder.
+
+    Args:
+        params: None: only spare lines.
+    """
     rows.settle()
     leaf = rows.leaf
     if device is None and leaf.device.type not in ("cpu", "meta"):
@@ -106,4 +122,28 @@ def set_cache(table: Table, rows: TableRows, params: CacheParams | None, device:
     if leaf.device.type not in ("cpu", "meta"):
         leaf.data = leaf.data.cpu()
         table._bind()  # the optimizer's state follows
-    rows.cache = RowCache(rows.name, params, device)
+    if folder is not None and leaf.is_meta:
+        if type(table) is not Table:
+            raise ConfigError(
+                f"Table '{rows.name}': got a sharded table on meta; expected memory. Plan it with compute_kernel "
+                "'key_value'."
+            )
+        memory = tensor_in_file(folder, tuple(leaf.shape), leaf.dtype, rows.name)
+        table.weight = nn.Parameter(memory, requires_grad=leaf.requires_grad)  # makes the optimizer's state, too
+        table.reset_parameters()
+    elif folder is not None:
+        _store(table, rows, lambda tensor: into_file(tensor, folder, rows.name))
+    elif file_of(leaf) is not None:
+        _store(table, rows, Tensor.clone)
+    rows.cache = RowCache(rows.name, params, device, folder)
+
+
+@torch.no_grad()
+def _store(table: Table, rows: TableRows, moved: Callable[[Tensor], Tensor]) -> None:
+    """Give rows and slots other memory; all of it is made before any is replaced."""
+    rows.about_to_write()
+    memory = moved(rows.leaf.detach())
+    slots = {slot.name: moved(rows.state[slot.name]) for slot in rows.spec.slots} if rows.spec is not None else {}
+    rows.leaf.data = memory
+    rows.state.update(slots)
+    table._bind()

@@ -23,6 +23,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.random.definition import block_seed
 from tilerec.spec.table import AnyTableConfig
+from tilerec.storage.row_file import fetch, release, row_blocks
 
 INIT_BLOCK = 1 << 20
 """Rows in one call of a user's `init_fn`: full width, the same blocks under every sharding."""
@@ -56,7 +57,10 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
     """
     if config.init_fn is None:
         low, high = config.get_weight_init_min(), config.get_weight_init_max()
-        torch.ops.tilerec.random_fill_(out, key, row_offset, column_offset, "uniform", low, high)
+        first = row_offset
+        for block in row_blocks(out):
+            torch.ops.tilerec.random_fill_(block, key, first, column_offset, "uniform", low, high)
+            first += block.shape[0]
         torch.autograd.graph.increment_version(out)  # the op writes outside of autograd
         return
     stop, columns = row_offset + out.shape[0], slice(column_offset, column_offset + out.shape[1])
@@ -69,11 +73,13 @@ def fill_initial(out: Tensor, config: AnyTableConfig, key: Sequence[int], row_of
             here = out[first - row_offset : last - row_offset]
             whole = here.shape == (end - start, config.embedding_dim) and here.dtype != _FP8
             block = here if whole else _block(here, end - start, config)
+            fetch(here)
             block.zero_()  # the function may write only a part
             seed(block_seed(key, start // INIT_BLOCK))
             _call(config, block, start)
             if not whole:
                 here.copy_(block[first - start : last - start, columns])
+            release(here)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
+from tilerec.storage.table_rows import TableRows
 
 
 @torch.no_grad()
@@ -58,6 +59,15 @@ def resize_table(
     collection._lay_flat()
 
 
+def check_not_in_files(rows: TableRows) -> None:
+    """Raise a `ConfigError` if a table is in files, whose rows a resize would hold in memory."""
+    if rows.cache is not None and rows.cache.folder is not None:
+        raise ConfigError(
+            f"Table '{rows.name}': its rows are in files of {rows.cache.folder}, where a table cannot be resized; "
+            "expected one in memory. Save the model, build it with the new size, and load."
+        )
+
+
 def check_resizable(table: Table) -> None:
     """Raise a `ConfigError` if a table is sharded or tied; warn if an optimizer will not follow the new parameter."""
     name = table.config.name
@@ -66,6 +76,7 @@ def check_resizable(table: Table) -> None:
             f"Table '{name}': got a sharded table; expected an unsharded one. Resize before sharding, or save the "
             "model, load it unsharded, resize, and shard again."
         )
+    check_not_in_files(table.rows)
     if len(table.rows.holders) > 1:
         raise ConfigError(
             f"Table '{name}': it is tied to another collection's table, which would keep the old rows. Resize before "

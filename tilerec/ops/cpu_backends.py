@@ -13,6 +13,7 @@ from tilerec.ops.marks import cpu as marks
 from tilerec.ops.quantize import cpu as quantize
 from tilerec.ops.quantized import cpu as quantized
 from tilerec.ops.random import cpu as random
+from tilerec.ops.row_file import cpu as row_file
 from tilerec.ops.runtime.library import LIBRARY
 from tilerec.ops.search import cpu as search
 from tilerec.ops.update import cpu as update
@@ -20,5 +21,7 @@ from tilerec.ops.update import cpu as update
 
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
-    for family in (distinct, exchange, hash, jagged, lookup, marks, quantize, quantized, random, search, update):
+    for family in (
+        distinct, exchange, hash, jagged, lookup, marks, quantize, quantized, random, row_file, search, update,
+    ):  # fmt: skip
         LIBRARY.serve("CPU", family.kernels(library))

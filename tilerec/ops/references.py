@@ -13,10 +13,12 @@ from tilerec.ops.marks import definition as marks
 from tilerec.ops.quantize import definition as quantize
 from tilerec.ops.quantized import definition as quantized
 from tilerec.ops.random import renew
+from tilerec.ops.row_file import definition as row_file
 from tilerec.ops.search import definition as search
 from tilerec.ops.update import definition as update
 
 REFERENCES = (
-    cache, distinct, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, search, update,
+    cache, distinct, exchange, gradient, hash, jagged, lookup, marks, quantize, quantized, renew, row_file, search,
+    update,
 )  # fmt: skip
 """Files that define the ops. Importing them registers the reference kernels."""

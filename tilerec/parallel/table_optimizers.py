@@ -7,6 +7,7 @@ attached     the attached optimizer; sharders do not replace it
              optimizer, with a warning
 `fused_uvm…` as `fused`, with rows in host memory: behind a cache, or (`fused_uvm`, on a GPU) on the device only while
              a batch is in flight
+`key_value`  as `fused`, with rows in files, behind a cache
 otherwise    the optimizer of the collection's sharder, if it has one
 """
 
@@ -27,7 +28,9 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.planner.sharder import sharder_of
 from tilerec.spec.cache import CacheParams
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.plan import (
+    CACHING_KERNELS,
     HOST_KERNELS,
     EmbeddingComputeKernel,
     EmbeddingModuleShardingPlan,
@@ -40,6 +43,7 @@ from tilerec.storage.table_rows import TableRows
 
 DENSE, FUSED = EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
 UVM, CACHED = EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING
+FILES = EmbeddingComputeKernel.KEY_VALUE
 
 SharderOptimizers = list[tuple[ModuleSharder, list[nn.Parameter]]]
 """Each sharder with the tables that receive its optimizer."""
@@ -69,11 +73,12 @@ def sharder_optimizers(
                 f"shard: one table has the names {_listed(names)}: got compute_kernel 'dense' for one of them and "
                 "another kernel for the other. Use the same compute_kernel for all of them."
             )
-        placements = {(plan.plan[path][name].kernel, plan.plan[path][name].cache) for path, name in names}
-        if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _ in placements):
+        placements = {_storage_in(plan.plan[path][name]) for path, name in names}
+        if len(placements) > 1 and any(kernel in HOST_KERNELS for kernel, _, _ in placements):
             raise ConfigError(
-                f"shard: one table has the names {_listed(names)}: the plan has it in host memory, or behind a cache, "
-                "under one of them and not under the other. Use the same compute_kernel and cache_params for all."
+                f"shard: one table has the names {_listed(names)}: the plan has it in files, in host memory, or behind "
+                "a cache, under one of them and not under the other. Use the same compute_kernel, cache_params and "
+                "key_value_params for all."
             )
         dense, table = any(dense_by_name.values()), next(iter(names.values()))
         if table.rows.spec is not None:
@@ -160,13 +165,13 @@ def with_kernels(
     """Return the plan with the kernel and the cache of every table.
 
     A missing kernel follows from the table's present storage and optimizer. A missing cache is the table's present one,
-    else the sharder's, else `CacheParams()`.
+    else the sharder's, else `CacheParams()`. A missing folder of files is the present one.
 
     Warns of tables that the plan updates in the backward pass and that have no attached optimizer.
 
     Raises:
-        ConfigError: a trained table without an optimizer would be in host memory, with a dense gradient of the whole
-            table.
+        ConfigError: a trained table without an optimizer would be in host memory or in files, with a dense gradient of
+            the whole table; a table in files has no folder.
     """
     unattached: list[Name] = []
 
@@ -182,17 +187,26 @@ def with_kernels(
         table = collections[path]._tables[name]
         rows = table.rows
         if sharding.kernel is None:
-            kernel = DENSE if rows.spec is None else FUSED
-            if rows.cache is not None:
-                kernel = UVM if rows.cache.params is None else CACHED
+            present = _storage_of(rows)
+            kernel = (DENSE if rows.spec is None else FUSED) if present is None else present[0]
             sharding = replace(sharding, compute_kernel=kernel)
         if sharding.kernel in HOST_KERNELS and rows.spec is None and rows.leaf.requires_grad:
             raise ConfigError(
-                f"shard: table {_listed([(path, name)])} is planned for host memory (compute_kernel "
+                f"shard: table {_listed([(path, name)])} is planned for host memory or files (compute_kernel "
                 f"'{sharding.kernel.value}') and has no optimizer, so its gradient would be a dense .grad of the whole "
                 "table. Attach one with apply_optimizer_in_backward, pass fused_params, or freeze the table."
             )
-        if sharding.kernel is CACHED:
+        if sharding.kernel is FILES:
+            files = sharding.files
+            if files is None and rows.cache is not None and rows.cache.folder is not None:
+                files = KeyValueParams(rows.cache.folder)
+            if files is None:
+                raise ConfigError(
+                    f"shard: table {_listed([(path, name)])}: got compute_kernel 'key_value' without key_value_params; "
+                    "expected the folder of its files. Pass KeyValueParams(ssd_storage_directory)."
+                )
+            sharding = replace(sharding, key_value_params=files)
+        if sharding.kernel in CACHING_KERNELS:
             return replace(sharding, cache_params=cache_of(path, sharding, rows))
         if sharding.kernel is not DENSE and table.rows.spec is None and table.weight.requires_grad:
             unattached.append((path, name))
@@ -217,7 +231,7 @@ def keep_cached_tables(plan: ShardingPlan, collections: Mapping[str, TableCollec
 
     def kept(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         cached = collections[path]._tables[name].rows.cache is not None
-        return replace(sharding, compute_kernel=None, cache_params=None) if cached else sharding
+        return replace(sharding, compute_kernel=None, cache_params=None, key_value_params=None) if cached else sharding
 
     return _mapped(plan, kept)
 
@@ -227,14 +241,12 @@ def with_present_storage(plan: ShardingPlan, collections: Mapping[str, TableColl
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
         rows = collections[path]._tables[name].rows
-        if rows.cache is None:
-            if sharding.kernel is not CACHED:
+        present = _storage_of(rows)
+        if present is None:
+            if sharding.kernel not in CACHING_KERNELS:
                 return sharding
-            return replace(sharding, compute_kernel=DENSE if rows.spec is None else FUSED, cache_params=None)
-        params = rows.cache.params
-        if params is None or (sharding.kernel is CACHED and sharding.cache == params):
-            return sharding
-        return replace(sharding, compute_kernel=CACHED, cache_params=params)
+            present = (DENSE if rows.spec is None else FUSED, None, None)
+        return sharding if present[0] is UVM else _stored_as(sharding, present)
 
     return _mapped(plan, stored)
 
@@ -243,10 +255,7 @@ def with_storage_of(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
     """Return the plan with the kernels and caches of `present`."""
 
     def stored(path: str, name: str, sharding: ParameterSharding) -> ParameterSharding:
-        now = present.plan[path][name]
-        if (now.kernel, now.cache) == (sharding.kernel, sharding.cache):
-            return sharding
-        return replace(sharding, compute_kernel=now.kernel, cache_params=now.cache)
+        return _stored_as(sharding, _storage_in(present.plan[path][name]))
 
     return _mapped(plan, stored)
 
@@ -254,7 +263,7 @@ def with_storage_of(plan: ShardingPlan, present: ShardingPlan) -> ShardingPlan:
 def caches_of(
     plan: ShardingPlan, collections: Mapping[str, TableCollection], device: torch.device | None
 ) -> dict[Name, RowCache]:
-    """Return the caches of tables in host memory, by table; each tile of a table gets one.
+    """Return the caches of tables in host memory and in files, by table; each tile of a table gets one.
 
     Args:
         plan: a plan with kernels and caches of all tables.
@@ -267,8 +276,9 @@ def caches_of(
         if where is None and rows.cache is not None:
             where = rows.cache.device
         where = None if where is None or where.type == "cpu" else where
-        if sharding.kernel is CACHED:
-            caches[path, name] = RowCache(name, sharding.cache, where)
+        if sharding.kernel in CACHING_KERNELS:
+            folder = None if sharding.files is None else sharding.files.ssd_storage_directory
+            caches[path, name] = RowCache(name, sharding.cache, where, folder)
         elif sharding.kernel is UVM and where is not None:
             caches[path, name] = RowCache(name, None, where)
     return caches
@@ -281,16 +291,42 @@ def check_storage(plan: ShardingPlan, collections: Mapping[str, TableCollection]
         ConfigError: a table is cached in the model and not in the plan, or the reverse, or with another cache.
     """
     for path, name, sharding in plan.tables():
-        cache = collections[path]._tables[name].rows.cache
-        cached = None if cache is None else cache.params
-        if sharding.kernel is not UVM and (
-            cached != sharding.cache or (cache is not None) != (sharding.kernel is CACHED)
-        ):
+        rows = collections[path]._tables[name].rows
+        present = _storage_of(rows)
+        if sharding.kernel is UVM or _storage_in(sharding) == present:
+            continue
+        if present is not None or sharding.kernel in CACHING_KERNELS:
             kernel = "" if sharding.kernel is None else sharding.kernel.value
+            got, expected = (own or "no cache" for own in (sharding.cache, present and present[1]))
+            folder = "" if rows.cache is None or rows.cache.folder is None else f", files in {rows.cache.folder}"
             raise ConfigError(
-                f"reshard: table {_listed([(path, name)])}: got '{kernel}' ({sharding.cache or 'no cache'}); expected "
-                f"{cached or 'no cache'}. Leave compute_kernel and cache_params out of the plan."
+                f"reshard: table {_listed([(path, name)])}: got '{kernel}' ({got}); expected {expected}{folder}. Leave "
+                "compute_kernel and cache_params out of the plan."
             )
+
+
+_Storage = tuple[EmbeddingComputeKernel | None, CacheParams | None, KeyValueParams | None]
+
+
+def _storage_of(rows: TableRows) -> _Storage | None:
+    """Return the kernel, cache and files of a table that has a cache, else None."""
+    cache = rows.cache
+    if cache is None:
+        return None
+    if cache.folder is not None:
+        return FILES, cache.params, KeyValueParams(cache.folder)
+    return (UVM if cache.params is None else CACHED), cache.params, None
+
+
+def _storage_in(sharding: ParameterSharding) -> _Storage:
+    return sharding.kernel, sharding.cache, sharding.files
+
+
+def _stored_as(sharding: ParameterSharding, storage: _Storage) -> ParameterSharding:
+    if _storage_in(sharding) == storage:
+        return sharding
+    kernel, cache, files = storage
+    return replace(sharding, compute_kernel=kernel, cache_params=cache, key_value_params=files)
 
 
 def with_wire_formats(
@@ -349,10 +385,10 @@ def warn_of_unused_sharders(
                     f"fused_params have no effect: every table of a {kind} has an optimizer attached, is frozen, or is "
                     "'dense' in the plan."
                 )
-            if cache is not None and not any(s.kernel is CACHED and s.cache is None for s in planned):
+            if cache is not None and not any(s.kernel in CACHING_KERNELS and s.cache is None for s in planned):
                 found.append(
                     f"fused_params about the cache have no effect: the plan has no table of a {kind} as "
-                    "'fused_uvm_caching' without cache_params."
+                    "'fused_uvm_caching' or 'key_value' without cache_params."
                 )
             # A planner with this sharder has written its format into the plan.
             if wire is not None and all(s.wire not in (None, wire) for s in planned):

@@ -11,7 +11,8 @@ from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
 from tilerec.planner.cost.workload import Skew
 from tilerec.spec.cache import CacheParams
-from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
+from tilerec.spec.key_value import KeyValueParams
+from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ParameterSharding, ShardingType, to_enum
 from tilerec.spec.ranks import ranks_to_text, read_ranks, text_to_ranks
 from tilerec.spec.table import DataType
 from tilerec.spec.tile import Tiling
@@ -19,7 +20,7 @@ from tilerec.spec.tile import Tiling
 FIELDS_READ = (
     "sharding_types", "compute_kernels", "min_partition", "pooling_factors", "num_poolings", "batch_sizes",
     "is_weighted", "device_group", "forbidden_types", "ranks", "hosts", "max_ranks", "with_table", "sharding", "skew",
-    "cache_params", "enforce_hbm",
+    "cache_params", "key_value_params", "enforce_hbm",
 )  # fmt: skip
 """Fields that the planner reads. It warns about the others."""
 
@@ -36,16 +37,19 @@ class ParameterConstraints:
             - "dense" alone: no sharder attaches its optimizer to the table.
             - "fused_uvm_caching": rows in host memory, with a cache on the rank's GPU.
             - "fused_uvm": rows in host memory, without a cache.
-            - one of these two next to "fused": the planner chooses the better one.
+            - "key_value": rows in files of a folder (`key_value_params`), with a cache on the rank's device.
+            - one of these three next to "fused": the planner chooses the better one.
         min_partition: least number of columns of a column tile.
         pooling_factors: ids per bag, for each feature (or one number for all). None: planned as 1, and the plan states
             no number.
         num_poolings, batch_sizes: lookups per sample, and samples per batch of a rank, for each feature. None: 1, and
             the planner's batch_size.
         is_weighted: ids have weights. Ids of a weighted collection have weights in any case.
-        cache_params: cache of the table if its rows are in host memory: a `CacheParams`, or a dict of its fields.
+        cache_params: cache of the table if its rows are in host memory or in files: a `CacheParams`, or a dict of its
+            fields.
         enforce_hbm: keep the rows in device memory even if they do not fit there.
-        key_value_params, use_virtual_table: settings of tables in key-value stores of another library; no effect.
+        key_value_params: folder of the table if its rows are in files: a `KeyValueParams`, or a dict of its fields.
+        use_virtual_table: a setting of another library; no effect.
         stochastic_rounding, bounds_check_mode, output_dtype: no effect; set them on the module and its optimizer.
         feature_names: no effect; the planner reads the table's config.
         device_group: kind of device for the table. All tables of a plan are on one kind of device.
@@ -106,6 +110,8 @@ class ParameterConstraints:
                 )
         if isinstance(self.cache_params, Mapping):
             fill("cache_params", CacheParams.from_json(self.cache_params))
+        if self.key_value_params is not None:
+            fill("key_value_params", KeyValueParams.of(self.key_value_params))
         if self.feature_names is not None:
             fill("feature_names", tuple(self.feature_names))
         for name, meaning in (
@@ -177,6 +183,12 @@ class ParameterConstraints:
                 f"ParameterConstraints: sharding_types {[k.value for k in self.sharding_types_said()]} are all among "
                 "forbidden_types, so nothing is allowed; leave one of the two out."
             )
+        slower = set(HOST_KERNELS) & set(self.kernels_allowed())
+        if EmbeddingComputeKernel.KEY_VALUE in slower and len(slower) > 1:
+            raise ConfigError(
+                f"ParameterConstraints: got compute_kernels {sorted(k.value for k in slower)}; expected one of them: "
+                "the planner compares one slower memory with the device's. Leave out the others."
+            )
         if self.sharding is None:
             return
         if not isinstance(self.sharding, (ParameterSharding, Tiling)):
@@ -236,7 +248,7 @@ class ParameterConstraints:
                 value = [word.value for word in value]
             elif name in ("ranks", "hosts"):
                 value = ranks_to_text(value)
-            elif name == "cache_params":
+            elif name in ("cache_params", "key_value_params"):
                 value = value.to_json()
             elif name == "sharding":
                 if isinstance(value, Tiling):

@@ -9,26 +9,29 @@ from typing import cast
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import COLUMN_SPLITS, GRIDS, MIN_PARTITION
 from tilerec.planner.tables import PlannedTable
-from tilerec.spec.plan import HOST_KERNELS, ShardingType
+from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ShardingType
 from tilerec.spec.topology import Topology
 
 
 def allowed_storages(
     table: PlannedTable, limits: ParameterConstraints, topology: Topology, *, offload: bool
 ) -> tuple[bool, bool]:
-    """Return whether device memory, and whether host memory behind a cache, may hold the table.
+    """Return whether device memory, and whether slower memory behind a cache, may hold the table.
 
     Args:
         offload: host memory may also hold tables without constraints on the memory.
     """
-    if topology.compute_device == "cpu" or limits.enforce_hbm:
+    if limits.enforce_hbm:
         return True, False
+    # A CPU has no memory below its own but files.
+    on_cpu = topology.compute_device == "cpu"
+    slower = (EmbeddingComputeKernel.KEY_VALUE,) if on_cpu else HOST_KERNELS
     kernels = limits.kernels_allowed()
     if not kernels:
         stays = table.cached is not None and (table.optimizer is not None or not table.trained)
-        return (False, True) if stays else (True, offload)
-    behind = any(kernel in HOST_KERNELS for kernel in kernels)
-    return any(kernel not in HOST_KERNELS for kernel in kernels), behind
+        return (False, True) if stays and (table.files or not on_cpu) else (True, offload and not on_cpu)
+    behind = any(kernel in slower for kernel in kernels)
+    return any(kernel not in slower for kernel in kernels), behind
 
 
 def allowed_ranks(limits: ParameterConstraints, topology: Topology) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from tilerec.planner.report.time_text import time_text
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.search.instance import PICO, Ints
 from tilerec.sharding.strategies import complete
-from tilerec.spec.plan import HOST_KERNELS, ParameterSharding, ShardingPlan
+from tilerec.spec.plan import HOST_KERNELS, EmbeddingComputeKernel, ParameterSharding, ShardingPlan
 from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.tile import Tiling
 
@@ -180,13 +180,14 @@ def priced(request: PlanRequest, shardings: Mapping[str, ParameterSharding]) -> 
 def work_with_sharding(work: TableWork, sharding: ParameterSharding) -> TableWork:
     """Return the table's work in a step under a sharding.
 
-    The sharding determines whether rows are in host memory, and whether hosts sum rows before they send them.
+    The sharding determines whether rows are in host memory or in files, and whether hosts sum rows before they send
+    them.
     """
-    in_host = sharding.kernel in HOST_KERNELS
+    in_host, files = sharding.kernel in HOST_KERNELS, sharding.kernel is EmbeddingComputeKernel.KEY_VALUE
     params = sharding.cache if in_host else None
     known = sharding.ids_per_bag
     load_factor = work.load_factor if params is None else params.load_factor
     sums = None if work.each_id else known is None or known > 1
-    if (in_host, load_factor, sums) == (work.cached, work.load_factor, work.sums_in_hosts):
+    if (in_host, load_factor, sums, files) == (work.cached, work.load_factor, work.sums_in_hosts, work.files):
         return work
-    return replace(work, cached=in_host, load_factor=load_factor, sums_in_hosts=sums)
+    return replace(work, cached=in_host, load_factor=load_factor, sums_in_hosts=sums, files=files)

@@ -281,12 +281,12 @@ def _wire_of(table: PlannedTable, limits: ParameterConstraints) -> Wire:
 
 
 def _cache_of(table: PlannedTable, limits: ParameterConstraints) -> dict[str, Any]:
-    """Return the `cached` and `load_factor` arguments of a table's `TableWork`.
+    """Return the `cached`, `load_factor` and `files` arguments of a table's `TableWork`.
 
-    `cached` is True only for a pin with rows in host memory.
+    `cached` is True only for a pin with rows in host memory or in files.
     """
     if limits is NO_CONSTRAINTS:
-        return {} if table.cached is None else {"load_factor": table.cached}
+        return {} if table.cached is None else {"load_factor": table.cached, "files": table.files}
     pin = limits.sharding if isinstance(limits.sharding, ParameterSharding) else None
     kernels = limits.kernels_allowed() if pin is None else (pin.kernel,)
     params = limits.cache_params if pin is None else pin.cache
@@ -294,4 +294,5 @@ def _cache_of(table: PlannedTable, limits: ParameterConstraints) -> dict[str, An
     load_factor = known if params is None else params.load_factor
     if set(HOST_KERNELS) & set(kernels) == {EmbeddingComputeKernel.FUSED_UVM}:
         load_factor = 0.0
-    return {"cached": pin is not None and pin.kernel in HOST_KERNELS, "load_factor": load_factor}
+    files = EmbeddingComputeKernel.KEY_VALUE in kernels if kernels else table.files
+    return {"cached": pin is not None and pin.kernel in HOST_KERNELS, "load_factor": load_factor, "files": files}

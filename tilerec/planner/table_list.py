@@ -34,7 +34,7 @@ def table_to_json(table: PlannedTable, limits: ParameterConstraints) -> dict[str
         out["wire"] = table.wire.to_json()
     if table.cached is not None:
         out["cached"] = table.cached
-    for flag, usual in (("trained", True), ("pooled", True), ("weighted", False)):
+    for flag, usual in (("trained", True), ("pooled", True), ("weighted", False), ("files", False)):
         if getattr(table, flag) is not usual:
             out[flag] = getattr(table, flag)
     if limits is not NO_CONSTRAINTS and limits.to_json():
@@ -77,6 +77,7 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
             found["weighted"].flag() if "weighted" in found else False,
             read_wire(found["wire"]) if "wire" in found else None,
             found["cached"].number(0, 1) if "cached" in found else None,
+            found["files"].flag() if "files" in found else False,
         )
         tables.append(table)
         if found.get("constraints") is not None and found["constraints"].value:
@@ -87,10 +88,11 @@ def read_tables(data: Any) -> tuple[list[PlannedTable], dict[str, ParameterConst
 _TABLES = 'a list such as [{"name": "user", "num_embeddings": 1000, "embedding_dim": 64}]'
 _NOT_NULL = (
     "name", "num_embeddings", "embedding_dim", "data_type", "module", "also", "trained", "pooled", "weighted",
+    "files",
 )  # fmt: skip
 _FIELDS = (
     "name", "num_embeddings", "embedding_dim", "data_type", "feature_names", "module", "also", "optimizer", "trained",
-    "pooled", "weighted", "wire", "cached", "constraints",
+    "pooled", "weighted", "wire", "cached", "files", "constraints",
 )  # fmt: skip
 
 

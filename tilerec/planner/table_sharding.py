@@ -35,13 +35,22 @@ def with_table_fields(
     # All fields have been checked; constructing a new record would check up to a thousand ranks again.
     finished = ParameterSharding.__new__(ParameterSharding)
     vars(finished).update(vars(made), sharding_type=kind, compute_kernel=kernel, ids_per_bag=ids_per_bag)
+    if kernel is EmbeddingComputeKernel.KEY_VALUE:
+        vars(finished).update(cache_params=limits.cache_params, key_value_params=limits.key_value_params)
     if kernel is not None and kernel not in KERNELS_IN_USE:
         return replace(finished)  # its constructor warns
     return finished
 
 
 def behind_cache(made: ParameterSharding, work: TableWork, limits: ParameterConstraints) -> ParameterSharding:
-    """Return the sharding with its rows in host memory."""
+    """Return the sharding with its rows in host memory, or in files."""
+    if work.files:
+        return replace(
+            made,
+            compute_kernel=EmbeddingComputeKernel.KEY_VALUE,
+            cache_params=limits.cache_params or CacheParams(load_factor=work.load_factor),
+            key_value_params=limits.key_value_params,
+        )
     if not work.load_factor:
         return replace(made, compute_kernel=EmbeddingComputeKernel.FUSED_UVM)
     return replace(

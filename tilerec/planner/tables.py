@@ -40,6 +40,7 @@ class PlannedTable:
         weighted: ids have weights.
         wire: wire formats from a sharder; None: fp32.
         cached: load factor of the table's cache, if its rows are already in host memory (0: no cache lines); else None.
+        files: these rows are in files, not in host memory.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -53,6 +54,7 @@ class PlannedTable:
     weighted: bool = False
     wire: Wire | None = None
     cached: float | None = None
+    files: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -118,6 +120,7 @@ def tables_of(module: nn.Module, sharders: Sequence[Sharder] = (), dense: Contai
                 isinstance(part, EmbeddingBagCollection) and part.is_weighted(),
                 wires.get(mark),
                 _load_factor(table.rows.cache),
+                table.rows.cache is not None and table.rows.cache.folder is not None,
             )
         )
     return found

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tilerec.comms.group import Group
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
+from tilerec.storage.row_file import copy_rows
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class LogicalTensor:
     def load_whole(self, value: Tensor) -> None:
         """Copy the values of a whole tensor of this shape; each rank reads its part."""
         for tile, memory in self.pieces:
-            _copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
+            copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
 
     @torch.no_grad()
     def load(self, source: LogicalTensor) -> None:
@@ -191,7 +192,7 @@ class LogicalTensor:
         if source.cover == self.cover:
             theirs = {piece.tile: piece.memory for piece in reversed(source.pieces)}
             for tile, memory in self.pieces:  # equal covers may repeat a rectangle on different ranks
-                _copy_into(memory, theirs[tile])
+                copy_into(memory, theirs[tile])
         else:
             self._exchange_load(source)
 
@@ -218,7 +219,7 @@ class LogicalTensor:
                     continue
                 if s in theirs:
                     for memory in places:
-                        _copy_into(_within(memory, target, both), _within(theirs[s], tile, both))
+                        copy_into(_within(memory, target, both), _within(theirs[s], tile, both))
                 else:
                     receives.setdefault(_sender(tile, me), []).append((places[0], both, target))
         received = {
@@ -262,11 +263,11 @@ def _within(memory: Tensor, tile: Tile, part: Rectangle) -> Tensor:
     return rows[:, part.c0 - tile.c0 : part.c1 - tile.c0] if memory.dim() == 2 else rows
 
 
-def _copy_into(memory: Tensor, values: Tensor) -> None:
+def copy_into(memory: Tensor, values: Tensor) -> None:
     """Copy, unless both are the same memory, as after a checkpoint was read into it in place."""
     same = memory.dtype == values.dtype and memory.data_ptr() == values.data_ptr() and memory.numel()
     if not (same and memory.stride() == values.stride()):
-        memory.copy_(values)
+        copy_rows(memory, values)
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:

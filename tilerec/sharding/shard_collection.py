@@ -49,7 +49,7 @@ def shard_collection(
             always sent in the accumulation dtype.
         teams: set if the ranks form several teams, each of which holds every table; None: one team.
         memory: result of `initialized_memory`; None: allocated here.
-        caches: for tables whose tiles are in host memory: the cache that each of their tiles gets a copy of.
+        caches: for tables with tiles in host memory or in files: the cache that each of these tiles gets a copy of.
         name: path of the collection in the model, for errors; "": errors list its tables.
 
     Raises:
@@ -75,7 +75,7 @@ def shard_collection(
         name=_collection_name(name, names),
     )  # fmt: skip
     caches = caches or {}
-    places = tile_memory(module, tilings, group.rank, device, hosted=set(caches)) if memory is None else memory
+    places = tile_memory(module, tilings, group.rank, device, caches=caches) if memory is None else memory
     for own, table in tables.items():
         if not isinstance(table, ShardedTable):
             written = memory is not None and has_pending_init(table)

@@ -25,7 +25,7 @@ from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table, empties_memory
 from tilerec.optim.sharded_state import TiledTable
 from tilerec.sharding.layout import reader, rectangles
-from tilerec.sharding.logical import Cover, LogicalTensor, Piece
+from tilerec.sharding.logical import Cover, LogicalTensor, Piece, copy_into
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.state import load, shown, size_mismatch
 from tilerec.sharding.update import TileRows, UpdatePeers
@@ -374,7 +374,7 @@ def shard_table(
             if whole.is_meta:
                 fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
             else:
-                own.copy_(whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
+                copy_into(own, whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # has its own version counter
         peers = peers_of(tiling, tile, group, topology, exact, teams)
         rows = TileRows(table.config.name, TilePosition(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
@@ -407,4 +407,4 @@ def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:
             before = before[tile.r0 : tile.r1, tile.c0 : tile.c1]
         elif before.dim() == 1:
             before = before[tile.r0 : tile.r1]
-        value.copy_(before)
+        copy_into(value, before)

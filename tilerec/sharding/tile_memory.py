@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,9 +15,13 @@ from tilerec.modules.table import Table
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.storage.flat_storage import flat_memory
+from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_file import tensor_in_file
 
 OWN_STORAGE_FROM_BYTES = 1 << 20
 """Minimum bytes of a rank's tiles of one table for a storage of their own."""
+
+_NO_CACHES: Mapping[str, RowCache] = MappingProxyType({})
 
 SHARED_STORAGE_BYTES = 4 << 20
 """Approximate bytes of a storage that smaller tables share."""
@@ -30,15 +35,15 @@ def has_pending_init(table: Table) -> bool:
 @torch.no_grad()
 def initialized_memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | None, seen: Set[int],
-    hosted: Set[str] = frozenset(),
+    caches: Mapping[str, RowCache] = _NO_CACHES,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Return the memory of a rank's tiles by table, for `shard_collection`, filled where the user gave an `init_fn`.
 
     Args:
         seen: `id` of the rows of tables that an earlier collection shares: these get their memory there.
-        hosted: tables in host memory.
+        caches: of tables in host memory or in files.
     """
-    memory = tile_memory(module, tilings, rank, device, seen, hosted)
+    memory = tile_memory(module, tilings, rank, device, seen, caches)
     for name, table in module._tables.items():
         if has_pending_init(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
@@ -50,13 +55,14 @@ def initialized_memory(
 
 def tile_memory(
     module: TableCollection, tilings: Mapping[str, Tiling], rank: int, device: torch.device | str | None,
-    seen: Set[int] = frozenset(), hosted: Set[str] = frozenset(),
+    seen: Set[int] = frozenset(), caches: Mapping[str, RowCache] = _NO_CACHES,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Return the memory of this rank's tiles, side by side in storages of one dtype and device.
 
     A large table has its own storage, so its memory is freed when it moves. Small tables share storages of a few MiB,
-    each of which is freed when all its tables have moved.
+    each of which is freed when all its tables have moved. Each tile of a table in files has a file.
     """
+    places: dict[str, list[Tensor]] = {}
     shapes: dict[tuple[torch.dtype, torch.device, str], list[tuple[str, tuple[int, int]]]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, table in module._tables.items():
@@ -66,28 +72,32 @@ def tile_memory(
             continue
         weight, tiling = table.weight, tilings[name]
         where = weight.device if not weight.is_meta else torch.device(device or "cpu")
-        if name in hosted:
+        if name in caches:
             where = torch.device("cpu")
         held = [(t.r1 - t.r0, t.c1 - t.c0) for t in rectangles(tiling) if rank in t.owners]
         own = held or [(0, tiling.dim)]
+        folder = caches[name].folder if name in caches else None
+        if folder is not None:
+            places[name] = [tensor_in_file(folder, shape, weight.dtype, name) for shape in own]
+            continue
         size = sum(rows * width for rows, width in own) * weight.element_size()
         apart = size >= OWN_STORAGE_FROM_BYTES
         filled[weight.dtype, where] = filled.get((weight.dtype, where), 0) + size * (not apart)
         shared = f"\0{filled[weight.dtype, where] // SHARED_STORAGE_BYTES}"  # a name that no table has
         key = (weight.dtype, where, name if apart else shared)
         shapes.setdefault(key, []).extend((name, shape) for shape in own)
-    places: dict[str, list[Tensor]] = {}
     for (dtype, where, _), group in shapes.items():
         try:
             memory = flat_memory([shape for _, shape in group], dtype, where)
         except RuntimeError as error:
-            here = sorted({name for name, _ in group} & set(hosted))
+            here = sorted({name for name, _ in group} & set(caches))
             if not here:
                 raise
             size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
             raise ConfigError(
                 f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
-                "the plan places there behind caches; place them on more hosts, or on fewer ranks of each."
+                "the plan places there behind caches; place them on more hosts, on fewer ranks of each, or in files "
+                "(compute_kernel 'key_value')."
             ) from error
         for (name, _), own_memory in zip(group, memory, strict=True):
             places.setdefault(name, []).append(own_memory)

@@ -16,8 +16,9 @@ from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.ignored_settings import warn_ignored_settings
+from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, read_ranks, text_to_ranks
-from tilerec.spec.sharding_type import KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
+from tilerec.spec.sharding_type import CACHING_KERNELS, KERNELS_IN_USE, EmbeddingComputeKernel, ShardingType, to_enum
 from tilerec.spec.table import DataType, data_type_to_dtype
 from tilerec.spec.tile import Tiling
 
@@ -28,7 +29,6 @@ _WITHOUT_EFFECT = {
     "stochastic_rounding": "set it on the optimizer: fused_params['stochastic_rounding'], or the attached optimizer",
     "bounds_check_mode": "the collection's on_bad_id= decides how ids are checked",
     "output_dtype": "set it on the collection: EmbeddingBagCollection(output_dtype=...)",
-    "key_value_params": "tables are in the memory of their rank's device, not in a key-value store",
 }
 """Arguments of TorchRec's ParameterSharding that have no effect here -> the reason."""
 
@@ -89,10 +89,11 @@ class ParameterSharding:
             to the tiling and not updated later.
         tiling: placement of every cell. None until a strategy fills it in from kind and ranks. Tiles may have any
             size, but sharding raises for a tiling that kind and ranks cannot give.
-        cache_params: a `CacheParams`, or a dict of its fields: the cache of kernel `fused_uvm_caching`. None: a
-            sharder's, else `CacheParams()`; sharding fills it in.
-        stochastic_rounding, bounds_check_mode, output_dtype, key_value_params: TorchRec's; dropped, with a warning
-            that gives the reason.
+        cache_params: a `CacheParams`, or a dict of its fields: the cache of kernels `fused_uvm_caching` and
+            `key_value`. None: a sharder's, else `CacheParams()`; sharding fills it in.
+        stochastic_rounding, bounds_check_mode, output_dtype: TorchRec's; dropped, with a warning that gives the reason.
+        key_value_params: a `KeyValueParams`, or a dict of its fields: the folder of kernel `key_value`. None: that of
+            the table's present files.
         enforce_hbm: accepted and ignored: the kernel decides the memory of the table.
         wire: number formats of its rows and gradients on the network. None: those of the collection's sharder, else
             fp32; sharding fills it in. `Wire()` is fp32 even if the sharder has another format.
@@ -113,7 +114,7 @@ class ParameterSharding:
     stochastic_rounding: InitVar[bool | None] = None
     bounds_check_mode: InitVar[Any] = None
     output_dtype: InitVar[Any] = None
-    key_value_params: InitVar[Any] = None
+    key_value_params: KeyValueParams | Mapping[str, Any] | None = None
     tiling: Tiling | None = field(default=None, kw_only=True)
     wire: Wire | None = field(default=None, kw_only=True)
     data_type: DataType | None = field(default=None, kw_only=True)
@@ -125,7 +126,6 @@ class ParameterSharding:
         stochastic_rounding: bool | None,
         bounds_check_mode: Any,
         output_dtype: Any,
-        key_value_params: Any,
     ) -> None:
         def fill(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
@@ -134,7 +134,6 @@ class ParameterSharding:
             "stochastic_rounding": None if stochastic_rounding is None else str(stochastic_rounding),
             "bounds_check_mode": bounds_check_mode,
             "output_dtype": output_dtype,
-            "key_value_params": key_value_params,
         }
         warn_ignored_settings("ParameterSharding", given, _WITHOUT_EFFECT, 3)
         if self.wire is not None and not isinstance(self.wire, Wire):
@@ -154,14 +153,20 @@ class ParameterSharding:
                 )
         if self.cache_params is not None:
             fill("cache_params", _cache_params(self.cache_params))
-            if self.kernel is not EmbeddingComputeKernel.FUSED_UVM_CACHING:
+        if self.key_value_params is not None:
+            fill("key_value_params", KeyValueParams.of(self.key_value_params))
+        for name, kernels in (
+            ("cache_params", CACHING_KERNELS),
+            ("key_value_params", (EmbeddingComputeKernel.KEY_VALUE,)),
+        ):
+            if getattr(self, name) is not None and self.kernel not in kernels:
                 kernel_text = "None" if self.kernel is None else repr(self.kernel.value)
                 warnings.warn(
-                    f"ParameterSharding: cache_params have no effect with compute_kernel={kernel_text}; expected "
-                    "'fused_uvm_caching'. Pass it, or leave out cache_params.",
+                    f"ParameterSharding: {name} have no effect with compute_kernel={kernel_text}; expected "
+                    f"{' or '.join(repr(kernel.value) for kernel in kernels)}. Pass it, or leave out {name}.",
                     stacklevel=3,
                 )
-                fill("cache_params", None)
+                fill(name, None)
         if self.ids_per_bag is not None and not (isinstance(self.ids_per_bag, (int, float)) and self.ids_per_bag >= 0):
             raise ConfigError(
                 f"ParameterSharding: got ids_per_bag={self.ids_per_bag!r}; expected a number from 0. Leave it out if "
@@ -202,8 +207,8 @@ class ParameterSharding:
         """
         made = ParameterSharding.__new__(ParameterSharding)
         vars(made).update(
-            sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, cache_params=None, tiling=tiling,
-            wire=wire, data_type=data_type, ids_per_bag=ids_per_bag,
+            sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, cache_params=None,
+            key_value_params=None, tiling=tiling, wire=wire, data_type=data_type, ids_per_bag=ids_per_bag,
         )  # fmt: skip
         return made
 
@@ -226,6 +231,12 @@ class ParameterSharding:
         return self.cache_params
 
     @property
+    def files(self) -> KeyValueParams | None:
+        """`key_value_params` with the type in which they are stored."""
+        assert self.key_value_params is None or isinstance(self.key_value_params, KeyValueParams)
+        return self.key_value_params
+
+    @property
     def element_bytes(self) -> int | None:
         """Bytes per cell; None if the data type is unknown."""
         return None if self.data_type is None else data_type_to_dtype(self.data_type).itemsize
@@ -237,6 +248,8 @@ class ParameterSharding:
             out["compute_kernel"] = self.kernel._value_
         if self.cache is not None:
             out["cache_params"] = self.cache.to_json()
+        if self.files is not None:
+            out["key_value_params"] = self.files.to_json()
         if self.tiling is not None:
             out["rows"], out["dim"] = self.tiling.rows, self.tiling.dim
         if self.data_type is not None:
@@ -275,6 +288,7 @@ class ParameterSharding:
                 given["compute_kernel"].text() if "compute_kernel" in given else None,
                 ranks,
                 cache_params=given["cache_params"].value if "cache_params" in given else None,
+                key_value_params=given["key_value_params"].value if "key_value_params" in given else None,
                 tiling=tiling,
                 wire=wire,
                 data_type=_data_type(found["data_type"]) if "data_type" in found else None,
@@ -287,8 +301,8 @@ class ParameterSharding:
 
 
 _FIELDS = (
-    "sharding_type", "compute_kernel", "cache_params", "rows", "dim", "data_type", "ids_per_bag", "ranks", "tiling",
-    "wire",
+    "sharding_type", "compute_kernel", "cache_params", "key_value_params", "rows", "dim", "data_type", "ids_per_bag",
+    "ranks", "tiling", "wire",
 )  # fmt: skip
 
 

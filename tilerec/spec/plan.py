@@ -21,11 +21,13 @@ from typing import Any, NamedTuple, cast
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
+from tilerec.spec.key_value import KeyValueParams as KeyValueParams
 from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding
 from tilerec.spec.parameter_sharding import Wire as Wire
 from tilerec.spec.plan_table import plan_html, plan_summary, plan_table
 from tilerec.spec.ranks import MOST_RANKS, is_int_from, ranks_to_text, read_hosts, text_to_ranks
+from tilerec.spec.sharding_type import CACHING_KERNELS as CACHING_KERNELS
 from tilerec.spec.sharding_type import HOST_KERNELS as HOST_KERNELS
 from tilerec.spec.sharding_type import KERNELS_IN_USE as KERNELS_IN_USE
 from tilerec.spec.sharding_type import EmbeddingComputeKernel as EmbeddingComputeKernel

@@ -7,6 +7,7 @@ Nouns
     kernel             rows in                               updated by
     fused              device memory                         the attached optimizer, in the backward pass
     fused_uvm_caching  host memory, with a device cache      the attached optimizer, in the backward pass
+    key_value          files, with a cache on the device     the attached optimizer, in the backward pass
     dense              device memory                         your own optimizer, from `.grad`; a sharder's is ignored
     None               sharding fills it in: `fused` if an optimizer is attached or a sharder gives one, else `dense`
 """
@@ -42,7 +43,8 @@ class EmbeddingComputeKernel(str, Enum):
 
     `FUSED` tables are in the memory of their rank's device. `FUSED_UVM_CACHING` tables are in host memory, with a cache
     on the device for the rows that batches look up. `FUSED_UVM` tables are in host memory; rows are on the device only
-    while a batch is in flight (on CPU: as `FUSED`). All other kernels act as `FUSED`, with a warning.
+    while a batch is in flight (on CPU: as `FUSED`). `KEY_VALUE` tables are in files of a folder (`KeyValueParams`),
+    with a cache on the device. All other kernels act as `FUSED`, with a warning.
     """
 
     DENSE = "dense"
@@ -60,8 +62,10 @@ class EmbeddingComputeKernel(str, Enum):
     FUSED_TRITON = "fused_triton"
 
 
-HOST_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, EmbeddingComputeKernel.FUSED_UVM_CACHING)
-"""Kernels that keep rows in host memory."""
+CACHING_KERNELS = (EmbeddingComputeKernel.FUSED_UVM_CACHING, EmbeddingComputeKernel.KEY_VALUE)
+"""Kernels that keep rows in slower memory, behind a cache."""
+HOST_KERNELS = (EmbeddingComputeKernel.FUSED_UVM, *CACHING_KERNELS)
+"""Kernels that keep rows outside of device memory."""
 KERNELS_IN_USE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, *HOST_KERNELS)
 _E = TypeVar("_E", bound=Enum)
 

@@ -53,6 +53,7 @@ class Speeds:
         origin: source of the numbers.
         fresh: seconds per byte of newly allocated memory at its first write. On virtual machines it is many times
             `copy`. None: equal to `copy`.
+        file_row: seconds to read one row of a tensor in a file from the disk, or to write it. None: 10 us.
 
     Raises:
         ConfigError: a value is negative or not a number, or the rates do not match the widths.
@@ -83,6 +84,7 @@ class Speeds:
     widths: Sequence[int] = field(default=WIDTHS, kw_only=True)
     origin: str = field(default="", kw_only=True)
     fresh: float | None = field(default=None, kw_only=True)
+    file_row: float | None = field(default=None, kw_only=True)
     duplex: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -107,8 +109,9 @@ class Speeds:
             object.__setattr__(self, name, tuple(_number(name, rate) for rate in rates))
         for name in SINGLE:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
-        if self.fresh is not None:
-            object.__setattr__(self, "fresh", _number("fresh", self.fresh))
+        for name in ("fresh", "file_row"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _number(name, getattr(self, name)))
         if not isinstance(self.duplex, bool):
             raise ConfigError(f"Speeds: got duplex={self.duplex!r}; expected True or False. Pass one of them.")
         if isinstance(self.cache, bool) or not isinstance(self.cache, int) or self.cache < 0:
@@ -136,7 +139,7 @@ class Speeds:
             if name in found:
                 for each in found[name].items("a list of numbers, one for each width"):
                     each.number(0)
-        for name in (*SINGLE, "fresh"):
+        for name in (*SINGLE, "fresh", "file_row"):
             if name in found and found[name].value is not None:
                 found[name].number(0)
         if "origin" in found:

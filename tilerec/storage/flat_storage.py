@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.ops.backends import advise_huge_pages
+from tilerec.storage.row_file import file_of
 
 ALIGNMENT = 128
 """Alignment of a leaf's first byte (one GPU cache line; also whole AVX-512 vectors)."""
@@ -67,11 +68,11 @@ def _adjacent(group: Sequence[nn.Parameter]) -> bool:
 def lay_flat(parameters: Iterable[nn.Parameter]) -> None:
     """Move leaves `[rows, dim]` into consecutive ranges of one storage per (dtype, device), in the given order.
 
-    Meta leaves stay as they are. Peak memory is twice the group's bytes while it is copied.
+    Leaves on meta and in files stay as they are. Peak memory is twice the group's bytes while it is copied.
     """
     groups: defaultdict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.device.type != "meta":
+        if parameter.device.type != "meta" and file_of(parameter) is None:
             groups[(parameter.dtype, parameter.device)].append(parameter)
     for (dtype, device), group in groups.items():
         if _adjacent(group):

@@ -1,7 +1,7 @@
 """`RowCache`: device cache for the rows of a host table and their optimizer state.
 
 Nouns (more in `cache_sets.py`)
-  host    the table and the optimizer's slots: tensors `[rows, ...]` in host memory
+  host    the table and the optimizer's slots: tensors `[rows, ...]` in host memory, or in files
   lines   the same tensors `[lines, ...]` on the cache's device: line l holds one row and all of its state
   dirty   a line that was updated since its row was read or written back
   batch   ids of one lookup: in flight from the request that loads its rows until its update (without an update: until
@@ -44,7 +44,9 @@ from tilerec.storage.batches_in_flight import BatchesInFlight
 from tilerec.storage.cache_sets import CacheSets
 from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.cache_tensors import CacheTensors, bytes_per_row, identity_of
-from tilerec.storage.host_rows import HostRows
+from tilerec.storage.file_rows import home_rows
+from tilerec.storage.row_file import full_beside as full_beside
+from tilerec.storage.row_file import into_file
 
 WAYS = 32
 """Lines per set."""
@@ -94,11 +96,15 @@ class RowCache:
         name: the table's name, for messages.
         params: number of lines and eviction algorithm. None: only spare lines, so that rows are on the device as long
             as their batch is in flight.
-        device: device of the lines. None: the table's device (a simulation: it costs time and saves nothing).
+        device: device of the lines. None: the table's device (unless it is in files, a simulation: it costs time and
+            saves nothing).
+        folder: of the files with the table and its slots. None: they are in host memory.
     """
 
-    def __init__(self, name: str, params: CacheParams | None, device: torch.device | None = None) -> None:
-        self.name, self.params, self.device = name, params, device
+    def __init__(
+        self, name: str, params: CacheParams | None, device: torch.device | None = None, folder: str | None = None
+    ) -> None:  # fmt: skip
+        self.name, self.params, self.device, self.folder = name, params, device, folder
         self.in_flight = BatchesInFlight()
         self.lock = threading.RLock()
         self.may_be_dirty = False  # False: no line is
@@ -147,6 +153,10 @@ class RowCache:
         """Count a request of this number of ids."""
         self._stats.requests += 1
         self._stats.ids += ids
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor with these values where the cache's host tensors are: itself, or one in a file."""
+        return tensor if self.folder is None else into_file(tensor, self.folder, self.name)
 
     # ------------------------------------------------------------------------------------------------ write back
 
@@ -273,7 +283,7 @@ class RowCache:
         if device.type == "cuda":
             self._stream = torch.cuda.current_stream(device)
         return CacheTensors(
-            [HostRows(t.detach(), device) for t in host], identity_of(host), lines, dirty_L, books, counters
+            [home_rows(t.detach(), device) for t in host], identity_of(host), lines, dirty_L, books, counters
         )
 
     def _within_reserve(self, sets: int, line_bytes: int, device: torch.device) -> int:
@@ -362,8 +372,11 @@ class RowCache:
 
     def __getstate__(self) -> dict[str, Any]:
         assert not self.may_be_dirty, "settle runs before a copy"
-        return {"name": self.name, "params": self.params, "device": self.device, "stats": replace(self.stats)}
+        return {
+            "name": self.name, "params": self.params, "device": self.device, "folder": self.folder,
+            "stats": replace(self.stats),
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        RowCache.__init__(self, state["name"], state["params"], state["device"])
+        RowCache.__init__(self, state["name"], state["params"], state["device"], state["folder"])
         self._stats = state["stats"]

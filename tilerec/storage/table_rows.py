@@ -18,6 +18,7 @@ its sink's number: it pickles like any parameter, there is no back reference, an
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -39,7 +40,7 @@ from tilerec.storage.cache_stats import CacheStats
 from tilerec.storage.located_batch import FeatureBatch, located
 from tilerec.storage.loss_scale import check_scale
 from tilerec.storage.prefetched_orders import PrefetchedOrders
-from tilerec.storage.row_cache import RowCache
+from tilerec.storage.row_cache import RowCache, full_beside
 from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
 from tilerec.storage.update_watch import UpdateWatch
@@ -93,33 +94,42 @@ class TableRows(GradientSink):
         """Tie these rows to the leaf, and move the slots to its device and precision."""
         if self.cache is not None and getattr(self, "leaf", None) is not leaf:
             self.cache.drop()
+        if self.cache is not None and self.cache.folder is not None:  # copies and loaded rows are in memory so far
+            self._check_not_shared(leaf)
+            leaf.data = self.cache.placed(leaf.data)
         self.leaf = leaf
         cast(Any, leaf)._tilerec_sink = self.handle
-        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        accum_dtype = _slot_dtype(leaf)
         for slot in self.spec.slots if self.spec is not None else ():
             tensor = self.state[slot.name]
             if tensor.is_meta and not leaf.is_meta:
-                tensor = torch.full(tensor.shape, slot.init, dtype=accum_dtype, device=leaf.device)
+                tensor = full_beside(leaf, tuple(tensor.shape), slot.init, accum_dtype, self.name)
             tensor = tensor.to(device=leaf.device, dtype=accum_dtype)
             if leaf.device.type == "cpu" and leaf.is_shared():
                 tensor.share_memory_()
-            self.state[slot.name] = tensor
+            self.state[slot.name] = tensor if self.cache is None else self.cache.placed(tensor)
         if self.group is not None:
             on_device = self.group.get("capturable", False) and not leaf.is_meta
             self.count_on(leaf.device if on_device else _HOST)
             if on_device and not isinstance(self.group["lr"], Tensor):
                 self.group.rate(leaf.device)  # makes the copy of the rate before a capture can begin
 
+    def _check_not_shared(self, leaf: Tensor) -> None:
+        if leaf.device.type == "cpu" and leaf.numel() and leaf.is_shared():
+            raise ConfigError(
+                f"Table '{self.name}': its rows are in files, which processes cannot share; expected no "
+                "share_memory(). Call uncache_tables first, or shard the model over the processes."
+            )
+
     def attach(self, spec: OptimizerSpec, group: SharedParamGroup) -> None:
         """Update these rows by `spec` at the end of every backward pass, with fresh state."""
         leaf = self.leaf
         if self.cache is not None:
             self.cache.drop()
-        accum_dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-        rows, dim = leaf.shape
+        accum_dtype, (rows, dim) = _slot_dtype(leaf), leaf.shape
         self.spec, self.group, self.takes_gradients = spec, group, True
         self.state = {
-            slot.name: torch.full(slot.shape(rows, dim), slot.init, dtype=accum_dtype, device=leaf.device)
+            slot.name: full_beside(leaf, slot.shape(rows, dim), slot.init, accum_dtype, self.name)
             for slot in spec.slots
         }
         self.training_changed()
@@ -399,6 +409,16 @@ def count_updates(tables: Sequence[TableRows], spec: OptimizerSpec) -> None:
         table.wrote()
         if not table._warned and table.leaf.grad is not None:
             table._warn_dense_grad(spec)
+
+
+def _slot_dtype(leaf: Tensor) -> torch.dtype:
+    return torch.float64 if leaf.dtype == torch.float64 else torch.float32
+
+
+def slot_bytes(of: TableRows, rows: int, dim: int) -> int:
+    """Return the bytes of the optimizer's slots of a part `[rows, dim]` of a table."""
+    shapes = [slot.shape(rows, dim) for slot in of.spec.slots] if of.spec is not None else []
+    return sum(math.prod(shape) for shape in shapes) * _slot_dtype(of.leaf).itemsize
 
 
 def stats_of(several: Sequence[TableRows], reset: bool) -> CacheStats:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
+from tilerec.errors import FileError
 from tilerec.planner.cost import calibrate as module
 from tilerec.planner.cost import whole_steps
 from tilerec.planner.cost.calibrate import calibrate, machine
@@ -62,6 +63,21 @@ def test_ranks_measure_together() -> None:
     assert all(getattr(measured, name) >= 0 for name in SINGLE)
     assert all(rate > 0 for rate in (*measured.lookup_near, *measured.place))
     assert measured.link_in == measured.link_out > 0
+
+
+def test_reads_of_rows_are_measured_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FILE_BYTES", 2**20)
+    monkeypatch.setattr(module, "_FILE_ROWS", 256)
+    first, second = run_virtual_ranks(2, lambda group: calibrate(group, machine(2), folder=str(tmp_path)))
+    assert first == second
+    assert 0 < first.speeds.file_row < 1
+    assert Speeds.from_json(first.speeds.to_json()) == first.speeds
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_missing_is_an_error_before_the_measurement(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"Table 'of the measurement': got 'no such folder'"):
+        run_virtual_ranks(2, lambda group: calibrate(group, machine(2), folder=str(tmp_path / "none")))
 
 
 def test_a_rank_alone_has_no_links_to_measure() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,7 @@ from tilerec.parallel.resharding.transfers import (
 )
 from tilerec.spec.tile import Rectangle, Tiling
 from tilerec.spec.topology import Topology
+from tilerec.storage.row_file import copy_rows, fetch, in_use, release
 
 
 @dataclass
@@ -178,12 +179,14 @@ class ChunkedTransfer:
         failure: BaseException | None = None
         try:
             for own in self._kept:
-                self._window(own, True).copy_(self._window(own, False))
+                copy_rows(self._window(own, True), self._window(own, False))
         except BaseException as error:
             failure = error
         for k in range(rounds):
             sends = {peer: own[k] for peer, own in self._sends.items() if k < len(own)}
             receives = {peer: own[k] for peer, own in self._receives.items() if k < len(own)}
+            for window in self._windows(sends.values(), receives.values()):
+                fetch(window)
             out: dict[int, Tensor] = {}
             for peer, message in sends.items():
                 direct = self._direct(message, False)
@@ -209,6 +212,8 @@ class ChunkedTransfer:
                     after_round(k + 1)
                 except BaseException as error:
                     failure = error
+            for window in self._windows(sends.values(), receives.values()):
+                release(window)
         return failure
 
     # ------------------------------------------------------------------------------------------------ memory
@@ -222,6 +227,14 @@ class ChunkedTransfer:
         tile: Rectangle = (load.new if after else load.old).tiles_of(self._group.rank)[leaf]
         rows = memory[own.r0 - tile.r0 : own.r1 - tile.r0]
         return rows[:, c0 - tile.c0 : c1 - tile.c0] if part.cells else rows
+
+    def _windows(
+        self, sent: Iterable[Sequence[Slice]], received: Iterable[Sequence[Slice]]
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Yield the views of all slices of a round, if tables are in files."""
+        for some, after in ((sent, False), (received, True)) if in_use() else ():
+            for own in itertools.chain.from_iterable(some):
+                yield self._window(own, after)
 
     def _direct(self, message: Sequence[Slice], after: bool) -> Tensor | None:
         """Return a message's memory as bytes if it is one slice in contiguous memory, else None."""

@@ -18,6 +18,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.buckets import Buckets
 from tilerec.modules.id_resize import Resized
 from tilerec.modules.managed_embedding import ManagedCollisionEmbeddings
+from tilerec.modules.table_resize import check_not_in_files
 from tilerec.parallel.plan_of import plan_of, store_plan
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.table_resize import ResizedTable
@@ -125,6 +126,7 @@ def _new_buckets(
     Raises:
         ConfigError: the sizes do not fit, the table is tied, or ranks would share a bucket.
     """
+    check_not_in_files(held.rows)
     if len(held.rows.holders) > 1:
         raise ConfigError(
             f"Table '{table}' is tied to a table of another collection, which would keep the old rows. Resize before "

@@ -25,9 +25,10 @@ from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.retile import RowState, new_peers, replace_tiles
 from tilerec.sharding.table import ShardedTable, tiles_or_empty
 from tilerec.sharding.update import UpdatePeers
-from tilerec.spec.tile import Tiling
+from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat_storage import flat_memory
+from tilerec.storage.row_file import tensor_in_file
 
 
 class SourceKind(NamedTuple):
@@ -223,14 +224,22 @@ class TableMove:
                 if name == ("grad",):
                     part.before = self._sources[name]
         places = tiles_or_empty(self.new, self.table.tile_rows[0].peers.group.rank)
-        device = self.table.weight.device
+        device, cache = self.table.weight.device, self.table.rows.cache
+        folder = None if cache is None else cache.folder
         for name, kind in self._ready.kinds.items():
+            if folder is not None and name[0] in ("weight", "slot"):
+                self._memory[name] = [
+                    tensor_in_file(folder, _shape_of(place, kind), kind.dtype, self.table.config.name)
+                    for place in places
+                ]
+                continue
             if kind.cells:  # large tensors get huge pages, which makes new memory several times faster
-                shapes = [(place.r1 - place.r0, place.c1 - place.c0) for place in places]
+                shapes = [(place.rectangle.rows, place.rectangle.width) for place in places]
                 self._memory[name] = flat_memory(shapes, kind.dtype, device)
                 continue
-            shape = [(place.r1 - place.r0, *kind.trailing) for place in places]
-            self._memory[name] = [torch.empty(own, dtype=kind.dtype, device=device) for own in shape]
+            self._memory[name] = [
+                torch.empty(_shape_of(place, kind), dtype=kind.dtype, device=device) for place in places
+            ]
         held = bool(places[0].owners)
         for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
             part.after = self._memory[name] if held else []
@@ -321,6 +330,11 @@ class TableMove:
         }
         state.update({name[2]: self._memory[name][i] for name in kinds if name[:2] == ("state", number)})
         return state
+
+
+def _shape_of(place: Tile, kind: SourceKind) -> tuple[int, ...]:
+    rectangle = place.rectangle
+    return (rectangle.rows, rectangle.width) if kind.cells else (rectangle.rows, *kind.trailing)
 
 
 def _kind_word(kind: SourceKind) -> str:

@@ -58,6 +58,8 @@ class ReplicatedPlan:
         return ParameterSharding(
             ShardingType.DATA_PARALLEL if everywhere else ShardingType.EXPLICIT,
             sharding.kernel,
+            cache_params=sharding.cache,
+            key_value_params=sharding.files,
             tiling=tiling,
             wire=sharding.wire,
             data_type=sharding.data_type,
@@ -65,13 +67,15 @@ class ReplicatedPlan:
         )
 
     def as_run(self, executed: ShardingPlan) -> ReplicatedPlan:
-        """Return this plan with the kernels and wire formats of `executed`, which sharding has filled in."""
+        """Return this plan with the kernels, storage and wire formats of `executed`, which sharding has filled in."""
         parts = {
             path: EmbeddingModuleShardingPlan(
                 {
                     name: replace(
                         sharding,
                         compute_kernel=executed.plan[path][name].kernel,
+                        cache_params=executed.plan[path][name].cache,
+                        key_value_params=executed.plan[path][name].files,
                         wire=executed.plan[path][name].wire,
                     )
                     for name, sharding in part.items()

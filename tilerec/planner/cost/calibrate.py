@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilerec.comms.agreement import on_all_ranks
 from tilerec.comms.group import Group
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.whole_steps import fitted, wait
@@ -32,10 +33,12 @@ from tilerec.spec.optimizer import SGD
 from tilerec.spec.speeds import PER_WIDTH, SINGLE, WIDTHS, Speeds
 from tilerec.spec.topology import DDR_CAP, Topology
 from tilerec.storage.flat_storage import flat_memory
+from tilerec.storage.row_file import drop, file_of, row_blocks, tensor_in_file
 
 _FAR_BYTES, _NEAR_BYTES = 96 * 2**20, 2**20  # of the tables with far and near rows
 _FLUSH_BYTES = 48 * 2**20  # written before a measurement with cold caches
 _FRESH_BYTES = 64 * 2**20  # of new memory that is timed
+_FILE_BYTES, _FILE_ROWS = 256 * 2**20, 8192  # of the table in a file; rows of one read
 _IDS = 20_480  # per measurement
 _LONG = 10  # ids of a long bag
 _REPEATS, _PASSES = 9, 3  # calls per measurement; passes over all measurements
@@ -43,14 +46,47 @@ _ROUNDS, _STEPS = 4, 9  # rounds over the models of whole steps; steps of each m
 _CACHE = "/sys/devices/system/cpu/cpu0/cache/index{}/size"
 
 
-def calibrate(group: Group, topology: Topology, device: torch.device | str = "cpu") -> Topology:
+def calibrate(
+    group: Group, topology: Topology, device: torch.device | str = "cpu", folder: str | None = None
+) -> Topology:  # fmt: skip
     """Return the topology with measured speeds, the same on every rank. Collective.
 
     Args:
         group: the ranks that are measured, on one host. Links between hosts keep their default speeds.
         device: of the tables.
+        folder: of tables in files, on a local disk, which is measured too; None: it is not.
+
+    Raises:
+        FileError: the folder does not exist, cannot be written or has no space for a file of 256 MiB per rank.
     """
-    return replace(topology, speeds=_Bench(group, torch.device(device), topology).speeds())
+    with on_all_ranks(group, "the measured speeds", "its file"):
+        file_row = None if folder is None else _file_row(folder)
+    speeds = _Bench(group, torch.device(device), topology).speeds()
+    if file_row is not None:
+        every: Any = group.all_gather_object(file_row)
+        speeds = replace(speeds, file_row=sum(every) / len(every))
+    return replace(topology, speeds=speeds)
+
+
+def _file_row(folder: str) -> float:
+    """Return the seconds to read one row of a file at random that is not in the page cache, while all ranks do so."""
+    rows = _FILE_BYTES // 512
+    table, lines = (
+        tensor_in_file(folder, (rows, 128), torch.float32, "of the measurement"),
+        torch.empty(_FILE_ROWS, 128),
+    )
+    file = file_of(table)
+    assert file is not None
+    for block in row_blocks(table):
+        block.fill_(1.0)
+    taken = []
+    for turn in range(_PASSES):
+        chosen = torch.randint(rows, (_FILE_ROWS,), generator=torch.Generator().manual_seed(turn)).unique()
+        drop(table)
+        before = time.perf_counter()
+        torch.ops.tilerec.read_rows_(lines, torch.arange(len(chosen)), chosen, file.descriptor)
+        taken.append((time.perf_counter() - before) / len(chosen))
+    return statistics.median(taken)
 
 
 def machine(ranks: int, device: str = "cpu") -> Topology:

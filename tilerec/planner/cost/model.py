@@ -47,6 +47,7 @@ LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, 
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
 LINES_PER_SET = 32  # cache lines per set
 ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
+FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
 
 
 class Model:
@@ -74,6 +75,7 @@ class Model:
         self.call = self.speeds.call + self.speeds.call_peer * max(0, self.ranks - 2)
         self.tier = HOST if topology.compute_device == "cpu" else DEVICE
         self.to_host = 1.0 / (1000.0 * topology.hbm_to_ddr_mem_bw)  # seconds per byte between device and host
+        self.file_row = FILE_ROW if self.speeds.file_row is None else self.speeds.file_row
         self._seen: dict[float, Seen] = {}
         self.own_distinct = self.seen(1).whole
         self.all_distinct = self.seen(self.ranks).whole
@@ -148,6 +150,10 @@ class Model:
         """Return the number of distinct rows that an update reads from memory, after the lookup of the same step."""
         return distinct * (1.0 - self.resident)
 
+    def in_host(self, table: Ints, weights: Any) -> Floats:
+        """Return the bytes of host memory of pieces behind a cache: none for those in files."""
+        return np.where(self.workload.files[table] > 0, 0.0, weights)
+
     @cached_property
     def missed(self) -> Floats:
         """[T] rows of a cached table that move from host memory to the device in a step; as many others move back."""
@@ -163,10 +169,12 @@ class Model:
         return found
 
     def fetched(self, table: Ints, missed: Any, width: Any) -> Floats:
-        """Return seconds to move missed rows and their state to the device, and as many rows back to the host."""
+        """Return seconds to move missed rows and their state to the device, and as many rows back."""
         work = self.workload
         cell = (work.element[table] + work.cell_state[table]).astype(np.float64)
-        return missed * 2.0 * (width * cell + work.row_state[table]) * self.to_host
+        each = (width * cell + work.row_state[table]) * self.to_host
+        files = work.files[table]
+        return missed * 2.0 * np.where(files > 0, files * self.file_row, each)
 
     def lines(self, table: Ints, rows: Any, width: Any, distinct: Any = None) -> Floats:
         """Return the bytes of a piece's cache on the device: sets of lines, and spare lines for a step's other rows.

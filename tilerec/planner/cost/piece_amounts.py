@@ -328,7 +328,7 @@ class PieceAmounts:
         sent = self.parts * self.home_payload + self.head.payload
         beyond = beyond + np.maximum(sent - amounts.least_payload[t], 0.0) * copies
         if cached:
-            amounts.memory[t, o, HOST] += np.floor(weights).astype(np.int64)
+            amounts.memory[t, o, HOST] += np.floor(model.in_host(t, weights)).astype(np.int64)
             weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
@@ -339,6 +339,6 @@ class PieceAmounts:
         every = (work.rows - self.head.rows)[t].astype(np.float64)
         weights = model.weights(t, every, width)
         if cached:
-            amounts.least_memory[t, o, HOST] += np.floor(weights / self.rows).astype(np.int64)
+            amounts.least_memory[t, o, HOST] += np.floor(model.in_host(t, weights) / self.rows).astype(np.int64)
             weights = model.lines(t, every, width)
         amounts.least_memory[t, o, model.tier] += np.floor((weights + buffers) / self.rows).astype(np.int64)

@@ -210,7 +210,7 @@ class _Pricing:
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
         weights = model.weights(table, rows, width)
-        np.add.at(self.in_host, owner, np.where(cached, weights, 0.0))
+        np.add.at(self.in_host, owner, np.where(cached, model.in_host(table, weights), 0.0))
         np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width, distinct), weights))
 
     def _of_features(self, marks: list[tuple[int, int, int, tuple[int, ...]]]) -> tuple[Floats, Floats]:

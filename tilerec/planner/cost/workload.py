@@ -117,6 +117,7 @@ class TableWork:
             several ids.
         cached: rows and their state are in host memory, behind a cache on the device.
         load_factor: lines of that cache, as a part of the rows; 0: no cache, every row that is read moves.
+        files: rows behind a cache are in files, not in host memory.
     """
 
     name: str
@@ -132,6 +133,7 @@ class TableWork:
     cached: bool = False
     load_factor: float = LOAD_FACTOR
     sums_in_hosts: bool | None = None
+    files: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "dim"):
@@ -162,6 +164,11 @@ class TableWork:
         return 2.0 if self.sums_in_hosts else 1.0
 
 
+def _tensors_of(table: TableWork) -> int:
+    """Return the number of tensors with a row's weights and state."""
+    return 1 + (0 if table.optimizer is None else len(table.optimizer.slots))
+
+
 class Workload:
     """The works of many tables as arrays.
 
@@ -169,7 +176,8 @@ class Workload:
       gradient, per cell and per row; sums: numbers per row that column blocks exchange; talks: rounds of that exchange.
     - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
     - [F]: table of each feature; its bags, ids_per_bag and weighted; single_ids: its bags have at most one id.
-    - [T]: fan_in, attached, cached, load_factor; ids: of one rank's batch; ordered: see `Skew`.
+    - [T]: fan_in, attached, cached, load_factor; files: tensors of a table in files, else 0.
+    - [T]: ids: of one rank's batch; ordered: see `Skew`.
     - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
     """
 
@@ -198,6 +206,7 @@ class Workload:
         self.attached = np.array([t.optimizer is not None for t in self.tables], np.bool_)
         self.fan_in = np.array([t.fan_in for t in self.tables], np.float64)
         self.cached = np.array([t.cached for t in self.tables], np.bool_)
+        self.files = np.array([_tensors_of(t) if t.files else 0 for t in self.tables], np.int64)
         self.load_factor = np.array([t.load_factor for t in self.tables], np.float64)
         self.collections = max(1, len({t.collection for t in self.tables}))
         reads = [(i, t.each_id, r) for i, t in enumerate(self.tables) for r in t.reads]

@@ -1,0 +1,96 @@
+"""Rows of a file: every kernel moves the bytes that the reference moves."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.op_cases import check
+from tilerec import ConfigError
+from tilerec.ops.runtime.library import LIBRARY
+
+KERNELS = [LIBRARY.references, LIBRARY.cpu_kernels] if "read_rows_" in LIBRARY.cpu_kernels else [LIBRARY.references]
+
+
+@pytest.fixture(params=range(len(KERNELS)), ids=["reference", "native"][: len(KERNELS)])
+def op(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., None]]:
+    return lambda name: KERNELS[request.param][name]
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    with tempfile.TemporaryFile() as opened:
+        yield opened.fileno()
+
+
+def written(table: Tensor, file: int, op: Callable[[str], Callable[..., None]]) -> None:
+    every = torch.arange(table.shape[0])
+    op("write_rows_")(table, every, every, file)
+
+
+@pytest.mark.parametrize("width", [1, 3, 128, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_rows_and_lines_are_those_that_are_named(
+    op: Callable[[str], Callable[..., None]], file: int, width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(width)
+    table = torch.randint(0, 256, (400, width), dtype=torch.uint8).to(dtype)
+    written(table, file, op)
+    rows, at = torch.randperm(400)[:150].sort().values, torch.randperm(200)[:150]
+    lines = torch.full((200, width), 7, dtype=dtype)
+    expected = lines.index_copy(0, at, table[rows])
+    op("read_rows_")(lines, at, rows, file)
+    assert torch.equal(lines, expected)
+
+    changed = torch.randint(0, 256, (200, width), dtype=torch.uint8).to(dtype)
+    op("write_rows_")(changed, at, rows, file)
+    table[rows] = changed[at]
+    found = torch.empty_like(table)
+    op("read_rows_")(found, torch.arange(400), torch.arange(400), file)
+    assert torch.equal(found, table)
+
+
+def test_runs_of_neighbouring_rows_are_longer_than_one_call(
+    op: Callable[[str], Callable[..., None]], file: int
+) -> None:
+    table = torch.randn(1000, 5)
+    written(table, file, op)
+    lines = torch.empty(1000, 5)
+    op("read_rows_")(lines, torch.arange(999, -1, -1), torch.arange(1000), file)
+    assert torch.equal(lines.flip(0), table)
+
+
+def test_a_file_that_is_too_short_is_an_error(op: Callable[[str], Callable[..., None]], file: int) -> None:
+    written(torch.randn(10, 4), file, op)
+    with pytest.raises(OSError):
+        op("read_rows_")(torch.empty(2, 4), torch.tensor([0, 1]), torch.tensor([9, 10]), file)
+
+
+@pytest.mark.parametrize("name", ["read_rows_", "write_rows_"])
+def test_the_ops_pass_torchs_own_checks(name: str) -> None:
+    check(name, "cpu")
+
+
+def test_a_closed_file_is_an_error(op: Callable[[str], Callable[..., None]]) -> None:
+    for name in ("read_rows_", "write_rows_"):
+        with pytest.raises(OSError):
+            op(name)(torch.empty(2, 4), torch.tensor([0]), torch.tensor([0]), 9999)
+
+
+@pytest.mark.parametrize(
+    ("lines", "at", "rows"),
+    [
+        (torch.empty(4, 2), torch.tensor([4]), torch.tensor([0])),
+        (torch.empty(4, 2), torch.tensor([-1]), torch.tensor([0])),
+        (torch.empty(4, 2), torch.tensor([0, 1]), torch.tensor([0])),
+        (torch.empty(4, 2), torch.tensor([0], dtype=torch.int32), torch.tensor([0])),
+        (torch.empty(2, 4).T, torch.tensor([0]), torch.tensor([0])),
+    ],
+)
+def test_memory_outside_of_the_lines_is_refused(file: int, lines: Tensor, at: Tensor, rows: Tensor) -> None:
+    with pytest.raises(ConfigError, match="read_rows_: got"):
+        torch.ops.tilerec.read_rows_(lines, at, rows, file)
