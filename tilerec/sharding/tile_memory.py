@@ -11,6 +11,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
+from tilerec.sharding.head_rows import names_of
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.storage.flat_storage import flat_memory
@@ -43,7 +44,7 @@ def initialized_memory(
         if has_pending_init(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
             for tile, own in zip(held, memory[name], strict=False):
-                if own.numel():
+                if own.numel() and names_of(tilings[name], tile) is None:  # the caller fills copies
                     fill_initial(own, table.config, table.rows.place.key, tile.r0, tile.c0)
     return memory
 
