@@ -56,11 +56,11 @@ def write_back(head: TableRows, tiles: Sequence[TableRows], updated_N: Tensor) -
         tile.about_to_write(at)
         columns = slice(tile.place.column_offset, tile.place.column_offset + width)
         for target, source in zip(tile.host(), head.host(), strict=True):
-            _bits(target).index_copy_(0, at, _bits(source if source.dim() == 1 else source[:, columns])[source_at])
+            indexable(target).index_copy_(0, at, indexable(source if source.dim() == 1 else source[:, columns])[source_at])
         torch.autograd.graph.increment_version(tile.host())
         tile.wrote()
 
 
-def _bits(rows: Tensor) -> Tensor:
+def indexable(rows: Tensor) -> Tensor:
     """Return rows as numbers of a type that torch indexes: it does not index all 8-bit floats."""
     return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows

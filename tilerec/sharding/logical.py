@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
-from tilerec.sharding.head_rows import HotCopies
+from tilerec.sharding.head_rows import HotCopies, indexable
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 
 
@@ -191,7 +191,7 @@ class LogicalTensor:
             _copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
         if self.copies is not None:
             rows_H = self.copies.rows_H.to(value.device)
-            self.copies.memory.copy_(value.detach().index_select(0, rows_H))
+            self.copies.memory.copy_(indexable(value.detach())[rows_H].view(value.dtype))
 
     @torch.no_grad()
     def load(self, source: LogicalTensor) -> None:
@@ -224,7 +224,7 @@ class LogicalTensor:
             place = memory[slice(*edges)]  # the ids are ascending, so those of a tile are neighbours
             place = place[:, tile.c0 : tile.c1] if memory.dim() == 2 else place
             if t in own:
-                place.copy_(own[t][rows_H[slice(*edges)] - tile.r0])
+                indexable(place).copy_(indexable(own[t])[rows_H[slice(*edges)] - tile.r0])
                 if tile.owners[0] == me:
                     for rank in sorted({*range(self.group.size)} - {*tile.owners}):
                         sends.setdefault(rank, []).append(place.reshape(-1))

@@ -153,23 +153,9 @@ class ShardedTable(Table, TiledTable):
         """
         for rows in self.tile_rows:
             rows.settle()
-        tiles, like = rectangles(self.tiling.bare), parts[0].new_empty(0)
         cells = parts[0].dim() == 2 and parts[0].shape == self.leaves()[0].shape
-        if cells:
-            cover = Cover.of_cells((self.tiling.rows, self.tiling.dim), tiles)
-        elif parts[0].dim():
-            cover = Cover.of_rows(self.tiling.rows, tiles, column=parts[0].dim() == 2)
-        else:
-            cover = Cover.of_one(rectangles(self.tiling))
-        place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
-        pieces, copies = [], None
-        for tile, rows, part in zip(self.tiles, self.tile_rows, parts, strict=False):
-            if rows.names is not None and part.dim():
-                copies = HotCopies(rows.names, part)
-                continue
-            key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
-            pieces.append(Piece(place[key], part))
-        return LogicalTensor(cover, tuple(pieces), self.tile_rows[0].peers.group, like, copies)
+        names = [rows.names for rows in self.tile_rows]
+        return logical_tensor(self.tiling, self.tiles, names, parts, cells, self.tile_rows[0].peers.group)
 
     # ------------------------------------------------------------------------------- optimizers that are not attached
 
@@ -299,6 +285,34 @@ class ShardedTable(Table, TiledTable):
     def extra_repr(self) -> str:
         held = ", ".join(str(tile.rectangle) for tile in self.tiles) or "nothing"
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}, here: {held}"
+
+
+def logical_tensor(
+    tiling: Tiling, tiles: Sequence[Tile], names: Sequence[Tensor | None], parts: Sequence[Tensor], cells: bool,
+    group: Group,
+) -> LogicalTensor:  # fmt: skip
+    """Return the logical tensor of a rank's tiles; see `ShardedTable._logical` for `parts`.
+
+    Args:
+        tiles: this rank's, maybe none.
+        names: per part, the rows of a head; None: another tile.
+        cells: parts have the shape of their leaf.
+    """
+    if cells:
+        cover = Cover.of_cells((tiling.rows, tiling.dim), rectangles(tiling.bare))
+    elif parts[0].dim():
+        cover = Cover.of_rows(tiling.rows, rectangles(tiling.bare), column=parts[0].dim() == 2)
+    else:
+        cover = Cover.of_one(rectangles(tiling))
+    place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
+    pieces, copies = [], None
+    for tile, hot, part in zip(tiles, names, parts, strict=False):
+        if hot is not None and part.dim():
+            copies = HotCopies(hot, part)
+            continue
+        key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
+        pieces.append(Piece(place[key], part))
+    return LogicalTensor(cover, tuple(pieces), group, parts[0].new_empty(0), copies)
 
 
 def leaf_name(i: int) -> str:
