@@ -99,7 +99,7 @@ def test_only_rows_that_become_hot_travel_and_the_others_keep_their_memory() -> 
         report = reshard(module, {"": _as_plan(with_hot(cuts, 4, HOT[0], HOT[1], [1, 5, 16, 3]))}, progress=False)
         assert leaf.data_ptr() == before
         check_replicas(module)
-        return report.sent, module.exchange.group.traffic.total() - sent
+        return report.bytes_sent, module.exchange.group.traffic.total() - sent
 
     found = run_virtual_ranks(4, live)
     # One row of 20 columns and its sum, from its owner to three ranks.
