@@ -27,13 +27,13 @@ int64_t replace(const Map& map, Id* ids, int64_t count) {
   for (int64_t n = begin; n < end; ++n) {
     const int64_t id = static_cast<int64_t>(ids[n]);
     if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(map.rows)) return n;
-    for (uint64_t slot = (static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) >> shift;; slot = (slot + 1) & mask) {
-      const int64_t place = finder[slot];
-      if (place == 0) break;
-      if (hot[place - 1] == id) {
-        ids[n] = static_cast<Id>(map.rows + place - 1);
-        break;
-      }
+    uint64_t slot = (static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) >> shift;
+    for (;; slot = (slot + 1) & mask) {
+      const int64_t place = finder[slot], k = std::max<int64_t>(place - 1, 0);
+      const int64_t found = (place != 0) & (hot[k] == id);
+      // No branch: whether an id is hot cannot be predicted. Most ids end at their first slot.
+      ids[n] = static_cast<Id>(id + ((map.rows + k - id) & -found));
+      if (__builtin_expect(found | (place == 0), 1)) break;
     }
   }
   return -1;

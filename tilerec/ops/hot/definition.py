@@ -28,8 +28,8 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def finder_of(hot_H: npt.NDArray[np.int64]) -> Tensor:
-    """Return the finder of some ids, int32 [S], at most half full."""
-    bits = max(4, (2 * len(hot_H) - 1).bit_length())
+    """Return the finder of some ids, int32 [S], at most a quarter full."""
+    bits = max(4, (4 * len(hot_H) - 1).bit_length())
     found = np.zeros(1 << bits, dtype=np.int32)
     waiting = np.arange(len(hot_H))
     slots = ((hot_H.astype(np.uint64) * _FACTOR) >> np.uint64(64 - bits)).astype(np.int64)
