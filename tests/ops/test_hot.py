@@ -84,7 +84,7 @@ def test_offsets_that_routing_refuses_are_left_to_it(offsets: list[int]) -> None
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hot_ids: got ids torch.float32"):
+    with pytest.raises(ConfigError, match=r"hot_ids: got ids torch\.float32"):
         replaced(torch.tensor([1.0]), *one_map([0, 0, 1]))
     with pytest.raises(ConfigError, match="finder_of"):
         OPS.hot_ids(

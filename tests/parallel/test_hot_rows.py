@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.sharding.managed_models import build as managed_model
 from tilerec.checkpoint import CheckpointManager, load, save
+from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.contents import SavedContents
 from tilerec.checkpoint.loading import load_from
-from tilerec.checkpoint.changes import Changes
 from tilerec.checkpoint.memory_source import HeldMemory, MemorySource
 from tilerec.checkpoint.running_save import save_ahead
 from tilerec.checkpoint.step_memory import StepMemory
@@ -34,8 +33,7 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
-from tilerec.parallel.two_d.dmp_collection import DMPCollection
-from tilerec.planner.helpers import column_wise, row_wise, table_wise
+from tilerec.planner.helpers import row_wise, table_wise
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
@@ -43,7 +41,7 @@ from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling
 from tilerec.testing.batches import random_batch
-from tilerec.testing.ranks import RankError, Ranks
+from tilerec.testing.ranks import Ranks
 from tilerec.testing.virtual import run_virtual_ranks
 from tilerec.train.saved_model import weights_hash
 

@@ -145,8 +145,7 @@ class ShardedCollection(TableCollection, TracedModule):
             weights = None if weights is None else torch.cat([weights] * len(every))
             batches = (batches if variable else batches * len(keys)) * len(every)
             at = [
-                key + forms[route.slot] * len(keys)
-                for key, route in zip(at, self.exchange.layout.routes, strict=True)
+                key + forms[route.slot] * len(keys) for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
         facts = leaves.follow_first().facts(self.exchange.number, self.exchange.name)
         return RouteInput(ids, offsets, weights, batches, bags, facts), at

@@ -1,8 +1,8 @@
 """Copies of hot rows on a rank, and the rows of the table that they are copies of.
 
 The rows of the table are the truth at any time between two backward passes. A pass updates the copies, on all ranks
-alike; then each rank that holds some of their rows writes these (`write_back`), without a message. So nobody who reads
-or saves rows knows of the copies. Whoever writes rows fills the copies anew (`LogicalTensor.load`).
+alike; then each rank that holds some of their rows writes these (`write_back`), without a message. So code that reads
+or saves rows need not know of the copies. Code that writes rows fills the copies anew (`LogicalTensor.load`).
 
 Legend: H hot rows, U updated ones of them.
 """
@@ -21,7 +21,7 @@ from tilerec.storage.table_rows import TableRows
 
 
 class HotCopies(NamedTuple):
-    """Copies of some rows of a logical tensor, on every rank: int64 `[H]`, ascending, and memory `[H, columns]`, `[H]`."""
+    """Copies of rows of a logical tensor, on every rank: int64 `[H]` ascending, and memory `[H, columns]` or `[H]`."""
 
     rows_H: Tensor
     memory: Tensor
@@ -56,7 +56,8 @@ def write_back(head: TableRows, tiles: Sequence[TableRows], updated_N: Tensor) -
         tile.about_to_write(at)
         columns = slice(tile.place.column_offset, tile.place.column_offset + width)
         for target, source in zip(tile.host(), head.host(), strict=True):
-            indexable(target).index_copy_(0, at, indexable(source if source.dim() == 1 else source[:, columns])[source_at])
+            own = source if source.dim() == 1 else source[:, columns]
+            indexable(target).index_copy_(0, at, indexable(own)[source_at])
         torch.autograd.graph.increment_version(tile.host())
         tile.wrote()
 

@@ -1,7 +1,8 @@
 """`HotIds`: replaces the hot ids of a batch by the rows of their copies, before the batch is routed.
 
-    forms   a feature that reads several tables may need other ids for each of them: one copy of the batch's ids per form
-            (`modules/id_clamp.py` makes the first ones). Tables with other hot ids need further forms
+Nouns
+  form  a feature that reads several tables may need other ids for each of them: one copy of the batch's ids per form
+        (`modules/id_clamp.py` makes the first ones). Tables with other hot ids need further forms
 """
 
 from __future__ import annotations

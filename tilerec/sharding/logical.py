@@ -7,7 +7,7 @@ Nouns
            its own copy of state per row; if column blocks are cut at different rows, the first block's is written.)
   piece    a rectangle that this rank holds, with its memory: a view of the leaf or of the optimizer's slot
   writer   the lowest rank that holds a rectangle: it saves and sends it
-  copies   of hot rows, on every rank, beside the pieces (`head_rows.py`): they are written with the rows, and never read
+  copies   of hot rows, on every rank, beside the pieces (`head_rows.py`): written with the rows, and never read
 
 Values are never copied: a write to a piece is a write to the table. `state.py` makes tensors for state dicts from these
 records.

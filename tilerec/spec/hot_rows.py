@@ -1,7 +1,7 @@
 """`HotRows`: the rows of a table that every rank holds a copy of, beside its tiling.
 
 Nouns
-  hot id   the number of such a row in the table. Ids and state keep it: nobody but the lookup knows of the copies
+  hot id   the number of such a row in the table. Ids and state keep it: only lookups and updates use the copies
   head     the block of copies on every rank, in the order of the ids: copy k of hot id `ids[k]`
 
     table of n rows  ->  rows [0, n), cut by the tiling, and the head as rows [n, n + h), on every rank

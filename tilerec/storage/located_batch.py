@@ -252,7 +252,7 @@ class LocatedRows:
 
     @property
     def row_names(self) -> list[Tensor] | None:
-        """Per table the row at each index of its tensors, empty for the identity; None if it is the identity for all."""
+        """Per table the row at each index of its tensors, empty for the identity; None if all are the identity."""
         if all([source.names is None for source in self.batch.sources]):  # noqa: C419 - a list takes a third of a generator's time
             return None
         none = self.batch.ids.new_empty(0, dtype=torch.int64)

@@ -15,13 +15,12 @@ from tests.parity.harness import OPTIMIZERS, WORLDS, Case, batches, build
 from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.parallel.check_replicas import check_replicas
-from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.shard import shard
 from tilerec.spec.hot_rows import HotRows
-from tilerec.spec.plan import ParameterSharding, ShardingPlan
+from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.tile import Tiling
 from tilerec.testing.virtual import run_virtual_ranks
 
@@ -45,9 +44,7 @@ OTHER_HOT = ([3, 4], [], [5, 6, 7, 16])
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", "sgd", "lamb"])
-@pytest.mark.parametrize(
-    "way", ["heads appear", "heads go", "heads change", "all at once"]
-)
+@pytest.mark.parametrize("way", ["heads appear", "heads go", "heads change", "all at once"])
 def test_training_goes_on_as_if_the_new_plan_had_been_used_from_that_state(optimizer: str, way: str) -> None:
     case = case_of(optimizer)
     one, other = tilings(ONE, case), tilings(OTHER, case)
@@ -121,7 +118,7 @@ def test_a_failure_midway_leaves_the_hot_rows_as_they_were(place: str, monkeypat
     def live(group: Group) -> None:
         module = sharded(case, base, with_hot(cuts, 2, *HOT), group)
         twin = copy.deepcopy(module)
-        with pytest.raises(ReshardError, match="rank 1 failed .*out of luck"):
+        with pytest.raises(ReshardError, match=r"rank 1 failed .*out of luck"):
             reshard(module, {"": _as_plan(with_hot(tilings(OTHER, case), 2, *OTHER_HOT))}, progress=False)
         assert_same(module, twin)
         assert plan_of(module).plan[""]["t0"].hot == HotRows(np.array(HOT[0]))

@@ -95,7 +95,7 @@ def hot_ids_reference(
         InputError: an id outside of its table. On a GPU nothing raises here: such an id becomes one outside of
             `[0, rows + H)`, by H larger if it is too large.
 
-    1 map, rows 10, hot [3, 7], keys [1], batches [1], offsets [0, 2, 6]: ids [7, 3, 7, 0, 3, 9] -> [7, 3, 11, 0, 10, 9].
+    rows 10, hot [3, 7], key 1, batches [1], offsets [0, 2, 6]: ids [7, 3, 7, 0, 3, 9] -> [7, 3, 11, 0, 10, 9].
     """
     out_N = ids_N.to(result_type(ids_N, hot, rows), copy=True)
     place_N = torch.arange(ids_N.numel(), device=ids_N.device)
