@@ -33,7 +33,9 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.shard import shard
+from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.planner.helpers import row_wise, table_wise
+from tilerec.sharding import tile_memory
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
@@ -316,6 +318,61 @@ def test_a_table_with_hot_rows_trains_only_with_an_attached_optimizer_and_is_rea
             torch.testing.assert_close(own(batch).values(), model(batch).values())
 
     run_virtual_ranks(2, live)
+
+
+def test_a_head_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> list[Tensor]:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(tile_memory, "flat_memory", full)
+    refused("no memory for .* copies of 4 hot rows", lambda group: shard(unsharded(), plan(True), group))
+
+
+def test_hot_rows_in_2d_parallelism_are_refused() -> None:
+    def act(group: Group) -> None:
+        for sync in ("exact", "average"):
+            model = unsharded()
+            with pytest.raises(ConfigError, match="'rows'.*got hot rows with 2D parallelism"):
+                DMPCollection(model, "cpu", {"": plan(True)}, 4, 2, group, sync=sync)
+
+    run_virtual_ranks(4, act)
+
+
+# ------------------------------------------------------------------------------------------------- ahead and compiled
+
+
+def routed_ahead(model: Any, rank: int, steps: int) -> list[Tensor]:
+    batches = [random_batch(list(ROWS), list(ROWS.values()), 6, seed=10 * step + rank) for step in range(steps)]
+    ready, seen = model.prefetch(batches[0]), []
+    for following in [*batches[1:], None]:
+        out = model(ready).values()
+        ready = None if following is None else model.prefetch(following)
+        (out * out).sum().backward()
+        seen.append(out.detach())
+    return seen
+
+
+def test_batches_that_are_routed_ahead_have_the_same_bits() -> None:
+    def live(group: Group) -> None:
+        model, plain = sharded(group, True), sharded(group, False)
+        for got, want in zip(routed_ahead(model, group.rank, 4), routed_ahead(plain, group.rank, 4), strict=True):
+            assert torch.equal(got, want)
+        assert_alike(model, state_of(plain))
+
+    run_virtual_ranks(4, live)
+
+
+def compiled_steps() -> None:
+    group = ProcessGroupComms()
+    model, plain = sharded(group, True), sharded(group, False)
+    program = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        assert torch.equal(train(program, group.rank, step), train(plain, group.rank, step))
+    assert_alike(model, state_of(plain))
+
+
+def test_compiled_steps_have_the_same_bits(pool: Pool) -> None:
+    pool(2).run(compiled_steps)
 
 
 def test_a_bad_id_is_named_with_its_table_s_rows() -> None:

@@ -83,9 +83,16 @@ def tile_memory(
             memory = flat_memory([shape for _, shape in group], dtype, where)
         except RuntimeError as error:
             here = sorted({name for name, _ in group} & set(hosted))
+            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
+            heads = {name: head for name, _ in group if (head := tilings[name].head) is not None}
+            if heads and not here:
+                most = max(heads, key=lambda name: len(heads[name].hot) * tilings[name].dim)
+                raise ConfigError(
+                    f"Table '{most}': no memory for {size / 2**30:.1f} GiB of this rank's rows, copies of "
+                    f"{len(heads[most].hot):,} hot rows of the table among them. Make fewer rows hot, or use more ranks."
+                ) from error
             if not here:
                 raise
-            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
             raise ConfigError(
                 f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
                 "the plan places there behind caches; place them on more hosts, or on fewer ranks of each."
