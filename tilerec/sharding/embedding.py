@@ -131,7 +131,7 @@ class ShardedCollection(TableCollection, TracedModule):
             bags = [sizes[k] for k in own]
         else:
             bags = [batches[k] if variable else batches[0] for k in own]
-        offsets, forms = features.offsets(), self._id_clamp.forms
+        offsets, forms = features.offsets(), cast("Sequence[int]", self._id_clamp.forms)
         if self.exchange.hot is not None:
             every, forms = self.exchange.hot(every, forms, own, offsets, batches)
         ids = every[0]
