@@ -332,7 +332,7 @@ def test_hot_rows_in_2d_parallelism_are_refused() -> None:
     def act(group: Group) -> None:
         for sync in ("exact", "average"):
             model = unsharded()
-            with pytest.raises(ConfigError, match="'rows'.*got hot rows with 2D parallelism"):
+            with pytest.raises(ConfigError, match=r"'rows'.*got hot rows with 2D parallelism"):
                 DMPCollection(model, "cpu", {"": plan(True)}, 4, 2, group, sync=sync)
 
     run_virtual_ranks(4, act)

@@ -89,7 +89,7 @@ def tile_memory(
                 most = max(heads, key=lambda name: len(heads[name].hot) * tilings[name].dim)
                 raise ConfigError(
                     f"Table '{most}': no memory for {size / 2**30:.1f} GiB of this rank's rows, copies of "
-                    f"{len(heads[most].hot):,} hot rows of the table among them. Make fewer rows hot, or use more ranks."
+                    f"{len(heads[most].hot):,} hot rows among them. Make fewer rows hot, or use more ranks."
                 ) from error
             if not here:
                 raise
