@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.library import opcheck
@@ -15,6 +16,7 @@ from torch.library import opcheck
 from tests.ops.hash_pair import assign_call, resize_call
 from tilerec.ops import backends as backends
 from tilerec.ops.cache.definition import NONE
+from tilerec.ops.hot.definition import finder_of
 from tilerec.ops.hash.definition import empty_state
 from tilerec.ops.quantized.row_format import row_bytes
 
@@ -190,6 +192,10 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         "random_rows_": lambda: (rand(3, 5), whole(4, 1, 4), [3, 4], 0, "uniform", 0.0, 1.0),
         "renew_rows_": lambda: (
             whole(1, -1), rand(3, 4), [rand(3), rand(3, 4)], 0, 0, [3, 4], 0.0, 1.0, [0.0, 0.5]
+        ),
+        "hot_ids": lambda: (
+            *(whole(7, 3, 7, 0, 3, 9), whole(0, 2, 6), [1], [1]),
+            *([whole(3, 7)], [finder_of(np.array([3, 7])).to(device)], [10], "f@t"),
         ),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
         "best_rows": lambda: (

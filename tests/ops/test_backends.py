@@ -28,7 +28,7 @@ print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k
 # Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan asks for it.)
 AS_THE_REFERENCE = {
     *("offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows"),
-    *("distinct_ids", "expand_rows_", "sum_rows_"),
+    *("distinct_ids", "expand_rows_", "sum_rows_", "hot_ids"),
 }
 
 
