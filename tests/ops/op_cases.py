@@ -16,8 +16,8 @@ from torch.library import opcheck
 from tests.ops.hash_pair import assign_call, resize_call
 from tilerec.ops import backends as backends
 from tilerec.ops.cache.definition import NONE
-from tilerec.ops.hot.definition import finder_of
 from tilerec.ops.hash.definition import empty_state
+from tilerec.ops.hot.definition import finder_of
 from tilerec.ops.quantized.row_format import row_bytes
 
 Arguments = tuple[Any, ...]
