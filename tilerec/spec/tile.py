@@ -234,8 +234,8 @@ class Tiling:
 
     @cached_property
     def replicated(self) -> bool:
-        """True if any row is on several ranks."""
-        return self.head is not None or any(len(owners) > 1 for block in self.blocks for owners in block.owners)
+        """True if any tile is on several ranks."""
+        return any(len(owners) > 1 for block in self.blocks for owners in block.owners)
 
     @cached_property
     def _merged(self) -> tuple[Tile, ...]:

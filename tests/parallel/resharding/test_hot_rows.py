@@ -16,12 +16,15 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.table_move import TableMove
 from tilerec.parallel.shard import shard
+from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import ParameterSharding
 from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
 from tilerec.testing.virtual import run_virtual_ranks
 
 
@@ -156,3 +159,24 @@ def test_a_table_without_an_attached_optimizer_gets_no_hot_rows_by_a_move() -> N
             reshard(module, {"": {"t0": ParameterSharding("table_wise", ranks=[1], hot=HotRows(np.array([2])))}})
 
     run_virtual_ranks(2, live)
+
+
+def test_rebalance_moves_tables_and_keeps_their_hot_rows() -> None:
+    case = case_of("adam", "2")
+    base = build(case)
+    # All tables on rank 1: there is something to move.
+    cuts = {t.name: Tiling.of(t.name, t.rows, t.dim, [(0, t.rows, 0, t.dim, 1)]) for t in TABLES}
+
+    def live(group: Group) -> tuple[str, ...]:
+        module = sharded(case, base, with_hot(cuts, 2, *HOT), group)
+        train(case, module, batches(case, group.rank))
+        planner = EmbeddingShardingPlanner(topology=Topology(2, "cpu"))
+        done = rebalance(module, planner, least_gain=0.0, horizon=10**12)
+        check_replicas(module)
+        for name, table in module._tables.items():
+            assert table.tiling.head == cuts[name].with_hot(name, HotRows(np.array(HOT[int(name[1])])), 2).head
+        train(case, module, batches(case, group.rank)[:1])
+        check_replicas(module)
+        return done.moved.tables if done.moved is not None else ()
+
+    assert run_virtual_ranks(2, live)[0]
