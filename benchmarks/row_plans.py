@@ -9,7 +9,10 @@ Ranks are threads, and bytes are counted (`model.traffic()`), so the figures are
 
 Ids follow a Zipf law. "scrambled": frequent ids are anywhere. "sorted": id 0 is the most frequent one, as in a table in
 frequency order. A head of h rows is a copy on every rank. The other rows are cut evenly, or, "by reads", so that
-each rank's rows get an equal number of distinct ids. "Planner": the ranges that the planner cuts.
+each rank's rows get an equal number of distinct ids. "Planner": the ranges that the planner cuts. "HotRows": the h most
+frequent ids of a scrambled table are hot, and all its rows are cut evenly; this has no price.
+
+    python benchmarks/row_plans.py --map     nanoseconds per id of the op that finds hot ids
 
     MB         sent by a rank in a step, the mean over ranks: ids, rows, gradients, and gradients of copies
     largest    the rank that sends most, over the mean
@@ -20,6 +23,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -31,6 +36,7 @@ from torch import Tensor
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from tilerec.comms.group import Group
+from tilerec.ops.hot.definition import finder_of
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
 from tilerec.parallel.traffic import traffic
@@ -40,6 +46,7 @@ from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
 from tilerec.sharding.strategies import data_parallel, row_wise
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
@@ -59,6 +66,7 @@ class RowPlan(NamedTuple):
     name: str
     tiling: Tiling
     scrambled: bool
+    hot: HotRows | None = None
 
 
 def probabilities(exponent: float) -> Tensor:
@@ -99,17 +107,25 @@ def plans(case: str, ranks: int, exponent: float, distinct: bool) -> Iterator[Ro
     made = sharding_of(model, 0, Option(Way.ROWS, 1, ranks), (), None).tiling
     assert made is not None
     yield RowPlan("row-wise, planner, sorted", made, False)
+    even = row_wise("t", ROWS, dim, None, topology)
     for share in (0.0005, 0.002, 0.01, 0.05):
-        yield RowPlan(f"head {share:.2%}, others by reads", tailed(int(share * ROWS), dim, ranks, expected), False)
+        head = int(share * ROWS)
+        yield RowPlan(f"head {share:.2%}, others by reads", tailed(head, dim, ranks, expected), False)
+        yield RowPlan(f"HotRows {share:.2%}, row-wise, scrambled", even, True, HotRows(scrambled()[:head]))
     yield RowPlan("data-parallel", data_parallel("t", ROWS, dim, None, topology), False)
 
 
-def batch_of(case: str, rank: int, exponent: float, *, scrambled: bool) -> KeyedJaggedTensor:
+def scrambled() -> Tensor:
+    """Return the id of each row of a table in frequency order."""
+    return torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(case: str, rank: int, exponent: float, *, scramble: bool) -> KeyedJaggedTensor:
     tables, _, samples, length = CASES[case]
     draws = torch.rand(tables * samples * length, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     ids = torch.searchsorted(probabilities(exponent).cumsum(0), draws).clamp(max=ROWS - 1)
-    if scrambled:
-        ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[ids]
+    if scramble:
+        ids = scrambled()[ids]
     return KeyedJaggedTensor(
         [f"f{t}" for t in range(tables)], ids, lengths=torch.full((tables * samples,), length)
     )  # fmt: skip
@@ -127,10 +143,10 @@ def sent(group: Group, case: str, plan: RowPlan, distinct: bool, exponent: float
     else:
         module = EmbeddingCollection([EmbeddingConfig(ROWS, dim, t, feature_names=f) for t, f in names], device=META)
     apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    one = ParameterSharding(ShardingType.EXPLICIT, tiling=plan.tiling, wire=Wire(distinct=distinct))
+    one = ParameterSharding(ShardingType.EXPLICIT, tiling=plan.tiling, wire=Wire(distinct=distinct), hot=plan.hot)
     module = shard(module, plan={"": dict.fromkeys([t for t, _ in names], one)}, mesh=group)
     traffic(module).reset()
-    batch = batch_of(case, group.rank, exponent, scrambled=plan.scrambled)
+    batch = batch_of(case, group.rank, exponent, scramble=plan.scrambled)
     found = module(batch)
     values = found.values() if length == 1 else torch.cat([own.values() for own in found.values()])
     values.sum().backward()
@@ -142,6 +158,25 @@ def predicted(case: str, plan: RowPlan, ranks: int, distinct: bool, exponent: fl
     works = [work(f"t{t}", case, exponent, scrambled=plan.scrambled, distinct=distinct) for t in range(CASES[case][0])]
     sent = price([plan.tiling] * len(works), Model(Workload(works), Topology(ranks, "cpu"))).sent
     return np.sum(list(sent.values()), axis=0)
+def map_times(exponent: float) -> None:
+    """Print the time of `hot_ids` per id, for both cases of one rank: the median of 30 calls."""
+    for case in CASES:
+        batch = batch_of(case, 0, exponent, scramble=True)
+        tables, samples = CASES[case][0], CASES[case][2]
+        line = f"{case:12}{batch.values().numel():9,} ids:"
+        for head in (50, 200, 1_000, 5_000):
+            hot = scrambled()[:head].sort()[0]
+            finder, plain, seconds = finder_of(hot.numpy()), batch.values(), []
+            arguments = (
+                batch.offsets(), list(range(tables)), [samples], [hot] * tables, [finder] * tables, [ROWS] * tables, ""
+            )  # fmt: skip
+            for _ in range(31):
+                begun = time.perf_counter()
+                found = torch.ops.tilerec.hot_ids(plain, *arguments)
+                seconds.append(time.perf_counter() - begun)
+            assert torch.equal(found >= ROWS, torch.isin(plain, hot))
+            line += f"  head {head:,} {statistics.median(seconds[1:]) / plain.numel() * 1e9:.1f} ns"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -149,17 +184,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--map", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.map:
+        print(machine())
+        map_times(args.exponent)
+        return
     print(machine(), f"\n{args.ranks} ranks, exponent {args.exponent}\n")
     for case in args.cases:
         heads = "".join(
             f"{f'{name}: MB':>14}{'largest':>9}{'price: MB':>11}{'largest':>9}" for name in ("each id", "once")
         )
-        print(f"{case:34}{heads}")
+        print(f"{case:40}{heads}")
         lists = [plans(case, args.ranks, args.exponent, distinct) for distinct in (False, True)]
         for pair in zip(*lists, strict=True):
-            line = f"{pair[0].name:34}"
+            line = f"{pair[0].name:40}"
             for distinct, plan in zip((False, True), pair, strict=True):
                 found = run_virtual_ranks(args.ranks, sent, case, plan, distinct, args.exponent)
                 mean, priced = sum(found) / len(found), predicted(case, plan, args.ranks, distinct, args.exponent)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.library import opcheck
@@ -17,6 +18,7 @@ from tests.ops.hash_pair import assign_call, resize_call
 from tilerec.ops import backends as backends
 from tilerec.ops.cache.definition import NONE
 from tilerec.ops.hash.definition import empty_state
+from tilerec.ops.hot.definition import finder_of
 from tilerec.ops.quantized.row_format import row_bytes
 
 Arguments = tuple[Any, ...]
@@ -198,6 +200,10 @@ def cases(device: str) -> dict[str, Callable[[], Arguments]]:
         ),
         "read_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
         "write_rows_": lambda: (rand(2, 3), whole(1, 0), whole(0, 2), ROWS),
+        "hot_ids": lambda: (
+            *(whole(7, 3, 7, 0, 3, 9), whole(0, 2, 6), [1], [1]),
+            *([whole(3, 7)], [finder_of(np.array([3, 7])).to(device)], [10], "f@t"),
+        ),
         "mark_rows_": lambda: ([whole(0, 8, dtype=torch.int32)], [whole(3, 33, -1)], [40]),
         "select_columns": lambda: (rand(2, 5), whole(0, 3, 3)),
         "best_rows": lambda: (

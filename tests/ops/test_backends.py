@@ -29,7 +29,7 @@ print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k
 # rows of files pass through memory of the host.)
 AS_THE_REFERENCE = {
     *("offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows"),
-    *("distinct_ids", "expand_rows_", "sum_rows_", "read_rows_", "write_rows_"),
+    *("distinct_ids", "expand_rows_", "sum_rows_", "read_rows_", "write_rows_", "hot_ids"),
 }
 
 

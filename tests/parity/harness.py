@@ -555,6 +555,7 @@ def keeps_order(case: Case, table: TableCase) -> bool:
     return (
         case.world_size & (case.world_size - 1) == 0
         and not tiling.replicated
+        and tiling.head is None
         and (case.pooled or case.distinct is False or case.world_size == 1)
         and not (adds_over_rows(case.optimizer) and len(tiling.blocks) > 1)
         and not (case.pooled and any(len(block.owners) > 1 for block in tiling.blocks))

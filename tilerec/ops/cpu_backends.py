@@ -7,6 +7,7 @@ import ctypes
 from tilerec.ops.distinct import cpu as distinct
 from tilerec.ops.exchange import cpu as exchange
 from tilerec.ops.hash import cpu as hash
+from tilerec.ops.hot import cpu as hot
 from tilerec.ops.jagged import cpu as jagged
 from tilerec.ops.lookup import cpu as lookup
 from tilerec.ops.marks import cpu as marks
@@ -22,6 +23,6 @@ from tilerec.ops.update import cpu as update
 def register(library: ctypes.CDLL) -> None:
     """Register the kernels over the references."""
     for family in (
-        distinct, exchange, hash, jagged, lookup, marks, quantize, quantized, random, row_file, search, update,
+        distinct, exchange, hash, hot, jagged, lookup, marks, quantize, quantized, random, row_file, search, update,
     ):  # fmt: skip
         LIBRARY.serve("CPU", family.kernels(library))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
@@ -173,8 +173,9 @@ def complete_plan_of(
                 data_type = dtype_to_data_type(table.weight.dtype)
                 if sharding.data_type not in (None, data_type):
                     type_conflicts.append((path, name, sharding.data_type, data_type))
-                if sharding.data_type is not data_type:
-                    sharding = replace(sharding, data_type=data_type)
+                tiling = cast(Tiling, sharding.tiling).with_hot(name, sharding.hot, topology.world_size)
+                if sharding.data_type is not data_type or tiling != sharding.tiling:
+                    sharding = replace(sharding, data_type=data_type, tiling=tiling)
             done[name] = sharding
         parts[path] = EmbeddingModuleShardingPlan(done)
     if type_conflicts:
@@ -244,7 +245,7 @@ def _produces(name: str, kind: ShardingType, ranks: Sequence[int], tiling: Tilin
         ways.append(lambda: by_columns[kind](name, rows, dim, ranks, topology, widths=widths))
     for way in ways:
         try:
-            if way() == tiling:
+            if way().blocks == tiling.blocks:
                 return True
         except ConfigError:
             continue  # this way cannot tile the table

@@ -19,6 +19,7 @@ from tilerec.parallel.table_optimizers import caches_of
 from tilerec.sharding.replica_groups import ReplicaGroups
 from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.shard_ids import IdRanks, shard_ids
+from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.tile_memory import has_pending_init, initialized_memory
 from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
@@ -102,6 +103,9 @@ def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
     check_optimizers_at_next_step()
     for job, made in zip(jobs, drawn, strict=True):
         shard_ids(job.ready.ids, job.id_ranks or IdRanks(job.route, lambda rank: rank), job.device)
+        for table in cast("list[ShardedTable]", job.ready.tables):
+            if not table.weight.is_meta:
+                table.weight_of().fill_copies()
         if made:
             broadcast_to_replicas(job.rows, made)
 

@@ -58,7 +58,7 @@ class DistinctIds:
     def __init__(self, layout: ExchangeLayout, *, each_id: bool) -> None:
         self._each_id = each_id
         self._slots = [route.slot for route in layout.routes]
-        self._rows = [layout.tables[slot.table].tiling.rows for slot in layout.slots]
+        self._rows = [layout.tables[slot.table].tiling.held.rows for slot in layout.slots]
         self._forced = [layout.tables[slot.table].wire.distinct for slot in layout.slots]
         self._shares = [0.0] * len(layout.slots)  # of each slot's cells that other ranks look up
         if layout.size > 1 and not layout.alone:

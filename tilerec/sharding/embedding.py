@@ -131,18 +131,21 @@ class ShardedCollection(TableCollection, TracedModule):
             bags = [sizes[k] for k in own]
         else:
             bags = [batches[k] if variable else batches[0] for k in own]
-        ids, offsets = every[0], features.offsets()
+        offsets, forms = features.offsets(), cast("Sequence[int]", self._id_clamp.forms)
+        if self.exchange.hot is not None:
+            every, forms = self.exchange.hot(every, forms, own, offsets, batches)
+        ids = every[0]
         at = [own[route.slot] for route in self.exchange.layout.routes]
         if len(every) > 1:
-            # Ids were clamped to tables of several sizes: concatenate one copy of the batch per size.
+            # Ids were clamped to tables of several sizes, or have other hot ids in some: concatenate one copy of the
+            # batch per form.
             count = ids.numel()
             ids = torch.cat(every)
             offsets = torch.cat([offsets[:1], *(offsets[1:] + i * count for i in range(len(every)))])
             weights = None if weights is None else torch.cat([weights] * len(every))
             batches = (batches if variable else batches * len(keys)) * len(every)
             at = [
-                key + self._id_clamp.forms[route.slot] * len(keys)
-                for key, route in zip(at, self.exchange.layout.routes, strict=True)
+                key + forms[route.slot] * len(keys) for key, route in zip(at, self.exchange.layout.routes, strict=True)
             ]
         facts = leaves.follow_first().facts(self.exchange.number, self.exchange.name)
         return RouteInput(ids, offsets, weights, batches, bags, facts), at

@@ -14,6 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.distinct_ids import DistinctIds
 from tilerec.sharding.header import header_sizes_of
+from tilerec.sharding.hot_ids import HotIds
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.posted_headers import PostedHeaders, header_sizes
 from tilerec.sharding.replica_groups import ReplicaGroups
@@ -55,6 +56,7 @@ class Exchange:
             for s, slot in enumerate(slots)
             if len(tables[slot.table].tiling.blocks) > 1
         ]
+        self.hot = HotIds.of(self.layout)
         self.distinct = None if exact else DistinctIds(self.layout, each_id=each_id)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}

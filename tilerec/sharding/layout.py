@@ -156,7 +156,7 @@ class SharedLayout:
             units[(tile.r0, tile.r1, tile.owners)].append(Unit(r, tile.c0, tile.c1 - tile.c0))
         numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}
         seen: set[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = set()
-        for block in self.tables[t].tiling.blocks:
+        for block in self.tables[t].tiling.held.blocks:
             if (block.cuts, block.owners) in seen:
                 continue
             seen.add((block.cuts, block.owners))

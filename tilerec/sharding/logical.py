@@ -7,6 +7,7 @@ Nouns
            its own copy of state per row; if column blocks are cut at different rows, the first block's is written.)
   piece    a rectangle that this rank holds, with its memory: a view of the leaf or of the optimizer's slot
   writer   the lowest rank that holds a rectangle: it saves and sends it
+  copies   of hot rows, on every rank, beside the pieces (`head_rows.py`): written with the rows, and never read
 
 Values are never copied: a write to a piece is a write to the table. `state.py` makes tensors for state dicts from these
 records.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tilerec.comms.group import Group
+from tilerec.sharding.head_rows import HotCopies, indexable
 from tilerec.spec.tile import Rectangle, Tile, ceil_chunks
 from tilerec.storage.row_file import copy_rows
 
@@ -116,12 +118,14 @@ class LogicalTensor:
         pieces: this rank's rectangles.
         group: all ranks.
         like: an empty tensor of the logical tensor's dtype and device.
+        copies: of this rank, which `load` and `load_whole` fill, too; None: there are none.
     """
 
     cover: Cover
     pieces: tuple[Piece, ...]
     group: Group
     like: Tensor
+    copies: HotCopies | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalTensor:
         return self.mapped(torch.clone)
@@ -129,7 +133,12 @@ class LogicalTensor:
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> LogicalTensor:
         """Return the same cover over other memory: `fn` applied to every piece."""
         pieces = tuple(Piece(piece.tile, fn(piece.memory)) for piece in self.pieces)
-        return LogicalTensor(self.cover, pieces, self.group, fn(self.like))
+        copies = self.copies and self.copies._replace(memory=fn(self.copies.memory))
+        return LogicalTensor(self.cover, pieces, self.group, fn(self.like), copies)
+
+    def memories(self) -> list[Tensor]:
+        """Return all memory of the tensor on this rank."""
+        return [memory for _, memory in self.pieces] + ([] if self.copies is None else [self.copies.memory])
 
     # ---------------------------------------------------------------------------------------------- whole values
 
@@ -181,6 +190,9 @@ class LogicalTensor:
         """Copy the values of a whole tensor of this shape; each rank reads its part."""
         for tile, memory in self.pieces:
             copy_into(memory, self._view_of(value.detach(), self.cover.tiles[tile]))
+        if self.copies is not None:
+            rows_H = self.copies.rows_H.to(value.device)
+            self.copies.memory.copy_(indexable(value.detach())[rows_H].view(value.dtype))
 
     @torch.no_grad()
     def load(self, source: LogicalTensor) -> None:
@@ -195,6 +207,35 @@ class LogicalTensor:
                 copy_into(memory, theirs[tile])
         else:
             self._exchange_load(source)
+        self.fill_copies()
+
+    @torch.no_grad()
+    def fill_copies(self) -> None:
+        """Fill the copies of hot rows from the pieces, of which writers send them. Collective, if there are any."""
+        if self.copies is None:
+            return
+        self.group.begin("hot rows")
+        rows_H, memory, me = self.copies.rows_H, self.copies.memory, self.group.rank
+        own = {piece.tile: piece.memory for piece in reversed(self.pieces)}
+        receives: dict[int, list[Tensor]] = {}
+        sends: dict[int, list[Tensor]] = {}
+        for t in self.cover.written:
+            tile = self.cover.tiles[t]
+            edges = torch.searchsorted(rows_H, rows_H.new_tensor([tile.r0, tile.r1])).tolist()
+            place = memory[slice(*edges)]  # the ids are ascending, so those of a tile are neighbours
+            place = place[:, tile.c0 : tile.c1] if memory.dim() == 2 else place
+            if t in own:
+                indexable(place).copy_(indexable(own[t])[rows_H[slice(*edges)] - tile.r0])
+                if tile.owners[0] == me:
+                    for rank in sorted({*range(self.group.size)} - {*tile.owners}):
+                        sends.setdefault(rank, []).append(place.reshape(-1))
+            else:
+                receives.setdefault(tile.owners[0], []).append(place)
+        received = {rank: memory.new_empty(sum(map(Tensor.numel, own))) for rank, own in receives.items()}
+        self.group.exchange("hot rows", received, {rank: _concatenated(parts) for rank, parts in sends.items()}).wait()
+        for rank, places in receives.items():
+            for place, values in zip(places, received[rank].split([own.numel() for own in places]), strict=True):
+                place.copy_(values.view(place.shape))
 
     def _exchange_load(self, source: LogicalTensor) -> None:
         me = self.group.rank

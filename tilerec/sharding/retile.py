@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tilerec.sharding.changed_rows import ChangedRows
+from tilerec.sharding.head_rows import names_of
 from tilerec.sharding.table import ShardedTable, leaf_name, peers_of, tiles_or_empty
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
@@ -75,7 +76,8 @@ def replace_tiles(
             if is_ddp_ignored(first):
                 cast(Any, leaf)._ddp_ignored = True
         leaf.grad = grads[i]
-        made.append(_like(old[min(i, len(old) - 1)], leaf, place, peers[i], state[i], fresh=i >= len(old)))
+        names = names_of(tiling, place)
+        made.append(_like(old[min(i, len(old) - 1)], leaf, place, names, peers[i], state[i], fresh=i >= len(old)))
         made[-1].touched = touched[i]
     made[0].skipped_rows += sum(rows.skipped_rows for rows in old[len(places) :])
     for i, leaf in enumerate(before[len(places) :], start=len(places)):
@@ -98,13 +100,15 @@ def replace_tiles(
 
 
 def _like(
-    old: TileRows, leaf: nn.Parameter, place: Tile, peers: UpdatePeers, state: dict[str, Tensor], fresh: bool
-) -> TileRows:
+    old: TileRows, leaf: nn.Parameter, place: Tile, names: Tensor | None, peers: UpdatePeers, state: dict[str, Tensor],
+    fresh: bool,
+) -> TileRows:  # fmt: skip
     """Return the rows of a new tile, with the training settings of the old ones."""
     rows = TileRows.__new__(TileRows)
     own = {
         **old.__getstate__(),
         "place": TilePosition(old.place.key, place.r0, place.c0),
+        "names": names,
         "peers": peers,
         "state": state,
     }

@@ -129,6 +129,8 @@ class Router:
         self._weight_words = 2 if wide == torch.float64 else 1
         self.reads = ReadCounts(len(layout.slots), [route.slot for route in layout.routes])
         self._cuts = [cut for route in layout.routes for cut in route.cuts]
+        tilings = [layout.tables[layout.slots[route.slot].table].tiling for route in layout.routes]
+        self._heads = [tiling.held.rows - tiling.rows for tiling in tilings]
         self._ranges = [len(route.parts) for route in layout.routes]
         self._wire = [layout.wire[p] if p >= 0 else -1 for route in layout.routes for p in route.parts]
         self._names = ",".join(
@@ -232,7 +234,7 @@ class Router:
         batch = home.batch
         summary, lengths, local, slots, positions = home.sorted_ids
         if headers.fault:
-            raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names)
+            raise_fault(headers.fault, batch.ids, batch.offsets, self._cuts, self._ranges, self._names, self._heads)
         self._check(headers, home.flags, batch.facts)
         repeated = batch.repeats.counts if batch.repeats is not None else {}
         self.reads.add(summary[1:].view(-1, 2), home.keys, batch.samples or batch.batches, repeated)

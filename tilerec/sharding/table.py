@@ -1,6 +1,8 @@
 """`ShardedTable`: a rank's tiles of one table, one leaf each, under the unsharded table's name.
 
 Nouns
+  head    copies of the table's hot rows, on every rank, in a leaf of their own (`head_rows.py`): a tile without a place
+          in the table
   tile    a rectangle of the table that this rank holds: leaf `<table>.weight`, further ones `weight.1`, `weight.2` …
           in column-then-row order. A rank without tiles has an empty leaf `[0, dim]`, so that every rank has
           `<table>.weight`
@@ -24,6 +26,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table, empties_memory
 from tilerec.optim.sharded_state import TiledTable
+from tilerec.sharding.head_rows import HotCopies, names_of
 from tilerec.sharding.layout import reader, rectangles
 from tilerec.sharding.logical import Cover, LogicalTensor, Piece, copy_into
 from tilerec.sharding.replica_groups import ReplicaGroups
@@ -64,11 +67,13 @@ class ShardedTable(Table, TiledTable):
         return list(self.tile_rows)
 
     def reset_parameters(self) -> None:
-        """Write the initial values: the same as in the whole table."""
+        """Write the initial values: the same as in the whole table. Collective for a table with hot rows."""
         self._about_to_write()
-        for leaf, tile in zip(self.leaves(), self.tiles, strict=False):
-            if not leaf.is_meta:
+        for rows, leaf, tile in zip(self.tile_rows, self.leaves(), self.tiles, strict=False):
+            if not leaf.is_meta and rows.names is None:
                 fill_initial(leaf, self.config, self.rows.place.key, tile.r0, tile.c0)
+        if not self.weight.is_meta:
+            self.weight_of().fill_copies()
 
     def _about_to_write(self) -> None:
         self.settle()
@@ -148,20 +153,9 @@ class ShardedTable(Table, TiledTable):
         """
         for rows in self.tile_rows:
             rows.settle()
-        tiles, like = rectangles(self.tiling), parts[0].new_empty(0)
         cells = parts[0].dim() == 2 and parts[0].shape == self.leaves()[0].shape
-        if cells:
-            cover = Cover.of_cells((self.tiling.rows, self.tiling.dim), tiles)
-        elif parts[0].dim():
-            cover = Cover.of_rows(self.tiling.rows, tiles, column=parts[0].dim() == 2)
-        else:
-            cover = Cover.of_one(tiles)
-        place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
-        pieces = []
-        for tile, part in zip(self.tiles, parts, strict=False):
-            key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
-            pieces.append(Piece(place[key], part))
-        return LogicalTensor(cover, tuple(pieces), self.tile_rows[0].peers.group, like)
+        names = [rows.names for rows in self.tile_rows]
+        return logical_tensor(self.tiling, self.tiles, names, parts, cells, self.tile_rows[0].peers.group)
 
     # ------------------------------------------------------------------------------- optimizers that are not attached
 
@@ -293,6 +287,34 @@ class ShardedTable(Table, TiledTable):
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, dtype={self.weight.dtype}, here: {held}"
 
 
+def logical_tensor(
+    tiling: Tiling, tiles: Sequence[Tile], names: Sequence[Tensor | None], parts: Sequence[Tensor], cells: bool,
+    group: Group,
+) -> LogicalTensor:  # fmt: skip
+    """Return the logical tensor of a rank's tiles; see `ShardedTable._logical` for `parts`.
+
+    Args:
+        tiles: this rank's, maybe none.
+        names: per part, the rows of a head; None: another tile.
+        cells: parts have the shape of their leaf.
+    """
+    if cells:
+        cover = Cover.of_cells((tiling.rows, tiling.dim), rectangles(tiling.bare))
+    elif parts[0].dim():
+        cover = Cover.of_rows(tiling.rows, rectangles(tiling.bare), column=parts[0].dim() == 2)
+    else:
+        cover = Cover.of_one(rectangles(tiling))
+    place = {(t.r0, t.r1, t.c0): i for i, t in enumerate(cover.tiles)}
+    pieces, copies = [], None
+    for tile, hot, part in zip(tiles, names, parts, strict=False):
+        if hot is not None and part.dim():
+            copies = HotCopies(hot, part)
+            continue
+        key = (tile.r0, tile.r1, tile.c0 if cells else 0) if part.dim() else (0, 1, 0)
+        pieces.append(Piece(place[key], part))
+    return LogicalTensor(cover, tuple(pieces), group, parts[0].new_empty(0), copies)
+
+
 def leaf_name(i: int) -> str:
     """Return the name of leaf i of a table."""
     return f"weight.{i}" if i else "weight"
@@ -370,15 +392,19 @@ def shard_table(
     tiles = tuple(tile for tile in places if tile.owners)
     made: list[TileRows] = []
     for tile, own in zip(places, memory, strict=True):
+        names = names_of(tiling, tile)
         if not own.is_meta and own.numel() and not written:
             if whole.is_meta:
-                fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
+                if names is None:  # the caller fills copies
+                    fill_initial(own, table.config, old.place.key, tile.r0, tile.c0)
+            elif names is not None:
+                own.copy_(whole[names.to(whole.device)])
             else:
                 copy_into(own, whole[tile.r0 : tile.r1, tile.c0 : tile.c1])
         leaf = nn.Parameter(own.data, requires_grad=whole.requires_grad)  # has its own version counter
         peers = peers_of(tiling, tile, group, topology, exact, teams)
         rows = TileRows(table.config.name, TilePosition(old.place.key, tile.r0, tile.c0), peers, tiling.dim)
-        rows.takes_gradients, rows.origin = old.takes_gradients, old.handle
+        rows.takes_gradients, rows.origin, rows.names = old.takes_gradients, old.handle, names
         rows.bind(leaf)
         if old.spec is not None and old.group is not None:
             rows.attach(old.spec, old.group)
@@ -402,6 +428,9 @@ def _copy_state(old: TableRows, new: TileRows, tile: Tile) -> None:
     for name, value in new.state.items():
         before = old.state[name]
         if before.is_meta:
+            continue
+        if new.names is not None and before.dim():
+            value.copy_(before[new.names.to(before.device)])
             continue
         if before.dim() == 2:
             before = before[tile.r0 : tile.r1, tile.c0 : tile.c1]

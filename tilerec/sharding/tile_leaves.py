@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from tilerec.errors import ConfigError
 from tilerec.modules.cached_lookup import check_trained
 from tilerec.modules.table import Table
 from tilerec.sharding.header import ATTACHED, TRAINED, LookupFacts
@@ -102,7 +103,17 @@ class TileLeaves:
         ]
 
     def check_cached(self) -> None:
-        """Raise a `ConfigError` if a cached table trains without an attached optimizer, on all ranks alike."""
+        """Raise a `ConfigError` if a cached table or one with hot rows trains without an attached optimizer.
+
+        All ranks raise alike.
+        """
+        for table in self.tables:
+            if table.tiling.head is not None and table.rows.spec is None and table.rows.leaf.requires_grad:
+                raise ConfigError(
+                    f"Table '{table.config.name}': it has hot rows and no attached optimizer, so its rows and their "
+                    "copies would be stepped one by one. Attach one with apply_optimizer_in_backward, freeze the table "
+                    "(requires_grad_(False)), or leave hot= out of its ParameterSharding."
+                )
         cached = [table.rows for table in self.tables if table.rows.cache is not None]
         check_trained(cached, range(len(cached)))
 

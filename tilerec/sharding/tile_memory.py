@@ -12,6 +12,7 @@ from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.initial_values import fill_initial
 from tilerec.modules.table import Table
+from tilerec.sharding.head_rows import names_of
 from tilerec.sharding.table import ShardedTable
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.storage.flat_storage import flat_memory
@@ -48,7 +49,7 @@ def initialized_memory(
         if has_pending_init(table) and name in memory:
             held = [tile for tile in rectangles(tilings[name]) if rank in tile.owners]
             for tile, own in zip(held, memory[name], strict=False):
-                if own.numel():
+                if own.numel() and names_of(tilings[name], tile) is None:  # the caller fills copies
                     fill_initial(own, table.config, table.rows.place.key, tile.r0, tile.c0)
     return memory
 
@@ -91,9 +92,16 @@ def tile_memory(
             memory = flat_memory([shape for _, shape in group], dtype, where)
         except RuntimeError as error:
             here = sorted({name for name, _ in group} & set(caches))
+            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
+            heads = {name: head for name, _ in group if (head := tilings[name].head) is not None}
+            if heads and not here:
+                most = max(heads, key=lambda name: len(heads[name].hot) * tilings[name].dim)
+                raise ConfigError(
+                    f"Table '{most}': no memory for {size / 2**30:.1f} GiB of this rank's rows, copies of "
+                    f"{len(heads[most].hot):,} hot rows among them. Make fewer rows hot, or use more ranks."
+                ) from error
             if not here:
                 raise
-            size = sum(rows * width for _, (rows, width) in group) * dtype.itemsize
             raise ConfigError(
                 f"Table '{here[0]}': no host memory for {size / 2**30:.1f} GiB of this rank's rows of {here}, which "
                 "the plan places there behind caches; place them on more hosts, on fewer ranks of each, or in files "

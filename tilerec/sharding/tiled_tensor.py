@@ -196,7 +196,7 @@ class TiledTensor(DTensor):
             options = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name) is not None}
             return TiledTensor(own.logical.mapped(lambda memory: torch.empty_like(memory, **options)), own.device_mesh)
         if own is not None and func in _IN_PLACE:
-            for _, memory in own.logical.pieces:
+            for memory in own.logical.memories():
                 func(memory, *args[1:], **kwargs)
             return own
         if own is not None and func is torch.ops.aten.copy_.default:
@@ -255,7 +255,8 @@ def shown(logical: LogicalTensor) -> Tensor:
             "tensors with tilerec.parallel.full_state_dict(module), or run the ranks as processes (run_ranks)."
         )
     mesh = _mesh_of(group, logical.like.device.type)
-    dim = cover.shard_dim(group.size)
+    # A write to a plain DTensor would not reach the copies of hot rows.
+    dim = cover.shard_dim(group.size) if logical.copies is None else None
     if dim is None:
         return TiledTensor(logical, mesh)
     return DTensor.from_local(

@@ -31,6 +31,7 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.update.calls import ApplyCall, PartialsCall, PartRows, RuleTables
 from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
+from tilerec.sharding.head_rows import write_back
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
 from tilerec.sharding.replica_messages import ReplicaTable, id_bounds
 from tilerec.sharding.replicas import exchange_replica_gradients
@@ -188,6 +189,10 @@ class TileRows(TableRows):
                     TableRows.take(same[0], same, _only(own, same))
                 except NonFiniteGradientError as error:  # raised later: peers wait for further messages
                     failures.append(error)
+            for table in peers:
+                if table.names is not None:
+                    tiles = [rows for rows in table._of_table() if rows.names is None]
+                    write_back(table, tiles, table._ids_of(own))
             for table, sums in zip(ways.parts, _summed(ways.parts, own), strict=True):
                 table.about_to_write(sums[0])
                 split.append((table, sums))
@@ -219,6 +224,17 @@ class TileRows(TableRows):
         return exchange_replica_gradients(
             teams.axis, range(teams.axis.size), record, replica_tables, exact=self.peers.exact
         )
+
+    def _of_table(self) -> Sequence[TileRows]:
+        """Return the rows of all tiles of the table on this rank."""
+        holder: Any = next(iter(self.holders))
+        return cast("list[TileRows]", holder.tile_rows)
+
+    def _ids_of(self, record: GradientRecord) -> Tensor:
+        """Return the rows of the tile that a record has gradients of, `[N]`."""
+        bounds = id_bounds(record)
+        parts = [record.ids[slice(*bounds[f])] for f, sink in enumerate(record.sinks) if sink == self.handle]
+        return torch.cat(parts) if parts else record.ids[:0]
 
     def _mark(self) -> tuple[int, ...]:
         """Return the sort key of the tile, equal on every rank; its first four numbers identify the rows of a table."""

@@ -3,6 +3,7 @@
 Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire
   wire        the number formats of rows and gradients on the network; None: a sharder's, else fp32
+  hot         rows that every rank holds a copy of, beside the tiling
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue
 from tilerec.spec.cache import CacheParams
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.ignored_settings import warn_ignored_settings
 from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.ranks import placement_to_rank, ranks_to_text, read_ranks, text_to_ranks
@@ -100,6 +102,8 @@ class ParameterSharding:
         data_type: data type of the table, to count bytes; None: unknown.
         ids_per_bag: average number of ids per bag of its features; None: unknown. With at most one id per bag, adding
             up rows within a host before they are sent saves nothing.
+        hot: rows that every rank holds a copy of; the tiling has them as its `head` once it is complete. None: none
+            (`reshard`: as before). `HotRows()`: none.
 
     Raises:
         ConfigError: an unknown enum value, or a tiling with ranks that `ranks` does not list.
@@ -119,6 +123,7 @@ class ParameterSharding:
     wire: Wire | None = field(default=None, kw_only=True)
     data_type: DataType | None = field(default=None, kw_only=True)
     ids_per_bag: float | None = field(default=None, kw_only=True)
+    hot: HotRows | None = field(default=None, kw_only=True)
 
     def __post_init__(
         self,
@@ -141,6 +146,12 @@ class ParameterSharding:
                 f"ParameterSharding: got wire={self.wire!r:.200}; expected a Wire or None. Pass one such as "
                 "Wire('bf16', 'bf16')."
             )
+        if self.hot is not None and not isinstance(self.hot, HotRows):
+            raise ConfigError(
+                f"ParameterSharding: got hot={self.hot!r:.200}; expected a HotRows or None. Pass HotRows(ids)."
+            )
+        if self.hot is None and self.tiling is not None and self.tiling.head is not None:
+            fill("hot", self.tiling.head.hot)
         fill("sharding_type", to_enum(ShardingType, self.sharding_type, "ParameterSharding: sharding_type"))
         if self.compute_kernel is not None:
             kernel = to_enum(EmbeddingComputeKernel, self.compute_kernel, "ParameterSharding: compute_kernel")
@@ -208,7 +219,7 @@ class ParameterSharding:
         made = ParameterSharding.__new__(ParameterSharding)
         vars(made).update(
             sharding_type=kind, compute_kernel=None, ranks=ranks, sharding_spec=None, cache_params=None,
-            key_value_params=None, tiling=tiling, wire=wire, data_type=data_type, ids_per_bag=ids_per_bag,
+            key_value_params=None, tiling=tiling, wire=wire, data_type=data_type, ids_per_bag=ids_per_bag, hot=None,
         )  # fmt: skip
         return made
 
@@ -262,6 +273,8 @@ class ParameterSharding:
             out["tiling"] = self.tiling.to_json()
         if self.wire is not None:
             out["wire"] = self.wire.to_json()
+        if self.hot is not None:
+            out["hot"] = self.hot.to_json()
         return out
 
     @staticmethod
@@ -293,6 +306,7 @@ class ParameterSharding:
                 wire=wire,
                 data_type=_data_type(found["data_type"]) if "data_type" in found else None,
                 ids_per_bag=given["ids_per_bag"].number(0) if "ids_per_bag" in given else None,
+                hot=HotRows.from_json(given["hot"]) if "hot" in given else None,
             )
         except ConfigError as error:
             if str(error).startswith(value.where):
@@ -302,7 +316,7 @@ class ParameterSharding:
 
 _FIELDS = (
     "sharding_type", "compute_kernel", "cache_params", "key_value_params", "rows", "dim", "data_type", "ids_per_bag",
-    "ranks", "tiling", "wire",
+    "ranks", "tiling", "wire", "hot",
 )  # fmt: skip
 
 

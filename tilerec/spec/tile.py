@@ -6,6 +6,7 @@ Nouns
   block      columns [c0, c1) over all rows: row cuts 0 = cuts[0] < cuts[1] < … < cuts[k] = rows, and the owners of
              each of the k row ranges
   tiling     columns first, rows within: blocks from left to right that cover the table exactly once
+  head       copies of hot rows on every rank, beside the table (`hot_rows.py`), as rows [rows, rows + h)
 
     tile (b, i)  =  rows [blocks[b].cuts[i], blocks[b].cuts[i + 1])  x  columns [blocks[b].c0, blocks[b].c1)
 
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 from tilerec.errors import ConfigError
 from tilerec.json_document import MOST_PIECES, JsonValue
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.ranks import owners_to_text, ranks_to_text, read_owners
 
 
@@ -78,6 +80,13 @@ class ColumnBlock(NamedTuple):
     owners: tuple[tuple[int, ...], ...]
 
 
+class Head(NamedTuple):
+    """Copies of hot rows, on all ranks of the world."""
+
+    hot: HotRows
+    owners: tuple[int, ...]
+
+
 def ceil_chunks(rows: int, parts: int) -> tuple[int, ...]:
     """Return the cuts of `rows` into at most `parts` ranges of ceil(rows / parts) rows; the last may be shorter.
 
@@ -91,11 +100,12 @@ def ceil_chunks(rows: int, parts: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Tiling:
     """Canonical cover of a `rows` x `dim` table. `Tiling.of` makes one from any cover; sharding strategies make "
-    "them."""
+    "them. `tiles` and `tiles_of` are those of the cover; `held` has the head, too."""
 
     rows: int
     dim: int
     blocks: tuple[ColumnBlock, ...]
+    head: Head | None = None
 
     def __post_init__(self) -> None:
         # `of` checks covers of callers and raises errors for users; these assertions check sharding strategies.
@@ -164,7 +174,7 @@ class Tiling:
     def tiles_of(self, rank: int) -> tuple[Rectangle, ...]:
         """Return a rank's rectangles in column-then-row order: those of `<table>.weight`, `<table>.weight.1`, ….
 
-        They are the rank's part of `rectangles(tiling)`; empty for a rank without a tile.
+        They are the rank's part of `rectangles(tiling)`, without the head; empty for a rank without a tile.
         """
         return self._held.get(rank, ())
 
@@ -180,6 +190,47 @@ class Tiling:
     def cells(self) -> int:
         """`rows * dim`."""
         return self.rows * self.dim
+
+    def with_hot(self, name: str, hot: HotRows | None, world_size: int) -> Tiling:
+        """Return this tiling with a copy of hot rows on every rank; without one if each rank holds all rows anyway.
+
+        Args:
+            name: the table's name, for messages. hot: None or empty: no row.
+
+        Raises:
+            ConfigError: an id is no row of the table, or other rows are on every rank by the tiling itself.
+        """
+        everyone = tuple(range(world_size))
+        alone = [own == everyone for block in self.blocks for own in block.owners]
+        if hot is not None and len(hot) and hot.ids[-1] >= self.rows:
+            raise ConfigError(
+                f"Table '{name}': got the hot id {hot.ids[-1]}; expected ids of its {self.rows:,} rows. Leave it out, "
+                "or pass the ids of this table."
+            )
+        if hot is None or not len(hot) or all(alone):
+            return self.bare
+        if any(alone):
+            raise ConfigError(
+                f"Table '{name}': got hot rows beside a tiling with some rows on every rank; expected one of the two. "
+                "Leave out hot=, or the rows on every rank of the tiling."
+            )
+        return Tiling(self.rows, self.dim, self.blocks, Head(hot, everyone))
+
+    @property
+    def bare(self) -> Tiling:
+        """This tiling without a head."""
+        return self if self.head is None else Tiling(self.rows, self.dim, self.blocks)
+
+    @cached_property
+    def held(self) -> Tiling:
+        """The tiling of the rows as ranks hold them: this one, and below its rows those of the head."""
+        if self.head is None:
+            return self
+        rows = self.rows + len(self.head.hot)
+        blocks = [
+            block._replace(cuts=(*block.cuts, rows), owners=(*block.owners, self.head.owners)) for block in self.blocks
+        ]
+        return Tiling(rows, self.dim, tuple(blocks))
 
     @cached_property
     def replicated(self) -> bool:
@@ -275,7 +326,7 @@ class Tiling:
 
 
 def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
-    """Return the tiles of a tiling, with tiles of neighbouring blocks merged if their rows and owners are equal.
+    """Return the tiles of a tiling and its head, with tiles of neighbouring blocks merged if rows and owners are equal.
 
     They are in column-then-row order. Neighbours with different owners are not merged even if one rank holds both: ids
     are sent by (rows, owners), and one set of ids reads one rectangle.
@@ -284,7 +335,7 @@ def rectangles(tiling: Tiling) -> tuple[Tile, ...]:
     Example 2, also three: columns [0, 4) and [4, 8), both cut at row 5, with rows [0, 5) on rank 0 and the other rows
     on ranks 1 and 2. They are rows [0, 5) x columns [0, 8), and two rectangles of rows [5, 9).
     """
-    return tiling._merged
+    return tiling.held._merged
 
 
 def _read_tile(name: str, rows: int, dim: int, item: Sequence[Any]) -> Tile:

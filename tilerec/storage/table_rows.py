@@ -85,6 +85,7 @@ class TableRows(GradientSink):
         self._warned = False
         self.watch = UpdateWatch()
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
+        self.names: Tensor | None = None  # int64, numbers of the rows in the table; None: consecutive, from `place`
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
         self.holders: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the tables that share these rows
         self.orders = PrefetchedOrders()  # row orders of later batches, for the group whose first table this is
@@ -98,6 +99,8 @@ class TableRows(GradientSink):
             self._check_not_shared(leaf)
             leaf.data = self.cache.placed(leaf.data)
         self.leaf = leaf
+        if self.names is not None:
+            self.names = self.names.to("cpu" if leaf.is_meta else leaf.device)
         cast(Any, leaf)._tilerec_sink = self.handle
         accum_dtype = _slot_dtype(leaf)
         for slot in self.spec.slots if self.spec is not None else ():
@@ -251,7 +254,8 @@ class TableRows(GradientSink):
             result = torch.ops.tilerec.update_rows_.default(
                 rows.weights, rows.slots(spec), record.grad, rows.ids, rows.offsets, rows.sample_weights, of_feature,
                 rows.starts, record.bags, record.grad_starts, record.grad_strides, record.means, spec.rule, hyper,
-                steps, [word for own in places for word in own.key], [own.row_offset for own in places],
+                steps, [word for own in places for word in own.key],
+                [own.row_offset if table.names is None else 0 for own, table in zip(places, tables, strict=True)],
                 [own.column_offset for own in places], rows.row_names, counts, lr,
                 self.orders.take([table.handle for table in tables], record),
             )  # fmt: skip

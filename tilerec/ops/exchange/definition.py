@@ -63,14 +63,21 @@ LAST_FAULT = (1 << 62) - 1
 
 
 def raise_fault(
-    fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], names: str
-) -> NoReturn:
-    """Raise the `InputError` for `route_ids`' first result, a fault; other arguments as of `route_ids`."""
+    fault: int, ids: Tensor, offsets: Tensor, cuts: Sequence[int], ranges: Sequence[int], names: str,
+    heads: Sequence[int] = (),
+) -> NoReturn:  # fmt: skip
+    """Raise the `InputError` for `route_ids`' first result, a fault; other arguments as of `route_ids`.
+
+    Args:
+        heads: per route, its rows that are copies of hot rows; `hot_ids` has added their number to ids that are too
+            large.
+    """
     route, rest = divmod(LAST_FAULT - fault, 1 << ROUTE_BITS)
     of_id, position = divmod(rest, ID_BIT)
     if of_id:
-        rows = cuts[sum(ranges[: route + 1]) + route]
-        raise_bad_id(names, route, position, int(ids[position]), rows)
+        head = heads[route] if heads else 0
+        rows, id = cuts[sum(ranges[: route + 1]) + route], int(ids[position])
+        raise_bad_id(names, route, position, id - head if id >= rows else id, rows - head)
     route = -1 if route == len(ranges) else route  # behind the last route: offsets of the whole batch
     raise_bad_offsets(names, route, position, int(offsets[position]), ids.numel())
 

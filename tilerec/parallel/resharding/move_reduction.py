@@ -31,7 +31,7 @@ def tilings_of(plan: ShardingPlan) -> Tilings:
     found: Tilings = {}
     for path, table, sharding in plan.tables():
         assert sharding.tiling is not None
-        found[(path, table)] = sharding.tiling
+        found[(path, table)] = sharding.tiling.bare
     return found
 
 

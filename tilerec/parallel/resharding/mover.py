@@ -170,6 +170,11 @@ class Mover:
                 self._progress.tell(len(self.moved), begun + size * k // rounds, names)
 
             failure = transit.run(rounds, after_round) if transit is not None else None
+            for move in own:  # a failed rank takes part, too: peers wait for its messages
+                try:
+                    move.fill_head()
+                except Exception as error:
+                    failure = failure or error
             if failure is None:
                 try:
                     for move in own:
@@ -240,7 +245,7 @@ class Mover:
         out, into, kept = sent_by_rank(loads, self._group.size)
         return Resharded(
             tuple(move.key for move in self.moves),
-            sum(out),
+            sum(out) + sum(move.head_bytes() for move in self.moves),
             kept,
             max((a + b for a, b in zip(out, into, strict=True)), default=0),
             extra,

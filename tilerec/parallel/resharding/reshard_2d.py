@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tilerec.comms.agreement import agreeing
+from tilerec.parallel.hot_tables import refuse_hot_tables
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.read_plan import AnyPlan, plan_without
 from tilerec.parallel.resharding.move_report import Resharded, merged_report
@@ -56,6 +57,7 @@ def reshard_2d(model: nn.Module, two_d: TwoD, plan: AnyPlan, options: MoveOption
             own = {path: collections[path] for path in part.paths}
             part_plan = plan_without(plan, collections.keys() - own)
             wanted.append(complete_plan(part.plan.group_plan, own, part_plan, group_topology(part))[0])
+            refuse_hot_tables(wanted[-1], "2D parallelism")
         for turn in turns:
             own = {path: collections[path] for k in turn for path in two_d.parts[k].paths}
             if not own:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
+from tilerec.parallel.hot_tables import refused
 from tilerec.parallel.model_tables import Name, check_ties, table_word, ties_of
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers
 from tilerec.parallel.resharding.move_progress import check_progress
@@ -78,6 +79,8 @@ def prepare_move(
         for place in names:
             check_rule(table, tilings[place])
         new = tilings[next(iter(names))]
+        if (new.head or table.tiling.head) and new != table.tiling and table.rows.spec is None:
+            raise refused(*next(iter(names)), "a move of a table without an attached optimizer")
         if new != table.tiling:
             moving.append((list(names), table, new))
     for path, part in collections.items():

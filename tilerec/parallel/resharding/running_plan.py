@@ -17,6 +17,7 @@ from tilerec.parallel.resharding.end_state import joined
 from tilerec.parallel.table_optimizers import check_storage, with_kernels, with_present_storage
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 
@@ -111,7 +112,10 @@ def complete_plan(
                 shardings[name] = named[0]
     parts = {
         path: EmbeddingModuleShardingPlan(
-            {name: _with_defaults(shardings.get((path, name)), present.plan[path][name]) for name in part._tables}
+            {
+                name: _with_defaults(name, shardings.get((path, name)), present.plan[path][name], size)
+                for name in part._tables
+            }
         )
         for path, part in collections.items()
     }
@@ -121,14 +125,19 @@ def complete_plan(
     return whole, topology
 
 
-def _with_defaults(given: ParameterSharding | None, present: ParameterSharding) -> ParameterSharding:
+def _with_defaults(
+    name: str, given: ParameterSharding | None, present: ParameterSharding, size: int
+) -> ParameterSharding:
     """Return the given sharding of a table. Fields that it leaves out are those of the present one."""
     if given is None:
         return present
+    hot = present.hot if given.hot is None else given.hot
     return replace(
         given,
         compute_kernel=given.kernel or present.kernel,
         wire=given.wire or present.wire,
         ids_per_bag=present.ids_per_bag if given.ids_per_bag is None else given.ids_per_bag,
         data_type=present.data_type,
+        hot=hot,
+        tiling=cast(Tiling, given.tiling).with_hot(name, hot, size),
     )

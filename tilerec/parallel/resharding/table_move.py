@@ -1,31 +1,38 @@
 """The move of one table from one tiling to another: its tensors, its new memory, and the switch.
 
-    facts ──► settle: load ──► allocate ──► Transit ──► make_ready ──► switch
+    facts ──► settle: load ──► allocate ──► Transit ──► fill_head ──► make_ready ──► switch
 
 Until the switch the table is unchanged. The switch consists of assignments only.
 
 Nouns
   source  a tensor of every tile of this rank that moves with the table: weight, slot, gradient, state
   kind    shape and dtype of a source. All ranks need it, also those that hold no tile of the table
+  head    copies of hot rows. It does not move: a new one is filled from the rows, except for rows that it has already.
+          If only the head changes, the tiles keep their memory
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.parallel.resharding.chunked_transfer import TableTransfer, TensorTransfer
 from tilerec.parallel.resharding.external_optimizers import ExternalOptimizers, number_like
 from tilerec.sharding.changed_rows import ChangedRows
+from tilerec.sharding.head_rows import HotCopies, indexable, names_of
 from tilerec.sharding.retile import RowState, new_peers, replace_tiles
-from tilerec.sharding.table import ShardedTable, tiles_or_empty
-from tilerec.sharding.update import UpdatePeers
-from tilerec.spec.tile import Tile, Tiling
+from tilerec.sharding.table import ShardedTable, logical_tensor, tiles_or_empty
+from tilerec.sharding.update import TileRows, UpdatePeers
+from tilerec.spec.tile import Tile, Tiling, rectangles
 from tilerec.spec.topology import Topology
 from tilerec.storage.flat_storage import flat_memory
 from tilerec.storage.row_file import tensor_in_file
@@ -91,6 +98,7 @@ class TableMove:
         self._sources: dict[tuple[Any, ...], list[Tensor]] = {}
         self._ready: TableFacts | None = None
         self._memory: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._heads: dict[tuple[Any, ...], Tensor] = {}
         self._made: NewTiles | None = None
 
     @property
@@ -113,10 +121,11 @@ class TableMove:
         for rows in table.tile_rows:
             rows.settle()
             rows.about_to_write()  # the memory is replaced
-        if not table.tiles:
+        moving = self._moving()
+        if not moving:
             return None
-        first = table.tile_rows[0]
-        leaves = table.leaves()
+        first = moving[0]
+        leaves = [rows.leaf for rows in moving]
 
         def source(name: tuple[Any, ...], tensors: Sequence[Tensor], cells: bool) -> None:
             self._sources[name] = [tensor.detach() for tensor in tensors]
@@ -125,7 +134,7 @@ class TableMove:
 
         source(("weight",), leaves, True)
         for slot in first.state:
-            values = [rows.state[slot] for rows in table.tile_rows]
+            values = [rows.state[slot] for rows in moving]
             if values[0].dim():
                 source(("slot", slot), values, values[0].dim() == 2)
             else:
@@ -138,8 +147,8 @@ class TableMove:
         if any(grad is not None for grad in grads):
             dense = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
             source(("grad",), dense, True)
-        if all(rows.touched is not None for rows in table.tile_rows):
-            source(("touched",), [cast(ChangedRows, rows.touched).marks for rows in table.tile_rows], False)
+        if all(rows.touched is not None for rows in moving):
+            source(("touched",), [cast(ChangedRows, rows.touched).marks for rows in moving], False)
             counted = cast(ChangedRows, first.touched)
             numbers[("updates",)], numbers[("state updates",)] = counted.updates, counted.state_updates
         for number in self._steppers.of(self.key):
@@ -155,6 +164,16 @@ class TableMove:
             for key, own in state.parts().items():
                 source(("rows", number, key), own, False)
         return TableFacts(kinds, numbers)
+
+    def _moving(self) -> list[TileRows]:
+        """Return the rows of this rank's tiles, without a head; empty if it holds none."""
+        held = zip(self.table.tile_rows, self.table.tiles, strict=False)
+        return [rows for rows, _ in held if rows.names is None]
+
+    @property
+    def _stays(self) -> bool:
+        """True if only the head changes."""
+        return self.old.bare == self.new.bare
 
     def _row_states(self) -> list[RowState]:
         return list(vars(self.table).get("row_states", ()))
@@ -204,9 +223,9 @@ class TableMove:
         meta = self.table.weight.is_meta
         parts = [
             TensorTransfer(str(name), kind.cells, kind.unit, self._sources.get(name, []))
-            for name, kind in ({} if meta else kinds).items()
+            for name, kind in ({} if meta or self._stays else kinds).items()
         ]
-        self.load = TableTransfer(self.old, self.new, parts, self._topology)
+        self.load = TableTransfer(self.old.bare, self.new.bare, parts, self._topology)
 
     def _word(self, name: tuple[Any, ...]) -> str:
         if name[0] == "state":
@@ -218,15 +237,22 @@ class TableMove:
     def allocate(self) -> None:
         """Allocate the memory of the new tiles."""
         assert self._ready is not None
-        if ("grad",) in self._ready.kinds and ("grad",) not in self._sources and self.table.tiles:
-            self._sources[("grad",)] = [torch.zeros_like(leaf) for leaf in self.table.leaves()]
+        moving = self._moving()
+        if ("grad",) in self._ready.kinds and ("grad",) not in self._sources and moving:
+            self._sources[("grad",)] = [torch.zeros_like(rows.leaf) for rows in moving]
             for part, name in zip(self.load.parts, self._ready.kinds, strict=False):
                 if name == ("grad",):
                     part.before = self._sources[name]
-        places = tiles_or_empty(self.new, self.table.tile_rows[0].peers.group.rank)
+        places = tiles_or_empty(self.new.bare, self._group.rank)
         device, cache = self.table.weight.device, self.table.rows.cache
         folder = None if cache is None else cache.folder
         for name, kind in self._ready.kinds.items():
+            if self.new.head is not None and name[0] in ("weight", "slot"):
+                shape = (len(self.new.head.hot), *((self.new.dim,) if kind.cells else kind.trailing))
+                self._heads[name] = torch.empty(shape, dtype=kind.dtype, device=device)
+            if self._stays and moving:
+                self._memory[name] = list(self._sources[name])
+                continue
             if folder is not None and name[0] in ("weight", "slot"):
                 self._memory[name] = [
                     tensor_in_file(folder, _shape_of(place, kind), kind.dtype, self.table.config.name)
@@ -246,19 +272,79 @@ class TableMove:
 
     def drop(self) -> None:
         """Free the new memory. The table keeps its old tiles."""
-        self._memory, self._made = {}, None
+        self._memory, self._heads, self._made = {}, {}, None
         for part in self.load.parts:
             part.after = []
+
+    @torch.no_grad()
+    def fill_head(self) -> None:
+        """Fill the new head: rows that were hot are copied, those that become hot come from their owners. Collective.
+
+        The new tiles have their values.
+        """
+        if self.new.head is None or self.table.weight.is_meta:
+            return
+        assert self._ready is not None
+        ids_H = torch.from_numpy(self.new.head.hot.ids.copy())
+        before_H = torch.from_numpy(self._old_ids().copy())
+        old = next((rows for rows in self.table.tile_rows if rows.names is not None), None)
+        stays_H = torch.isin(ids_H, before_H)
+        fresh, kept = stays_H.logical_not().nonzero()[:, 0], stays_H.nonzero()[:, 0]
+        was = torch.searchsorted(before_H, ids_H[kept])
+        tiles = tiles_or_empty(self.new.bare, self._group.rank)
+        tiles = tiles if tiles[0].owners else ()
+        for name, head in self._heads.items():
+            kind, part = self._ready.kinds[name], head.new_empty((len(fresh), *head.shape[1:]))
+            if old is not None and len(kept):
+                source = old.leaf.detach() if name == ("weight",) else old.state[name[1]]
+                indexable(head)[kept.to(head.device)] = indexable(source)[was.to(head.device)]
+            logical = logical_tensor(
+                self.new.bare, tiles, [None] * len(tiles), self._memory[name], kind.cells, self._group
+            )  # fmt: skip
+            replace(logical, copies=HotCopies(ids_H[fresh].to(head.device), part)).fill_copies()
+            indexable(head)[fresh.to(head.device)] = indexable(part)
+
+    def _old_ids(self) -> npt.NDArray[np.int64]:
+        return np.empty(0, dtype=np.int64) if self.old.head is None else self.old.head.hot.ids
+
+    def head_bytes(self) -> int:
+        """Return the bytes that all ranks send to fill the new head."""
+        if self.new.head is None or self._ready is None:
+            return 0
+        fresh = np.setdiff1d(self.new.head.hot.ids, self._old_ids())
+        found, ranks = 0, self._group.size
+        for tile in rectangles(self.new.bare):
+            count = int(np.searchsorted(fresh, tile.r1) - np.searchsorted(fresh, tile.r0))
+            units = sum(
+                kind.unit * (tile.c1 - tile.c0 if kind.cells else tile.c0 == 0)
+                for name, kind in self._ready.kinds.items()
+                if name[0] in ("weight", "slot")
+            )
+            found += count * units * (ranks - len(tile.owners))
+        return found
+
+    @property
+    def _group(self) -> Group:
+        return self.table.tile_rows[0].peers.group
+
+    def _placed(self, name: tuple[Any, ...]) -> list[Tensor]:
+        """Return the memory of the new tiles, the head among them."""
+        own = iter(self._memory[name])
+        return [next(own) if names_of(self.new, place) is None else self._heads[name] for place in self._places()]
+
+    def _places(self) -> tuple[Tile, ...]:
+        return tiles_or_empty(self.new, self._group.rank)
 
     def make_ready(self) -> None:
         """Build all objects that the switch puts in place. Operations that can fail are here, not in `switch`."""
         assert self._ready is not None
         table, kinds, numbers = self.table, self._ready.kinds, self._ready.numbers
-        places = tiles_or_empty(self.new, table.tile_rows[0].peers.group.rank)
+        places = self._places()
         count = range(len(places))
+        slots = {slot: self._placed(("slot", slot)) for slot in table.rows.state if ("slot", slot) in kinds}
         states: list[dict[str, Tensor]] = [
             {
-                slot: self._memory[("slot", slot)][i] if ("slot", slot) in kinds else numbers[("slot", slot)].clone()
+                slot: slots[slot][i] if ("slot", slot) in kinds else numbers[("slot", slot)].clone()
                 for slot in table.rows.state
             }
             for i in count
@@ -292,15 +378,18 @@ class TableMove:
         """
         assert self._made is not None
         table, made = self.table, self._made
-        grads = self._memory.get(("grad",), [None] * len(made.peers))
+        grads: list[Tensor | None] = [None] * len(made.peers)
+        if ("grad",) in self._memory:
+            own_grads = iter(self._memory[("grad",)])
+            grads = [next(own_grads) if names_of(self.new, place) is None else None for place in self._places()]
         before = table.leaves()
         after = replace_tiles(
             table,
             self.new,
             made.peers,
-            self._memory[("weight",)],
+            self._placed(("weight",)),
             made.states,
-            cast("Sequence[Tensor | None]", grads),
+            grads,
             made.touched,
         )
         first_error: Exception | None = None
@@ -315,7 +404,7 @@ class TableMove:
                 state.take({key: parts if held else [] for key, parts in own.items()})
             except Exception as error:
                 first_error = first_error or error
-        self._memory, self._sources, self._made = {}, {}, None
+        self._memory, self._heads, self._sources, self._made = {}, {}, {}, None
         for part in self.load.parts:
             part.before, part.after = [], []
         return first_error

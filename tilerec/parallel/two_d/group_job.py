@@ -10,6 +10,7 @@ from torch import nn
 
 from tilerec.comms.group import Group
 from tilerec.modules.table import Table
+from tilerec.parallel.hot_tables import refuse_hot_tables
 from tilerec.parallel.prepared_model import prepare_sharding
 from tilerec.parallel.shard_job import ShardJob
 from tilerec.parallel.two_d.group_plan import PlannedPart
@@ -60,6 +61,7 @@ def group_job(
         first: whether this part includes the managed-collision ids that no collection reads.
     """
     plan, topology, grid = part.plan, part.plan.topology, part.plan.grid
+    refuse_hot_tables(plan.group_plan, "2D parallelism")
     exact = settings.sync == "exact"
     team, member = grid.team_of(world.rank), grid.member_of(world.rank)
     if exact:

@@ -1,0 +1,1 @@
+"""Hot ids of a batch: replaced by the rows of their copies."""

@@ -1,0 +1,83 @@
+"""`HotRows`: the rows of a table that every rank holds a copy of, beside its tiling.
+
+Nouns
+  hot id   the number of such a row in the table. Ids and state keep it: only lookups and updates use the copies
+  head     the block of copies on every rank, in the order of the ids: copy k of hot id `ids[k]`
+
+    table of n rows  ->  rows [0, n), cut by the tiling, and the head as rows [n, n + h), on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from tilerec.errors import ConfigError
+from tilerec.json_document import JsonValue
+
+MOST_HOT_ROWS = 1 << 20
+"""Most hot rows of a table: their ids are a part of the plan, which ranks compare and files hold as text."""
+
+
+@final
+class HotRows:
+    """Hot ids of a table.
+
+    Args:
+        ids: int64 `[h]`, distinct, from 0, in any order: a tensor, an array or a list. None at all: no row is hot.
+
+    Attributes:
+        ids: the same, ascending; must not be written.
+
+    Raises:
+        ConfigError: another type or shape, an id twice or below 0, or more than `MOST_HOT_ROWS`.
+    """
+
+    def __init__(self, ids: Any = ()) -> None:
+        found: npt.NDArray[Any] = np.asarray([] if isinstance(ids, Sequence) and not len(ids) else ids)
+        if found.ndim != 1 or (len(found) and found.dtype != np.int64):
+            raise ConfigError(
+                f"HotRows: got ids of type {found.dtype} and shape {list(found.shape)}; expected int64 [h]. Convert "
+                "them."
+            )
+        if len(found) > MOST_HOT_ROWS:
+            raise ConfigError(f"HotRows: got {len(found):,} ids; expected at most {MOST_HOT_ROWS:,}. Pass fewer.")
+        own = np.sort(found.astype(np.int64))
+        if len(own) and own[0] < 0:
+            raise ConfigError(f"HotRows: got the id {own[0]}; expected ids from 0. Leave it out.")
+        twice = own[1:][own[1:] == own[:-1]]
+        if len(twice):
+            raise ConfigError(f"HotRows: got the id {twice[0]} twice; expected distinct ids. Leave one of them out.")
+        own.setflags(write=False)
+        self.ids: npt.NDArray[np.int64] = own
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HotRows) and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash(self.ids.tobytes())
+
+    def __repr__(self) -> str:
+        some = ", ".join(map(str, self.ids[:4].tolist())) + (", …" if len(self) > 4 else "")
+        return f"HotRows([{some}], {len(self):,} in all)" if len(self) > 4 else f"HotRows([{some}])"
+
+    def to_json(self) -> list[int]:
+        """Return the ids, ascending."""
+        return list(self.ids.tolist())
+
+    @staticmethod
+    def from_json(value: JsonValue) -> HotRows:
+        """Read the ids of `to_json`, in any order."""
+        listed = value.wholes()
+        if any(not isinstance(one, int) for one in listed):
+            raise value.error("a list of row numbers")
+        try:
+            return HotRows(np.array(listed, dtype=np.int64))
+        except ConfigError as error:
+            raise value.refused(error) from error
