@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from tilerec.errors import ConfigError
-from tilerec.planner import (
+from tilerec.compat.planner_parts import (
     BasicCommsBandwidths,
     CustomTopologyData,
     DynamicProgrammingProposer,
     EmbeddingEnumerator,
     EmbeddingOffloadScaleupProposer,
     EmbeddingPerfEstimator,
-    EmbeddingShardingPlanner,
     EmbeddingStats,
     EmbeddingStorageEstimator,
     GreedyPerfPartitioner,
     GreedyProposer,
     GridSearchProposer,
-    HeuristicalStorageReservation,
     MemoryBalancedPartitioner,
     NoopEmbeddingStats,
     NoopPerfModel,
     NoopStorageModel,
-    ParameterConstraints,
     SortBy,
-    Topology,
     UniformProposer,
+)
+from tilerec.errors import ConfigError
+from tilerec.planner import (
+    EmbeddingShardingPlanner,
+    HeuristicalStorageReservation,
+    ParameterConstraints,
+    Topology,
 )
 from tilerec.spec.table import EmbeddingBagConfig
 

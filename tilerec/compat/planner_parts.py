@@ -22,25 +22,6 @@ class SortBy(Enum):
     PERF = "perf"
 
 
-class PlannerErrorType(Enum):
-    """Error types of TorchRec's planner.
-
-    `PlannerError.error_type` is INSUFFICIENT_STORAGE or STRICT_CONSTRAINTS; the others are plain `ConfigError`s in
-    tilerec.
-    """
-
-    INSUFFICIENT_STORAGE = "insufficient_storage"
-    STRICT_CONSTRAINTS = "strict_constraints"
-    PARTITION = "partition"
-    OTHER = "other"
-    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
-    PLAN_LOADING_FAILED = "plan_loading_failed"
-    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
-    INPUT_VALIDATION = "input_validation"
-    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
-    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
-
-
 class IgnoredPart:
     """Base of the parts; the search does not use them.
 

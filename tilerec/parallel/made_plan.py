@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import ties_of
 from tilerec.parallel.read_plan import complete_plan_of
 from tilerec.parallel.table_optimizers import keep_cached_tables
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.tables import tables_of
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from tilerec.compat.qcomms import CommOp, CommType, QCommsConfig, get_qcomm_codecs, get_qcomm_codecs_registry
-from tilerec.compat.sharders import (
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.modules.embedding_bag import EmbeddingBagCollection
+from tilerec.planner.sharder import sharder_of
+from tilerec.sharders.qcomms import CommOp, CommType, QCommsConfig, get_qcomm_codecs, get_qcomm_codecs_registry
+from tilerec.sharders.table_sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     ModuleSharder,
     get_default_sharders,
 )
-from tilerec.errors import ConfigError
-from tilerec.modules.embedding import EmbeddingCollection
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.planner.sharder import sharder_of
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import Wire

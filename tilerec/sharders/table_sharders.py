@@ -12,13 +12,13 @@ from typing import Any, Generic, cast, final
 from torch import nn
 from typing_extensions import TypeVar
 
-from tilerec.compat.fused_params import read_cache_params, read_fused_params
-from tilerec.compat.qcomms import CommOp
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.modules.table import Table
+from tilerec.sharders.fused_params import read_cache_params, read_fused_params
+from tilerec.sharders.qcomms import CommOp
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.ignored_settings import warn_ignored_settings
