@@ -77,14 +77,15 @@ class BinaryCriteoUtils:
         in_file: str, out_dense_file: str, out_sparse_file: str, out_labels_file: str,
         dataset_name: str = "criteo_1tb", path_manager_key: str = PATH_MANAGER_KEY,
     ) -> None:  # fmt: skip
-        """Convert a text file of a day to three arrays. Dense values are `log(x - min + 2)`, by column; missing: 0."""
+        """Convert a text file of a day to three arrays. Dense values are `log(x - min + 2)`: min of all,
+        missing values as 0."""
         with open(in_file, newline="") as lines:
             rows = list(csv.reader(lines, delimiter="\t"))
         head = 1 + INT_FEATURE_COUNT
         labels = np.array([[int(row[0])] for row in rows], np.int32).reshape(-1, 1)
         counts = np.array([[int(text or 0) for text in row[1:head]] for row in rows], np.int64)
         ids = np.array([[int(text or "0", 16) for text in row[head:]] for row in rows], np.int64)
-        dense = np.log((counts - counts.min(axis=0) + 2).astype(np.float32))
+        dense = np.log((counts - counts.min() + 2).astype(np.float32))
         for path, array in ((out_dense_file, dense), (out_sparse_file, ids), (out_labels_file, labels)):
             _save(path, array)
 
@@ -168,7 +169,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         drop_last: leave out the last rows that fill no batch.
         shuffle_batches: permute the rows inside each batch, by numpy's default generator.
         shuffle_training_set: permute the rows of "train".
-        shuffle_training_set_random_seed: seed of that permutation. For a seed it differs from TorchRec's.
+        shuffle_training_set_random_seed: seed of that permutation.
         mmap_mode: map the files, and read rows when they are used; otherwise the rank's rows are read at once.
         hashes: number of ids of each column; ids are taken modulo these.
 
@@ -201,7 +202,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
             [rows[:half] if stage == "val" else rows[half : self._begins[1]], rows[self._begins[1] :]]
         )  # fmt: skip
         if shuffle_training_set and stage == "train":
-            rows = np.random.default_rng(shuffle_training_set_random_seed).permutation(rows)
+            rows = np.argsort(np.random.RandomState(shuffle_training_set_random_seed).permutation(len(rows)))
             share = np.array_split(rows, world_size)[rank]
             self._batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
             self._batches = [b for b in self._batches if not drop_last or len(b) == batch_size]
