@@ -521,3 +521,18 @@ def local_place(value: DTensor) -> tuple[Iterable[int], Iterable[int]]:
 
     sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     return offsets, sizes
+
+
+# -------------------------------------------------------------------------- torch's optimizers in the backward (compat)
+
+
+def replace_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace `torch.distributed.optim._apply_optimizer_in_backward`, and return the function before.
+
+    Substitute: `tilerec.optim.apply_optimizer_in_backward`, in programs that import it.
+    """
+    import torch.distributed.optim as optim
+
+    before: Callable[..., Any] = optim._apply_optimizer_in_backward
+    optim._apply_optimizer_in_backward = function  # type: ignore[assignment]
+    return before

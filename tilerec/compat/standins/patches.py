@@ -2,7 +2,7 @@
 
 `KeyedJaggedTensor._values`, `_keys`, `_lengths`, `_weights`, `_offsets`; `JaggedTensor._lengths`, `_offsets`;
 `KeyedTensor._keys`, `_length_per_key`; `wait()` of the outputs of collections; `_plan` of a wrapped model;
-`local_shards()` of tables in state dicts.
+`local_shards()` of tables in state dicts. torch's `_apply_optimizer_in_backward` attaches optimizers to tables, too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from tilerec.compat.state_dicts import local_shards
+from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.sharding.embedding import ShardedEmbeddingCollection
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.torch_private import replace_in_backward
 
 
 class WaitedDict(dict[str, Any]):
@@ -78,6 +80,7 @@ class Patches:
         self._set(ShardedEmbeddingCollection, "forward", _awaited(ShardedEmbeddingCollection.forward))
         for wrapper in (DistributedModelParallel, DMPCollection):
             self._set(wrapper, "_plan", property(lambda own: own.plan))
+        self._in_backward = replace_in_backward(apply_optimizer_in_backward)
 
     def _set(self, kind: type, name: str, value: Any) -> None:
         self._before.append((kind, name, vars(kind).get(name)))
@@ -91,3 +94,4 @@ class Patches:
             else:
                 setattr(kind, name, before)
         self._before.clear()
+        replace_in_backward(self._in_backward)

@@ -54,7 +54,7 @@ class Report:
         """Return the report; [] if the program used no stand-in."""
         if not self.names and not self.operators:
             return []
-        out = [f"tilerec.compat.torchrec: {len(self.names)} names substituted by tilerec"]
+        out = [f"tilerec.compat.torchrec: substituted by tilerec: {len(self.names)} names"]
         by_module: dict[str, list[str]] = {}
         for module, name in self.names:
             by_module.setdefault(module, []).append(name)

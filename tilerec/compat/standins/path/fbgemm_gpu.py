@@ -6,5 +6,5 @@ from importlib import import_module
 from tilerec.compat.standins.session import install
 
 del sys.modules[__name__]
-install()
+install(at_exit=False)
 sys.modules[__name__] = import_module(__name__)
