@@ -22,7 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 def waves(weight: torch.Tensor) -> None:
     with torch.no_grad():
-        weight.copy_(torch.sin(torch.arange(weight.shape[1], device=weight.device)).mul(0.2).expand_as(weight))
+        weight.copy_(torch.sin(torch.arange(weight.shape[-1], device=weight.device)).mul(0.2).expand_as(weight))
 
 
 class Block(nn.Module):

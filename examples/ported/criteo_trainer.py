@@ -39,7 +39,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 def constant_rows(weight: torch.Tensor) -> None:
     with torch.no_grad():
-        weight.copy_(torch.cos(torch.arange(weight.shape[1], device=weight.device)).mul(0.1).expand_as(weight))
+        weight.copy_(torch.cos(torch.arange(weight.shape[-1], device=weight.device)).mul(0.1).expand_as(weight))
 
 
 def write_arrays(folder: str, rows: int) -> None:

@@ -30,7 +30,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 def constant_rows(weight: torch.Tensor) -> None:
     """Every row starts with the same numbers, so that the start does not depend on the library or on the plan."""
     with torch.no_grad():
-        weight.copy_(torch.cos(torch.arange(weight.shape[1], device=weight.device)).mul(0.1).expand_as(weight))
+        weight.copy_(torch.cos(torch.arange(weight.shape[-1], device=weight.device)).mul(0.1).expand_as(weight))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 def constant_rows(weight: torch.Tensor) -> None:
     with torch.no_grad():
-        weight.copy_(torch.sin(torch.arange(weight.shape[1], device=weight.device)).mul(0.1).expand_as(weight))
+        weight.copy_(torch.sin(torch.arange(weight.shape[-1], device=weight.device)).mul(0.1).expand_as(weight))
 
 
 class TwoTower(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,6 +29,8 @@ class StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         home = names_of()[self.__name__].get(name)
+        if home is None and f"{self.__name__}.{name}" in names_of():
+            return import_module(f"{self.__name__}.{name}")
         if home is None:
             raise AttributeError(reason_of_absence(self.__name__, name))
         found = home.load()
