@@ -1,6 +1,6 @@
 """A small BERT4Rec on random histories, with TorchRec's imports: an `EmbeddingCollection` below a transformer.
 
-    python -m tilerec.compat.torchrec examples/ported/bert4rec.py
+python -m tilerec.compat.torchrec examples/ported/bert4rec.py
 """
 
 import argparse

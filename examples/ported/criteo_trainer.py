@@ -143,7 +143,9 @@ def main() -> None:
     sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params)]
     assert any(sharder.module_type is EmbeddingBagCollection for sharder in get_default_sharders())
     plan = EmbeddingShardingPlanner(
-        topology=Topology(local_world_size=dist.get_world_size(), world_size=dist.get_world_size(), compute_device="cpu"),
+        topology=Topology(
+            local_world_size=dist.get_world_size(), world_size=dist.get_world_size(), compute_device="cpu"
+        ),
         batch_size=args.batch_size,
         storage_reservation=HeuristicalStorageReservation(percentage=0.05),
     ).collective_plan(model, sharders, dist.GroupMember.WORLD)

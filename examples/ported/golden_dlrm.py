@@ -1,7 +1,7 @@
 """A DLRM on random clicks, with TorchRec's imports: tables sharded with an optimizer in the backward, or replicated.
 
-    python -m tilerec.compat.torchrec examples/ported/golden_dlrm.py
-    torchrun --nproc-per-node 2 -m tilerec.compat.torchrec examples/ported/golden_dlrm.py --data-parallel
+python -m tilerec.compat.torchrec examples/ported/golden_dlrm.py
+torchrun --nproc-per-node 2 -m tilerec.compat.torchrec examples/ported/golden_dlrm.py --data-parallel
 """
 
 import argparse

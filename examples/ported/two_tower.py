@@ -1,6 +1,6 @@
 """Two towers on random pairs of a user and an item, with TorchRec's imports and a model of its own.
 
-    python -m tilerec.compat.torchrec examples/ported/two_tower.py
+python -m tilerec.compat.torchrec examples/ported/two_tower.py
 """
 
 import argparse

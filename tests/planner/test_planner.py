@@ -13,7 +13,7 @@ from torch import nn
 
 import tilerec
 from tilerec.comms.group import Group
-from tilerec.compat.planner_parts import GreedyProposer
+from tilerec.compat.planner.proposers import GreedyProposer
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection

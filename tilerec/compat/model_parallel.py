@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from tilerec.parallel import model_parallel as native
 from tilerec.parallel.env import env_of
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.shard import shard
-from tilerec.spec.plan import ShardingPlan
+from tilerec.planner import helpers
+from tilerec.planner.helpers import Cut
+from tilerec.spec.plan import EmbeddingModuleShardingPlan
 
 
 class DistributedModelParallel(native.DistributedModelParallel):
@@ -121,8 +124,26 @@ def init_parameters(module: nn.Module, device: torch.device) -> None:
 
 def copy_to_device(module: nn.Module, current_device: torch.device, to_device: torch.device) -> nn.Module:
     """Return a copy of a module, with the parameters and buffers of one device on another."""
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(to_device) if tensor.device == torch.device(current_device) else tensor
 
     return copy.deepcopy(module)._apply(move)
 
+
+def construct_module_sharding_plan(
+    module: nn.Module, per_param_sharding: Mapping[str, Cut], sharder: Any = None, local_size: int | None = None,
+    world_size: int | None = None, device_type: str | None = None,
+) -> EmbeddingModuleShardingPlan:  # fmt: skip
+    """Return the plan of a collection; see `tilerec.planner.construct_module_sharding_plan`.
+
+    A table whose sharding names no kernel keeps its own optimizer, or gets the optimizer of the sharder that the model is
+    sharded with.
+    """
+    plan = helpers.construct_module_sharding_plan(
+        module, per_param_sharding, sharder, local_size, world_size, device_type
+    )
+    for name, cut in per_param_sharding.items():
+        if cut.compute_kernel is None:
+            plan[name] = replace(plan[name], compute_kernel=None)
+    return plan

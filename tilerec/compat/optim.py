@@ -41,7 +41,10 @@ def apply_optimizer_in_backward(
     tables = [parameter for parameter in given if rows_of(parameter) is not None]
     others = [parameter for parameter in given if rows_of(parameter) is None]
     if tables:
-        settings = {**_DEFAULTS.get(optimizer_class if isinstance(optimizer_class, type) else None, {}), **optimizer_kwargs}
+        settings = {
+            **_DEFAULTS.get(optimizer_class if isinstance(optimizer_class, type) else None, {}),
+            **optimizer_kwargs,
+        }
         attach.apply_optimizer_in_backward(optimizer_class, tables, settings, register_hook)
     if others:
         attach.apply_optimizer_in_backward(optimizer_class, others, dict(optimizer_kwargs), register_hook)

@@ -105,17 +105,21 @@ class _Port:
         for node in ast.walk(self._tree):
             if not isinstance(node, ast.Import):
                 continue
-            left = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) not in self._modules]
+            left = []
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
-                if local in self._modules and uses[local] > self._replaced[local]:
+                if local not in self._modules:
+                    left.append(alias)
+                elif uses[local] > self._replaced[local]:
                     left.append(alias)
                     self._note(node, f"import {alias.name}: still used")
             if len(left) < len(node.names):
                 begin, end = self._span(node)
                 shown = ", ".join(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in left)
                 end += not left and self._bytes[end : end + 1] == b"\n" and node.col_offset == 0
-                self._edits.append(_Edit(begin, end, f"import {shown}" if left else "" if node.col_offset == 0 else "pass"))
+                self._edits.append(
+                    _Edit(begin, end, f"import {shown}" if left else "" if node.col_offset == 0 else "pass")
+                )
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
         assert isinstance(node, (ast.stmt, ast.expr))

@@ -41,8 +41,6 @@ def state_dict_all_gather_keys(state_dict: Mapping[str, Any], pg: dist.ProcessGr
     return list(state_dict)
 
 
-def state_dict_to_device(
-    state_dict: Mapping[str, Any], pg: dist.ProcessGroup, device: torch.device
-) -> dict[str, Any]:
+def state_dict_to_device(state_dict: Mapping[str, Any], pg: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Return the values on a device."""
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state_dict.items()}

@@ -91,7 +91,9 @@ def test_arithmetic_equals_a_loop(ops: object) -> None:
     torch.testing.assert_close(f.jagged_softmax(x, OFFSETS, 3)[0], torch.cat([bag.softmax(0) for bag in bags(x)]))
     weights = torch.randn(8, 3)
     heads = torch.randn(6, 10)
-    wanted = [weights[2 * i + h, : len(b)] @ b.reshape(-1, 2, 5)[:, h] for i, b in enumerate(bags(heads)) for h in (0, 1)]
+    wanted = [
+        weights[2 * i + h, : len(b)] @ b.reshape(-1, 2, 5)[:, h] for i, b in enumerate(bags(heads)) for h in (0, 1)
+    ]
     torch.testing.assert_close(f.batched_dense_vec_jagged_2d_mul(weights, heads, OFFSETS), torch.stack(wanted))
 
 

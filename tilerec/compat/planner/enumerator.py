@@ -12,9 +12,9 @@ from tilerec.compat.planner.types import (
     Enumerator,
     PartitionByType,
     Perf,
+    Shard,
     SharderData,
     ShardEstimator,
-    Shard,
     ShardingOption,
     Storage,
 )
@@ -183,15 +183,11 @@ class _Stock(ShardEstimator):
         for option in sharding_options:
             limits = (self._constraints or {}).get(option.name, ParameterConstraints())
             rows, dim = option.tensor.shape
-            table = next(
-                own for own in tables_of(option.module[1]) if own.names[0][1] == option.name
-            )
+            table = next(own for own in tables_of(option.module[1]) if own.names[0][1] == option.name)
             kind, kernel = ShardingType(option.sharding_type), EmbeddingComputeKernel(option.compute_kernel)
             sharding = _sharding(option.name, rows, dim, kind, kernel, limits.min_partition, self._topology)
             if sharding is not None:
-                _Priced(self._topology, option.batch_size, {option.name: limits}).set(
-                    table, option, sharding
-                )
+                _Priced(self._topology, option.batch_size, {option.name: limits}).set(table, option, sharding)
 
 
 class EmbeddingPerfEstimator(_Stock):

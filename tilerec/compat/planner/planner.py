@@ -60,7 +60,9 @@ class EmbeddingShardingPlanner(native.EmbeddingShardingPlanner):
         parts = [part for part in (enumerator, partitioner, performance_model, *proposers) if part is not None]
         self._own_parts = any(not type(part).__module__.startswith(__package__) for part in parts)
         self._parts = (enumerator, proposers, partitioner, performance_model)
-        ignored = (None, None, None, None) if self._own_parts else (enumerator, proposer, partitioner, performance_model)
+        ignored = (
+            (None, None, None, None) if self._own_parts else (enumerator, proposer, partitioner, performance_model)
+        )
         shown = list(stats) if isinstance(stats, (list, tuple)) else [stats] if stats is not None else []
         self._stats = [each for each in shown if not isinstance(each, NoopEmbeddingStats)]
         self._callbacks = list(callbacks or ())
@@ -121,9 +123,7 @@ class EmbeddingShardingPlanner(native.EmbeddingShardingPlanner):
                     rating = model.rate(plan=plan)
                     if best is None or rating < best[0]:
                         best = rating, plan
-                    proposer.feedback(
-                        partitionable=True, plan=plan, perf_rating=rating, storage_constraint=topology
-                    )
+                    proposer.feedback(partitionable=True, plan=plan, perf_rating=rating, storage_constraint=topology)
                 proposal = proposer.propose()
         if best is None:
             raise failed or PlannerError(

@@ -1,8 +1,8 @@
 """The import hook: modules named `torchrec…` and `fbgemm_gpu…` whose names are objects of tilerec.
 
-    import torchrec.distributed     ->  find_spec("torchrec.distributed")  ->  a StandIn, if the table has the module
-    from torchrec.x import Name     ->  StandIn.__getattr__("Name")        ->  the object of tilerec, imported now
-                                        not in the table                   ->  ImportError with the reason
+import torchrec.distributed     ->  find_spec("torchrec.distributed")  ->  a StandIn, if the table has the module
+from torchrec.x import Name     ->  StandIn.__getattr__("Name")        ->  the object of tilerec, imported now
+                                    not in the table                   ->  ImportError with the reason
 """
 
 from __future__ import annotations

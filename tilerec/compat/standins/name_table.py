@@ -92,7 +92,9 @@ def reason_of_absence(module: str, name: str) -> str:
         near = near or difflib.get_close_matches(name, everywhere, 1)
         where = module if not near or near[0] in own else everywhere[near[0]]
         advice = f"The nearest known name is {where}.{near[0]}." if near else "No known name is similar."
-    return f"{module}.{name}: tilerec has no stand-in for this name. {advice} {PAGE} lists the names that are not there."
+    return (
+        f"{module}.{name}: tilerec has no stand-in for this name. {advice} {PAGE} lists the names that are not there."
+    )
 
 
 def _near_module(module: str, homes: list[str]) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from tilerec.compat.state_dicts import local_shards
 from tilerec.compat.optim import apply_optimizer_in_backward
+from tilerec.compat.state_dicts import local_shards
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.sharding.embedding import ShardedEmbeddingCollection
