@@ -500,7 +500,7 @@ def package_loader(path: str) -> Any:
 
 
 def older_shard(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int], placement: str) -> Any:
-    """Return a `Shard` of torch's `ShardedTensor`: a tensor with its place. Substitute: DTensors have no such object."""
+    """Return a `Shard` of torch's `ShardedTensor`: a tensor with its place. Substitute: none."""
     from torch.distributed._shard.metadata import ShardMetadata
     from torch.distributed._shard.sharded_tensor import Shard
 

@@ -76,7 +76,7 @@ def batches(count: int, size: int, vocab: int, max_len: int, seed: int):
     for _ in range(count):
         lengths = torch.randint(2, max_len + 1, (size,), generator=draw)
         starts = torch.randint(1, vocab, (size,), generator=draw)
-        ids = [(start + torch.arange(n)) % (vocab - 1) + 1 for start, n in zip(starts, lengths.tolist())]
+        ids = [(start + torch.arange(n)) % (vocab - 1) + 1 for start, n in zip(starts, lengths.tolist(), strict=True)]
         labels = torch.zeros(size, max_len, dtype=torch.int64)
         for i, own in enumerate(ids):
             labels[i, : len(own)] = own

@@ -117,7 +117,7 @@ def main() -> None:
             name=f"t_{name}", embedding_dim=args.embedding_dim, num_embeddings=rows, feature_names=[name],
             init_fn=constant_rows,
         )
-        for name, rows in zip(DEFAULT_CAT_NAMES, args.num_embeddings_per_feature)
+        for name, rows in zip(DEFAULT_CAT_NAMES, args.num_embeddings_per_feature, strict=True)
     ]  # fmt: skip
     torch.manual_seed(0)
     model = DLRMTrain(
@@ -132,7 +132,7 @@ def main() -> None:
         )
     )
     torch.manual_seed(1)
-    for name, weight in sorted(model.named_parameters()):
+    for _, weight in sorted(model.named_parameters()):
         if not weight.is_meta:
             (nn.init.xavier_uniform_ if weight.dim() == 2 else nn.init.zeros_)(weight)
     fused_params = {

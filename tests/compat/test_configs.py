@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from types import SimpleNamespace
 
@@ -23,8 +24,8 @@ def test_a_config_can_be_changed_until_a_module_is_built() -> None:
     config.pooling = "mean"  # type: ignore[misc]
     assert config.pooling is tilerec.PoolingType.MEAN
     assert config.feature_names == ["a"]
-    assert config.feature_names + ["b"] == ["a", "b"]  # type: ignore[operator]
-    assert ["b"] + config.feature_names == ["b", "a"]  # type: ignore[operator]
+    assert operator.add(config.feature_names, ["b"]) == ["a", "b"]
+    assert operator.add(["b"], config.feature_names) == ["b", "a"]
     with pytest.raises(ConfigError, match="got embedding_dim=0"):
         config.embedding_dim = 0  # type: ignore[misc]
     assert config.embedding_dim == 8

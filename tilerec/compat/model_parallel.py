@@ -82,7 +82,7 @@ def get_module(module: nn.Module) -> nn.Module:
 
 def get_unsharded_module_names(model: nn.Module) -> list[str]:
     """Return the paths of the uppermost modules that contain no sharded tables."""
-    sharded = {path for path in plan_of(get_unwrapped_module(model)).plan}
+    sharded = set(plan_of(get_unwrapped_module(model)).plan)
 
     def below(module: nn.Module, path: str) -> Iterator[str]:
         for name, child in module.named_children():
@@ -137,8 +137,8 @@ def construct_module_sharding_plan(
 ) -> EmbeddingModuleShardingPlan:  # fmt: skip
     """Return the plan of a collection; see `tilerec.planner.construct_module_sharding_plan`.
 
-    A table whose sharding names no kernel keeps its own optimizer, or gets the optimizer of the sharder that the model is
-    sharded with.
+    A table whose sharding names no kernel keeps its own optimizer, or gets that of the sharder with which the model
+    is sharded.
     """
     plan = helpers.construct_module_sharding_plan(
         module, per_param_sharding, sharder, local_size, world_size, device_type

@@ -25,7 +25,7 @@ _DEFAULTS: dict[Any, dict[str, float]] = {
     spec.LAMB: {"lr": 0.01, "eps": 1e-8},
     spec.PartialRowWiseLAMB: {"lr": 0.01, "eps": 1e-8},
 }
-"""FBGEMM's defaults, where they differ from those of the classes: torch's and tilerec's Adagrad have an eps of 1e-10."""
+"""FBGEMM's defaults. Those of the classes may differ: torch's and tilerec's Adagrad have an eps of 1e-10."""
 
 
 def apply_optimizer_in_backward(

@@ -123,7 +123,8 @@ class _Port:
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
         assert isinstance(node, (ast.stmt, ast.expr))
-        assert node.end_lineno is not None and node.end_col_offset is not None
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         begin = self._starts[node.lineno - 1] + node.col_offset
         return begin, self._starts[node.end_lineno - 1] + node.end_col_offset
 

@@ -15,8 +15,8 @@ def _types(module: Any) -> tuple[list[Any], torch.dtype]:
     config = getattr(module, "qconfig", None)
     if config is None:
         raise ConfigError(
-            f"from_float: got a {type(module).__name__} without qconfig; expected a QuantConfig. Set module.qconfig, or "
-            "use tilerec.quantized."
+            f"from_float: got a {type(module).__name__} without qconfig; expected a QuantConfig. Set module.qconfig, "
+            "or use tilerec.quantized."
         )
     weight, activation = (_dtype(getattr(config, name)) for name in ("weight", "activation"))
     own = getattr(config, "per_table_weight_dtype", None) or {}

@@ -16,7 +16,7 @@ from tilerec.torch_private import local_place, older_shard
 
 
 def local_shards(value: DTensor) -> list[Any]:
-    """Return this rank's tiles of a table as torch's `Shard`s, with offsets and sizes. Writes to them change the table."""
+    """Return this rank's tiles of a table as torch's `Shard`s, with their places. Writes change the table."""
     where = f"rank:{dist.get_rank() if dist.is_initialized() else 0}/{value.device}"
     return [older_shard(tensor, offsets, sizes, where) for tensor, offsets, sizes in _tiles(value)]
 

@@ -90,7 +90,7 @@ class KeyValueParams:
 
 
 class CacheStatistics(ABC):
-    """Statistics of a cached table's accesses, for TorchRec's planner. tilerec's planner takes `ParameterConstraints(skew=)`."""
+    """Statistics of a cached table's accesses; tilerec's planner takes `ParameterConstraints(skew=)`."""
 
     @property
     @abstractmethod

@@ -188,8 +188,8 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
             raise ConfigError(f"{who}: stage: got {stage!r}; expected 'train', 'val' or 'test'. Use one of these.")
         if not len(dense_paths) == len(sparse_paths) == len(labels_paths):
             raise ConfigError(
-                f"{who}: got {len(dense_paths)}, {len(sparse_paths)} and {len(labels_paths)} files; expected one dense, "
-                "one sparse and one labels file per day. Check the lists."
+                f"{who}: got {len(dense_paths)}, {len(sparse_paths)} and {len(labels_paths)} files; expected one "
+                "dense, one sparse and one labels file per day. Check the lists."
             )
         self._files = [[np.load(path, mmap_mode="r") for path in day] for day in
                        zip(dense_paths, sparse_paths, labels_paths, strict=True)]  # fmt: skip

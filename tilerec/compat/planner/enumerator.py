@@ -136,9 +136,11 @@ class EmbeddingEnumerator(Enumerator):
             for _ in tile.owners
         ]
         lengths = [float(number) for number in limits.pooling_factors or [1.0] * max(len(table.features), 1)]
+        dtype = data_type_to_dtype(table.data_type)
+        tensor = torch.empty(table.rows, table.dim, dtype=dtype, device="meta")
         option = ShardingOption(
-            name=name, tensor=torch.empty(table.rows, table.dim, dtype=data_type_to_dtype(table.data_type), device="meta"),
-            module=module, input_lengths=lengths, batch_size=self._batch_size, sharding_type=kind.value,
+            name=name, tensor=tensor, module=module, input_lengths=lengths, batch_size=self._batch_size,
+            sharding_type=kind.value,
             partition_by=_BY[kind].value, compute_kernel=kernel.value, shards=shards, is_pooled=table.pooled,
             feature_names=list(table.features), cache_params=limits.cache_params, enforce_hbm=limits.enforce_hbm,
         )  # fmt: skip

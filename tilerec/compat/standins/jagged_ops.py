@@ -2,8 +2,8 @@
 
 `OPERATORS` holds each operator's schema and its function. Gradients follow from the ops that a function calls.
 
-Legend: N items, B bags, L items of a padded bag, D columns, T keys. A jagged tensor of several jagged dimensions has one
-list of offsets per dimension, the outermost first.
+Legend: N items, B bags, L items of a padded bag, D columns, T keys. A tensor of several jagged dimensions has one list
+of offsets per dimension, the outermost first.
 """
 
 from __future__ import annotations

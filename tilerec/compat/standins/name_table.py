@@ -1,8 +1,8 @@
 """The table of names: which object of tilerec stands in for each public name of TorchRec.
 
-`names.txt` has one line per name: `module name home`, where home is the module of tilerec that has the object under the
-same name, or `module:attribute`. `absent.txt` has one line per name or module that has no stand-in: `module name reason`;
-the name `*` is the whole module. `numbers.txt` has one line per name whose numbers differ from TorchRec's: `name: how`.
+names.txt    `module name home`: home is the module of tilerec that has the object, or `module:attribute`
+absent.txt   `module name reason`: a name without a stand-in; `*` is the whole module, `-` an empty module
+numbers.txt  `name: how`: a name whose numbers differ from TorchRec's
 """
 
 from __future__ import annotations
