@@ -1,6 +1,6 @@
 """`tilerec port`: rewrite a program's imports of TorchRec to tilerec's.
 
-tilerec port train.py --out train_tilerec.py
+tilerec port train.py --out ported.py
 """
 
 from __future__ import annotations

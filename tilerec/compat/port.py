@@ -74,7 +74,7 @@ class _Port:
             self._starts.append(self._starts[-1] + len(line))
         self._notes: list[tuple[int, str]] = []
         self._edits: list[_Edit] = []
-        self._modules: dict[str, str] = {}  # local name -> module of TorchRec
+        self._local_modules: dict[str, str] = {}  # local name -> module of TorchRec
         self._added: dict[str, set[str]] = {}  # module of tilerec -> names used through a module
         self._anchor: ast.stmt | None = None
         self._replaced: Counter[str] = Counter()  # local name of a module -> uses that were replaced
@@ -108,7 +108,7 @@ class _Port:
             left = []
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
-                if local not in self._modules:
+                if local not in self._local_modules:
                     left.append(alias)
                 elif uses[local] > self._replaced[local]:
                     left.append(alias)
@@ -164,7 +164,7 @@ class _Port:
         if module == _TORCH_ATTACH[0]:
             return
         if f"{module}.{alias.name}" in names_of():
-            self._modules[alias.asname or alias.name] = f"{module}.{alias.name}"
+            self._local_modules[alias.asname or alias.name] = f"{module}.{alias.name}"
             self._anchor = self._anchor or node
             self._note(node, f"from {module} import {alias.name}: a module; remove the line if nothing else uses it")
         elif alias.name == "*":
@@ -176,7 +176,7 @@ class _Port:
         for alias in node.names:
             root = alias.name.partition(".")[0]
             if root in ROOTS:
-                self._modules[alias.asname or root] = alias.name if alias.asname else root
+                self._local_modules[alias.asname or root] = alias.name if alias.asname else root
                 self._anchor = self._anchor or node
 
     def _chain(self, node: ast.Attribute) -> None:
@@ -196,7 +196,7 @@ class _Port:
                 "tilerec.ops.jagged.definition",
             )
             return
-        module = self._modules.get(base.id)
+        module = self._local_modules.get(base.id)
         if module is None:
             return
         for part in reversed(parts):

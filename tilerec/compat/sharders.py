@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
@@ -55,7 +56,7 @@ class _Methods:
         return {"ddr" if on_host else "hbm": size}
 
 
-class ModuleSharder(Generic[M]):
+class ModuleSharder(ABC, Generic[M]):
     """Base of sharders of a program's own modules: subclasses define `module_type` and `shard`.
 
     `tilerec.compat.model_parallel.DistributedModelParallel` replaces modules of this type by the result of `shard`.
@@ -72,16 +73,16 @@ class ModuleSharder(Generic[M]):
         return self._registry
 
     @property
+    @abstractmethod
     def module_type(self) -> type[M]:
         """The type of the modules that the sharder shards."""
-        raise NotImplementedError(f"{type(self).__name__}: module_type is missing; define it.")
 
+    @abstractmethod
     def shard(
         self, module: M, params: Mapping[str, ParameterSharding], env: ShardingEnv,
         device: torch.device | None = None, module_fqn: str | None = None,
     ) -> nn.Module:  # fmt: skip
         """Return the sharded module."""
-        raise NotImplementedError(f"{type(self).__name__}: shard is missing; define it.")
 
     def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
         """Return the parameters that can be sharded, by name."""

@@ -234,7 +234,7 @@ class NullShardedModuleContext:
         """Do nothing: there is no memory."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise NotImplementedError(f"NullShardedModuleContext: got {name}=; expected no attributes.")
+        raise AttributeError(f"NullShardedModuleContext: got {name}=; expected no attributes.")
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import islice, product
 from typing import Any
@@ -29,8 +30,9 @@ class _Listed(Proposer):
     ) -> None:  # fmt: skip
         self._now = next(self._left, None)
 
+    @abstractmethod
     def _proposals(self, groups: list[list[ShardingOption]]) -> Iterator[list[ShardingOption]]:
-        raise NotImplementedError
+        """Yield the proposals, given each table's options, the fastest first."""
 
 
 class GreedyProposer(_Listed):

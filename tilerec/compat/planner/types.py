@@ -200,9 +200,9 @@ class Enumerator(ABC):
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[ShardingOption]:
         """Return the options of a model's tables."""
 
+    @abstractmethod
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set memory and milliseconds of the options' shards."""
-        raise NotImplementedError(f"{type(self).__name__}: populate_estimates is missing; define it.")
 
 
 class Proposer(ABC):

@@ -79,6 +79,8 @@ def other_numbers() -> dict[str, str]:
 def reason_of_absence(module: str, name: str) -> str:
     """Return the message for a name without a stand-in: the reason if it is known, else the nearest names."""
     reason = absent().get((module, name)) or absent().get((f"{module}.{name}", "*")) or absent().get((module, "*"))
+    if reason is None:
+        reason = next((why for (_, known), why in absent().items() if known == name), None)
     if reason is not None:
         return f"{module}.{name}: tilerec has no stand-in: {reason}. {PAGE} lists the names that are not there."
     table = names_of()

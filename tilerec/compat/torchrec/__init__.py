@@ -7,6 +7,4 @@ At the end, the program prints to stderr which names were substituted, which set
 differ from TorchRec's. See docs/torchrec-users.md.
 """
 
-from tilerec.compat.standins.session import install as _install
-
-_install()
+from tilerec.compat.standins.installed import session as session
