@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 
+from tilerec.compat.row_rules import row_rule_of
 from tilerec.optim import attach
 from tilerec.optim.rowwise_adagrad import RowWiseAdagrad
 from tilerec.spec import optimizer as spec
@@ -32,7 +33,7 @@ def apply_optimizer_in_backward(
     optimizer_class: Any, params: Iterable[nn.Parameter], optimizer_kwargs: Mapping[str, Any],
     register_hook: bool = True,
 ) -> None:  # fmt: skip
-    """Attach an optimizer to parameters; see `tilerec.apply_optimizer_in_backward`.
+    """Attach an optimizer to parameters; see `tilerec.apply_optimizer_in_backward`. Adadelta and RMSprop work, too.
 
     Args:
         optimizer_kwargs: settings. For tables, a missing `lr` is 0.01 and a missing `eps` is 1e-8.
@@ -45,6 +46,10 @@ def apply_optimizer_in_backward(
             **_DEFAULTS.get(optimizer_class if isinstance(optimizer_class, type) else None, {}),
             **optimizer_kwargs,
         }
-        attach.apply_optimizer_in_backward(optimizer_class, tables, settings, register_hook)
+        described = row_rule_of(optimizer_class, settings)
+        if described is not None:
+            attach.apply_optimizer_in_backward(described, tables, None, register_hook)
+        else:
+            attach.apply_optimizer_in_backward(optimizer_class, tables, settings, register_hook)
     if others:
         attach.apply_optimizer_in_backward(optimizer_class, others, dict(optimizer_kwargs), register_hook)
