@@ -50,6 +50,8 @@ def test_a_quantized_collection_follows_the_qconfig_of_the_module() -> None:
         QuantEBC.from_float(ebc)
     ebc.qconfig = config  # type: ignore[assignment]
     made = QuantEBC.from_float(ebc)
+    assert isinstance(made, QuantEBC)
+    assert not isinstance(ebc, QuantEBC)
     assert [own.bits for own in made.row_types().values()] == [8, 4]
     features = tilerec.KeyedJaggedTensor.from_lengths_sync(["t", "u"], torch.tensor([1, 2]), torch.tensor([1, 1]))
     torch.testing.assert_close(made(features).values(), ebc(features).values(), rtol=0, atol=0.1)

@@ -30,7 +30,14 @@ def _dtype(observer: Any) -> torch.dtype:
     return found
 
 
-class EmbeddingBagCollection(embedding_bag.QuantEmbeddingBagCollection):
+class _SeesNative(type):
+    """Metaclass of a class whose instances are those of the native class that it extends."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.__mro__[1])
+
+
+class EmbeddingBagCollection(embedding_bag.QuantEmbeddingBagCollection, metaclass=_SeesNative):
     """`tilerec.quantized.QuantEmbeddingBagCollection` whose `from_float` reads `module.qconfig`."""
 
     @classmethod
@@ -42,7 +49,7 @@ class EmbeddingBagCollection(embedding_bag.QuantEmbeddingBagCollection):
         return embedding_bag.QuantEmbeddingBagCollection.from_float(module, types, output_dtype=output)
 
 
-class EmbeddingCollection(embedding.QuantEmbeddingCollection):
+class EmbeddingCollection(embedding.QuantEmbeddingCollection, metaclass=_SeesNative):
     """`tilerec.quantized.QuantEmbeddingCollection` whose `from_float` reads `module.qconfig`."""
 
     @classmethod

@@ -116,7 +116,7 @@ def row_rule_of(optimizer_class: Any, settings: Mapping[str, Any]) -> OptimizerS
     for name, default in _ABSENT.items():
         if settings.get(name, default) != default:
             raise ConfigError(
-                f"{optimizer_class.__name__}: {name}: got {settings[name]!r}; expected {default!r} for tables. Use Adam."
+                f"{optimizer_class.__name__}: {name}: got {settings[name]!r}; expected {default!r}. Use Adam."
             )
     if spec.__name__ not in SPECS:
         register_optimizer(spec, _RULES[spec])
