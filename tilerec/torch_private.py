@@ -534,5 +534,5 @@ def replace_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch.distributed.optim as optim
 
     before: Callable[..., Any] = optim._apply_optimizer_in_backward
-    optim._apply_optimizer_in_backward = function  # type: ignore[assignment]
+    optim._apply_optimizer_in_backward = function
     return before

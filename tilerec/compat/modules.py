@@ -59,10 +59,10 @@ class EmbeddingCollectionInterface(nn.Module, metaclass=ABCMeta):
         """Return the names of the outputs of each table."""
 
 
-for _kind in (EmbeddingBagCollection, ShardedEmbeddingBagCollection, QuantEmbeddingBagCollection):
-    EmbeddingBagCollectionInterface.register(_kind)
-for _kind in (EmbeddingCollection, ShardedEmbeddingCollection, QuantEmbeddingCollection):
-    EmbeddingCollectionInterface.register(_kind)
+for _pooled in (EmbeddingBagCollection, ShardedEmbeddingBagCollection, QuantEmbeddingBagCollection):
+    EmbeddingBagCollectionInterface.register(_pooled)
+for _unpooled in (EmbeddingCollection, ShardedEmbeddingCollection, QuantEmbeddingCollection):
+    EmbeddingCollectionInterface.register(_unpooled)
 
 
 def get_embedding_names_by_table(tables: Sequence[AnyTableConfig]) -> list[list[str]]:
@@ -89,7 +89,7 @@ def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJa
         own = features[name]
         if isinstance(own, Tensor) and own.is_nested:
             values.append(own.values())
-            lengths.append(own.offsets().diff())
+            lengths.append(own.offsets().diff())  # type: ignore[attr-defined]
         elif isinstance(own, Tensor) and own.dim() == 2:
             values.append(own.reshape(-1))
             lengths.append(torch.full((len(own),), own.shape[1], device=own.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,8 +26,8 @@ def _types(module: Any) -> tuple[list[Any], torch.dtype]:
 
 def _dtype(observer: Any) -> torch.dtype:
     dtype = getattr(observer, "dtype", None)
-    found: torch.dtype = observer().dtype if dtype is None and callable(observer) else dtype
-    return found
+    found: Any = observer().dtype if dtype is None and callable(observer) else dtype
+    return cast(torch.dtype, found)
 
 
 class _SeesNative(type):

@@ -21,7 +21,10 @@ from tilerec.sharding.managed_collision import (
 )
 from tilerec.spec.plan import EmbeddingModuleShardingPlan
 
-CompIn, DistOut, Out, ShrdCtx = TypeVar("CompIn"), TypeVar("DistOut"), TypeVar("Out"), TypeVar("ShrdCtx")
+CompIn = TypeVar("CompIn")
+DistOut = TypeVar("DistOut")
+Out = TypeVar("Out")
+ShrdCtx = TypeVar("ShrdCtx")
 
 ModuleShardingPlan = EmbeddingModuleShardingPlan
 
