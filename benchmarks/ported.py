@@ -3,7 +3,7 @@
     python benchmarks/ported.py                        # all of examples/ported, on 1 and on 2 ranks
     python benchmarks/ported.py --ranks 2 --only bert4rec
 
-Each program runs unchanged in two processes: in the environment with TorchRec (`make peer`), and in this one with
+Each program runs unchanged, once per library: in the environment with TorchRec (`make peer`), and in this one with
 `python -m tilerec.compat.torchrec`. The script compares every line that a program prints: words must be equal, and
 numbers must agree within the tolerance. It exits with 1 if they do not.
 """

@@ -29,6 +29,17 @@ def _tiles(value: DTensor) -> list[tuple[Tensor, Iterable[int], Iterable[int]]]:
     return [(local, *local_place(value))] if local.numel() else []
 
 
+def copy_whole(value: DTensor, source: Tensor, non_blocking: bool = False) -> DTensor:
+    """Copy a plain tensor of the whole table to this rank's tiles, or a DTensor as torch does; return the table."""
+    if isinstance(source, DTensor) or source.shape != value.shape:
+        Tensor.copy_(value, source, non_blocking)
+        return value
+    for tensor, offsets, sizes in _tiles(value):
+        rows = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
+        tensor.copy_(source[tuple(rows)], non_blocking)
+    return value
+
+
 def state_dict_gather(src: Mapping[str, Any], dst: MutableMapping[str, Tensor]) -> None:
     """Copy every value of `dst` from `src`, tables as a whole. Collective."""
     for key, target in dst.items():

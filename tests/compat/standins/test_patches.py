@@ -65,6 +65,9 @@ def test_outputs_wait_and_tables_have_local_shards(one_rank: None) -> None:
             own = value.local_shards() if isinstance(value, DTensor) else local_shards(one_rank_dtensor(value))
             assert [(s.metadata.shard_offsets, s.metadata.shard_sizes) for s in own] == [([0, 0], [5, 2])]
             assert own[0].tensor.tolist() == gathered[name].tolist()
+        table = one_rank_dtensor(torch.zeros(3, 2))
+        assert table.copy_(torch.arange(6.0).reshape(3, 2)) is table
+        assert table.copy_(table + 1).to_local().tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
         assert state_dict_all_gather_keys(state, dist.group.WORLD) == list(state)
 
 

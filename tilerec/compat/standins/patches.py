@@ -2,7 +2,8 @@
 
 `KeyedJaggedTensor._values`, `_keys`, `_lengths`, `_weights`, `_offsets`; `JaggedTensor._lengths`, `_offsets`;
 `KeyedTensor._keys`, `_length_per_key`; `wait()` of the outputs of collections; `_plan` of a wrapped model;
-`local_shards()` of tables in state dicts. torch's `_apply_optimizer_in_backward` attaches optimizers to tables, too.
+`local_shards()` and `copy_(whole)` of tables in state dicts. torch's `_apply_optimizer_in_backward` attaches optimizers
+to tables, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from tilerec.compat.optim import apply_optimizer_in_backward
-from tilerec.compat.state_dicts import local_shards
+from tilerec.compat.state_dicts import copy_whole, local_shards
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
 from tilerec.sharding.embedding import ShardedEmbeddingCollection
@@ -77,6 +78,7 @@ class Patches:
             self._set(kind, name, _read(method))
         self._set(KeyedTensor, "wait", lambda own: own)
         self._set(DTensor, "local_shards", local_shards)
+        self._set(DTensor, "copy_", copy_whole)
         self._set(ShardedEmbeddingCollection, "forward", _awaited(ShardedEmbeddingCollection.forward))
         for wrapper in (DistributedModelParallel, DMPCollection):
             self._set(wrapper, "_plan", property(lambda own: own.plan))
