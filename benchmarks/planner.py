@@ -34,10 +34,10 @@ import torch
 from loglog import Series, exponent, write
 from planner_cases import CASES, Case, lognormal
 
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.planner import EmbeddingShardingPlanner, FixedPercentageStorageReservation, ParameterConstraints
 from tilerec.planner.planner_error import PlannerError
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder
 from tilerec.spec.plan import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig
 from tilerec.spec.tile import Tiling

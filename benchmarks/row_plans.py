@@ -158,6 +158,8 @@ def predicted(case: str, plan: RowPlan, ranks: int, distinct: bool, exponent: fl
     works = [work(f"t{t}", case, exponent, scrambled=plan.scrambled, distinct=distinct) for t in range(CASES[case][0])]
     sent = price([plan.tiling] * len(works), Model(Workload(works), Topology(ranks, "cpu"))).sent
     return np.sum(list(sent.values()), axis=0)
+
+
 def map_times(exponent: float) -> None:
     """Print the time of `hot_ids` per id, for both cases of one rank: the median of 30 calls."""
     for case in CASES:

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -497,6 +497,30 @@ def test_a_fresh_size_is_its_own_only_where_torch_assumes_something_about_it() -
     assert torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(shape[0])
     assert not torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(shape[1])
     assert program.module()(torch.ones(2), torch.ones(2, 5)).shape == (1, 5)
+
+
+def test_a_shard_and_a_spec_of_shards_keep_their_places() -> None:
+    shard = private.older_shard(torch.ones(2, 3), (4, 0), (2, 3), "rank:1/cpu")
+    assert (shard.metadata.shard_offsets, shard.metadata.shard_sizes) == ([4, 0], [2, 3])
+    spec = private.older_sharding_spec([((0, 0), (4, 3), "rank:0/cpu"), ((4, 0), (2, 3), "rank:1/cpu")])
+    assert [s.shard_offsets for s in spec.shards] == [[0, 0], [4, 0]]
+
+
+def test_a_dtensor_knows_the_place_of_its_local_part(one_rank: None) -> None:
+    value = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    offsets, sizes = private.local_place(value)
+    assert (tuple(offsets), tuple(sizes)) == ((0, 0), (2, 3))
+
+
+def test_torchs_function_that_attaches_optimizers_can_be_replaced() -> None:
+    import torch.distributed.optim as optim
+
+    before = private.replace_in_backward(len)
+    try:
+        assert optim._apply_optimizer_in_backward is len
+    finally:
+        assert private.replace_in_backward(before) is len
+    assert optim._apply_optimizer_in_backward is before
 
 
 # `private.compile_package`, `private.readable_op_calls` and `private.package_loader`: tests/export/test_package.py

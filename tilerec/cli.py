@@ -19,6 +19,7 @@ tilerec stats ml-latest-small --out stats.json      measure the distribution of 
 tilerec data convert clicks.tsv --out clicks.parquet text files to Parquet (data_cli.py)
 tilerec checkpoint verify runs/today                look at checkpoints, verify, compare and export them
 tilerec plan synthetic --ranks-per-host 8           plan the sharding and estimate the time of a step (plan_cli/)
+tilerec port train.py --out ported.py               rewrite a program's imports of TorchRec (port_cli.py)
 tilerec doctor                                      check this installation (doctor_cli.py)
 tilerec --install-completion                        complete commands and options in the shell
 
@@ -40,6 +41,7 @@ from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
 from tilerec.doctor_cli import doctor
 from tilerec.plan_cli.app import plan_app
+from tilerec.port_cli import port
 from tilerec.run_cli.commands import add_run_commands
 from tilerec.stats_cli import stats
 from tilerec.terminal import SafeConsole, printable
@@ -91,6 +93,7 @@ def recipes() -> None:
 add_run_commands(app)
 app.command()(calibrate)
 app.command()(stats)
+app.command()(port)
 app.command()(doctor)
 
 

@@ -514,3 +514,45 @@ def package_loader(path: str) -> Any:
     import torch._C._aoti
 
     return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+
+
+# ------------------------------------------------------------------------------- torch's older sharded tensors (compat)
+
+
+def older_shard(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int], placement: str) -> Any:
+    """Return a `Shard` of torch's `ShardedTensor`: a tensor with its place. Substitute: none."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard
+
+    return Shard(tensor, ShardMetadata(list(offsets), list(sizes), placement))
+
+
+def older_sharding_spec(shards: Iterable[tuple[Iterable[int], Iterable[int], str]]) -> Any:
+    """Return an `EnumerableShardingSpec` of (offsets, sizes, placement). Substitute: none."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+
+    return EnumerableShardingSpec([ShardMetadata(list(at), list(sizes), where) for at, sizes, where in shards])
+
+
+def local_place(value: DTensor) -> tuple[Iterable[int], Iterable[int]]:
+    """Return offsets and sizes of a DTensor's local tensor in the whole. Substitute: none that is public."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return offsets, sizes
+
+
+# -------------------------------------------------------------------------- torch's optimizers in the backward (compat)
+
+
+def replace_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace `torch.distributed.optim._apply_optimizer_in_backward`, and return the function before.
+
+    Substitute: `tilerec.optim.apply_optimizer_in_backward`, in programs that import it.
+    """
+    import torch.distributed.optim as optim
+
+    before: Callable[..., Any] = optim._apply_optimizer_in_backward
+    optim._apply_optimizer_in_backward = function
+    return before

@@ -1,185 +1,115 @@
-"""Sharders and number formats in TorchRec's words."""
+"""TorchRec's sharders: subscripts, `shard`, `reshard`, `storage_usage`, sharders of a program's own modules."""
 
 from __future__ import annotations
 
-import pickle
-import warnings
-from enum import Enum
-from typing import Any, get_origin
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tilerec.compat.qcomms import CommOp, CommType, QCommsConfig, get_qcomm_codecs, get_qcomm_codecs_registry
+import tilerec
+from tilerec.compat.model_parallel import (
+    DistributedModelParallel,
+    construct_module_sharding_plan,
+    copy_to_device,
+    get_module,
+    get_unsharded_module_names,
+    get_unwrapped_module,
+    shard_modules,
+)
 from tilerec.compat.sharders import (
+    BaseEmbeddingSharder,
     EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
     ModuleSharder,
-    get_default_sharders,
+    get_module_to_default_sharders,
 )
-from tilerec.errors import ConfigError
-from tilerec.modules.embedding import EmbeddingCollection
-from tilerec.modules.embedding_bag import EmbeddingBagCollection
-from tilerec.planner.sharder import sharder_of
-from tilerec.sharding.embedding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-from tilerec.spec.optimizer import SGD
-from tilerec.spec.plan import Wire
-from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig
+from tilerec.compat.types import ShardedEmbeddingModule, ShardedModule
+from tilerec.parallel.env import ShardingEnv
+from tilerec.planner.helpers import row_wise, table_wise
 
 
-def bags() -> EmbeddingBagCollection:
-    return EmbeddingBagCollection([EmbeddingBagConfig(5, 4, "t", feature_names=["t"])])
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[ShardingEnv]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield ShardingEnv.from_process_group(group)
+    dist.destroy_process_group()
 
 
-def test_a_sharder_speaks_of_one_kind_of_collection() -> None:
-    sequences = EmbeddingCollection([EmbeddingConfig(5, 4, "t", feature_names=["t"])])
-    defaults = get_default_sharders()
-    assert [sharder.module_type for sharder in defaults] == [EmbeddingBagCollection, EmbeddingCollection]
-    assert sharder_of(bags(), defaults) is defaults[0]
-    assert sharder_of(sequences, defaults) is defaults[1]
-    assert sharder_of(sequences, defaults[:1]) is None
-    assert sharder_of(sequences, None) is None
-    own = bags()
-    assert defaults[0].shardable_parameters(own) == {"t": own.embedding_bags["t"].weight}
-    with pytest.raises(ConfigError, match="expected a EmbeddingBagCollection"):
-        defaults[0].shardable_parameters(sequences)
+def collection() -> tilerec.EmbeddingBagCollection:
+    return tilerec.EmbeddingBagCollection([tilerec.EmbeddingBagConfig(10, 4, "t", feature_names=["f"])])
 
 
-def test_a_sharder_is_written_for_a_kind_of_module() -> None:
-    assert issubclass(EmbeddingBagCollectionSharder, ModuleSharder)
-    assert get_origin(ModuleSharder[EmbeddingBagCollection]) is ModuleSharder
-
-    class Own(ModuleSharder[nn.Module]):
-        pass
-
-    assert Own.__mro__[1] is ModuleSharder
+def plan_of(ebc: nn.Module, cut: Any) -> Any:
+    return construct_module_sharding_plan(ebc, {"t": cut}, local_size=1, world_size=1, device_type="cpu")
 
 
-def test_every_sharding_type_is_offered_on_every_device() -> None:
-    sharder = EmbeddingBagCollectionSharder()
-    assert sharder.sharding_types("cpu") == sharder.sharding_types("cuda")
-    assert {"row_wise", "grid_shard", "data_parallel"} <= set(sharder.sharding_types("cpu"))
-    assert sharder.compute_kernels("row_wise", "cpu") == ["dense", "fused"]
-    assert sharder.compute_kernels("row_wise", "cuda")[2:] == ["fused_uvm", "fused_uvm_caching"]
+def test_sharders_are_subscriptable_and_know_bytes() -> None:
+    sharder = cast(ModuleSharder[nn.Module], EmbeddingBagCollectionSharder())
+    assert ModuleSharder[nn.Module] is not None
+    assert BaseEmbeddingSharder[nn.Module] is not None
+    table = torch.empty(10, 4)
+    assert sharder.storage_usage(table, "cuda", "fused") == {"hbm": 160}
+    assert sharder.storage_usage(table, "cuda", "fused_uvm_caching") == {"ddr": 160}
+    assert sharder.storage_usage(table, "cpu", "fused") == {"ddr": 160}
+    kinds = get_module_to_default_sharders()
+    assert set(kinds) == {tilerec.EmbeddingBagCollection, tilerec.EmbeddingCollection}
 
 
-def test_a_sharder_keeps_what_it_was_given_and_what_it_means() -> None:
-    params, wire = {"learning_rate": 0.5}, Wire("bf16", "fp16")
-    sharder = EmbeddingBagCollectionSharder(params, wire)
-    assert (sharder.fused_params, sharder.optimizer) == (params, SGD(0.5))
-    assert sharder.qcomm_codecs_registry is sharder.wire is wire
-    bare = EmbeddingCollectionSharder()
-    assert (bare.fused_params, bare.optimizer, bare.wire) == ({}, None, None)
+def test_a_sharder_shards_and_reshards_a_collection(env: ShardingEnv) -> None:
+    ebc = collection()
+    before = ebc.embedding_bags["t"].weight.detach().clone()
+    sharder = EmbeddingBagCollectionSharder({"learning_rate": 0.5})
+    sharded = sharder.shard(ebc, plan_of(ebc, row_wise()), env, torch.device("cpu"), "model.ebc")
+    assert isinstance(sharded, ShardedModule)
+    assert isinstance(sharded, ShardedEmbeddingModule)
+    sharder.reshard(sharded, plan_of(collection(), table_wise(0)), env, None)
+    assert sharded.plan.plan[""]["t"].kind.value == "table_wise"  # type: ignore[union-attr, operator, index]
+    features = tilerec.KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1]), torch.tensor([1]))
+    sharded(features).values().sum().backward()
+    after = torch.as_tensor(sharded.embedding_bags["t"].weight.detach())  # type: ignore[union-attr, index]
+    torch.testing.assert_close(after[1], before[1] - 0.5)
 
 
-def test_formats_in_torchrecs_words_are_a_plans_wire() -> None:
-    config = QCommsConfig(forward_precision=CommType.BF16, backward_precision="FP16")
-    assert get_qcomm_codecs(config) == Wire("bf16", "fp16")
-    assert get_qcomm_codecs(None) == Wire()
-    registry = get_qcomm_codecs_registry(config)
-    assert EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry).wire == Wire("bf16", "fp16")
-    assert EmbeddingCollectionSharder(qcomm_codecs_registry=registry).wire == Wire("bf16", "fp16")
-    pooled = get_qcomm_codecs_registry(config, [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL])
-    assert EmbeddingCollectionSharder(qcomm_codecs_registry=pooled).wire is None
+class Own(nn.Module):
+    """A module of a program that brings its own sharder."""
 
 
-@pytest.mark.parametrize("wrong", [3, {"POOLED_EMBEDDINGS_ALL_TO_ALL": "bf16"}])
-def test_a_registry_that_cannot_be_read_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="expected a Wire"):
-        EmbeddingBagCollectionSharder(qcomm_codecs_registry=wrong)
+class OwnSharder(ModuleSharder[Own]):
+    @property
+    def module_type(self) -> type[Own]:
+        return Own
+
+    def shard(self, module: Own, params: Any, env: Any, device: Any = None, module_fqn: str | None = None) -> nn.Module:
+        assert module_fqn == "own"
+        return nn.Identity()
 
 
-@pytest.mark.parametrize("name", ["mx4", "fp4"])
-def test_a_format_that_is_not_here_is_named_with_those_that_are(name: str) -> None:
-    class Theirs(Enum):
-        FORMAT = name
-
-    here = "the formats of tilerec are fp32, fp16, bf16, int8, fp8"
-    with pytest.raises(ConfigError, match=rf"CommType\('{name}'\) is not supported: {here}"):
-        CommType(name)
-    with pytest.raises(AttributeError, match=rf"CommType.{name.upper()} is not supported: {here}"):
-        getattr(CommType, name.upper())
-    assert not hasattr(CommType, name.upper())
-    for given in (name, Theirs.FORMAT):
-        with pytest.raises(ConfigError, match=rf"backward_precision: got .*{name}.*{here}"):
-            QCommsConfig(backward_precision=given)  # type: ignore[arg-type]
+class Renamed(EmbeddingBagCollectionSharder):
+    def shard(self, *args: Any, **kwargs: Any) -> nn.Module:
+        raise AssertionError
 
 
-def test_formats_are_plain_members_of_an_enum() -> None:
-    assert [kind.name for kind in CommType] == ["FP32", "FP16", "BF16", "INT8", "FP8"]
-    assert CommType["INT8"] is CommType("int8") is CommType.INT8 is pickle.loads(pickle.dumps(CommType.INT8))
-    assert CommType.BF16.name == "BF16"
+def test_a_wrapped_model_uses_a_programs_own_sharder(env: ShardingEnv) -> None:
+    model = nn.ModuleDict({"own": Own(), "ebc": collection(), "dense": nn.Linear(2, 2)})
+    with pytest.warns(UserWarning, match=r"Renamed\.shard has no effect"):
+        wrapped = DistributedModelParallel(model, env, torch.device("cpu"), sharders=[OwnSharder(), Renamed()])  # type: ignore[list-item]
+    assert isinstance(wrapped.module.own, nn.Identity)
+    assert get_unwrapped_module(wrapped) is wrapped.module
+    assert get_module(wrapped) is wrapped._dmp_wrapped_module
+    assert get_unsharded_module_names(wrapped) == ["own", "dense"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ({"forward_loss_scale": 2.0}, "forward_loss_scale .*sent unscaled.*use bf16"),
-        ({"backward_loss_scale": 128.0}, "backward_loss_scale .*sent unscaled.*use bf16"),
-        ({"fp8_quantize_dim": 16}, "fp8_quantize_dim .*one scale per row"),
-        ({"fp8_quantize_dim_bwd": 16}, "fp8_quantize_dim_bwd .*one scale per row"),
-        ({"fp8_bwd_uses_143": True}, "fp8_bwd_uses_143 .*e4m3"),
-        ({"fp8_output_dtype": "fp16"}, "fp8_output_dtype .*dtype of the sums"),
-        (
-            {"mx4_quantize_dim": 32, "mx4_quantize_dim_bwd": 32},
-            "mx4_quantize_dim .*mx4_quantize_dim_bwd .*them",
-        ),
-        ({"mx4_rounding_mode": "even"}, "mx4_rounding_mode .*no mx4"),
-        ({"output_dtype": "fp16"}, "output_dtype .*the collection's"),
-    ],
-)
-def test_a_setting_of_formats_without_effect_is_warned_about(setting: dict[str, Any], reason: str) -> None:
-    with pytest.warns(UserWarning, match=f"QCommsConfig: got settings without effect: {reason}") as seen:
-        config = QCommsConfig(CommType.FP16, CommType.BF16, **setting)
-    assert len(seen) == 1
-    assert seen[0].filename == __file__
-    assert config == QCommsConfig("fp16", "bf16")
-
-
-def test_settings_that_ask_for_nothing_are_not_warned_about() -> None:
-    config = QCommsConfig(CommType.FP16, CommType.FP16, 1.0, None, None, None, False)
-    assert config.wire() == Wire("fp16", "fp16")
-
-
-def test_a_registry_is_the_same_on_every_device_and_for_anybodys_words() -> None:
-    class Theirs(Enum):
-        POOLED = "pooled_embeddings_all_to_all"
-
-    config = QCommsConfig("bf16", "bf16")
-    ops = list(CommOp)
-    assert get_qcomm_codecs_registry(config, ops, torch.device("cuda:0")) == get_qcomm_codecs_registry(
-        config, device="cpu"
-    )
-    pooled = get_qcomm_codecs_registry(config, [Theirs.POOLED])  # type: ignore[list-item]
-    assert pooled == {"POOLED_EMBEDDINGS_ALL_TO_ALL": Wire("bf16", "bf16")}
-    for wrong in (CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL, "all", 3):
-        with pytest.raises(ConfigError, match="expected a list of CommOps"):
-            get_qcomm_codecs_registry(config, wrong)  # type: ignore[arg-type]
-
-
-def test_a_sharder_names_the_class_that_sharding_makes() -> None:
-    pooled, sequences = get_default_sharders()
-    assert pooled.sharded_module_type is ShardedEmbeddingBagCollection
-    assert sequences.sharded_module_type is ShardedEmbeddingCollection
-
-
-def test_arguments_of_a_sharder_without_effect_are_taken_with_a_warning() -> None:
-    wire = Wire("bf16", "bf16")
-    with pytest.warns(UserWarning, match="BagCollectionSharder: .*sharded_module_order_overwrite") as seen:
-        pooled = EmbeddingBagCollectionSharder({"learning_rate": 0.5}, wire, sharded_module_order_overwrite=["t"])
-    assert seen[0].filename == __file__
-    assert pooled.optimizer == SGD(0.5)
-    assert pooled.wire == wire
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        EmbeddingBagCollectionSharder(None, None, None)
-
-
-def test_index_dedup_sends_distinct_ids() -> None:
-    wire = Wire("bf16", "bf16")
-    for given, dedup, wanted in [
-        (None, False, None), (wire, False, wire), (None, True, Wire(distinct=True)),
-        (wire, True, Wire("bf16", "bf16", distinct=True)),
-    ]:  # fmt: skip
-        assert EmbeddingCollectionSharder(None, given, use_index_dedup=dedup).wire == wanted
+def test_modules_are_sharded_and_initialised_without_a_wrapper(env: ShardingEnv) -> None:
+    model = nn.ModuleDict({"ebc": collection(), "dense": nn.Linear(2, 2, device="meta")})
+    shard_modules(model, env, torch.device("cpu"), init_params=True)
+    assert isinstance(model["ebc"], ShardedModule)
+    assert not model["dense"].weight.is_meta
+    twin = copy_to_device(model["dense"], torch.device("cpu"), torch.device("meta"))
+    assert twin.weight.is_meta
+    assert not model["dense"].weight.is_meta

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilerec.compat.standins.name_table import absent, names_of
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.testing.ranks import run_ranks
@@ -52,13 +53,26 @@ def imported(source: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("mark", ["paths", "cousins"])
+@pytest.mark.parametrize("mark", ["paths", "cousins", "compat"])
 def test_every_name_of_the_tables_is_where_the_page_says(mark: str) -> None:
     rows = names(mark)
     assert len(rows) > 7
     missing = [f"{module}.{name}" for _, _, module, name in rows if not hasattr(importlib.import_module(module), name)]
     assert not missing
     assert len(set(rows)) == len(rows)
+
+
+def test_the_page_lists_the_names_of_compat_and_those_that_are_not_there() -> None:
+    there = {
+        (module, name, home.module, home.attribute)
+        for module, names in names_of().items()
+        for name, home in names.items()
+        if home.module.startswith("tilerec.compat")
+    }
+    assert set(names("compat")) == there
+    shown = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in between("absent").splitlines()[2:]]
+    known = {(module, "all" if name == "*" else name, why) for (module, name), why in absent().items() if name != "-"}
+    assert {tuple(row) for row in shown} == known
 
 
 def test_the_two_import_blocks_name_the_same_things_at_the_places_of_the_table() -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tests.registries import restored_registries
 from tilerec.comms import Codec, codec, register_codec
-from tilerec.compat.qcomms import QCommsConfig
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.workload import wire_bytes
+from tilerec.sharders.qcomms import QCommsConfig
 from tilerec.spec.plan import ParameterSharding, Wire
 from tilerec.testing import Ranks
 

@@ -26,7 +26,6 @@ from tilerec import (
     uncache_tables,
 )
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.modules.row_reset import reset_rows
 from tilerec.parallel.env import ShardingEnv
 from tilerec.parallel.full_state import full_state_dict
@@ -34,6 +33,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.parallel.two_d.shard_2d import shard_2d
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.sharding import tile_memory
 from tilerec.spec.optimizer import LAMB, Adam, OptimizerSpec, PartialRowWiseLAMB, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel, ParameterSharding

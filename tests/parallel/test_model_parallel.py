@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.compat.fused_params import EmbOptimType
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -28,6 +26,8 @@ from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.traffic import traffic
 from tilerec.parallel.two_d.dmp_collection import DMPCollection
+from tilerec.sharders.fused_params import EmbOptimType
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.plan import ShardingPlan, Wire

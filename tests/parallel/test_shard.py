@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
 from tilerec.comms.process import ProcessGroupComms
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -35,6 +34,7 @@ from tilerec.planner.helpers import (
     table_wise,
 )
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.sharding.embedding import ShardedEmbeddingBagCollection
 from tilerec.sharding.table import ShardedTable
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor

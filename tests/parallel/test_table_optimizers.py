@@ -15,11 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.test_model_parallel import Pool
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-    get_default_sharders,
-)
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -30,6 +25,11 @@ from tilerec.parallel.model_parallel import DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.shard import shard
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.sharders.table_sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    get_default_sharders,
+)
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.spec.optimizer import SGD, Adam, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, Wire

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -26,6 +25,7 @@ from tilerec.planner.helpers import (
     table_row_wise,
     table_wise,
 )
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.spec.optimizer import RowWiseAdagrad
 from tilerec.spec.plan import (
     EmbeddingComputeKernel,

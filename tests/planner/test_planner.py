@@ -13,7 +13,7 @@ from torch import nn
 
 import tilerec
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+from tilerec.compat.planner.proposers import GreedyProposer
 from tilerec.errors import ConfigError
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
@@ -21,13 +21,13 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.planner import (
     EmbeddingShardingPlanner,
     FixedPercentageStorageReservation,
-    GreedyProposer,
     ParameterConstraints,
     PlannerError,
     StorageReservation,
     construct_module_sharding_plan,
     row_wise,
 )
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import ParameterSharding, ShardingPlan, ShardingType
 from tilerec.spec.table import DataType, EmbeddingBagConfig, EmbeddingConfig

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.planner.plan_requests import plan_request, table
-from tilerec.compat.planner_parts import PlannerErrorType
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
 from tilerec.planner.make_plan import make_plan
 from tilerec.planner.planner import EmbeddingShardingPlanner
-from tilerec.planner.planner_error import PlannerError, planner_error_of
+from tilerec.planner.planner_error import PlannerError, PlannerErrorType, planner_error_of
 from tilerec.planner.remedies import least_fitting
 from tilerec.planner.request import PlanRequest
 from tilerec.planner.reservation import FixedPercentageStorageReservation

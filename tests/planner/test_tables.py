@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.planner.tables import device_type_of, tables_of, tables_of_configs
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
 from tilerec.spec.optimizer import Adam, RowWiseAdagrad
 from tilerec.spec.plan import EmbeddingComputeKernel
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig

@@ -10,7 +10,6 @@ import torch
 
 from tests.troubles.world import HOSTS, SIZE, flat
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import get_default_sharders
 from tilerec.modules.embedding import EmbeddingCollection
 from tilerec.modules.embedding_bag import EmbeddingBagCollection
 from tilerec.optim.attach import apply_optimizer_in_backward
@@ -19,6 +18,7 @@ from tilerec.parallel.shard import shard
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.helpers import construct_module_sharding_plan, table_column_wise
 from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.sharders.table_sharders import get_default_sharders
 from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding, ShardingPlan
 from tilerec.spec.table import EmbeddingBagConfig, EmbeddingConfig

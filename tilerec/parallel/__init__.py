@@ -1,24 +1,5 @@
 """Distributed training of a model: `shard` changes it in place, `DistributedModelParallel` wraps it."""
 
-from tilerec.compat.fused_params import EmbOptimType as EmbOptimType
-from tilerec.compat.managed_sharders import (
-    ManagedCollisionCollectionSharder as ManagedCollisionCollectionSharder,
-)
-from tilerec.compat.managed_sharders import (
-    ManagedCollisionEmbeddingBagCollectionSharder as ManagedCollisionEmbeddingBagCollectionSharder,
-)
-from tilerec.compat.managed_sharders import (
-    ManagedCollisionEmbeddingCollectionSharder as ManagedCollisionEmbeddingCollectionSharder,
-)
-from tilerec.compat.qcomms import CommOp as CommOp
-from tilerec.compat.qcomms import CommType as CommType
-from tilerec.compat.qcomms import QCommsConfig as QCommsConfig
-from tilerec.compat.qcomms import get_qcomm_codecs as get_qcomm_codecs
-from tilerec.compat.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
-from tilerec.compat.sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder
-from tilerec.compat.sharders import ModuleSharder as ModuleSharder
-from tilerec.compat.sharders import get_default_sharders as get_default_sharders
 from tilerec.parallel.check_replicas import check_replicas as check_replicas
 from tilerec.parallel.compiled_model import compile_model as compile_model
 from tilerec.parallel.data_parallel import DataParallelWrapper as DataParallelWrapper
@@ -42,3 +23,22 @@ from tilerec.parallel.two_d.collection_config import ShardingStrategy as Shardin
 from tilerec.parallel.two_d.dmp_collection import DMPCollection as DMPCollection
 from tilerec.parallel.uneven_batches import Turn as Turn
 from tilerec.parallel.uneven_batches import even_batches as even_batches
+from tilerec.sharders.fused_params import EmbOptimType as EmbOptimType
+from tilerec.sharders.managed_sharders import (
+    ManagedCollisionCollectionSharder as ManagedCollisionCollectionSharder,
+)
+from tilerec.sharders.managed_sharders import (
+    ManagedCollisionEmbeddingBagCollectionSharder as ManagedCollisionEmbeddingBagCollectionSharder,
+)
+from tilerec.sharders.managed_sharders import (
+    ManagedCollisionEmbeddingCollectionSharder as ManagedCollisionEmbeddingCollectionSharder,
+)
+from tilerec.sharders.qcomms import CommOp as CommOp
+from tilerec.sharders.qcomms import CommType as CommType
+from tilerec.sharders.qcomms import QCommsConfig as QCommsConfig
+from tilerec.sharders.qcomms import get_qcomm_codecs as get_qcomm_codecs
+from tilerec.sharders.qcomms import get_qcomm_codecs_registry as get_qcomm_codecs_registry
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder as EmbeddingBagCollectionSharder
+from tilerec.sharders.table_sharders import EmbeddingCollectionSharder as EmbeddingCollectionSharder
+from tilerec.sharders.table_sharders import ModuleSharder as ModuleSharder
+from tilerec.sharders.table_sharders import get_default_sharders as get_default_sharders

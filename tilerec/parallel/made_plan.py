@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import ties_of
 from tilerec.parallel.read_plan import complete_plan_of
@@ -15,6 +14,7 @@ from tilerec.parallel.table_optimizers import keep_cached_tables
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.tables import tables_of
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.spec.plan import ShardingPlan, ShardingType
 from tilerec.spec.topology import Topology
 

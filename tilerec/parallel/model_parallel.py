@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.parallel.data_parallel import DataParallelWrapper, handle_of, prepare
 from tilerec.parallel.dense_part import DenseOptions, dense_tensors, move_dense, reset_dense
 from tilerec.parallel.device import device_of
@@ -26,6 +25,7 @@ from tilerec.parallel.plan_of import plan_of
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard import shard_tables
 from tilerec.parallel.traffic import traffic
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.plan import ShardingPlan
 from tilerec.storage.table_rows import rows_of

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.parallel.hosts import topology_of
@@ -28,6 +27,7 @@ from tilerec.parallel.model_tables import (
 )
 from tilerec.parallel.read_plan import AnyPlan, read_complete_plan, sharding_type_of
 from tilerec.parallel.table_optimizers import give_sharder_optimizers, with_kernels, with_wire_formats
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.shard_ids import IdsBelow, described_ids, ids_below
 from tilerec.sharding.table import check_rule
 from tilerec.spec.plan import ShardingPlan

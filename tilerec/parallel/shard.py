@@ -10,7 +10,6 @@ from torch import nn
 
 from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.optim.attach import restore_optimizers_on_error
 from tilerec.parallel import ddp_tables as ddp_tables
 from tilerec.parallel.device import device_of
@@ -21,6 +20,7 @@ from tilerec.parallel.prepared_model import prepare_sharding
 from tilerec.parallel.read_plan import AnyPlan
 from tilerec.parallel.shard_job import ShardJob, shard_jobs
 from tilerec.planner.sharder import check_sharder, checked_sharders
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.shard_ids import check_ids
 from tilerec.spec.topology import Topology
 

@@ -20,13 +20,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.model_tables import Name, table_word
 from tilerec.planner.sharder import sharder_of
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.spec.cache import CacheParams
 from tilerec.spec.key_value import KeyValueParams
 from tilerec.spec.plan import (

@@ -1,23 +1,5 @@
 """The planner: a search that places each table on ranks, and helpers for plans written by hand."""
 
-from tilerec.compat.planner_parts import BasicCommsBandwidths as BasicCommsBandwidths
-from tilerec.compat.planner_parts import CustomTopologyData as CustomTopologyData
-from tilerec.compat.planner_parts import DynamicProgrammingProposer as DynamicProgrammingProposer
-from tilerec.compat.planner_parts import EmbeddingEnumerator as EmbeddingEnumerator
-from tilerec.compat.planner_parts import EmbeddingOffloadScaleupProposer as EmbeddingOffloadScaleupProposer
-from tilerec.compat.planner_parts import EmbeddingPerfEstimator as EmbeddingPerfEstimator
-from tilerec.compat.planner_parts import EmbeddingStats as EmbeddingStats
-from tilerec.compat.planner_parts import EmbeddingStorageEstimator as EmbeddingStorageEstimator
-from tilerec.compat.planner_parts import GreedyPerfPartitioner as GreedyPerfPartitioner
-from tilerec.compat.planner_parts import GreedyProposer as GreedyProposer
-from tilerec.compat.planner_parts import GridSearchProposer as GridSearchProposer
-from tilerec.compat.planner_parts import MemoryBalancedPartitioner as MemoryBalancedPartitioner
-from tilerec.compat.planner_parts import NoopEmbeddingStats as NoopEmbeddingStats
-from tilerec.compat.planner_parts import NoopPerfModel as NoopPerfModel
-from tilerec.compat.planner_parts import NoopStorageModel as NoopStorageModel
-from tilerec.compat.planner_parts import PlannerErrorType as PlannerErrorType
-from tilerec.compat.planner_parts import SortBy as SortBy
-from tilerec.compat.planner_parts import UniformProposer as UniformProposer
 from tilerec.planner.constraints import ParameterConstraints as ParameterConstraints
 from tilerec.planner.cost.workload import Skew as Skew
 from tilerec.planner.helpers import apply_to_all as apply_to_all
@@ -35,6 +17,7 @@ from tilerec.planner.plan_price import PlanPrice as PlanPrice
 from tilerec.planner.plan_price import price_plan as price_plan
 from tilerec.planner.planner import EmbeddingShardingPlanner as EmbeddingShardingPlanner
 from tilerec.planner.planner_error import PlannerError as PlannerError
+from tilerec.planner.planner_error import PlannerErrorType as PlannerErrorType
 from tilerec.planner.remedies import Remedy as Remedy
 from tilerec.planner.report.plan_report import PlanReport as PlanReport
 from tilerec.planner.report.table_entry import TableEntry as TableEntry

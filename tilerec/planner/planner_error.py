@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
-from tilerec.compat.planner_parts import PlannerErrorType
 from tilerec.errors import ConfigError
 from tilerec.planner.decision import Decision
 from tilerec.planner.remedies import Remedy, remedies_for
@@ -12,6 +12,25 @@ from tilerec.planner.report.plan_report import TIERS
 from tilerec.planner.search.instance import Status
 from tilerec.planner.shortage import NAMES_SHOWN, Shortage
 from tilerec.spec.plan_table import bytes_text
+
+
+class PlannerErrorType(Enum):
+    """Error types of a planner, with TorchRec's names.
+
+    `PlannerError.error_type` is INSUFFICIENT_STORAGE or STRICT_CONSTRAINTS; the others are plain `ConfigError`s in
+    tilerec.
+    """
+
+    INSUFFICIENT_STORAGE = "insufficient_storage"
+    STRICT_CONSTRAINTS = "strict_constraints"
+    PARTITION = "partition"
+    OTHER = "other"
+    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
+    PLAN_LOADING_FAILED = "plan_loading_failed"
+    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
+    INPUT_VALIDATION = "input_validation"
+    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
+    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
 
 
 class PlannerError(ConfigError):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.planner.plan_requests import plan_request
-from tilerec.compat.sharders import EmbeddingBagCollectionSharder
 from tilerec.errors import ConfigError
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.decision import decide
@@ -26,6 +25,7 @@ from tilerec.planner.reservation import (
     StorageReservation,
 )
 from tilerec.planner.search.instance import Status
+from tilerec.sharders.table_sharders import EmbeddingBagCollectionSharder
 from tilerec.spec.parameter_sharding import Wire
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.spec.topology import Topology

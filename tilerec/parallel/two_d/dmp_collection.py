@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilerec.comms.group import Group
 from tilerec.comms.traffic import Traffic
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.parallel.data_parallel import DataParallelWrapper
 from tilerec.parallel.dense_part import DenseOptions
 from tilerec.parallel.env import Ranks, env_of
@@ -31,6 +30,7 @@ from tilerec.parallel.two_d.collection_config import (
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import AverageHook, GroupConfig, ReplicaSettings, Sync
 from tilerec.parallel.two_d.shard_2d import shard_2d
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.fused_optimizer import ShardedFusedOptimizer
 from tilerec.spec.topology import Topology
 

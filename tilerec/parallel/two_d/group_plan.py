@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.parallel.hosts import topology_of
@@ -22,6 +21,7 @@ from tilerec.parallel.two_d.rank_grid import RankGrid, runs_of
 from tilerec.parallel.two_d.replicated_plan import ReplicatedPlan
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings, check_bool
 from tilerec.planner.sharder import sharder_of
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 

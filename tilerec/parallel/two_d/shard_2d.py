@@ -21,7 +21,6 @@ from torch import nn
 
 from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
-from tilerec.compat.sharders import ModuleSharder
 from tilerec.optim.attach import restore_optimizers_on_error
 from tilerec.parallel.device import device_of
 from tilerec.parallel.plan_of import store_plan
@@ -31,6 +30,7 @@ from tilerec.parallel.two_d.group_plan import plan_parts
 from tilerec.parallel.two_d.running_groups import TwoD
 from tilerec.parallel.two_d.settings import GroupConfig, ReplicaSettings
 from tilerec.planner.sharder import checked_sharders
+from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.tile_memory import has_pending_init
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tilerec.compat.fused_params import EmbOptimType, read_fused_params
 from tilerec.errors import ConfigError
+from tilerec.sharders.fused_params import EmbOptimType, read_fused_params
 from tilerec.spec.optimizer import (
     LAMB,
     SGD,

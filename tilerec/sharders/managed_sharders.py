@@ -12,13 +12,6 @@ from typing import Any, cast, final
 
 from torch import nn
 
-from tilerec.compat.qcomms import CommOp
-from tilerec.compat.sharders import (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-    ModuleSharder,
-    Registry,
-)
 from tilerec.errors import ConfigError
 from tilerec.modules.managed_collection import ManagedCollisionCollection
 from tilerec.modules.managed_embedding import (
@@ -27,6 +20,13 @@ from tilerec.modules.managed_embedding import (
     ManagedCollisionEmbeddings,
 )
 from tilerec.modules.table import Table
+from tilerec.sharders.qcomms import CommOp
+from tilerec.sharders.table_sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    ModuleSharder,
+    Registry,
+)
 from tilerec.sharding.managed_collision import (
     ShardedManagedCollisionCollection,
     ShardedManagedCollisionEmbeddingBagCollection,
