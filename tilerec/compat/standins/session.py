@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 
 from tilerec.compat.standins.fbgemm_ops import register_operators
@@ -63,14 +64,15 @@ def install(at_exit: bool = True) -> Session:
     """Install the stand-ins once in this process; later calls return the same session.
 
     Args:
-        at_exit: print the report to stderr when the process ends, on the first rank of a launcher.
+        at_exit: print the report to stderr when the process ends, on the first rank of a launcher, and not in
+            processes that the program starts.
     """
     global _installed
     if _installed is None:
         session = Session()
         session.start()
         _installed = session
-        if at_exit and os.environ.get("RANK", "0") == "0":
+        if at_exit and os.environ.get("RANK", "0") == "0" and parent_process() is None:
             atexit.register(lambda: session.report.print(sys.stderr))
     return _installed
 
