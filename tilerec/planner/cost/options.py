@@ -18,6 +18,7 @@ import numpy as np
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.allowed import Allowed
 from tilerec.planner.cost.copies_amounts import add_copies
+from tilerec.planner.cost.head_bytes import HeadBytes, head_bytes, read_curve
 from tilerec.planner.cost.model import NETWORK_STAGES, Model
 from tilerec.planner.cost.option_amounts import CHARGES, OptionAmounts
 from tilerec.planner.cost.piece_amounts import add_pieces
@@ -56,6 +57,14 @@ class Problem:
             shares: of an uneven split by rows, in units of 1 / SHARE.
         """
         return sharding_of(self.model, table, self.options[option], places, shares)
+
+    def head_bytes(self, table: int) -> list[HeadBytes]:
+        """Return the bytes of a table's step without a head, then with each size of a head."""
+        return head_bytes(self.tables[table], self.model.topology)
+
+    def read_curve(self, table: int) -> tuple[tuple[int, float], ...]:
+        """Return (rows, share of the table's ids in the first so many rows)."""
+        return read_curve(self.tables[table])
 
 
 def build(

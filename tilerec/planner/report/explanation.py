@@ -21,7 +21,6 @@ from tilerec.planner.cost.options import Problem
 from tilerec.planner.cost.ways import Limits
 from tilerec.planner.decision import decide
 from tilerec.planner.planner_error import planner_error_of
-from tilerec.planner.report.head_bytes import head_bytes, heads_text, read_curve
 from tilerec.planner.report.option_restrictions import violated_restrictions
 from tilerec.planner.report.time_text import time_text
 from tilerec.planner.request import PlanRequest
@@ -281,7 +280,7 @@ class Explainer:
         return Explanation(
             key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
             self._tilings[key], self.decision.bound, others,
-            read_curve(self.problem.tables[t]) if self._ordered(t) else (),
+            self.problem.read_curve(t) if self._ordered(t) else (),
         )  # fmt: skip
 
     @cached_property
@@ -300,9 +299,9 @@ class Explainer:
                 "figures of pieces are for this table alone."
             )
         if self._ordered(t):
-            sizes = head_bytes(self.problem.tables[t], self.request.topology)
+            sizes = self.problem.head_bytes(t)
             if len(sizes) > 1:
-                yield heads_text(sizes)
+                yield _heads_text(sizes)
         if self.decision.shares(t) is not None:
             yield "Its rows are split unevenly, to balance the ranks."
         if key not in self.freed:
@@ -414,3 +413,13 @@ def _spread(instance: Instance, t: int, o: int) -> Ints:
     if instance.shared.any() and instance.width[t, o] == 1:
         own[instance.shared] //= int(instance.host_sizes.max())
     return own
+
+
+def _heads_text(sizes: Sequence[tuple[int, float, float]]) -> str:
+    """Return a sentence about the bytes without a head and with heads; sizes: as `Problem.head_bytes`."""
+    first, *others = [(rows, reads, bytes_text(round(sent))) for rows, reads, sent in sizes]
+    each = ", ".join(f"{sent} with {rows:,} ({reads:.0%} of the ids)" for rows, reads, sent in others)
+    return (
+        f"Its ids are numbered by frequency. In ranges of rows on all ranks, a rank sends {first[2]} in a step; with "
+        f"its first rows on every rank, {each}."
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from tilerec.planner.cost.price import price
 from tilerec.planner.cost.realise import sharding_of
 from tilerec.planner.cost.ways import HEADS, Option, Way
 from tilerec.planner.cost.workload import TableWork, Workload
-from tilerec.spec.plan_table import bytes_text
 from tilerec.spec.topology import Topology
 
 
@@ -52,13 +50,3 @@ def read_curve(work: TableWork) -> tuple[tuple[int, float], ...]:
     rows = np.unique(np.append(edges, work.rows))
     shares = workload.share(np.zeros(len(rows), np.int64), 0, rows)
     return tuple((int(row), round(float(share), 4)) for row, share in zip(rows, shares, strict=True))
-
-
-def heads_text(sizes: Sequence[HeadBytes]) -> str:
-    """Return a sentence about the bytes without a head and with heads."""
-    first, *others = [(bytes_text(round(own.sent)), own) for own in sizes]
-    each = ", ".join(f"{sent} with {own.rows:,} ({own.reads:.0%} of the ids)" for sent, own in others)
-    return (
-        f"Its ids are numbered by frequency. In ranges of rows on all ranks, a rank sends {first[0]} in a step; with "
-        f"its first rows on every rank, {each}."
-    )
