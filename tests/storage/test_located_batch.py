@@ -17,7 +17,7 @@ class _Source:
     trained, slots = False, ()
 
     def __init__(self, leaf: torch.Tensor, cache: RowCache | None) -> None:
-        self.leaf, self.cache = leaf, cache
+        self.leaf, self.cache, self.names = leaf, cache, None
 
     def host(self) -> list[torch.Tensor]:
         return [self.leaf]

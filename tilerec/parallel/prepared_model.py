@@ -13,7 +13,6 @@ from tilerec.comms.group import Group
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.table import Table
 from tilerec.parallel.hosts import topology_of
-from tilerec.parallel.hot_tables import check_hot_tables
 from tilerec.parallel.made_plan import make_plan
 from tilerec.parallel.managed_collision_paths import with_table_paths
 from tilerec.parallel.model_tables import (
@@ -97,7 +96,6 @@ def prepare_sharding(
     whole = with_wire_formats(complete_plan, collections, sharders)
     whole = replace(with_kernels(whole, collections, sharders), report=complete_plan.report)
     ids = ids_below(module)
-    check_hot_tables(whole, collections, ids)
     if only is not None:
         chosen = ids_below(module, list(collections.values()))
         ids = {p: own for p, own in ids.items() if p in chosen or (lone_ids and own.reader is None)}

@@ -27,9 +27,9 @@ from tilerec.planner.reservation import FixedPercentageStorageReservation as Fix
 from tilerec.planner.reservation import HeuristicalStorageReservation as HeuristicalStorageReservation
 from tilerec.planner.reservation import InferenceStorageReservation as InferenceStorageReservation
 from tilerec.planner.reservation import StorageReservation as StorageReservation
-from tilerec.spec.hot_rows import HotRows as HotRows
 from tilerec.spec.plan import EmbeddingComputeKernel as EmbeddingComputeKernel
 from tilerec.spec.plan import EmbeddingModuleShardingPlan as EmbeddingModuleShardingPlan
+from tilerec.spec.plan import HotRows as HotRows
 from tilerec.spec.plan import ParameterSharding as ParameterSharding
 from tilerec.spec.plan import ShardingPlan as ShardingPlan
 from tilerec.spec.plan import ShardingType as ShardingType

@@ -35,14 +35,14 @@ from tilerec.ops.gradient.record import GradientRecord
 from tilerec.ops.runtime.upload import upload
 from tilerec.sharding.replica_messages import (
     Counts,
-    ReplicaTable,
     UnpackedBags,
     exchange_call,
     exchange_counts,
     exchange_ints,
-    id_bounds,
     read_ints,
 )
+from tilerec.sharding.replica_messages import ReplicaTable as ReplicaTable
+from tilerec.sharding.replica_messages import id_bounds as id_bounds
 from tilerec.sharding.replica_shares import bags_of_record, bags_of_sums, sum_shares
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tilerec.sharding.logical import Cover as Cover
 from tilerec.sharding.logical import LogicalTensor as LogicalTensor
 from tilerec.sharding.logical import Piece as Piece
+from tilerec.sharding.logical import copy_into as copy_into
 
 
 def shown(logical: LogicalTensor) -> Tensor:

@@ -28,9 +28,8 @@ from tilerec.modules.table import Table, empties_memory
 from tilerec.optim.sharded_state import TiledTable
 from tilerec.sharding.head_rows import HotCopies, names_of
 from tilerec.sharding.layout import reader, rectangles
-from tilerec.sharding.logical import Cover, LogicalTensor, Piece, copy_into
 from tilerec.sharding.replica_groups import ReplicaGroups
-from tilerec.sharding.state import load, shown, size_mismatch
+from tilerec.sharding.state import Cover, LogicalTensor, Piece, copy_into, load, shown, size_mismatch
 from tilerec.sharding.update import TileRows, UpdatePeers
 from tilerec.spec.tile import Tile, Tiling
 from tilerec.spec.topology import Topology

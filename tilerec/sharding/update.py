@@ -33,8 +33,7 @@ from tilerec.ops.update.rules import BLOCK, add_blocks, block_sums
 from tilerec.sharding.changed_rows import ChangedRows
 from tilerec.sharding.head_rows import write_back
 from tilerec.sharding.replica_groups import ReplicaGroups, exchange_group
-from tilerec.sharding.replica_messages import ReplicaTable, id_bounds
-from tilerec.sharding.replicas import exchange_replica_gradients
+from tilerec.sharding.replicas import ReplicaTable, exchange_replica_gradients, id_bounds
 from tilerec.spec.optimizer import OptimizerSpec, RowWiseAdagrad
 from tilerec.storage.located_batch import FeatureBatch, LocatedRows, located
 from tilerec.storage.row_cache import lock_caches

@@ -4,7 +4,8 @@ Nouns
   sharding    `ParameterSharding`: one table's kind, kernel, ranks, tiling and wire (`spec/parameter_sharding.py`)
   plan        path of a module -> table -> sharding, for `world_size` ranks on `hosts`
 
-This file re-exports the enums of a plan (`spec/sharding_type.py`) and `Wire`, since most users import them together.
+This file re-exports the enums of a plan (`spec/sharding_type.py`), `HotRows` and `Wire`, since most users import them
+together.
 
 A plan written by hand has kinds and ranks only; `tilerec.sharding.strategies.complete` fills in the tilings.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, cast
 from tilerec.atomic_file import write_file
 from tilerec.errors import ConfigError
 from tilerec.json_document import JsonValue, check_version, read_json
+from tilerec.spec.hot_rows import HotRows as HotRows
 from tilerec.spec.key_value import KeyValueParams as KeyValueParams
 from tilerec.spec.parameter_sharding import CODECS as CODECS
 from tilerec.spec.parameter_sharding import ParameterSharding
