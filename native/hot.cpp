@@ -9,9 +9,9 @@
 
 namespace {
 
-// One map, as the caller writes it: six numbers. `begin` and `end` are addresses of offsets.
+// One map, as the caller writes it: seven numbers. `begin` and `end` are addresses of offsets; `bad` is the result.
 struct Map {
-  int64_t begin, end, hot, finder, slots, rows;
+  int64_t begin, end, hot, finder, slots, rows, bad;
 };
 
 // Replaces the ids of a map; returns the position of the first id outside of the table, or -1.
@@ -42,18 +42,16 @@ int64_t replace(const Map& map, Id* ids, int64_t count) {
 }  // namespace
 
 // Returns m * count + n for the first bad id n of the first map m that has one, or -1.
-TR_API int64_t tr_hot_ids(const void* calls, int64_t maps, int64_t ids, int64_t type, int64_t count, int64_t threads) {
-  const Map* all = static_cast<const Map*>(calls);
-  int64_t bad = -1;
+TR_API int64_t tr_hot_ids(void* calls, int64_t maps, int64_t ids, int64_t type, int64_t count, int64_t threads) {
+  Map* all = static_cast<Map*>(calls);
   // A second thread is worth its start from about 30 us of work on.
   tilerec::parallel(count < 16384 || maps < 2 ? 1 : static_cast<int>(threads), [&](const tilerec::Team& team) {
     for (size_t m = team.begin(static_cast<size_t>(maps)), end = team.end(static_cast<size_t>(maps)); m < end; ++m) {
-      const int64_t at = type == 0 ? replace(all[m], reinterpret_cast<int32_t*>(ids), count)
-                                   : replace(all[m], reinterpret_cast<int64_t*>(ids), count);
-      if (at < 0) continue;
-#pragma omp critical
-      bad = bad < 0 ? static_cast<int64_t>(m) * count + at : std::min(bad, static_cast<int64_t>(m) * count + at);
+      all[m].bad = type == 0 ? replace(all[m], reinterpret_cast<int32_t*>(ids), count)
+                             : replace(all[m], reinterpret_cast<int64_t*>(ids), count);
     }
   });
-  return bad;
+  for (int64_t m = 0; m < maps; ++m)
+    if (all[m].bad >= 0) return m * count + all[m].bad;
+  return -1;
 }

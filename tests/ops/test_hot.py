@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 from tilerec.errors import ConfigError, InputError
 from tilerec.ops import backends as backends
+from tilerec.ops.exchange.definition import ID_BIT, LAST_FAULT, raise_fault
 from tilerec.ops.hot.definition import finder_of
 from tilerec.ops.runtime.library import LIBRARY
 
@@ -96,3 +97,11 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_it_passes_torch_s_checks() -> None:
     opcheck(OPS.hot_ids.default, (torch.tensor([7, 3, 7, 0, 3, 9]), *one_map([0, 2, 6])))
+
+
+def test_a_fault_on_a_device_names_the_id_and_the_rows_without_the_copies() -> None:
+    """There `hot_ids` raises nothing: an id that is too large comes out larger by the number of hot ids."""
+    fault = LAST_FAULT - (ID_BIT | 2)  # route 0, an id, at position 2
+    for bad, made in ((11, 13), (-1, -1)):
+        with pytest.raises(InputError, match=rf"id {bad} of feature 'f'.* outside \[0, 10\)"):
+            raise_fault(fault, torch.tensor([50, 1, made]), torch.tensor([0, 1, 3]), [0, 5, 12], [2], "f@t", [2])

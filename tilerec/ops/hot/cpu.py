@@ -31,10 +31,11 @@ def kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
         numbers: list[int] = []
         for m, (first, count) in enumerate(zip(*bag_starts(keys, batches), strict=True)):
             if not hot[m].numel() or first + count >= offsets.numel():
-                numbers += [0] * 6
+                numbers += [0] * 7
                 continue
             begin = offsets.data_ptr() + 8 * first
-            numbers += (begin, begin + 8 * count, hot[m].data_ptr(), finders[m].data_ptr(), finders[m].numel(), rows[m])
+            finder = finders[m]
+            numbers += (begin, begin + 8 * count, hot[m].data_ptr(), finder.data_ptr(), finder.numel(), rows[m], -1)
         calls = (ctypes.c_int64 * max(1, len(numbers)))(*numbers)
         bad = replace(
             ctypes.addressof(calls), len(keys), out_N.data_ptr(), INDEX_TYPES[out_N.dtype], out_N.numel(),
