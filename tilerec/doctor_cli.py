@@ -68,6 +68,11 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+def own_version() -> str:
+    """Return the version of the installed package."""
+    return next((found.version for found in metadata.distributions(name="tilerec")), "unknown")
+
+
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Yield the findings of a check, and its exception as a finding: the other checks still run."""
     name = check.__name__.strip("_")
@@ -81,10 +86,7 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     import torch
 
-    import tilerec
-
-    place = Path(tilerec.__file__).parent
-    yield Finding("ok", "tilerec", f"{tilerec.__version__}, {place}")
+    yield Finding("ok", "tilerec", f"{own_version()}, {Path(__file__).parent}")
     yield Finding("ok", "python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("ok", "system", f"{platform.platform()}, {os.cpu_count()} cores")
     built = (
