@@ -108,9 +108,9 @@ def _extras() -> Iterator[Finding]:
 
 
 def _native() -> Iterator[Finding]:
-    from tilerec.ops.runtime.cpu.library import status
+    from tilerec.ops.backends import cpu_status
 
-    found = status()
+    found = cpu_status()
     if not found.reason:
         yield Finding("ok", "native library", f"{found.isa}, OpenMP: {found.openmp or 'none'}, {found.path}")
         if not found.openmp:
@@ -165,10 +165,10 @@ def _lookup_error(device: str) -> float:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    from tilerec.ops.runtime.triton.library import status
+    from tilerec.ops.backends import gpu_status
 
     count = torch.cuda.device_count()
-    triton = status()
+    triton = gpu_status()
     version = triton.reason or f"{triton.version}{', interpreted' if triton.interpreted else ''}"
     if triton.reason and count:
         yield Finding("note", "Triton", version, "Install triton: on a GPU, lookups run as plain torch without it.")

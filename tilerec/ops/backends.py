@@ -11,8 +11,23 @@ from tilerec.ops import references as references
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
 from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.library import release_pages as release_pages
+from tilerec.ops.runtime.cpu.library import status as cpu_status
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
+from tilerec.ops.runtime.triton.library import status as gpu_status
+
+
+__all__ = [
+    "NATIVE_CPU",
+    "TRITON",
+    "advise_huge_pages",
+    "cpu_status",
+    "gpu_kernels_serve",
+    "gpu_status",
+    "references",
+    "release_pages",
+    "reused_empty",
+]
 
 
 def _register_cpu() -> bool:
