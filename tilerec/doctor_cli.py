@@ -86,6 +86,8 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     import torch
 
+    from tilerec.torch_private import untested_version
+
     yield Finding("ok", "tilerec", f"{own_version()}, {Path(__file__).parent}")
     yield Finding("ok", "python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("ok", "system", f"{platform.platform()}, {os.cpu_count()} cores")
@@ -96,6 +98,9 @@ def _versions() -> Iterator[Finding]:
         if torch.version.hip
         else "CPU"
     )
+    newer = untested_version(torch.__version__)
+    if newer:
+        yield Finding("note", "torch", newer.split("; ")[1], "Run `make test` in a checkout.")
     yield Finding("ok", "torch", f"{torch.__version__}, {built} build, {torch.get_num_threads()} threads")
 
 

@@ -494,3 +494,20 @@ def package_loader(path: str) -> Any:
     import torch._C._aoti
 
     return torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+
+
+NEWEST_TESTED = (2, 13)
+"""Newest minor version of torch that the tests ran with."""
+
+
+def untested_version(version: str) -> str:
+    """Return a warning if this version of torch is newer than the tests' newest; else "".
+
+    No upper bound pins torch: private names that this file uses rarely change, and a pin stops every other package.
+    """
+    if tuple(map(int, version.split(".")[:2])) <= NEWEST_TESTED:
+        return ""
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"torch: got {version}; expected {newest} or older, the newest tested one. If a call fails, use torch {newest}."
+    )

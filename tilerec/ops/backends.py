@@ -5,6 +5,8 @@ Importing this file makes every op usable. No other file imports backends, excep
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from tilerec.ops import references as references
@@ -15,7 +17,7 @@ from tilerec.ops.runtime.cpu.library import status as cpu_status
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
 from tilerec.ops.runtime.triton.library import serves_gpus
 from tilerec.ops.runtime.triton.library import status as gpu_status
-
+from tilerec.torch_private import untested_version
 
 __all__ = [
     "NATIVE_CPU",
@@ -48,6 +50,9 @@ def _register_gpu() -> bool:
     gpu_backends.register()
     return True
 
+
+if _untested := untested_version(torch.__version__):
+    warnings.warn(_untested, stacklevel=2)
 
 NATIVE_CPU = _register_cpu()
 """True if the native CPU library provides CPU kernels in this process.
