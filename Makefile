@@ -12,6 +12,7 @@
 #   make nightly    all tests: those that take minutes included (`make parity` among them), `make chaos`,
 #                   `make sanitize`, `make simulated-gpu` and `make mutate` (hours); installs Ray, for its test
 #   make bench      set up .venv and .venv-peer (TorchRec + FBGEMM) and run the benchmarks side by side
+#   make docs       the site, in build/site/html; strict: broken links and undocumented public names fail
 #   make wheel      one py3-none-<platform> wheel in dist/
 #   make check-wheel  install that wheel into fresh environments and run the op tests there
 #   make native     build the native library into the working tree (the targets above do so if a source has changed)
@@ -175,6 +176,21 @@ bench: setup $(PEER)/.installed
 	$(BIN)/python benchmarks/jagged.py --peer $(PEER)/bin/python
 	$(BIN)/python benchmarks/sharded_step.py --peer $(PEER)/bin/python $(filter --quick,$(ARGS))
 	$(BIN)/python benchmarks/lookup.py --peer $(PEER)/bin/python $(ARGS)
+
+# ---------------------------------------------------------------------------------------------------- site
+
+$(VENV)/.docs: $(VENV)/.installed pyproject.toml
+	$(call say,MkDocs with its theme and its reader of docstrings)
+	$(BIN)/python $(PIP_INSTALL) $(INDEX) -c constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $@
+
+# Strict: a broken link, a page without a place in the navigation, or a public name without a docstring is an error.
+.PHONY: docs
+docs: $(VENV)/.docs
+	$(call say,the site: build/site/html/index.html)
+	$(BIN)/python scripts/docs_site.py --check
+	$(BIN)/python scripts/docs_site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # ------------------------------------------------------------------------------------------------ release
 

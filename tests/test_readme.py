@@ -105,4 +105,5 @@ def test_ci_runs_nothing_that_the_readme_does_not_name() -> None:
         for line in (ROOT / ".ci" / "run").read_text().splitlines()
         if line.strip() and not line.startswith(("#", "set ", "cd "))
     ]
-    assert commands == ["exec make test"]
+    assert commands == ["make test", "make docs"]
+    assert all(f"`{command}`" in (ROOT / "CONTRIBUTING.md").read_text() for command in commands)

@@ -555,3 +555,14 @@ def test_threads_have_passes_of_their_own() -> None:
 
     _Watch.apply(inside, [], x).backward()
     assert found == [-1]
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.1+cpu", "2.13.0a0+git1"])
+def test_tested_versions_of_torch_cause_no_warning(version: str) -> None:
+    assert private.untested_version(version) == ""
+
+
+@pytest.mark.parametrize("version", ["2.14.0.dev20261101+cu130", "3.0.0"])
+def test_a_newer_torch_is_named_with_the_newest_tested_one(version: str) -> None:
+    newest = ".".join(map(str, private.NEWEST_TESTED))
+    assert private.untested_version(version).startswith(f"torch: got {version}; expected {newest} or older")

@@ -39,7 +39,7 @@ from tilerec.checkpoint_cli import checkpoint_app
 from tilerec.command_policy import interrupt_by_exception
 from tilerec.data_cli import data_app
 from tilerec.delta_cli import delta_app
-from tilerec.doctor_cli import doctor
+from tilerec.doctor_cli import doctor, own_version
 from tilerec.plan_cli.app import plan_app
 from tilerec.port_cli import port
 from tilerec.run_cli.commands import add_run_commands
@@ -61,9 +61,7 @@ app.add_typer(delta_app, name="delta")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        import tilerec
-
-        typer.echo(f"tilerec {tilerec.__version__}")
+        typer.echo(f"tilerec {own_version()}")
         raise typer.Exit
 
 

@@ -68,6 +68,11 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+def own_version() -> str:
+    """Return the version of the installed package."""
+    return next((found.version for found in metadata.distributions(name="tilerec")), "unknown")
+
+
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Yield the findings of a check, and its exception as a finding: the other checks still run."""
     name = check.__name__.strip("_")
@@ -81,10 +86,9 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _versions() -> Iterator[Finding]:
     import torch
 
-    import tilerec
+    from tilerec.torch_private import untested_version
 
-    place = Path(tilerec.__file__).parent
-    yield Finding("ok", "tilerec", f"{tilerec.__version__}, {place}")
+    yield Finding("ok", "tilerec", f"{own_version()}, {Path(__file__).parent}")
     yield Finding("ok", "python", f"{platform.python_version()}, {sys.executable}")
     yield Finding("ok", "system", f"{platform.platform()}, {os.cpu_count()} cores")
     built = (
@@ -94,6 +98,9 @@ def _versions() -> Iterator[Finding]:
         if torch.version.hip
         else "CPU"
     )
+    newer = untested_version(torch.__version__)
+    if newer:
+        yield Finding("note", "torch", newer.split("; ")[1], "Run `make test` in a checkout.")
     yield Finding("ok", "torch", f"{torch.__version__}, {built} build, {torch.get_num_threads()} threads")
 
 
@@ -106,9 +113,9 @@ def _extras() -> Iterator[Finding]:
 
 
 def _native() -> Iterator[Finding]:
-    from tilerec.ops.backends import native_status
+    from tilerec.ops.backends import cpu_status
 
-    found = native_status()
+    found = cpu_status()
     if not found.reason:
         yield Finding("ok", "native library", f"{found.isa}, OpenMP: {found.openmp or 'none'}, {found.path}")
         if not found.openmp:
@@ -163,10 +170,10 @@ def _lookup_error(device: str) -> float:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    from tilerec.ops.backends import triton_status
+    from tilerec.ops.backends import gpu_status
 
     count = torch.cuda.device_count()
-    triton = triton_status()
+    triton = gpu_status()
     version = triton.reason or f"{triton.version}{', interpreted' if triton.interpreted else ''}"
     if triton.reason and count:
         yield Finding("note", "Triton", version, "Install triton: on a GPU, lookups run as plain torch without it.")

@@ -36,5 +36,20 @@ class CommsError(TilerecError, RuntimeError):
     """A collective that cannot complete: a peer failed, died, timed out, or called a different collective."""
 
 
+class MissingExtraError(TilerecError, ImportError):
+    """A part of the library that needs a package of an optional extra, which is not installed.
+
+    Args:
+        part: the module that needs it.
+        package: the package that is missing.
+        extra: the extra that installs it.
+    """
+
+    def __init__(self, part: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{part}: got no package {package}; expected it installed. Run pip install 'tilerec[{extra}]'."
+        )
+
+
 class ReshardError(TilerecError, RuntimeError):
     """A reshard that stopped midway; raised on every rank. The model still works: some tables moved, others did not."""

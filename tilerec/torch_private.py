@@ -556,3 +556,20 @@ def replace_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     before: Callable[..., Any] = optim._apply_optimizer_in_backward
     optim._apply_optimizer_in_backward = function
     return before
+
+
+NEWEST_TESTED = (2, 13)
+"""Newest minor version of torch that the tests ran with."""
+
+
+def untested_version(version: str) -> str:
+    """Return a warning if this version of torch is newer than the tests' newest; else "".
+
+    No upper bound pins torch: private names that this file uses rarely change, and a pin stops every other package.
+    """
+    if tuple(map(int, version.split(".")[:2])) <= NEWEST_TESTED:
+        return ""
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"torch: got {version}; expected {newest} or older, the newest tested one. If a call fails, use torch {newest}."
+    )

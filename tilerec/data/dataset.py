@@ -7,13 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import pyarrow as pa
 import torch
+
+from tilerec.errors import ConfigError, MissingExtraError
+
+try:
+    import pyarrow as pa
+except ModuleNotFoundError:
+    raise MissingExtraError("tilerec.data", "pyarrow", "data") from None
 
 from tilerec.data.batch import Batch
 from tilerec.data.delimited import RowCount
 from tilerec.data.share import Share, shares
-from tilerec.errors import ConfigError
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 
 _D = TypeVar("_D", bound="Dataset")

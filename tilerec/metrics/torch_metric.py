@@ -15,9 +15,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from tilerec.errors import ConfigError, InputError
+from tilerec.errors import ConfigError, InputError, MissingExtraError
+
+try:
+    from torchmetrics import Metric
+except ModuleNotFoundError:
+    raise MissingExtraError("tilerec.metrics", "torchmetrics", "train") from None
+
 from tilerec.metrics.rank_sums import RankSums
 from tilerec.metrics.samples import Samples
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tilerec.ops.lookup.definition import sequence_lookup
 from tilerec.ops.runtime.upload import constants
 from tilerec.sparse.jagged_tensor import JaggedTensor
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType, EmbeddingConfig
 from tilerec.storage.prefetched_results import MAX_RESULTS, PrefetchedResults, Sources
 
@@ -46,6 +48,11 @@ class EmbeddingCollection(RecordedCall, TableCollection):
     """
 
     embeddings: Tables
+
+    if TYPE_CHECKING:
+        plan: ShardingPlan  # set by `tilerec.shard`
+
+        def __call__(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]: ...
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from tilerec.ops.lookup.definition import pooled_lookup
 from tilerec.sparse.columns import Columns
 from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
 from tilerec.sparse.keyed_tensor import KeyedTensor
+from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.table import DataType, EmbeddingBagConfig
 from tilerec.storage.located_batch import FeatureBatch
 
@@ -51,6 +53,11 @@ class EmbeddingBagCollection(RecordedCall, TableCollection):
     """
 
     embedding_bags: Tables
+
+    if TYPE_CHECKING:
+        plan: ShardingPlan  # set by `tilerec.shard`
+
+        def __call__(self, features: KeyedJaggedTensor) -> KeyedTensor: ...
 
     def __init__(
         self,

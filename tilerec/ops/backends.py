@@ -5,16 +5,31 @@ Importing this file makes every op usable. No other file imports backends, excep
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from tilerec.ops import references as references
-from tilerec.ops.runtime.cpu.library import LibraryStatus, library
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
+from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.library import release_pages as release_pages
-from tilerec.ops.runtime.cpu.library import status as status_of_library
+from tilerec.ops.runtime.cpu.library import status as cpu_status
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
-from tilerec.ops.runtime.triton.library import TritonStatus, serves_gpus
-from tilerec.ops.runtime.triton.library import status as status_of_triton
+from tilerec.ops.runtime.triton.library import serves_gpus
+from tilerec.ops.runtime.triton.library import status as gpu_status
+from tilerec.torch_private import untested_version
+
+__all__ = [
+    "NATIVE_CPU",
+    "TRITON",
+    "advise_huge_pages",
+    "cpu_status",
+    "gpu_kernels_serve",
+    "gpu_status",
+    "references",
+    "release_pages",
+    "reused_empty",
+]
 
 
 def _register_cpu() -> bool:
@@ -36,6 +51,9 @@ def _register_gpu() -> bool:
     return True
 
 
+if _untested := untested_version(torch.__version__):
+    warnings.warn(_untested, stacklevel=2)
+
 NATIVE_CPU = _register_cpu()
 """True if the native CPU library provides CPU kernels in this process.
 
@@ -52,13 +70,3 @@ Otherwise `tilerec.ops.runtime.triton.library.status()` returns the reason.
 def gpu_kernels_serve(device: torch.device) -> bool:
     """Return True if GPU kernels serve the ops on this device: False on CPUs, and on GPUs with reference kernels."""
     return TRITON and device.type == "cuda"
-
-
-def native_status() -> LibraryStatus:
-    """Return the native CPU library of this process, or the reason why there is none."""
-    return status_of_library()
-
-
-def triton_status() -> TritonStatus:
-    """Return the version of Triton, or the reason why its kernels do not run."""
-    return status_of_triton()

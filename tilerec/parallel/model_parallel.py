@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,10 @@ class DistributedModelParallel(nn.Module):
         move_dense(module, self.device, group, dense.init_parameters)
         if dense.init_data_parallel:
             self.init_data_parallel()
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # the model's own arguments and result
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model."""

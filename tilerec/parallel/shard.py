@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +26,11 @@ from tilerec.sharders.table_sharders import ModuleSharder
 from tilerec.sharding.shard_ids import check_ids
 from tilerec.spec.topology import Topology
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 
 def shard(
-    module: nn.Module,
+    module: _Module,
     plan: AnyPlan | None = None,
     env: Ranks | None = None,
     device: torch.device | str | int | None = None,
@@ -36,7 +39,7 @@ def shard(
     mesh: Ranks | None = None,
     topology: Topology | None = None,
     exact: bool = False,
-) -> nn.Module:
+) -> _Module:
     """Shard every embedding collection in a module, including the module itself, in place. Collective.
 
     Names of modules, parameters and state do not change. Existing values and optimizer state are kept, cut to this
@@ -81,7 +84,8 @@ def shard(
         check_sharder(sharder, "shard: sharder")
         sharder = [sharder]
     group = group_of_ranks("shard", env=env, mesh=mesh)
-    return shard_tables(module, plan, group, topology, device, exact, sharder, "shard")
+    shard_tables(module, plan, group, topology, device, exact, sharder, "shard")
+    return module
 
 
 def shard_tables(
