@@ -46,7 +46,7 @@ def test_a_library_that_cannot_be_loaded_is_broken_and_has_a_next_move(
     library = tmp_path / "lib.so"
     library.write_text("no library")
     status = LibraryStatus(library, "it cannot be loaded: invalid ELF header")
-    monkeypatch.setattr("tilerec.ops.backends.cpu_status", lambda: status)
+    monkeypatch.setattr("tilerec.ops.backends.native_status", lambda: status)
     code, lines = _doctor()
     assert code == 1
     place = next(at for at, line in enumerate(lines) if line.startswith("broken  native library"))

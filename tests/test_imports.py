@@ -64,6 +64,48 @@ def test_an_op_is_imported_with_its_kernels() -> None:
     assert "tilerec.ops.backends" in _modules_after("from tilerec.data.rows import hash_rows")
 
 
+_BLOCKED = """
+import importlib
+import sys
+
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"pyarrow", "rich", "typer", "torchmetrics", "tensorboard", "safetensors", "click"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+
+sys.meta_path.insert(0, Block())
+import tilerec.lazy_names
+from tilerec.errors import MissingExtraError
+
+for name in tilerec.lazy_names.MODULES:
+    getattr(tilerec, name)
+for name in ("checkpoint", "export", "models", "optim", "parallel", "pipelines", "planner", "quantized", "viz"):
+    importlib.import_module(f"tilerec.{name}")
+for name in ("data", "train", "metrics", "recipes", "retrieval", "testing"):
+    try:
+        importlib.import_module(f"tilerec.{name}")
+    except MissingExtraError as error:
+        print(name, error)
+try:
+    from tilerec.__main__ import main
+
+    main()
+except SystemExit as error:
+    print(error)
+"""
+
+
+def test_the_library_needs_torch_and_numpy_alone_and_other_parts_name_their_extra() -> None:
+    done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["data", "train", "metrics", "recipes", "retrieval", "testing"]
+    assert all("Run pip install 'tilerec[" in line for line in lines)
+    assert lines[-1].endswith("Run pip install 'tilerec[cli]'.")
+
+
 def test_help_imports_neither_torch_nor_numpy_nor_what_needs_them() -> None:
     found = _modules_after(
         "from typer.testing import CliRunner\n"
@@ -137,45 +179,3 @@ def test_a_star_imports_the_names_of_the_package() -> None:
     names: dict[str, object] = {}
     exec("from tilerec import *", names)
     assert {*MODULES, "TilerecError", "ConfigError"} <= set(names)
-
-
-_BLOCKED = """
-import importlib
-import sys
-
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"pyarrow", "rich", "typer", "torchmetrics", "tensorboard", "safetensors", "click"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
-
-
-sys.meta_path.insert(0, Block())
-import tilerec.lazy_names
-from tilerec.errors import MissingExtraError
-
-for name in tilerec.lazy_names.MODULES:
-    getattr(tilerec, name)
-for name in ("checkpoint", "export", "models", "optim", "parallel", "pipelines", "planner", "quantized", "viz"):
-    importlib.import_module(f"tilerec.{name}")
-for name in ("data", "train", "metrics", "recipes", "retrieval", "testing"):
-    try:
-        importlib.import_module(f"tilerec.{name}")
-    except MissingExtraError as error:
-        print(name, error)
-try:
-    from tilerec.__main__ import main
-
-    main()
-except SystemExit as error:
-    print(error)
-"""
-
-
-def test_the_library_needs_torch_and_numpy_alone_and_other_parts_name_their_extra() -> None:
-    done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == ["data", "train", "metrics", "recipes", "retrieval", "testing"]
-    assert all("Run pip install 'tilerec[" in line for line in lines)
-    assert lines[-1].endswith("Run pip install 'tilerec[cli]'.")

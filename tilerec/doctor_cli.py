@@ -113,9 +113,9 @@ def _extras() -> Iterator[Finding]:
 
 
 def _native() -> Iterator[Finding]:
-    from tilerec.ops.backends import cpu_status
+    from tilerec.ops.backends import native_status
 
-    found = cpu_status()
+    found = native_status()
     if not found.reason:
         yield Finding("ok", "native library", f"{found.isa}, OpenMP: {found.openmp or 'none'}, {found.path}")
         if not found.openmp:
@@ -170,10 +170,10 @@ def _lookup_error(device: str) -> float:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    from tilerec.ops.backends import gpu_status
+    from tilerec.ops.backends import triton_status
 
     count = torch.cuda.device_count()
-    triton = gpu_status()
+    triton = triton_status()
     version = triton.reason or f"{triton.version}{', interpreted' if triton.interpreted else ''}"
     if triton.reason and count:
         yield Finding("note", "Triton", version, "Install triton: on a GPU, lookups run as plain torch without it.")

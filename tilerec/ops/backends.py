@@ -10,26 +10,14 @@ import warnings
 import torch
 
 from tilerec.ops import references as references
+from tilerec.ops.runtime.cpu.library import LibraryStatus, library
 from tilerec.ops.runtime.cpu.library import advise_huge_pages as advise_huge_pages
-from tilerec.ops.runtime.cpu.library import library
 from tilerec.ops.runtime.cpu.library import release_pages as release_pages
-from tilerec.ops.runtime.cpu.library import status as cpu_status
+from tilerec.ops.runtime.cpu.library import status as status_of_library
 from tilerec.ops.runtime.cpu.memory import reused_empty as reused_empty
-from tilerec.ops.runtime.triton.library import serves_gpus
-from tilerec.ops.runtime.triton.library import status as gpu_status
+from tilerec.ops.runtime.triton.library import TritonStatus, serves_gpus
+from tilerec.ops.runtime.triton.library import status as status_of_triton
 from tilerec.torch_private import untested_version
-
-__all__ = [
-    "NATIVE_CPU",
-    "TRITON",
-    "advise_huge_pages",
-    "cpu_status",
-    "gpu_kernels_serve",
-    "gpu_status",
-    "references",
-    "release_pages",
-    "reused_empty",
-]
 
 
 def _register_cpu() -> bool:
@@ -70,3 +58,13 @@ Otherwise `tilerec.ops.runtime.triton.library.status()` returns the reason.
 def gpu_kernels_serve(device: torch.device) -> bool:
     """Return True if GPU kernels serve the ops on this device: False on CPUs, and on GPUs with reference kernels."""
     return TRITON and device.type == "cuda"
+
+
+def native_status() -> LibraryStatus:
+    """Return the native CPU library of this process, or the reason why there is none."""
+    return status_of_library()
+
+
+def triton_status() -> TritonStatus:
+    """Return the version of Triton, or the reason why its kernels do not run."""
+    return status_of_triton()
