@@ -54,7 +54,8 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_table_of_rules_has_the_slots_and_row_sums_of_the_specs() -> None:
     rows = {cells[0].strip("`"): cells for cells in _table("The rules")}
-    assert set(rows) == {cls.__name__ for cls in SPECS.values()}
+    specs = [cls for cls in SPECS.values() if cls.__module__ == spec.__name__]  # a program may register others
+    assert set(rows) == {cls.__name__ for cls in specs}
     for name, (_, _, state, sums) in rows.items():
         cls = getattr(spec, name)
         made = cls(momentum=0.9) if name == "SGD" else cls()
@@ -63,7 +64,7 @@ def test_the_table_of_rules_has_the_slots_and_row_sums_of_the_specs() -> None:
         assert sums.startswith(str(made.phases)), name
     assert spec.RowWiseAdagrad(max_norm=1.0).phases == 2
     assert "2 with max_norm" in rows["RowWiseAdagrad"][3]
-    takes_row_step = [cls for cls in SPECS.values() if "row_step" in cls().to_json()]  # type: ignore[call-arg]
+    takes_row_step = [cls for cls in specs if "row_step" in cls().to_json()]  # type: ignore[call-arg]
     assert len(takes_row_step) == 5
     assert all(cls(row_step=True).slots[-1] == spec.Slot("step", "row") for cls in takes_row_step)  # type: ignore[call-arg]
 

@@ -468,12 +468,12 @@ class Broken(nn.Module):
 def test_ranks_that_treat_the_dense_part_differently_all_raise_with_ranks_and_values(pool: Pool) -> None:
     first, second = pool(2).run(settings_that_differ)
     assert first == second
-    assert "['init_data_parallel'] is True on rank 0 and False on rank 1" in first[0]
-    assert "['init_parameters'] is True on rank 0 and False on rank 1" in first[1]
-    assert "['data_parallel_wrapper'] is 'DefaultDataParallelWrapper' on rank 0 and 'Recorder'" in first[2]
-    assert "['wrapper_options']['static_graph'] is True on rank 0 and False on rank 1" in first[3]
-    assert "['wrapper_options']['allreduce_comm_precision'] is None on rank 0 and 'bf16'" in first[4]
-    assert "['params_to_ignore'] (length) is 0 on rank 0 and 1 on rank 1" in first[5]
+    assert "init_data_parallel is True on rank 0 and False on rank 1" in first[0]
+    assert "init_parameters is True on rank 0 and False on rank 1" in first[1]
+    assert "data_parallel_wrapper is 'DefaultDataParallelWrapper' on rank 0 and 'Recorder'" in first[2]
+    assert "wrapper_options.static_graph is True on rank 0 and False on rank 1" in first[3]
+    assert "wrapper_options.allreduce_comm_precision is None on rank 0 and 'bf16'" in first[4]
+    assert "params_to_ignore (length) is 0 on rank 0 and 1 on rank 1" in first[5]
 
 
 def test_a_copy_trains_on_its_own_over_the_same_ranks(pool: Pool) -> None:

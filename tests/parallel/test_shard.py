@@ -349,7 +349,7 @@ def test_ranks_with_different_plans_are_named() -> None:
         shard(Model(), plan=plan(rows_at(7, 4, 4 + group.rank)), mesh=group)
 
     message = raised(2, run)
-    assert "['plan']" in message
+    assert "plan.ebc." in message
     assert "items" in message
     assert "rank 1" in message
 
@@ -374,7 +374,7 @@ def test_ranks_with_different_tables_or_options_are_named() -> None:
         apply_optimizer_in_backward(Adagrad(lr=0.1 + group.rank), list(model.ebc.parameters()))
         shard(model, plan=plan(), mesh=group)
 
-    assert "['lr']" in raised(2, other_optimizers)
+    assert ".optimizer.lr is" in raised(2, other_optimizers)
 
 
 def test_a_tiling_that_the_optimizer_cannot_add_rows_under_is_refused_before_anything_changes() -> None:

@@ -12,7 +12,6 @@ from torch import nn
 from tilerec.comms.agreement import agreeing
 from tilerec.comms.group import Group
 from tilerec.optim.attach import restore_optimizers_on_error
-from tilerec.parallel import ddp_tables as ddp_tables
 from tilerec.parallel.device import device_of
 from tilerec.parallel.env import Ranks, group_of_ranks
 from tilerec.parallel.hot_tables import check_hot_tables

@@ -21,7 +21,6 @@ from tilerec.sharding.shard_collection import shard_collection
 from tilerec.sharding.shard_ids import IdRanks, shard_ids
 from tilerec.sharding.table import ShardedTable
 from tilerec.sharding.tile_memory import has_pending_init, initialized_memory
-from tilerec.spec.plan import Wire
 from tilerec.spec.tile import Tiling, rectangles
 from tilerec.storage.row_cache import RowCache
 from tilerec.storage.row_file import space_held
@@ -94,7 +93,7 @@ def shard_jobs(world: Group, jobs: Sequence[ShardJob]) -> None:
                     device=job.device,
                     exact=job.exact,
                     fan_in={name: s.ids_per_bag for name, s in own.items() if s.ids_per_bag is not None},
-                    wires={name: cast(Wire, sharding.wire) for name, sharding in own.items()},
+                    wires={name: sharding.wire for name, sharding in own.items() if sharding.wire is not None},
                     teams=job.teams,
                     memory=memory.pop(path, None),
                     caches=_caches(job, path),

@@ -13,6 +13,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.modules.collection import TableCollection
 from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.sharding import ddp_tables as ddp_tables
 from tilerec.sharding.embedding import (
     ShardedCollection,
     ShardedEmbeddingBagCollection,

@@ -28,6 +28,7 @@ from torch import Tensor
 from tilerec.errors import ConfigError
 from tilerec.ops.runtime.upload import capturing
 from tilerec.spec.optimizer import OptimizerSpec
+from tilerec.storage.update_watch import UpdateWatch
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,6 +55,7 @@ class SharedParamGroup(dict[str, Any]):
         self._copied: float | None = None  # the value of these copies
         # True once the loss scale was given or written: a GradScaler with another scale is then not for these tables.
         self.scale_known = values.get("grad_scale", 1.0) != 1.0
+        self.watch = UpdateWatch()
         self._frozen = False  # True once a graph has captured an update with these numbers
 
     @staticmethod

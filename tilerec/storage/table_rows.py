@@ -43,7 +43,6 @@ from tilerec.storage.prefetched_orders import PrefetchedOrders
 from tilerec.storage.row_cache import RowCache, full_beside
 from tilerec.storage.row_observer import RowObserver
 from tilerec.storage.shared_param_group import SharedParamGroup
-from tilerec.storage.update_watch import UpdateWatch
 
 _HOST = torch.device("cpu")
 
@@ -83,7 +82,6 @@ class TableRows(GradientSink):
         self.takes_gradients = False  # True: gradients are taken at the end of the backward; no dense `.grad`
         self._counter = "step"  # name of the update count in `state`
         self._warned = False
-        self.watch = UpdateWatch()
         self.named_idle = False  # a warning has named an optimizer whose steps do not change these rows
         self.names: Tensor | None = None  # int64, numbers of the rows in the table; None: consecutive, from `place`
         self.cache: RowCache | None = None  # None: rows are read and updated in the leaf
@@ -245,7 +243,8 @@ class TableRows(GradientSink):
         )  # fmt: skip
         for t, table in enumerate(tables):
             table.about_to_write(batch.ids_of(t) if table.observers else None)
-            table.watch.updated(table.name)
+            if table.group is not None:
+                table.group.watch.updated(table.handle, table.name)
         hyper = spec.hyper()
         hyper[1] *= self.divisor
         places = [table.place for table in tables]

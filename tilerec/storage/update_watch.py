@@ -7,6 +7,7 @@ A table with an attached optimizer has no gradient to accumulate: each pass is a
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 _steps = 0
 """Steps of torch's optimizers in this process, outside of compiled programs."""
@@ -18,26 +19,37 @@ def count_step() -> None:
     _steps += 1
 
 
-class UpdateWatch:
-    """The updates of one table, between steps of any optimizer.
+class _Updates(NamedTuple):
+    """The updates of one table: optimizer steps at the last one, whether cycles were seen, and repeated updates."""
 
-    It warns once, at the second repeated update after a first whole cycle of update, step, update. So programs without
-    other optimizers never see the warning, nor do programs that skip a step now and then (`GradScaler`).
+    at: int = 0
+    cycles: bool = False
+    repeats: int = 0
+
+
+class UpdateWatch:
+    """The updates of tables that were attached together, between steps of any optimizer.
+
+    It warns once, at the second repeated update of a table after a first whole cycle of update, step, update. So
+    programs without other optimizers never see the warning, nor do programs that skip a step now and then
+    (`GradScaler`).
     """
 
     def __init__(self) -> None:
-        self._at = 0  # number of steps at the last update
-        self._cycles = False
-        self._repeats = 0
+        self._tables: dict[int, _Updates] = {}
+        self._warned = False
 
-    def updated(self, name: str) -> None:
-        """Record an update of the table with this name."""
-        if self._at != _steps:
-            self._cycles |= self._at > 0
-            self._at = _steps
-        elif self._cycles:
-            self._repeats += 1
-            if self._repeats == 2:
+    def updated(self, handle: int, name: str) -> None:
+        """Record an update of the table with this handle and name."""
+        if self._warned or not _steps:
+            return
+        before = self._tables.get(handle, _Updates())
+        if before.at != _steps:
+            self._tables[handle] = _Updates(_steps, before.cycles or before.at > 0, before.repeats)
+        elif before.cycles:
+            self._tables[handle] = before._replace(repeats=before.repeats + 1)
+            self._warned = before.repeats > 0
+            if self._warned:
                 warnings.warn(
                     f"Table '{name}': its attached optimizer updates it in every backward pass, and several passes run "
                     "between two optimizer.step(), so its gradients are not accumulated. Pass accumulate=k to the "

@@ -167,7 +167,7 @@ def test_ranks_that_want_other_sizes_are_named() -> None:
         return str(caught.value)
 
     for words in run_virtual_ranks(2, fn):
-        assert "['rows'] is 96 on rank 0 and 144 on rank 1" in words
+        assert "rows is 96 on rank 0 and 144 on rank 1" in words
 
 
 def places(module: Any, ids: range) -> dict[int, int]:

@@ -192,9 +192,9 @@ def face() -> list[str]:
     with pytest.raises(ConfigError, match="world_size: got 8; expected 4" if rank == 3 else "differs between ranks"):
         DMPCollection(model(), "cpu", PLAN, 8 if rank == 3 else 4, 2)
     # What concerns the dense part only must be alike, too: some ranks would wait in its first all-reduce.
-    with pytest.raises(ConfigError, match=r"\['init_data_parallel'\] is True on ranks 0, 2, 3 and False on rank 1"):
+    with pytest.raises(ConfigError, match=r"init_data_parallel is True on ranks 0, 2, 3 and False on rank 1"):
         wrapped(2, init_data_parallel=rank != 1)
-    with pytest.raises(ConfigError, match=r"\['data_parallel_wrapper'\] is 'DefaultData.* and 'Unwrapped' on rank 1"):
+    with pytest.raises(ConfigError, match=r"data_parallel_wrapper is 'DefaultData.* and 'Unwrapped' on rank 1"):
         wrapped(2, data_parallel_wrapper=Unwrapped() if rank == 1 else None)
     with pytest.warns(UserWarning, match="reduce_hook .sync='exact' exchanges gradients"):
         dmp.set_all_reduce_hook(print)

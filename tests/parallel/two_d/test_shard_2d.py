@@ -600,10 +600,10 @@ def test_replicas_that_were_asked_for_different_averages_all_say_so() -> None:
             return str(error), two.unsynced_steps
         return "", two.unsynced_steps
 
-    for differ, word in (("state", "['include_optimizer_state'] is True on rank 0 and False on rank 1"),
+    for differ, word in (("state", "include_optimizer_state is True on rank 0 and False on rank 1"),
                          ("hook", "['a hook averages'] is False on rank 0 and True on rank 1"),
                          ("rule", "is 'RowWiseAdagrad' on rank 0 and 'SGD' on rank 1"),
-                         ("rate", "['lr'] is '0.1' on rank 0 and '0.7' on rank 1")):  # fmt: skip
+                         ("rate", ".lr is '0.1' on rank 0 and '0.7' on rank 1")):  # fmt: skip
         first, second, *others = run_virtual_ranks(4, run, differ)
         assert word in first[0], first
         assert first[0] == second[0]
