@@ -71,7 +71,7 @@ def test_the_price_of_a_row_is_that_of_each_of_its_tensors() -> None:
         model: Model = decision.problem.model
         tensors = 1 + len(request.tables[0].optimizer.slots)  # type: ignore[union-attr]
         expected = model.missed[0] * 2 * tensors * (file_row or FILE_ROW)
-        assert model.fetched(torch.tensor([0]).numpy(), 1.0, 64)[0] == pytest.approx(expected)
+        assert model.fetched(torch.tensor([0]).numpy(), model.missed[0], 64)[0] == pytest.approx(expected)
         seconds.append(decision.priced.cost_ps)
     assert seconds[0] == seconds[1] < seconds[2]
 

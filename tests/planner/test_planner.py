@@ -467,7 +467,7 @@ def test_other_inputs_are_named_even_where_they_leave_a_rank_no_plan() -> None:
 
     for text in run_virtual_ranks(2, plan):
         assert "The plan differs between ranks: inputs.tables" in text
-        assert "['constraints'] is missing on rank 0 and there on rank 1" in text
+        assert ".constraints is missing on rank 0 and there on rank 1" in text
 
 
 def test_a_rank_with_a_broken_part_of_its_own_leaves_nobody_waiting() -> None:
