@@ -523,7 +523,7 @@ def test_ranks_with_other_settings_are_named() -> None:
         return str(caught.value)
 
     for words in run_virtual_ranks(3, fn):
-        assert "['user']['max_probe'] is 128 on ranks 0, 2 and 3 on rank 1" in words
+        assert "user.max_probe is 128 on ranks 0, 2 and 3 on rank 1" in words
 
 
 def test_a_batch_that_one_rank_refuses_is_heard_on_all_and_changes_nothing() -> None:
