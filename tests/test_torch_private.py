@@ -9,17 +9,21 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
 
+from tilerec import ops as ops
 from tilerec import torch_private as private
 
 
@@ -295,6 +299,25 @@ def test_a_forward_knows_the_ddp_around_it(one_rank: None) -> None:
     assert [id(p) for p in private.ddp_parameters(wrapped)] == [id(model.weight)]
     assert private.is_ddp_ignored(model.bias)
     assert not private.is_ddp_ignored(model.weight)
+
+
+def test_fully_shard_leaves_excluded_modules_alone(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    private.exclude_from_fsdp(model[0])
+    fully_shard(model)
+    assert type(model[0].weight) is nn.Parameter
+    assert isinstance(model[1].weight, DTensor)
+
+
+def test_default_collate_takes_a_function_for_a_type() -> None:
+    class Item:
+        pass
+
+    def count(items: list[Item], *, collate_fn_map: Any = None) -> int:
+        return len(items)
+
+    private.register_collate(Item, count)
+    assert default_collate([{"item": Item()}, {"item": Item()}]) == {"item": 2}
 
 
 @pytest.mark.parametrize("fixed", [True, False])
