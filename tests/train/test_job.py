@@ -61,7 +61,7 @@ def plan_of(folder: str, steps: int, sharding: str, again: bool) -> Mapping[str,
     own = replace(own, train=replace(own.train, max_steps=steps), parallel=parallel)
     with pytest.MonkeyPatch.context() as patch:
         if again:
-            patch.delattr("tilerec.train.run_plan.run_plan")
+            patch.delattr("tilerec.parallel.made_plan.EmbeddingShardingPlanner")
         plan = train(own, group=ProcessGroupComms()).model.plan
     assert isinstance(plan, ShardingPlan)
     return plan.to_json()
