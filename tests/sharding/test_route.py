@@ -251,7 +251,7 @@ def test_numbers_that_a_graph_makes_are_no_other_graphs(monkeypatch: pytest.Monk
     """They are there when it has run, and not before."""
     before = counting(3, torch.device("cpu"))
     monkeypatch.setattr(upload, "capturing", lambda: True)
-    one, other = (counting(1 << 16, torch.device("cpu")) for _ in range(2))
+    one, other = (counting(1 << 22, torch.device("cpu")) for _ in range(2))  # more than other tests have made
     assert one.data_ptr() != other.data_ptr()
     assert counting(4, torch.device("cpu")).data_ptr() == before.data_ptr(), "what was there before may be used"
 
