@@ -82,6 +82,6 @@ def test_the_shell_completes_commands() -> None:
         "-c",
         "import sys; sys.argv = ['tilerec']; from tilerec.cli import app; app(prog_name='tilerec')",
     ]
-    asked = {"_TILEREC_COMPLETE": "complete_bash", "COMP_WORDS": "tilerec tr", "COMP_CWORD": "1"}
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    request = {"_TILEREC_COMPLETE": "complete_bash", "COMP_WORDS": "tilerec tr", "COMP_CWORD": "1"}
+    done = subprocess.run(command, env={**os.environ, **request}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["train"]

@@ -25,7 +25,7 @@ names = sorted({str(name) for name in torch._C._dispatch_get_all_op_names() if n
 has = torch._C._dispatch_has_kernel_for_dispatch_key
 print(json.dumps({"triton": backends.TRITON, **{k: [n for n in names if has(n, k)] for k in ("CPU", "CUDA")}}))
 """
-# Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan asks for it, and
+# Torch's own kernels do these as they should on GPUs. (There, ids are made distinct only if a plan demands it, and
 # rows of files pass through memory of the host.)
 AS_THE_REFERENCE = {
     *("offsets_from_lengths", "take_segments_", "hash_rows_", "best_rows"),

@@ -94,7 +94,7 @@ def test_a_table_with_hot_rows_equals_unsharded(marks: tuple[str, str, str, str]
 def test_in_exact_mode_bits_are_those_of_the_unsharded_module(
     tiling: str, form: str, world: str, optimizer: str
 ) -> None:
-    """Bits of the same ranks without hot rows; these equal the unsharded module's where `keeps_order` says so."""
+    """Bits of the same ranks without hot rows; these equal the unsharded module's where `keeps_order` is True."""
     plain = replace(tabled(tiling, form, optimizer, world), exact=True)
     case = hot(plain)
     got, want = without_copies(case, run_virtual(case)), run_virtual(plain)

@@ -111,7 +111,7 @@ class Model:
 
     @cached_property
     def may_send_once(self) -> Bools:
-        """[F] features whose ids may travel once each: on CPUs if it pays, elsewhere if the plan asks for it."""
+        """[F] features whose ids may travel once each: on CPUs if it pays, elsewhere if the plan demands it."""
         work = self.workload
         waits = self.topology.compute_device != "cpu"
         return work.single_ids & (work.forced == 1 if waits else work.forced != 0)
