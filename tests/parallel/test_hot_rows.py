@@ -1,4 +1,4 @@
-"""No reader of a model sees the copies of hot rows: each way to read a model gives the bits of one without hot rows, and each way
+"""Copies of hot rows stay hidden: each way to read a model gives the bits of one without hot rows, and each way
 to write one fills the copies. Tables that cannot have hot rows are refused by name.
 """
 
