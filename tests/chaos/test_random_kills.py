@@ -68,6 +68,7 @@ def same_bits(pool: Pool, folder: Path, world: int, kills: int, counts: Counts, 
     strike(pool, [world], want, folder, kills, dice, counts, lambda run: check_bits(run, want), incremental)
 
 
+@NIGHTLY
 @pytest.mark.filterwarnings("error")
 def test_two_kills_on_two_ranks_change_no_bit_and_no_sample(pool: Pool, tmp_path: Path, counts: Counts) -> None:
     same_bits(pool, tmp_path, 2, 2, counts)

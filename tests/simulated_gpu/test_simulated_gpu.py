@@ -37,6 +37,7 @@ def on_it(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="tests the simulation, not the library: nightly")
 def test_a_device_refuses_what_a_gpu_refuses_and_replays_what_was_captured(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from tilerec.spec.plan import ShardingType
 from tilerec.spec.tile import Tiling, ceil_chunks
 from tilerec.spec.topology import Topology, gigabytes_per_second
 
+NIGHTLY = pytest.mark.skipif(os.environ.get("TILEREC_NIGHTLY") != "1", reason="seconds each: nightly")
 PLAIN = specs.SGD(0.1)
 
 
@@ -684,7 +686,7 @@ def test_a_host_that_adds_up_its_rows_waits_for_those_of_others() -> None:
     assert evaluate(alone, option, places).cost <= found.cost <= priced.seconds * 1e12
 
 
-@pytest.mark.parametrize("local", [2, 4, 8])
+@pytest.mark.parametrize("local", [2, *(pytest.param(n, marks=NIGHTLY) for n in (4, 8))])
 def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -> None:
     topology = Topology(8 * local, local_world_size=local)
     for seed in range(2):
@@ -698,7 +700,9 @@ def test_with_sums_inside_hosts_a_search_finds_what_its_plan_costs(local: int) -
         assert even.cost / 1e12 <= priced * (1 + ROUGH)
 
 
-@pytest.mark.parametrize("dear", ["network_in", "network_out", "link_in", "link_out"])
+@pytest.mark.parametrize(
+    "dear", ["network_in", "link_out", *(pytest.param(d, marks=NIGHTLY) for d in ("network_out", "link_in"))]
+)
 def test_with_sums_inside_two_hosts_no_arrangement_is_below_the_bound(dear: str) -> None:
     topology = Topology(4, local_world_size=2, inter_host_bw=gigabytes_per_second(20))
     speeds = default_speeds(topology)
