@@ -86,7 +86,9 @@ def test_bytes_with_hot_ids_are_those_the_runtime_sends(distinct: bool | None) -
 def test_hot_ids_of_a_table_in_frequency_order_leave_its_ranges() -> None:
     """Of two ranges, the first one has nearly all reads, and the hot ids, which are its first rows, most of these."""
     rows, world = 5000, Topology(2, "cpu")
-    work = TableWork("t", rows, 8, optimizer=specs.SGD(0.1), reads=[Reads(8 * MANY)], skew=Skew(rows, 1.05, ordered=True))
+    work = TableWork(
+        "t", rows, 8, optimizer=specs.SGD(0.1), reads=[Reads(8 * MANY)], skew=Skew(rows, 1.05, ordered=True)
+    )
     for ids in (np.arange(100), np.arange(2400, 2600)):
         tiling = Tiling.of("t", rows, 8, [(0, 2500, 0, 8, 1), (2500, rows, 0, 8, 0)])
         for distinct in (True, False):

@@ -1,4 +1,4 @@
-"""Amounts of the option COPIES: a copy of the table on every rank; and of heads: copies of the rows that are read most.
+"""Amounts of the option COPIES: a copy of the table on every rank; and of heads, copies of rows that are read most.
 
 Each rank looks its own batch up in its copy. Then all ranks exchange their gradients, and every copy is updated with
 the gradients of all ranks (docs/planner-cost.md).
@@ -20,8 +20,9 @@ class Head(NamedTuple):
     """Rows of tables on every rank, and the batch of one home in them.
 
     Args:
-        first, rows: [T] the first row, and their number; 0 without a head. Hot ids are the rows behind a table. reads, once, distinct: [T] share of the table's ids, of the distinct ids of one
-            home, and of the distinct rows of all homes.
+        first, rows: [T] the first row, and their number; 0 without a head. Hot ids are rows behind the table.
+        reads, once, distinct: [T] share of the table's ids, of the distinct ids of one home, and of the distinct rows
+            of all homes.
         P, N, payload, items: [n] bags, ids, bytes of ids, and bags to write, for the tables of an option.
     """
 
@@ -68,7 +69,8 @@ def _add_rows(
     """Add the amounts of copies of some rows.
 
     Args:
-        model: with the heads of the tables. first: [n] the first of the rows. rows, bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
+        model: with the heads of the tables. first, rows: [n] the first of the rows, and their number.
+        bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
     """
     work, ranks = model.workload, amounts.ranks
     rates, speeds = model.rates, model.speeds

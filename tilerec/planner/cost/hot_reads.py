@@ -11,7 +11,7 @@ Legend: T tables, L tables with a law, B buckets of ranks (frequency.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt

@@ -76,7 +76,9 @@ class PieceAmounts:
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
         self.amounts, self.o, self.t, self.option = amounts, o, t, option
         self.hot_rows = hot = np.where(amounts.work.ordered, 0, self._head_rows())
-        self.model = model = amounts.model.with_hot(HotReads.most_frequent(amounts.work, hot)) if hot.any() else amounts.model
+        self.model = model = (
+            amounts.model.with_hot(HotReads.most_frequent(amounts.work, hot)) if hot.any() else amounts.model
+        )
         work, lower = model.workload, amounts.lower
         way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
@@ -122,7 +124,9 @@ class PieceAmounts:
         # Rows of repeated ids are written to all their bags.
         self.written = self.sums
         if once.any():
-            self.written = sums_inside_hosts(model, on, self.parts, even, even, t, np.full(len(once), -1.0), lower=lower)
+            self.written = sums_inside_hosts(
+                model, on, self.parts, even, even, t, np.full(len(once), -1.0), lower=lower
+            )
         if lower and self.uneven:
             # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
             self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
@@ -352,7 +356,9 @@ class PieceAmounts:
             weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
-        amounts.divisible[t, o] = (self.option.way is Way.ROWS and self.rows > 1 and not self.option.head) & ~work.ordered[t]
+        amounts.divisible[t, o] = (
+            self.option.way is Way.ROWS and self.rows > 1 and not self.option.head
+        ) & ~work.ordered[t]
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
         buffers = self.whole_payload * copies + self.whole_P * width * work.wide
         buffers = ranks * (buffers + self.whole_N * KEY_BYTES)

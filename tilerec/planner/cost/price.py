@@ -216,9 +216,10 @@ class _Pricing:
         np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width, distinct), weights))
 
     def _write_back(self, table: Ints, owner: Ints, part: Floats) -> None:
-        """Add the copies of updated hot rows to their places. part: [n] of the cells of a table, in pieces of owners."""
+        """Add the copies of updated hot rows to their places. part: [n] of a table's cells, in pieces of owners."""
         rows = self.work.rows[table]
-        head = self.model.seen(self.ranks).between(table, rows, rows + self.work.hot.rows[table])  # type: ignore[union-attr]
+        assert self.work.hot is not None
+        head = self.model.seen(self.ranks).between(table, rows, rows + self.work.hot.rows[table])
         np.add.at(self.parts["update"], owner, np.where(head > 0.0, self.model.write_back(table, head * part), 0.0))
 
     def _of_features(self, marks: list[tuple[int, int, int, tuple[int, ...]]]) -> tuple[Floats, Floats]:

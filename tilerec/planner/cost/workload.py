@@ -259,7 +259,9 @@ class Workload:
         place = np.arange(len(reads)) - first[self.table] if reads else np.zeros(0, np.int64)
         self.turns = [np.flatnonzero(place == k) for k in range(int(place.max()) + 1 if reads else 0)]
         self.ordered = np.array([t.skew is not None and t.skew.ordered for t in self.tables], np.bool_)
-        self.named = np.array([0 if t.skew is None or t.skew.ordered else len(t.skew.hot) for t in self.tables], np.int64)
+        self.named = np.array(
+            [0 if t.skew is None or t.skew.ordered else len(t.skew.hot) for t in self.tables], np.int64
+        )
         self.hot: HotReads | None = None
         self._hot_orders: dict[int, Ints] = {}
         self.ids = self.per_table(self.bags * self.ids_per_bag)

@@ -417,7 +417,9 @@ def _spread(instance: Instance, t: int, o: int) -> Ints:
 
 def _heads_text(sizes: Sequence[tuple[int, float, float]], *, ordered: bool) -> str:
     """Return a sentence about the bytes without a head and with heads; sizes: as `Problem.head_bytes`."""
-    known, rows = ("Its ids are numbered by frequency", "first rows") if ordered else ("Its hot ids are known", "hot rows")
+    known, rows = (
+        ("Its ids are numbered by frequency", "first rows") if ordered else ("Its hot ids are known", "hot rows")
+    )
     first, *others = [(rows, reads, bytes_text(round(sent))) for rows, reads, sent in sizes]
     each = ", ".join(f"{sent} with {rows:,} ({reads:.0%} of the ids)" for rows, reads, sent in others)
     return (

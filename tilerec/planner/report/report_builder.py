@@ -102,10 +102,10 @@ def _hot_rows(decision: Decision) -> list[str]:
     tilings = [tiling for work in works if (tiling := shardings[work.name].tiling) is not None]
     rows = sum(len(tiling.head.hot) for tiling in tilings if tiling.head is not None)
     saved = bytes_saved(works, tilings, decision.request.topology)
-    more_or_less = "less" if saved >= 0 else "more"
+    change = f"{bytes_text(round(abs(saved)))} {'less' if saved >= 0 else 'more'}"
     return [
-        f"{len(works)} of {len(decision.request.tables)} tables have copies of hot rows on every rank, {rows:,} in all: "
-        f"a rank sends {bytes_text(round(abs(saved)))} {more_or_less} in a step than without them"
+        f"{len(works)} of {len(decision.request.tables)} tables have {rows:,} hot rows on every rank: with "
+        f"them a rank sends {change} in a step"
     ]
 
 
