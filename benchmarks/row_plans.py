@@ -228,7 +228,7 @@ def step_times(exponent: float) -> None:
         for head in STEP_HEADS:
             (plain, bare), (hot, less) = run_ranks(2, step_seconds, head, distinct, exponent)[0]
             print(
-                f"repeated ids {'once' if distinct else 'each'}, {head:,} hot ids: {plain * 1e3:.1f} -> {hot * 1e3:.1f} "
+                f"ids {'once' if distinct else 'each'}, {head:,} hot: {plain * 1e3:.1f} -> {hot * 1e3:.1f} "
                 f"ms ({hot / plain:.2f}), {bare:.2f} -> {less:.2f} MB",
                 flush=True,
             )

@@ -160,7 +160,7 @@ class Seen:
         found: Floats = sum(counts * each)
         self.whole[lawful] = np.minimum(found, draws[lawful])
         if hot is not None:
-            head: Floats = sum(hot.inside[:, own] * each)
+            head = np.asarray(sum(hot.inside[:, own] * each))
             self._head[lawful] = head * (self.whole[lawful] / np.maximum(found, 1e-300))
             each = each * hot.cold(laws)[:, own]
         by_row = np.flatnonzero(ordered[table[lawful]])
