@@ -13,7 +13,7 @@ from tests.planner.cost.test_price import MANY, check
 from tilerec.errors import ConfigError
 from tilerec.planner.cost.head_bytes import bytes_saved, head_bytes, read_curve
 from tilerec.planner.cost.hot_reads import HotReads
-from tilerec.planner.cost.model import Model
+from tilerec.planner.cost.model import HOT_PIECE, Model
 from tilerec.planner.cost.options import Problem, build
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.ways import HEADS, Limits, Option, Way
@@ -135,7 +135,7 @@ def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
     less = price([tiling], Model(Workload([work]), faster))
     assert found.parts["route"] - less.parts["route"] == pytest.approx(np.full(2, 1000 * 8e-9))
     assert float(own.write_back(each, head)[0]) == pytest.approx(
-        float(head[0] * (own.rates.at("pick", 64.0) + own.rates.at("place", 64.0)))
+        HOT_PIECE + float(head[0] * (own.rates.at("pick", 64.0) + own.rates.at("place", 64.0)))
     )
 
 
