@@ -8,10 +8,9 @@ from tilerec.parallel.env import ShardingEnv as ShardingEnv
 from tilerec.parallel.full_state import full_state_dict as full_state_dict
 from tilerec.parallel.model_parallel import DistributedModelParallel as DistributedModelParallel
 from tilerec.parallel.plan_of import plan_of as plan_of
-from tilerec.parallel.resharding.hot_load import HotLoad as HotLoad
-from tilerec.parallel.resharding.hot_load import count_hot_ids as count_hot_ids
 from tilerec.parallel.resharding.measured_load import FeatureLoad as FeatureLoad
 from tilerec.parallel.resharding.measured_load import Load as Load
+from tilerec.parallel.resharding.measured_load import count_hot_ids as count_hot_ids
 from tilerec.parallel.resharding.measured_load import load_of as load_of
 from tilerec.parallel.resharding.move_report import Resharded as Resharded
 from tilerec.parallel.resharding.rebalance import rebalance as rebalance

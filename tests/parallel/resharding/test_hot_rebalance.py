@@ -15,8 +15,8 @@ from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.full_state import full_state_dict
 from tilerec.parallel.plan_of import plan_of
-from tilerec.parallel.resharding.hot_load import HotLoad, count_hot_ids, merged
-from tilerec.parallel.resharding.measured_load import load_of
+from tilerec.parallel.resharding.hot_load import HotLoad, merged
+from tilerec.parallel.resharding.measured_load import count_hot_ids, load_of
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.rebalance_decision import Rebalanced
 from tilerec.parallel.resharding.table_move import TableMove

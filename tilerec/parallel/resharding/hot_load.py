@@ -6,15 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
-from tilerec.errors import ConfigError
-from tilerec.parallel.resharding.running_plan import sharded_collections
-from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.planner.cost.frequency import bucket_edges
 from tilerec.planner.cost.workload import MOST_EXPONENT, Reads, Skew, TableWork, Workload
 from tilerec.sharding.hot_counts import FrequentIds
-from tilerec.spec.hot_rows import MOST_HOT_ROWS
 
 LEAST_COUNT = 4
 """Fewest occurrences of a hot id: rarer ones are among the most frequent by chance."""
@@ -42,26 +37,6 @@ class HotLoad:
         if ends[-1] == rows:
             curve = (*curve[:-1], (rows, 1.0))
         return Skew(rows, _exponent(rows, *curve[-1]), curve=curve, hot=self.ids)
-
-
-def count_hot_ids(model: nn.Module, most: int) -> None:
-    """Count the most frequent ids of all tables of a sharded model from now on, for `load_of` and `rebalance`.
-
-    Tables with hot rows are counted anyway. Call it on every rank. Counts begin anew.
-
-    Args:
-        model: a model from `shard` or `DistributedModelParallel`.
-        most: number of ids per table; 0: count tables with hot rows only.
-
-    Raises:
-        ConfigError: the model is not sharded, or `most` is no number of ids.
-    """
-    if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MOST_HOT_ROWS:
-        raise ConfigError(
-            f"count_hot_ids: most: got {most!r}; expected a whole number of ids, 0 to {MOST_HOT_ROWS:,}. Pass one."
-        )
-    for part in sharded_collections(unwrapped(model)[0], "count_hot_ids", two_d=True).values():
-        part.exchange.count_hot(most)
 
 
 def merged(found: Iterable[FrequentIds | None]) -> HotLoad | None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name
 from tilerec.parallel.resharding.hot_load import HotLoad, merged
 from tilerec.parallel.resharding.running_plan import sharded_collections
@@ -25,6 +26,7 @@ from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
 from tilerec.sharding.hot_counts import FrequentIds
 from tilerec.sharding.layout import reader
+from tilerec.spec.hot_rows import MOST_HOT_ROWS
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,26 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
             mean_steps = max(1.0, steps / group.size)
             _add(path, part, counts_by_rank, mean_steps, features, reads)
     return Load(most, features, reads, hot)
+
+
+def count_hot_ids(model: nn.Module, most: int) -> None:
+    """Count the most frequent ids of all tables of a sharded model from now on, for `load_of` and `rebalance`.
+
+    Tables with hot rows are counted anyway. Call it on every rank. Counts begin anew.
+
+    Args:
+        model: a model from `shard` or `DistributedModelParallel`.
+        most: number of ids per table; 0: count tables with hot rows only.
+
+    Raises:
+        ConfigError: the model is not sharded, or `most` is no number of ids.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MOST_HOT_ROWS:
+        raise ConfigError(
+            f"count_hot_ids: most: got {most!r}; expected a whole number of ids, 0 to {MOST_HOT_ROWS:,}. Pass one."
+        )
+    for part in sharded_collections(unwrapped(model)[0], "count_hot_ids", two_d=True).values():
+        part.exchange.count_hot(most)
 
 
 def own_reads(part: ShardedCollection) -> list[int]:
