@@ -10,9 +10,10 @@ Ranks are threads, and bytes are counted (`model.traffic()`), so the figures are
 Ids follow a Zipf law. "scrambled": frequent ids are anywhere. "sorted": id 0 is the most frequent one, as in a table in
 frequency order. A head of h rows is a copy on every rank. The other rows are cut evenly, or, "by reads", so that
 each rank's rows get an equal number of distinct ids. "Planner": the ranges that the planner cuts. "HotRows": the h most
-frequent ids of a scrambled table are hot, and all its rows are cut evenly; this has no price.
+frequent ids of a scrambled table are hot, and all its rows are cut evenly.
 
     python benchmarks/row_plans.py --map     nanoseconds per id of the op that finds hot ids
+    python benchmarks/row_plans.py --step    seconds of a step on 2 processes, with hot ids and without, step by step
 
     MB         sent by a rank in a step, the mean over ranks: ids, rows, gradients, and gradients of copies
     largest    the rank that sends most, over the mean
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from tilerec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from tilerec.comms.group import Group
+from tilerec.comms.process import ProcessGroupComms
 from tilerec.ops.hot.definition import finder_of
 from tilerec.optim.attach import apply_optimizer_in_backward
 from tilerec.parallel.shard import shard
@@ -51,11 +53,13 @@ from tilerec.spec.optimizer import SGD
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
+from tilerec.testing.ranks import run_ranks
 from tilerec.testing.virtual import run_virtual_ranks
 
 CASES = {"bags": (8, 128, 2048, 1), "sequence": (8, 64, 1024, 20)}
 """Tables, columns, samples of a rank, ids of a sample."""
 ROWS = 100_000
+STEP_TABLES, STEPS, STEP_HEADS = 26, 24, (200, 1_000)
 Array = npt.NDArray[np.float64]
 META = torch.device("meta")  # each rank makes its own rows only
 
@@ -156,7 +160,8 @@ def sent(group: Group, case: str, plan: RowPlan, distinct: bool, exponent: float
 def predicted(case: str, plan: RowPlan, ranks: int, distinct: bool, exponent: float) -> Array:
     """Return the bytes that each rank sends by the planner's price."""
     works = [work(f"t{t}", case, exponent, scrambled=plan.scrambled, distinct=distinct) for t in range(CASES[case][0])]
-    sent = price([plan.tiling] * len(works), Model(Workload(works), Topology(ranks, "cpu"))).sent
+    tiling = plan.tiling.with_hot("t", plan.hot, ranks)
+    sent = price([tiling] * len(works), Model(Workload(works), Topology(ranks, "cpu"))).sent
     return np.sum(list(sent.values()), axis=0)
 
 
@@ -181,14 +186,67 @@ def map_times(exponent: float) -> None:
         print(line, flush=True)
 
 
+def step_module(head: int, distinct: bool, group: Group) -> Any:
+    """Return 26 row-wise tables of 100,000 x 128 with SGD; head: number of hot rows."""
+    names = [f"t{t}" for t in range(STEP_TABLES)]
+    configs = [EmbeddingBagConfig(ROWS, 128, name, feature_names=[name]) for name in names]
+    module = EmbeddingBagCollection(configs, device=META)
+    apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    hot = HotRows(scrambled()[:head]) if head else None
+    one = ParameterSharding(ShardingType.ROW_WISE, wire=Wire(distinct=None if distinct else False), hot=hot)
+    return shard(module, plan={"": dict.fromkeys(names, one)}, mesh=group)
+
+
+def step_seconds(head: int, distinct: bool, exponent: float) -> list[tuple[float, float]]:
+    """Return medians over steps, (seconds, MB sent) of a rank, without hot rows and with them, which take turns."""
+    torch.set_num_threads(1)
+    group = ProcessGroupComms()
+    modules = [step_module(own, distinct, group) for own in (0, head)]
+    generator = torch.Generator().manual_seed(group.rank)
+    law, order = probabilities(exponent).cumsum(0), scrambled()
+    names = [f"t{t}" for t in range(STEP_TABLES)]
+    seconds: list[list[float]] = [[], []]
+    sent = [0, 0]
+    for step in range(STEPS + 3):
+        draws = torch.rand(STEP_TABLES * 2048, generator=generator, dtype=torch.float64)
+        ids = order[torch.searchsorted(law, draws).clamp(max=ROWS - 1)]
+        batch = KeyedJaggedTensor(names, ids, lengths=torch.ones(STEP_TABLES * 2048, dtype=torch.int32))
+        for k in (0, 1) if step % 2 else (1, 0):
+            traffic(modules[k]).reset()
+            group.all_gather_object(None)
+            begun = time.perf_counter()
+            modules[k](batch).values().sum().backward()
+            group.all_gather_object(None)
+            if step >= 3:
+                seconds[k].append(time.perf_counter() - begun)
+                sent[k] += sum(line.total for line in traffic(modules[k]).table())
+    return [(statistics.median(own), count / STEPS / 1e6) for own, count in zip(seconds, sent, strict=True)]
+
+
+def step_times(exponent: float) -> None:
+    for distinct in (True, False):
+        for head in STEP_HEADS:
+            (plain, bare), (hot, less) = run_ranks(2, step_seconds, head, distinct, exponent)[0]
+            print(
+                f"ids {'once' if distinct else 'each'}, {head:,} hot: {plain * 1e3:.1f} -> {hot * 1e3:.1f} "
+                f"ms ({hot / plain:.2f}), {bare:.2f} -> {less:.2f} MB",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
     parser.add_argument("--map", action="store_true")
+    parser.add_argument("--step", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.step:
+        print(machine())
+        step_times(args.exponent)
+        return
     if args.map:
         print(machine())
         map_times(args.exponent)

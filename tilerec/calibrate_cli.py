@@ -75,7 +75,7 @@ def _speeds_text(speeds: Speeds) -> str:
     widths = [str(width) for width in speeds.widths]
     rates = [[name, *(f"{1e9 * rate:.4g}" for rate in getattr(speeds, name))] for name in PER_WIDTH]
     single = [[name, f"{1e9 * getattr(speeds, name):.4g}"] for name in SINGLE]
-    optional = {"fresh": speeds.fresh, "file_row": speeds.file_row}
+    optional = {"fresh": speeds.fresh, "file_row": speeds.file_row, "hot_id": speeds.hot_id}
     single += [[name, f"{1e9 * rate:.4g}"] for name, rate in optional.items() if rate is not None]
     return "\n\n".join(
         [

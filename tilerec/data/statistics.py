@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as arrow
 
 from tilerec.atomic_file import write_file
-from tilerec.data.heavy_hitters import HeavyHitters
 from tilerec.data.hyperloglog import HyperLogLog
 from tilerec.data.ids import Ids, IdSource, Progress
 from tilerec.data.rows import hash_values
 from tilerec.data.zipf import fit
 from tilerec.errors import ConfigError
 from tilerec.json_document import MOST_NUMBER, JsonValue, check_version, read_json
+from tilerec.ops.hot.heavy_hitters import HeavyHitters
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.frequency import bucket_edges, curve_problem
 from tilerec.planner.cost.workload import MOST_EXPONENT, Skew
@@ -105,7 +105,8 @@ class FeatureStatistics:
             distinct = max(1, round(rows * -math.expm1(self.population * math.log1p(-1.0 / rows))))
         # Of values that share rows, the curve of the rows is not known.
         curve = self.curve if distinct == self.population else ()
-        return Skew(distinct, self.exponent, self.ordered and table_rows, curve)
+        ids = [id for id, _ in self.heavy if table_rows and not self.ordered and isinstance(id, int)]
+        return Skew(distinct, self.exponent, self.ordered and table_rows, curve, ids[:distinct])
 
 
 @dataclass(frozen=True)

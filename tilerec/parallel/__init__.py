@@ -10,6 +10,7 @@ from tilerec.parallel.model_parallel import DistributedModelParallel as Distribu
 from tilerec.parallel.plan_of import plan_of as plan_of
 from tilerec.parallel.resharding.measured_load import FeatureLoad as FeatureLoad
 from tilerec.parallel.resharding.measured_load import Load as Load
+from tilerec.parallel.resharding.measured_load import count_hot_ids as count_hot_ids
 from tilerec.parallel.resharding.measured_load import load_of as load_of
 from tilerec.parallel.resharding.move_report import Resharded as Resharded
 from tilerec.parallel.resharding.rebalance import rebalance as rebalance

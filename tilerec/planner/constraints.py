@@ -255,7 +255,11 @@ class ParameterConstraints:
                     value = ParameterSharding(ShardingType.EXPLICIT, tiling=value)
                 value = value.to_json()
             elif name == "skew":
-                value = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "curve" or value.curve}
+                value = {
+                    f.name: getattr(value, f.name)
+                    for f in fields(value)
+                    if f.name not in ("curve", "hot") or getattr(value, f.name)
+                }
             out[name] = list(value) if isinstance(value, tuple) else value
         return out
 

@@ -100,6 +100,9 @@ def _by_key(
                     found[table.key] = replace(limits, sharding=fixed[(path, name)])
                 except ConfigError as error:
                     raise ConfigError(f"{table}: it is in fixed=, and {error}") from error
+        skew = found[table.key].skew if table.key in found else None
+        if table.managed and skew is not None and skew.hot:  # its rows have other ids
+            found[table.key] = replace(found[table.key], skew=replace(skew, hot=()))
     strange = [name for name in constraints if name not in used]
     if strange:
         names = sorted({name for table in tables for _, name in table.names})

@@ -20,7 +20,7 @@ from tilerec.planner.report.plan_report import PlanReport
 from tilerec.planner.request import PlanRequest
 from tilerec.spec.plan import ShardingPlan
 
-VERSION = 3
+VERSION = 4
 
 
 @final

@@ -41,6 +41,7 @@ class PlannedTable:
         wire: wire formats from a sharder; None: fp32.
         cached: load factor of the table's cache, if its rows are already in host memory (0: no cache lines); else None.
         files: these rows are in files, not in host memory.
+        managed: its ids are those of managed collision, so no rows of it are hot.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -55,6 +56,7 @@ class PlannedTable:
     wire: Wire | None = None
     cached: float | None = None
     files: bool = False
+    managed: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -121,6 +123,7 @@ def tables_of(module: nn.Module, sharders: Sequence[Sharder] = (), dense: Contai
                 wires.get(mark),
                 _load_factor(table.rows.cache),
                 table.rows.cache is not None and table.rows.cache.folder is not None,
+                "_managed_by" in vars(part),
             )
         )
     return found

@@ -132,6 +132,8 @@ class ShardedCollection(TableCollection, TracedModule):
         else:
             bags = [batches[k] if variable else batches[0] for k in own]
         offsets, forms = features.offsets(), cast("Sequence[int]", self._id_clamp.forms)
+        if self.exchange.hot_counts is not None:
+            self.exchange.hot_counts.add(every, forms, own, offsets, batches)
         if self.exchange.hot is not None:
             every, forms = self.exchange.hot(every, forms, own, offsets, batches)
         ids = every[0]

@@ -14,6 +14,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError
 from tilerec.sharding.distinct_ids import DistinctIds
 from tilerec.sharding.header import header_sizes_of
+from tilerec.sharding.hot_counts import HotCounts
 from tilerec.sharding.hot_ids import HotIds
 from tilerec.sharding.layout import ExchangeLayout, SlotRead, TableLayout
 from tilerec.sharding.posted_headers import PostedHeaders, header_sizes
@@ -38,10 +39,11 @@ class Exchange:
     def __init__(
         self, group: Group, route_group: Group, topology: Topology, tables: Sequence[TableLayout],
         slots: Sequence[SlotRead], *, weighted: bool, each_id: bool, exact: bool, teams: ReplicaGroups | None = None,
-        name: str = "", number: int | None = None,
+        name: str = "", number: int | None = None, hot_ids: int = 0,
     ) -> None:  # fmt: skip
         """Args:
         name: the collection's name in errors.
+        hot_ids: number of most frequent ids of each table to count.
         number: the collection's number among those that share `route_group`; None: the next free one.
         """
         room = header_sizes_of(route_group)
@@ -57,6 +59,7 @@ class Exchange:
             if len(tables[slot.table].tiling.blocks) > 1
         ]
         self.hot = HotIds.of(self.layout)
+        self.count_hot(hot_ids)
         self.distinct = None if exact else DistinctIds(self.layout, each_id=each_id)
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._stages: dict[torch.dtype, Stages] = {}
@@ -69,8 +72,13 @@ class Exchange:
         return Exchange(
             self.group, self.route_group, topology, tables, self.layout.slots,
             weighted=self.weighted, each_id=self.each_id, exact=self.exact, teams=self.teams, name=self.name,
-            number=self.number,
+            number=self.number, hot_ids=self._hot_ids,
         )  # fmt: skip
+
+    def count_hot(self, most: int) -> None:
+        """Count the `most` most frequent ids of every table from now on, and those of tables with hot rows."""
+        self._hot_ids = most
+        self.hot_counts = HotCounts.of(self.layout, most)
 
     def enter(self) -> None:
         """Reserve room for this exchange's header in the headers of the channel.

@@ -54,6 +54,7 @@ class Speeds:
         fresh: seconds per byte of newly allocated memory at its first write. On virtual machines it is many times
             `copy`. None: equal to `copy`.
         file_row: seconds to read one row of a tensor in a file from the disk, or to write it. None: 10 us.
+        hot_id: seconds to look for an id among the hot ids of its table. None: 8 ns.
 
     Raises:
         ConfigError: a value is negative or not a number, or the rates do not match the widths.
@@ -85,6 +86,7 @@ class Speeds:
     origin: str = field(default="", kw_only=True)
     fresh: float | None = field(default=None, kw_only=True)
     file_row: float | None = field(default=None, kw_only=True)
+    hot_id: float | None = field(default=None, kw_only=True)
     duplex: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Speeds:
             object.__setattr__(self, name, tuple(_number(name, rate) for rate in rates))
         for name in SINGLE:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
-        for name in ("fresh", "file_row"):
+        for name in ("fresh", "file_row", "hot_id"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _number(name, getattr(self, name)))
         if not isinstance(self.duplex, bool):
@@ -139,7 +141,7 @@ class Speeds:
             if name in found:
                 for each in found[name].items("a list of numbers, one for each width"):
                     each.number(0)
-        for name in (*SINGLE, "fresh", "file_row"):
+        for name in (*SINGLE, "fresh", "file_row", "hot_id"):
             if name in found and found[name].value is not None:
                 found[name].number(0)
         if "origin" in found:

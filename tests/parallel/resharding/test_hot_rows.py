@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tilerec.comms.group import Group
 from tilerec.errors import ConfigError, ReshardError
 from tilerec.parallel.check_replicas import check_replicas
 from tilerec.parallel.plan_of import plan_of
+from tilerec.parallel.resharding.measured_load import load_of
 from tilerec.parallel.resharding.rebalance import rebalance
 from tilerec.parallel.resharding.reshard import reshard
 from tilerec.parallel.resharding.table_move import TableMove
@@ -161,7 +163,7 @@ def test_a_table_without_an_attached_optimizer_gets_no_hot_rows_by_a_move() -> N
     run_virtual_ranks(2, live)
 
 
-def test_rebalance_moves_tables_and_keeps_their_hot_rows() -> None:
+def test_rebalance_moves_tables_and_keeps_hot_rows_whose_reads_were_not_counted() -> None:
     case = case_of("adam", "2")
     base = build(case)
     # All tables on rank 1: there is something to move.
@@ -171,7 +173,8 @@ def test_rebalance_moves_tables_and_keeps_their_hot_rows() -> None:
         module = sharded(case, base, with_hot(cuts, 2, *HOT), group)
         train(case, module, batches(case, group.rank))
         planner = EmbeddingShardingPlanner(topology=Topology(2, "cpu"))
-        done = rebalance(module, planner, least_gain=0.0, horizon=10**12)
+        load = replace(load_of(module), hot={})
+        done = rebalance(module, planner, least_gain=0.0, horizon=10**12, load=load)
         check_replicas(module)
         for name, table in module._tables.items():
             assert table.tiling.head == cuts[name].with_hot(name, HotRows(np.array(HOT[int(name[1])])), 2).head

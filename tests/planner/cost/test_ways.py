@@ -94,8 +94,8 @@ def test_an_option_is_written_with_its_pieces_its_ranks_and_its_cache() -> None:
     ids=str,
 )
 def test_an_option_is_of_the_types_that_its_tiling_has(option: Option, hosts: int, kinds: list[str]) -> None:
-    assert sorted(kind.value for kind in ShardingType if is_of(option, [kind], 4, hosts)) == kinds
-    assert not is_of(option, [], 4, hosts)
+    assert sorted(kind.value for kind in ShardingType if is_of(option, [kind], 4, hosts, ordered=True)) == kinds
+    assert not is_of(option, [], 4, hosts, ordered=True)
 
 
 def test_without_limits_tables_lie_on_devices_alone_and_all_types_are_allowed() -> None:

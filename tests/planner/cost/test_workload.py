@@ -226,9 +226,9 @@ def test_positions_travel_of_members_that_have_not_all_of_a_sums_bags() -> None:
             TableWork("u", 10, 8, reads=[Reads(100, 60)]),  # all of them, but for less than one
         ]
     )
-    assert load.positions(0.5, 1.0).tolist() == [75 + 5, 0]
-    assert load.positions(0.5, 0.5).tolist() == [0, 0]
-    assert load.positions(np.array([0.5, 0.001]), 1.0)[1] == pytest.approx(100 * (1 - 0.999**60))
+    assert load.positions(0.5, 2.0).tolist() == [75 + 5, 0]
+    assert load.positions(0.5, 1.0).tolist() == [0, 0]
+    assert load.positions(np.array([0.5, 0.001]), 1000.0)[1] == pytest.approx(100 * (1 - 0.999**60))
 
 
 def test_ranks_may_be_a_number_for_each_table() -> None:

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.hot_load import HotLoad, merged
 from tilerec.parallel.resharding.running_plan import sharded_collections
 from tilerec.parallel.two_d.running_groups import unwrapped
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.sharding.hot_counts import FrequentIds
 from tilerec.sharding.layout import reader
+from tilerec.spec.hot_rows import MOST_HOT_ROWS
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,13 @@ class Load:
         steps: largest number of counted batches of any rank and collection.
         features: (path, table) -> load of each of its features.
         reads: (path, table) -> ids per step that each rank looks up.
+        hot: (path, table) -> its most frequent ids, of tables whose ids are counted (`count_hot_ids`).
     """
 
     steps: int
     features: Mapping[Name, tuple[FeatureLoad, ...]]
     reads: Mapping[Name, tuple[float, ...]] = field(default_factory=dict)
+    hot: Mapping[Name, HotLoad] = field(default_factory=dict)
 
     @property
     def reads_per_rank(self) -> tuple[float, ...]:
@@ -93,20 +99,45 @@ def load_of(model: nn.Module, *, reset: bool = True) -> Load:
     collections = sharded_collections(model, "load_of", two_d=True)
     features: dict[Name, tuple[FeatureLoad, ...]] = {}
     reads: dict[Name, tuple[float, ...]] = {}
+    hot: dict[Name, HotLoad] = {}
     most = 0
     groups = {id(part.exchange.group): part.exchange.group for part in collections.values()}
     for group in groups.values():  # several only if parts differ in their sharding groups
         here = {path: part for path, part in collections.items() if part.exchange.group is group}
         group.begin("load_of")
-        own = {path: _counted(part, reset) for path, part in here.items()}
+        own = {path: (_counted(part, reset), _frequent(part, reset)) for path, part in here.items()}
         counts_of_all = cast("list[dict[str, Any]]", group.all_gather_object(own))
         for path, part in here.items():
-            counts_by_rank = [facts[path] for facts in counts_of_all]
+            counts_by_rank = [facts[path][0] for facts in counts_of_all]
+            for t, table in enumerate(part.exchange.layout.tables):
+                found = merged(facts[path][1].get(t) for facts in counts_of_all)
+                if found is not None:
+                    hot[(path, table.name)] = found
             steps = sum(counts.steps for counts in counts_by_rank)
             most = max(most, *(counts.steps for counts in counts_by_rank))
             mean_steps = max(1.0, steps / group.size)
             _add(path, part, counts_by_rank, mean_steps, features, reads)
-    return Load(most, features, reads)
+    return Load(most, features, reads, hot)
+
+
+def count_hot_ids(model: nn.Module, most: int) -> None:
+    """Count the most frequent ids of all tables of a sharded model from now on, for `load_of` and `rebalance`.
+
+    Tables with hot rows are counted anyway. Call it on every rank. Counts begin anew.
+
+    Args:
+        model: a model from `shard` or `DistributedModelParallel`.
+        most: number of ids per table; 0: count tables with hot rows only.
+
+    Raises:
+        ConfigError: the model is not sharded, or `most` is no number of ids.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= MOST_HOT_ROWS:
+        raise ConfigError(
+            f"count_hot_ids: most: got {most!r}; expected a whole number of ids, 0 to {MOST_HOT_ROWS:,}. Pass one."
+        )
+    for part in sharded_collections(unwrapped(model)[0], "count_hot_ids", two_d=True).values():
+        part.exchange.count_hot(most)
 
 
 def own_reads(part: ShardedCollection) -> list[int]:
@@ -155,6 +186,17 @@ def _counted(part: ShardedCollection, reset: bool) -> _Counts:
         if reset:
             counts.reset()
     return _Counts(steps, bags, repeated, ids)
+
+
+def _frequent(part: ShardedCollection, reset: bool) -> dict[int, FrequentIds]:
+    """Return the most frequent ids of this rank's batches, by table."""
+    counts = part.exchange.hot_counts
+    if counts is None:
+        return {}
+    found = {t: own for t in range(len(part.exchange.layout.tables)) if (own := counts.top(t)) is not None}
+    if reset:
+        counts.reset()
+    return found
 
 
 def _add(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from tilerec.parallel.model_tables import Name
+from tilerec.parallel.resharding.hot_load import of_names
 from tilerec.parallel.resharding.measured_load import FeatureLoad, Load
 from tilerec.parallel.resharding.move_reduction import Tilings
 from tilerec.planner.constraints import ParameterConstraints
@@ -45,8 +46,14 @@ def present_tables(model: nn.Module, present: ShardingPlan) -> list[PlannedTable
     return found
 
 
-def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load) -> PlanRequest:
-    """Return the planner's request with its own constraints and the measured load."""
+def measured_request(
+    planner: EmbeddingShardingPlanner, tables: Sequence[PlannedTable], load: Load, *, heads: bool = True
+) -> PlanRequest:  # fmt: skip
+    """Return the planner's request with its own constraints and the measured load.
+
+    Args:
+        heads: False: no table gets hot rows.
+    """
     request = planner.request(tables)
     samples = max(f.bags for own in load.features.values() for f in own)
     batch = max(1, round(samples))
@@ -56,8 +63,7 @@ def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[Planned
         if not features:
             continue
         limits = constraints.get(table.key, ParameterConstraints())
-        if limits.skew is None:
-            limits = replace(limits, skew=_skew(table, features))
+        limits = replace(limits, skew=_with_hot(table, limits.skew or _skew(table, features), load, heads))
         constraints[table.key] = replace(
             limits,
             pooling_factors=tuple(f.ids_per_bag for f in features),
@@ -65,6 +71,16 @@ def measured_request(planner: EmbeddingShardingPlanner, tables: Sequence[Planned
             batch_sizes=None,
         )
     return replace(request, batch_size=batch, constraints=constraints)
+
+
+def _with_hot(table: PlannedTable, known: Skew | None, load: Load, heads: bool) -> Skew | None:
+    """Return the skew by the measured hot ids of a table, if there are any, in place of the known one."""
+    if known is not None and known.ordered:
+        return known
+    if not heads or table.managed:
+        return known and replace(known, hot=())
+    measured = of_names([load.hot.get(name) for name in table.names])
+    return known if measured is None else measured.skew(table.rows)
 
 
 def _features(table: PlannedTable, features: Mapping[Name, Sequence[FeatureLoad]]) -> list[FeatureLoad]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from tilerec.errors import ConfigError
 from tilerec.parallel.model_tables import Name
 from tilerec.parallel.resharding.transfers import transfers
@@ -31,7 +33,7 @@ def tilings_of(plan: ShardingPlan) -> Tilings:
     found: Tilings = {}
     for path, table, sharding in plan.tables():
         assert sharding.tiling is not None
-        found[(path, table)] = sharding.tiling.bare
+        found[(path, table)] = sharding.tiling
     return found
 
 
@@ -39,7 +41,15 @@ def moved_bytes(old: Tiling, new: Tiling, cell: int, topology: Topology) -> int:
     """Return the bytes sent between ranks, at `cell` bytes per cell."""
     if old == new:
         return 0
-    return cell * sum(t.rectangle.cells for t in transfers(old, new, topology) if not t.stays)
+    cells = sum(t.rectangle.cells for t in transfers(old.bare, new.bare, topology) if not t.stays)
+    return cell * (cells + new_hot_rows(old, new) * new.dim * (topology.world_size - 1))
+
+
+def new_hot_rows(old: Tiling, new: Tiling) -> int:
+    """Return the number of rows that become hot."""
+    if new.head is None:
+        return 0
+    return len(new.head.hot) if old.head is None else len(np.setdiff1d(new.head.hot.ids, old.head.hot.ids))
 
 
 def permute_ranks(
@@ -60,8 +70,8 @@ def permute_ranks(
     overlap = [[0] * size for _ in range(size)]
     before, after = tilings_of(present), tilings_of(plan)
     for name, tiling in after.items():
-        for tile in rectangles(tiling):
-            for other in rectangles(before[name]):
+        for tile in rectangles(tiling.bare):
+            for other in rectangles(before[name].bare):
                 rows = min(tile.r1, other.r1) - max(tile.r0, other.r0)
                 width = min(tile.c1, other.c1) - max(tile.c0, other.c0)
                 if rows > 0 and width > 0:
@@ -126,13 +136,13 @@ def _permuted(plan: ShardingPlan, names: Sequence[int], topology: Topology) -> S
             tiling = sharding.tiling
             assert tiling is not None
             tiles = [(*tile[:4], tuple(names[rank] for rank in tile.owners)) for tile in tiling.tiles()]
-            new = Tiling.of(name, tiling.rows, tiling.dim, tiles)
+            new = Tiling.of(name, tiling.rows, tiling.dim, tiles).with_hot(name, sharding.hot, topology.world_size)
             ranks = None if sharding.ranks is None else tuple(names[rank] for rank in sharding.ranks)
             if sharding.kind in (ShardingType.DATA_PARALLEL, ShardingType.EXPLICIT):
                 ranks = None
             made = replace(sharding, ranks=ranks, tiling=new)
             # Raises if the sharding type does not allow these ranks in this order.
-            complete(replace(made, tiling=None) if ranks else made, name, tiling.rows, tiling.dim, topology)
+            complete(replace(made, tiling=None, hot=None) if ranks else made, name, tiling.rows, tiling.dim, topology)
             done[name] = made
         parts[path] = EmbeddingModuleShardingPlan(done)
     return replace(plan, plan=parts, report=None)

@@ -13,7 +13,7 @@ from tilerec.modules.collection import TableCollection
 from tilerec.parallel.model_tables import ties_of
 from tilerec.parallel.resharding.measured_load import Load
 from tilerec.parallel.resharding.measured_request import StepSeconds, measured_request, present_tables
-from tilerec.parallel.resharding.move_price import cell_bytes, move_loads, price_of_move
+from tilerec.parallel.resharding.move_price import cell_bytes, head_bytes, move_loads, price_of_move
 from tilerec.parallel.resharding.move_reduction import (
     keep_tables_in_place,
     permute_ranks,
@@ -23,6 +23,7 @@ from tilerec.parallel.table_optimizers import with_storage_of
 from tilerec.planner.planner import EmbeddingShardingPlanner
 from tilerec.planner.tables import PlannedTable
 from tilerec.sharding.embedding import ShardedCollection
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import ShardingPlan
 from tilerec.spec.topology import Topology
 
@@ -54,11 +55,12 @@ def propose(
     planner = _planner_for(planner, own, tables, alone)
     if not load.steps or not any(f.ids for path, name in tilings_of(present) for f in load.features[path, name]):
         return Proposal(0.0, 0.0, 0.0, 0, present, present)
-    request = measured_request(planner, tables, load)
+    two_d = any(own.exchange.teams is not None for own in collections.values())
+    request = measured_request(planner, tables, load, heads=not two_d)
     ties = [list(names) for names in ties_of(cast("dict[str, TableCollection]", collections))]
     step = StepSeconds(request)
     before = step(tilings_of(present))
-    proposed = with_storage_of(planner.make(request), present)
+    proposed = _with_hot(with_storage_of(planner.make(request), present), present, load)
     bytes_of_cell = cell_bytes(collections)
     topology = request.topology
     if topology.host_ranks == own.host_ranks:
@@ -71,8 +73,25 @@ def propose(
     proposed = keep_tables_in_place(proposed, present, ties, bytes_of_cell, topology, step, most)
     after = step(tilings_of(proposed))
     loads = move_loads(collections, ties, present, proposed, own)
-    move_s, move_bytes = price_of_move(loads, topology, own, budget)
+    heads = head_bytes(collections, ties, present, proposed)
+    move_s, move_bytes = price_of_move(loads, topology, own, budget, heads)
     return Proposal(before, after, move_s, move_bytes, present, replace(proposed, report=None))
+
+
+def _with_hot(plan: ShardingPlan, present: ShardingPlan, load: Load) -> ShardingPlan:
+    """Return the plan with the present hot rows of tables whose frequent ids are not known, and without them elsewhere.
+
+    A plan that leaves `hot` out would keep them.
+    """
+    for path, name, sharding in list(plan.tables()):
+        before, tiling = present.plan[path][name].hot, sharding.tiling
+        assert tiling is not None
+        if not before or sharding.hot is not None:
+            continue
+        hot = before if (path, name) not in load.hot and not tiling.replicated else HotRows()
+        made = replace(sharding, hot=hot, tiling=tiling.with_hot(name, hot, plan.world_size or 1))
+        plan = plan.replaced(path, name, made)
+    return plan
 
 
 def _planner_for(

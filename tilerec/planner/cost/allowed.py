@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.cuts import even_pieces, head_rows
+from tilerec.planner.cost.cuts import even_pieces, heads_of
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Limits, Way, enumerate_options, is_of
 from tilerec.planner.search.instance import Bools
@@ -42,7 +42,7 @@ class Allowed:
         self.leader = {name: min(group) for group in together for name in group}
         cached = any(limit.cached for _, limit in self._limited())
         limited = sorted({len(set(limit.ranks)) for _, limit in self._limited() if limit.ranks is not None})
-        heads = bool(self.work.ordered.any())
+        heads = bool((self.work.ordered | (self.work.named > 0)).any())
         self.options = enumerate_options(self.topology, self.work.dim.tolist(), cached, limited, heads)
         there = self._options()
         # Options that no table can use are dropped.
@@ -70,6 +70,7 @@ class Allowed:
             typed[t] = bool(limit.types)
             stored[True][t], stored[False][t] = limit.cached, limit.on_device
         there = np.zeros((tables, len(options)), np.bool_)
+        before = np.zeros(tables, np.int64)  # hot ids of the smaller head
         for o, (way, k, width, cached, head) in enumerate(options):
             if way is Way.COLUMNS or way is Way.GRID:
                 there[:, o] = (work.dim % k == 0) & (work.dim // k >= least)
@@ -81,14 +82,21 @@ class Allowed:
                 # If a constraint names the type, rows over all ranks are allowed even for fewer rows than ranks.
                 there[:, o] &= enough | (typed & (width > 1))
             there[:, o] &= stored[cached]
-            if head:  # fewer rows than one are no head, and frequent ids of other tables are not the first rows
-                rows = head_rows(work.rows, head)
-                there[:, o] = there[:, o] & work.ordered & (rows > 0) & (work.rows - rows >= self.ranks)
+            if head:  # fewer rows than one are no head; a table without an optimizer does not train beside hot rows
+                rows = heads_of(work, head)
+                fits = np.where(work.ordered, work.rows - rows >= self.ranks, work.attached & (rows > before))
+                there[:, o] = there[:, o] & (rows > 0) & fits
+                before = rows
             if cached:  # without an attached optimizer, a gradient as large as the table would be on the device
                 there[:, o] &= work.attached
         for t, limit in self._limited():
             if limit.types:
-                there[t] &= np.array([is_of(option, limit.types, self.ranks, self.hosts) for option in options])
+                there[t] &= np.array(
+                    [
+                        is_of(option, limit.types, self.ranks, self.hosts, ordered=bool(work.ordered[t]))
+                        for option in options
+                    ]
+                )
             if limit.ranks is not None and len(set(limit.ranks)) < self.ranks:
                 there[t] &= np.array([option.width < self.ranks or self.ranks == 1 for option in options])
         empty = np.flatnonzero(~there.any(1))

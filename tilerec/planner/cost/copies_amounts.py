@@ -1,4 +1,4 @@
-"""Amounts of the option COPIES: a copy of the table on every rank; and of heads: copies of the first rows.
+"""Amounts of the option COPIES: a copy of the table on every rank; and of heads, copies of rows that are read most.
 
 Each rank looks its own batch up in its copy. Then all ranks exchange their gradients, and every copy is updated with
 the gradients of all ranks (docs/planner-cost.md).
@@ -10,21 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, Copied, Replicas
+from tilerec.planner.cost.model import KEY_BYTES, NETWORK_STAGES, Copied, Model, Replicas
 from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.portable import Floats
 from tilerec.planner.cost.workload import Ints
 
 
 class Head(NamedTuple):
-    """The first rows of tables, on every rank, and the batch of one home in them.
+    """Rows of tables on every rank, and the batch of one home in them.
 
     Args:
-        rows: [T]; 0 without a head. reads, once, distinct: [T] share of the table's ids, of the distinct ids of one
-            home, and of the distinct rows of all homes.
+        first, rows: [T] the first row, and their number; 0 without a head. Hot ids are rows behind the table.
+        reads, once, distinct: [T] share of the table's ids, of the distinct ids of one home, and of the distinct rows
+            of all homes.
         P, N, payload, items: [n] bags, ids, bytes of ids, and bags to write, for the tables of an option.
     """
 
+    first: Ints
     rows: Ints
     reads: Floats
     once: Floats
@@ -46,7 +48,7 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
     """Add the amounts of option o, copies on every rank, for tables t."""
     work = amounts.work
     reads = amounts.bags[t], amounts.ids[t], amounts.payload[t], amounts.bags[t]
-    _add_rows(amounts, o, t, work.rows[t], *reads)
+    _add_rows(amounts, amounts.model, o, t, np.zeros_like(t), work.rows[t], *reads)
     amounts.put(amounts.cost, o, t, "ids", amounts.ids[t] * amounts.model.speeds.route)
     # Nothing travels, so ids are not sent once each.
     beyond = (amounts.bags[t] - amounts.least_bags[t]) * work.dim[t] * work.wide
@@ -55,30 +57,32 @@ def add_copies(amounts: OptionAmounts, o: int, t: Ints) -> None:
     amounts.use("partly filled", o, t, amounts.part_filled[t])
 
 
-def add_head(amounts: OptionAmounts, o: int, t: Ints, head: Head) -> None:
-    """Add the amounts of copies of the first rows of tables t; the other rows have amounts of their own."""
-    _add_rows(amounts, o, t, head.rows[t], head.P, head.N, head.payload, head.items)
+def add_head(amounts: OptionAmounts, model: Model, o: int, t: Ints, head: Head) -> None:
+    """Add the amounts of copies of the head of tables t; the other rows have amounts of their own."""
+    _add_rows(amounts, model, o, t, head.first[t], head.rows[t], head.P, head.N, head.payload, head.items)
 
 
 def _add_rows(
-    amounts: OptionAmounts, o: int, t: Ints, rows: Ints, bags: Floats, ids: Floats, payload: Floats, items: Floats
-) -> None:
-    """Add the amounts of copies of rows [0, rows).
+    amounts: OptionAmounts, model: Model, o: int, t: Ints, first: Ints, rows: Ints, bags: Floats, ids: Floats,
+    payload: Floats, items: Floats,
+) -> None:  # fmt: skip
+    """Add the amounts of copies of some rows.
 
     Args:
-        rows, bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
+        model: with the heads of the tables. first, rows: [n] the first of the rows, and their number.
+        bags, ids, payload: [n] of one home. items: bags, or ids of a sequence, to write there.
     """
-    model, work, ranks = amounts.model, amounts.work, amounts.ranks
+    work, ranks = model.workload, amounts.ranks
     rates, speeds = model.rates, model.speeds
     dim, element = work.dim[t].astype(np.float64), work.element[t]
-    far = model.lookup_far(t, model.seen(1).between(t, 0, rows))
+    far = model.lookup_far(t, model.seen(1).between(t, first, first + rows))
     routed = rates.copied(2.0 * payload) + speeds.part * 2.0 * amounts.features[t]
     amounts.put(amounts.cost, o, t, "ids", routed)
     lookup = rates.lookup(ids, far, bags, dim, element) + rates.copied(payload)
     amounts.put(amounts.cost, o, t, "lookup", lookup)
     amounts.put(amounts.cost, o, t, "gradients", items * (rates.at("place", dim) + rates.at("pick", dim)))
     every_rank = np.full(len(t), ranks)
-    replicas = Replicas(model, Copied(t, np.zeros_like(t), rows, every_rank, dim, bags, ids))
+    replicas = Replicas(model, Copied(t, first, first + rows, every_rank, dim, bags, ids))
     others = ranks - 1.0
     bytes_sent = replicas.sent * others + 2.0 * replicas.reduced * others / ranks
     every = replicas.distinct

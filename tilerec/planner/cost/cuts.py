@@ -11,7 +11,7 @@ import numpy as np
 
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.portable import Floats
-from tilerec.planner.cost.workload import Bools, Ints
+from tilerec.planner.cost.workload import Bools, Ints, Workload
 from tilerec.planner.search.instance import SHARE
 
 
@@ -24,6 +24,12 @@ def even_pieces(rows: Any, parts: int) -> Ints:
 def head_rows(rows: Any, head: float) -> Ints:
     """Return the rows of a head that has a part of the rows."""
     return np.floor(np.asarray(rows, np.float64) * head).astype(np.int64)
+
+
+def heads_of(work: Workload, head: float) -> Ints:
+    """Return [T] the rows of heads: that part of the rows, at most as many as a table has hot ids, if not ordered."""
+    rows = head_rows(work.rows, head)
+    return np.where(work.ordered, rows, np.minimum(rows, work.named))
 
 
 def row_cuts(model: Model, tables: Ints, pieces: int, head: float = 0.0) -> Ints:

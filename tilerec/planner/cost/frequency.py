@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tilerec.planner.cost.portable import LN2, Floats, distinct_uniform, exponential, missed
+
+if TYPE_CHECKING:
+    from tilerec.planner.cost.hot_reads import HotReads
 
 _ROUNDING = 1e-5  # of shares with six digits
 
@@ -60,13 +63,14 @@ class FrequencyLaws:
     """Laws of some tables.
 
     edges: [B + 1] number of the first id of each bucket, from 1. counts: [B, L] ids. weights: [B, L] share of the reads
-    of one id. position: [T] column of a table; -1 without a law.
+    of one id. position: [T] column of a table; -1 without a law. tables: [L] the table of each column.
 
     Args:
         tables: T. which: [L] tables. distinct, exponent, curves: [L] of `Skew`.
     """
 
     def __init__(self, tables: int, which: Ints, distinct: Floats, exponent: Floats, curves: Sequence[Curve]) -> None:
+        self.tables = which
         self.position = np.full(tables, -1, np.int64)
         self.position[which] = np.arange(len(which))
         most = float(distinct.max()) if len(which) else 1.0
@@ -136,12 +140,17 @@ class Seen:
     whole: [n] in the whole table.
 
     Args:
-        laws: of all tables. rows, ordered: [T]. table: [n]. draws: [n] ids.
+        laws: of all tables. rows, ordered: [T]. table: [n]. draws: [n] ids. hot: heads of the tables.
     """
 
-    def __init__(self, laws: FrequencyLaws, rows: Ints, ordered: Bools, table: Ints, draws: Floats) -> None:
+    def __init__(
+        self, laws: FrequencyLaws, rows: Ints, ordered: Bools, table: Ints, draws: Floats, hot: HotReads | None = None
+    ) -> None:  # fmt: skip
         self._rows, self._edges = rows[table].astype(np.float64), laws.edges
         self.whole = distinct_uniform(rows[table], draws)
+        self._hot_rows = None if hot is None else hot.rows[table]
+        # [n] distinct rows of the heads.
+        self._head = np.zeros(len(table)) if hot is None else self.whole * (hot.rows[table] / self._rows)
         lawful = np.flatnonzero(laws.position[table] >= 0)
         if not len(lawful):
             self._ordered = np.zeros(0, np.int64)
@@ -150,6 +159,10 @@ class Seen:
         counts, each = laws.counts[:, own], 1.0 - missed(laws.weights[:, own], draws[lawful])
         found: Floats = sum(counts * each)
         self.whole[lawful] = np.minimum(found, draws[lawful])
+        if hot is not None:
+            head = np.asarray(sum(hot.inside[:, own] * each))
+            self._head[lawful] = head * (self.whole[lawful] / np.maximum(found, 1e-300))
+            each = each * hot.cold(laws)[:, own]
         by_row = np.flatnonzero(ordered[table[lawful]])
         self._ordered = lawful[by_row]
         self._counts = counts[:, by_row]
@@ -169,12 +182,32 @@ class Seen:
     def between(self, line: Any, r0: Any, r1: Any) -> Floats:
         """Return the expected distinct rows in [r0, r1), for some of the n lines. Arguments broadcast."""
         line = np.asarray(line, np.int64)
-        even = self.whole[line] * ((np.asarray(r1, np.float64) - r0) / self._rows[line])
+        if self._hot_rows is None:
+            even = self.whole[line] * ((np.asarray(r1, np.float64) - r0) / self._rows[line])
+            if not len(self._ordered):
+                return even
+            column = self._column[line]
+            law = self._sums.below(column, r1) - self._sums.below(column, r0)
+            return np.where(column >= 0, law, even)
+        rows, hot_rows, head = self._rows[line], self._hot_rows[line], self._head[line]
+        even = spread(rows, hot_rows, r0, r1, self.whole[line] - head, head)
         if not len(self._ordered):
             return even
-        column = self._column[line]
-        law = self._sums.below(column, r1) - self._sums.below(column, r0)
-        return np.where(column >= 0, law, even)
+        column, low, high = self._column[line], np.minimum(r0, rows), np.minimum(r1, rows)
+        law = self._sums.below(column, high) - self._sums.below(column, low)
+        return np.where(column >= 0, law + spread(rows, hot_rows, r0, r1, 0.0, head), even)
+
+
+def spread(rows: Any, hot_rows: Any, r0: Any, r1: Any, cold: Any, head: Any) -> Floats:
+    """Return the part of an amount on rows [r0, r1): `cold` lies evenly on [0, rows), `head` on the rows behind.
+
+    Arguments broadcast.
+    """
+    r0, r1 = np.asarray(r0, np.float64), np.asarray(r1, np.float64)
+    below = np.minimum(r1, rows) - np.minimum(r0, rows)
+    behind = np.maximum(r1, rows) - np.maximum(r0, rows)
+    found: Floats = cold * (below / rows) + head * (behind / np.maximum(hot_rows, 1.0))
+    return found
 
 
 def _log(x: Floats) -> Floats:

@@ -47,12 +47,13 @@ class Sums(NamedTuple):
 
 
 def sums_inside_hosts(
-    model: Model, on: int, parts: float, even: Floats, t: Ints, distinct: Floats, *, lower: bool
+    model: Model, on: int, parts: float, even: Floats, once: Floats, t: Ints, distinct: Floats, *, lower: bool
 ) -> Sums:
     """Return the sums of an option. The rows of single pieces are never added inside hosts (realise.py).
 
     Args:
-        on: ranks of a piece. parts: parts of a home. even: [T] share of an even part. t: [n] tables.
+        on: ranks of a piece. parts: parts of a home. even, once: [T] share of an even part, and of
+            the distinct ids of one home in it. t: [n] tables.
         distinct: [F] as of `Workload.present`.
         lower: for a bound.
     """
@@ -63,7 +64,7 @@ def sums_inside_hosts(
     hosts = [len(host) for host in topology.host_ranks] if on == ranks else [on] * int(parts / on)
     sizes = sorted(set(hosts))
     shares = {n: np.minimum(even * float(n), 1.0) for n in sizes}
-    union = {n: work.present(share, distinct, share)[0][t] for n, share in shares.items()}
+    union = {n: work.present(share, distinct, np.minimum(once * float(n), 1.0))[0][t] for n, share in shares.items()}
     merge = np.where((sizes[-1] > 1) & (work.fan_in[t] > 1.0), 1.0, 0.0)
     # Homes on other hosts, by size of the host: its ranks take turns, each with equally many homes, or one more.
     turns = {n: (ranks - n + (0 if lower else n - 1)) // n * n if n > 1 else 0 for n in sizes}

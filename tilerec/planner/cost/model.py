@@ -12,6 +12,8 @@ Legend: T tables, W ranks, N ids, U distinct rows, D columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,11 +21,13 @@ import numpy as np
 
 from tilerec.planner.cost.default_speeds import default_speeds
 from tilerec.planner.cost.frequency import Seen
+from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.portable import Floats, missed
 from tilerec.planner.cost.rates import Rates
 from tilerec.planner.cost.workload import Bools, Ints, Workload
 from tilerec.sharding.distinct_ids import largest_percent
 from tilerec.sharding.replicas import MOST_COPIES
+from tilerec.spec.tile import Tiling
 from tilerec.spec.topology import Topology
 
 STAGES = ("ids", "lookup", "rows", "gradients", "update")
@@ -47,6 +51,9 @@ LINE_BYTES = 17  # bytes of a cache line besides its row and state: row number, 
 ROW_BYTES = 4  # bytes on the device per row in host memory: the number of its cache line
 LINES_PER_SET = 32  # cache lines per set
 ROOM_FOR_RANGES = 0.25  # part of a rank's memory that the longest ranges of tables with ordered ids may take
+HOT_ID = 8e-9  # seconds to look for an id among hot ones on a CPU, where this was not measured (docs/sharding.md)
+HOT_PIECE = {"cpu": 6e-4, "cuda": 1e-4}  # seconds per piece to write hot rows back; on a GPU 20 kernels, not measured
+HOT_KEY = 6e-5  # seconds per feature on a GPU, where plain PyTorch looks for hot ids: 12 kernels of 5 us, not measured
 FILE_ROW = 1e-5  # seconds per row of a tensor in a file, where this was not measured
 
 
@@ -85,6 +92,34 @@ class Model:
         self.resident = min(1.0, self.speeds.cache / per_rank) if per_rank > 0 else 1.0
         twice = workload.distinct(2 * self.ranks)
         self.again = (2.0 * self.all_distinct - twice) / np.maximum(self.all_distinct, 1e-9)
+
+    def with_hot(self, hot: HotReads) -> Model:
+        """Return this model for tables with heads."""
+        found = copy(self)
+        found.workload, found._seen = self.workload.with_hot(hot), {}
+        vars(found).pop("seen_by_feature", None)
+        return found
+
+    def of_tilings(self, tilings: Sequence[Tiling]) -> Model:
+        """Return this model with the heads of some tilings, which are in the order of the workload."""
+        if all(tiling.head is None for tiling in tilings):
+            return self
+        return self.with_hot(HotReads.of(self.workload, tilings))
+
+    def find_hot(self, table: Ints) -> Floats:
+        """Return [n] seconds to look for the ids of one rank's batch among the hot ids of their tables."""
+        work = self.workload
+        if self.topology.compute_device != "cpu":
+            return work.per_table(np.full(len(work.bags), HOT_KEY))[table]
+        return work.ids[table] * (HOT_ID if self.speeds.hot_id is None else self.speeds.hot_id)
+
+    def write_back(self, table: Ints, hot: Any) -> Floats:
+        """Return [n] seconds to copy so many updated hot rows with their state to their places in the table."""
+        work = self.workload
+        row = work.dim[table] * (work.element[table] + work.cell_state[table]) / 4.0
+        device = "cpu" if self.topology.compute_device == "cpu" else "cuda"
+        each = self.rates.at("pick", row) + self.rates.at("place", row)
+        return np.where(np.asarray(hot) > 0.0, HOT_PIECE[device], 0.0) + hot * each
 
     def seen(self, ranks: float) -> Seen:
         """Return the distinct rows of all tables in the batches of so many ranks."""

@@ -49,7 +49,7 @@ def sent_once(
     keys, which = np.unique(slot[e_part] * ranks + e_owner, return_inverse=True)
     own = np.bincount(which.reshape(-1), cells[e_part], len(keys))
     feature, rank = keys // ranks, keys % ranks
-    whole = (work.rows * work.dim)[work.table].astype(np.float64)
+    whole = np.bincount(slot, cells, features)
     once = model.sent_once(feature, (whole[feature] - own) / whole[feature])
     others = model.sent_once(np.arange(features), 1.0)
     owners = np.bincount(feature, minlength=features)

@@ -105,7 +105,7 @@ class OptionAmounts:
                 found[o] = np.any((own != far) & self.there[self.work.table, o])
         return found
 
-    def sent_once(self, remote: float) -> Bools:
+    def sent_once(self, remote: Floats | float) -> Bools:
         """Return [F] features whose ids a home sends once each, if others look up a part `remote` of their tables."""
         return self.model.sent_once(np.arange(len(self.work.bags)), remote if self.ranks > 1 else 0.0)
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tilerec.planner.cost.copies_amounts import Head, add_head
-from tilerec.planner.cost.cuts import distinct_below, head_rows, row_cuts
+from tilerec.planner.cost.cuts import distinct_below, heads_of, row_cuts
 from tilerec.planner.cost.host_sums import sums_inside_hosts
+from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.model import HOST, KEY_BYTES, NETWORK_STAGES
 from tilerec.planner.cost.option_amounts import OptionAmounts
 from tilerec.planner.cost.portable import Floats
@@ -36,7 +37,7 @@ def add_pieces(amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
     pieces.add_update()
     pieces.add_memory()
     if option.head:
-        add_head(amounts, o, t, pieces.head)
+        add_head(amounts, pieces.model, o, t, pieces.head)
     amounts.use("exchange", o, t, amounts.ranks > 1)
     amounts.use("hosts", o, t, pieces.merge > 0.0)
     # Rows of repeated ids are written to all bags at once.
@@ -74,7 +75,11 @@ class PieceAmounts:
 
     def __init__(self, amounts: OptionAmounts, o: int, option: Option, t: Ints) -> None:
         self.amounts, self.o, self.t, self.option = amounts, o, t, option
-        model, work, lower = amounts.model, amounts.work, amounts.lower
+        self.hot_rows = hot = np.where(amounts.work.ordered, 0, self._head_rows())
+        self.model = model = (
+            amounts.model.with_hot(HotReads.most_frequent(amounts.work, hot)) if hot.any() else amounts.model
+        )
+        work, lower = model.workload, amounts.lower
         way, k, on = option[:3]
         self.on, self.ranks = on, float(amounts.ranks)
         self.columns = columns = k if way in (Way.COLUMNS, Way.GRID) else 1
@@ -85,7 +90,7 @@ class PieceAmounts:
         distinct = amounts.distinct_if(once)
         self.head = head = self._head(distinct)
         self.even = even = (1.0 - head.reads) / rows
-        even_once = (1.0 - head.once) / rows
+        self.even_once = even_once = (1.0 - head.once) / rows
         self.ranges = ranges = self._largest_range()
         self.share, self.uneven = ranges.rows[t], ranges.reads is not even
         self.P, self.N, lengths = (x[t] for x in work.present(ranges.reads, distinct, ranges.once))
@@ -113,13 +118,15 @@ class PieceAmounts:
         self.more_P, self.more_N = alone * (amounts.bags[t] - self.P), alone * (amounts.ids[t] - self.N)
         self.more_payload = alone * (amounts.payload[t] - self.payload)
         self.distinct = model.all_distinct[t] * ranges.distinct[t]
-        self.sums = sums_inside_hosts(model, on, self.parts, even, t, distinct, lower=lower)
+        self.sums = sums_inside_hosts(model, on, self.parts, even, even_once, t, distinct, lower=lower)
         self.merge, self.direct = self.sums.merge, 1.0 - self.sums.merge
         self.sent, self.home_sums = self.sums.sent, self.sums.home
         # Rows of repeated ids are written to all their bags.
         self.written = self.sums
         if once.any():
-            self.written = sums_inside_hosts(model, on, self.parts, even, t, np.full(len(once), -1.0), lower=lower)
+            self.written = sums_inside_hosts(
+                model, on, self.parts, even, even, t, np.full(len(once), -1.0), lower=lower
+            )
         if lower and self.uneven:
             # A sum has at least the bags of its smallest member, and all sums of a home those of the whole table.
             self.sent = np.where(work.ordered[t], self.P / self.sums.most * self.sums.turn, self.sent)
@@ -127,13 +134,24 @@ class PieceAmounts:
             least = np.where(work.ordered[t], work.present(behind)[0][t], self.written.home)
             self.written = self.written._replace(home=least)
 
+    def _head_rows(self) -> Ints:
+        """Return [T] the rows of the head of each table."""
+        found = np.zeros(len(self.amounts.work.names), np.int64)
+        if self.option.head:
+            found[self.t] = heads_of(self.amounts.work, self.option.head)[self.t]
+        return found
+
     def _sent_once(self) -> Bools:
         """Return [F] features whose ids homes send once each; owners aside, of a whole table.
 
         If owners and other homes decide differently, all count as the others, and in a bound as those that send less.
         """
         amounts, holders = self.amounts, self.option.holders
-        own = amounts.sent_once((1.0 - self.option.head) * (1.0 - 1.0 / holders))
+        behind: Floats | float = 1.0 - self.option.head
+        if self.hot_rows.any():
+            work = amounts.work
+            behind = np.where(work.ordered, behind, work.rows / (work.rows + self.hot_rows))[work.table]
+        own = amounts.sent_once(behind * (1.0 - 1.0 / holders))
         if holders == amounts.ranks:
             return own
         others = amounts.sent_once(1.0)
@@ -142,20 +160,20 @@ class PieceAmounts:
     def _head(self, distinct: Floats) -> Head:
         """Return the head of each table, and a home's batch in it."""
         amounts, t = self.amounts, self.t
-        work, model, none = amounts.work, amounts.model, np.zeros(len(amounts.work.names))
-        rows = none.astype(np.int64)
+        work, model, none = self.model.workload, self.model, np.zeros(len(amounts.work.names))
+        rows = self._head_rows()
+        first = np.where(work.ordered, 0, work.rows)
         if not self.option.head:
             nothing = np.zeros(len(t))
-            return Head(rows, none, none, none, nothing, nothing, nothing, nothing)
-        rows[t] = head_rows(work.rows[t], self.option.head)
+            return Head(first, rows, none, none, none, nothing, nothing, nothing, nothing)
         every = np.arange(len(rows))
-        reads = np.where(rows > 0, work.share(every, 0, rows), 0.0)
-        once = distinct_below(model, every, rows[:, None], self.once)[:, 0]
+        reads = np.where(rows > 0, work.share(every, first, first + rows), 0.0)
+        once = np.diff(distinct_below(model, every, np.stack([first, first + rows], axis=1), self.once), axis=1)[:, 0]
         seen = model.seen(amounts.ranks)
-        part = seen.between(every, 0, rows) / np.maximum(seen.whole, 1e-300)
+        part = seen.between(every, first, first + rows) / np.maximum(seen.whole, 1e-300)
         P, N, lengths = (x[t] for x in work.present(reads, distinct, once))
         payload = amounts.payload_of(t, 1.0, reads[t], N, lengths)
-        return Head(rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
+        return Head(first, rows, reads, once, part, P, N, payload, work.present(reads)[0][t])
 
     def _largest_range(self) -> Ranges:
         """Return the shares of the range with most of them; in a bound, least.
@@ -163,12 +181,16 @@ class PieceAmounts:
         The ranges of tables with ordered ids are uneven (`row_cuts`); those of other tables are even.
         """
         amounts, even = self.amounts, self.even
-        work, model = amounts.work, amounts.model
+        work, model, head = amounts.work, amounts.model, self.head
         missed = model.missed * even if self.option.cached else even
         cut = np.flatnonzero(work.ordered) if self.rows > 1 else np.zeros(0, np.int64)
+        shares = even, even, even, even, missed
+        if self.hot_rows.any():  # every row is in a range
+            rows = np.full(len(even), 1.0 / self.rows)
+            shares = even, rows, (1.0 - head.distinct) / self.rows, (1.0 - head.once) / self.rows, missed
         if not len(cut):
-            return Ranges(even, even, even, even, missed)
-        found = Ranges(*(x.copy() for x in (even, even, even, even, missed)))
+            return Ranges(*shares)
+        found = Ranges(*(x.copy() for x in shares))
         cuts = row_cuts(model, cut, self.rows, self.option.head)
         some = np.min if amounts.lower else np.max
         table = cut[:, None]
@@ -205,7 +227,7 @@ class PieceAmounts:
             return
         crossing = self.direct * self.P + self.merge * self.sent
         distinct = amounts.distinct_if(self.once)
-        positions = work.positions(self.even, np.minimum(self.even * sums.apart, 1.0), distinct)[t]
+        positions = work.positions(self.even, sums.apart, distinct, self.even_once)[t]
         places = 4.0 * self.merge * positions
         if amounts.lower:
             places = np.where(work.ordered[t], 0.0, places)
@@ -255,6 +277,7 @@ class PieceAmounts:
         amounts, o, t, parts = self.amounts, self.o, self.t, self.parts
         rates, speeds = amounts.model.rates, amounts.model.speeds
         routed = self.columns * amounts.ids[t] * speeds.route + rates.copied(2.0 * parts * self.home_payload)
+        routed = routed + amounts.model.find_hot(t) * (self.hot_rows[t] > 0)
         amounts.put(amounts.home, o, t, "ids", routed + speeds.part * parts * amounts.features[t])
         amounts.put(amounts.cost, o, t, "ids", rates.copied(2.0 * self.more_payload))
         placed = rates.at("place", self.width) + rates.at("pick", self.width)
@@ -276,7 +299,8 @@ class PieceAmounts:
         )  # fmt: skip
         rows = 3.0 * self.share * work.rows[t]
         dense = rates.copied(rows * self.width * self.element) * ~work.attached[t]
-        amounts.put(amounts.cost, o, t, "update", update + dense)
+        hot = model.all_distinct[t] * self.head.distinct[t] * (self.hot_rows[t] > 0)
+        amounts.put(amounts.cost, o, t, "update", update + dense + model.write_back(t, hot / self.rows))
         bags = rates.at("update_bag", self.width)
         amounts.put(amounts.fixed, o, t, "update", self.kept * ranks * self.P * bags)
         if self.columns > 1:
@@ -332,11 +356,13 @@ class PieceAmounts:
             weights = model.lines(t, length, width)
         amounts.memory[t, o, model.tier] += np.floor(weights + buffers).astype(np.int64)
         amounts.home_memory[t, o, model.tier] += np.floor(beyond * part).astype(np.int64)
-        amounts.divisible[t, o] = (self.option.way is Way.ROWS and self.rows > 1) & ~work.ordered[t]
+        amounts.divisible[t, o] = (
+            self.option.way is Way.ROWS and self.rows > 1 and not self.option.head
+        ) & ~work.ordered[t]
         # Uneven ranges have fewer present bags in total, though not fewer than the whole table.
         buffers = self.whole_payload * copies + self.whole_P * width * work.wide
         buffers = ranks * (buffers + self.whole_N * KEY_BYTES)
-        every = (work.rows - self.head.rows)[t].astype(np.float64)
+        every = (work.rows - np.where(work.ordered, self.head.rows, 0))[t].astype(np.float64)
         weights = model.weights(t, every, width)
         if cached:
             amounts.least_memory[t, o, HOST] += np.floor(model.in_host(t, weights) / self.rows).astype(np.int64)

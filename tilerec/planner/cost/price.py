@@ -92,7 +92,7 @@ class Price:
 
 def price(tilings: Sequence[Tiling], model: Model) -> Price:
     """Return the price of tilings, in the order of `model.workload.names`."""
-    return _Pricing(tilings, model).result()
+    return _Pricing(tilings, model.of_tilings(tilings)).result()
 
 
 class _Pricing:
@@ -209,9 +209,18 @@ class _Pricing:
         rows = np.rint(share * work.rows[table])  # whole rows, since cache lines come in sets
         dense = np.where(work.attached[table], 0.0, rates.copied(3.0 * rows * width * element))
         np.add.at(self.parts["update"], owner, np.where(copies > 1, 0.0, update) + dense)
+        if work.hot is not None:
+            self._write_back(table, owner, np.where(r0 < work.rows[table], share * (width / work.dim[table]), 0.0))
         weights = model.weights(table, rows, width)
         np.add.at(self.in_host, owner, np.where(cached, model.in_host(table, weights), 0.0))
         np.add.at(self.memory, owner, np.where(cached, model.lines(table, rows, width, distinct), weights))
+
+    def _write_back(self, table: Ints, owner: Ints, part: Floats) -> None:
+        """Add the copies of updated hot rows to their places. part: [n] of a table's cells, in pieces of owners."""
+        rows = self.work.rows[table]
+        assert self.work.hot is not None
+        head = self.model.seen(self.ranks).between(table, rows, rows + self.work.hot.rows[table])
+        np.add.at(self.parts["update"], owner, np.where(head > 0.0, self.model.write_back(table, head * part), 0.0))
 
     def _of_features(self, marks: list[tuple[int, int, int, tuple[int, ...]]]) -> tuple[Floats, Floats]:
         """Return [entries] ids and bags that an owner reads from a piece, with all features at the first one's entry.
@@ -244,6 +253,8 @@ class _Pricing:
         np.add.at(payload, other.home, travel.more_payload[other.part])
         np.add.at(held, other.home, (travel.more_P * travel.width)[other.part])
         self.parts["route"] += ids * model.speeds.route + rates.copied(2.0 * payload)
+        if work.hot is not None:
+            self.parts["route"] += float(sum(model.find_hot(np.flatnonzero(work.hot.rows)).tolist()))
         bookkeeping = model.speeds.part * len(travel.layout.parts) + model.speeds.step * work.collections
         self.parts["overhead"] += bookkeeping
         rows = np.where(travel.merged, 0.0, travel.items)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from tilerec.planner.cost.cuts import row_cuts, sizes_of_shares
+from tilerec.planner.cost.cuts import heads_of, row_cuts, sizes_of_shares
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.ways import Option, Way
 from tilerec.planner.cost.workload import Ints, TableWork
 from tilerec.sharding.strategies import column_wise, grid, row_wise
+from tilerec.spec.hot_rows import HotRows
 from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
 from tilerec.spec.tile import ColumnBlock, Tiling
 
@@ -52,7 +54,7 @@ def sharding_of(
         return _made(found, column_wise(name, rows, dim, ranks, topology), ranks, work)
     if option.way is Way.GRID:
         return _made(kind.GRID_SHARD, grid(name, rows, dim, ranks, topology), ranks, work)
-    if option.head:
+    if option.head and model.workload.ordered[table]:
         edges = row_cuts(model, np.array([table]), len(ranks), option.head)[0].tolist()
         owners = (ranks, *((rank,) for rank in ranks))
         tiling = Tiling(rows, dim, (ColumnBlock(0, dim, (0, *edges), owners),))
@@ -69,6 +71,11 @@ def sharding_of(
         ranks, sizes = tuple(rank for rank, _ in kept), [size for _, size in kept]
         one_host = topology.host_count > 1 and len({topology.host_of(r) for r in ranks}) == 1
     found = kind.TABLE_ROW_WISE if one_host and len(set(ranks)) > 1 else kind.ROW_WISE
+    if option.head:
+        assert work.skew is not None
+        ids = HotRows(np.array(work.skew.hot[: int(heads_of(model.workload, option.head)[table])], np.int64))
+        tiling = row_wise(name, rows, dim, ranks, topology).with_hot(name, ids, topology.world_size)
+        return replace(_made(kind.ROW_WISE, tiling, ranks, work), hot=ids)
     # Single ranges are priced as if no two of them shared a host, so hosts do not add their rows.
     apart = 1.0 if option.width == 1 and topology.host_count > 1 else None
     return _made(found, row_wise(name, rows, dim, ranks, topology, sizes=sizes), ranks, work, apart)

@@ -6,7 +6,8 @@ Nouns
   pieces  column blocks, ranges of rows on single ranks, or hosts of a grid
   width   number of ranks that hold each piece: 1, those of a host, or all
   cached  rows and their state are in host memory, behind a cache on the device
-  head    the first rows of a table, which are read most, on every rank; ranges of the other rows over all ranks
+  head    copies of the rows that are read most, on every rank; ranges of rows over all ranks. Of a table in frequency
+          order these are its first rows, which no range has. Of other tables they are hot ids, beside all rows
   limits  the restrictions for one table
 """
 
@@ -27,7 +28,7 @@ ALL_ROW_SPLITS_RANKS = 16
 GRIDS = (2, 3, 4, 6, 8, 16)
 """Numbers of hosts of a grid that are tried."""
 HEADS = (0.0005, 0.002, 0.01, 0.05)
-"""Sizes of heads that are tried, as a part of the rows of a table whose ids are numbered by frequency."""
+"""Sizes of heads that are tried, as a part of the rows of a table; of hot ids, at most as many as are known."""
 MIN_PARTITION = 32
 """Default of the fewest columns of a column tile."""
 
@@ -131,14 +132,14 @@ def _ways_to_cut(topology: Topology, dims: Sequence[int], row_splits: Sequence[i
     return tuple(options)
 
 
-def is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int) -> bool:
+def is_of(option: Option, types: Sequence[ShardingType], ranks: int, hosts: int, *, ordered: bool) -> bool:
     """Return True if an option has one of these sharding types.
 
     Args:
-        ranks, hosts: their numbers in the topology.
+        ranks, hosts: their numbers in the topology. ordered: the table is in frequency order.
     """
     kind = ShardingType
-    if option.head:
+    if option.head and ordered:
         own = {kind.EXPLICIT}
     elif option.way is Way.ROWS and option.width == ranks and hosts == 1:
         # With one host, rows over all ranks have three sharding types.

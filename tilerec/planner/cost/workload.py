@@ -14,6 +14,7 @@ Legend: T tables, F features (reads).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,8 +24,10 @@ import numpy.typing as npt
 
 from tilerec.comms.codec import codec
 from tilerec.errors import ConfigError
-from tilerec.planner.cost.frequency import Curve, FrequencyLaws, Seen, curve_problem
+from tilerec.planner.cost.frequency import Curve, FrequencyLaws, RangeSums, Seen, curve_problem, spread
+from tilerec.planner.cost.hot_reads import HotReads
 from tilerec.planner.cost.portable import Floats, missed
+from tilerec.spec.hot_rows import MOST_HOT_ROWS
 from tilerec.spec.optimizer import OptimizerSpec
 from tilerec.spec.plan import Wire
 from tilerec.spec.table import DataType, data_type_to_dtype
@@ -54,12 +57,15 @@ class Skew:
             If False, frequent ids are anywhere (hashed ids).
         curve: measured points (k, share of the reads of the k most frequent ids), k ascending; the other ids follow
             Zipf's law. (): all do.
+        hot: the most frequent ids, the most frequent one first: the planner may keep copies of their rows on every
+            rank. (): they are not known.
     """
 
     distinct: int
     exponent: float = 0.0
     ordered: bool = False
     curve: Curve = ()
+    hot: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.distinct, bool) or not isinstance(self.distinct, int) or self.distinct < 1:
@@ -77,6 +83,28 @@ class Skew:
                 "`tilerec stats`."
             )
         object.__setattr__(self, "curve", curve)
+        object.__setattr__(self, "hot", self._checked_hot())
+
+    def _checked_hot(self) -> tuple[int, ...]:
+        move = "Measure again with `tilerec stats`."
+        found = np.asarray([] if isinstance(self.hot, Sequence) and not len(self.hot) else self.hot)
+        if found.ndim != 1 or (len(found) and found.dtype != np.int64):
+            raise ConfigError(
+                f"Skew: got hot ids of type {found.dtype} and shape {list(found.shape)}; expected whole numbers [h]. "
+                f"{move}"
+            )
+        if len(found) > min(self.distinct, MOST_HOT_ROWS):
+            raise ConfigError(
+                f"Skew: got {len(found):,} hot ids; expected at most {min(self.distinct, MOST_HOT_ROWS):,}, of "
+                f"{self.distinct:,} different ids. {move}"
+            )
+        own = np.sort(found)
+        if len(own) and own[0] < 0:
+            raise ConfigError(f"Skew: got the hot id {own[0]}; expected row numbers from 0. {move}")
+        twice = own[1:][own[1:] == own[:-1]]
+        if len(twice):
+            raise ConfigError(f"Skew: got the hot id {twice[0]} twice; expected each id once. {move}")
+        return tuple(found.tolist())
 
 
 @dataclass(frozen=True)
@@ -150,6 +178,11 @@ class TableWork:
                 f"Table '{self.name}': got a skew of {self.skew.distinct} different ids; expected at most {self.rows}, "
                 "the number of its rows. Measure again with `tilerec stats`."
             )
+        if self.skew is not None and self.skew.hot and max(self.skew.hot) >= self.rows:
+            raise ConfigError(
+                f"Table '{self.name}': got the hot id {max(self.skew.hot)}; expected ids of its {self.rows:,} rows. "
+                "Measure again with `tilerec stats`, or leave out hot=."
+            )
 
     @property
     def ids_per_bag(self) -> float:
@@ -177,7 +210,8 @@ class Workload:
     - [2, T]: forward, backward: bytes of a cell and of a row on the wire.
     - [F]: table of each feature; its bags, ids_per_bag and weighted; single_ids: its bags have at most one id.
     - [T]: fan_in, attached, cached, load_factor; files: tensors of a table in files, else 0.
-    - [T]: ids: of one rank's batch; ordered: see `Skew`.
+    - [T]: ids: of one rank's batch; ordered: see `Skew`; named: number of its hot ids, 0 if it is ordered.
+    - hot: heads of its tables; None: no table has one.
     - wide: bytes of a cell of a sum. collections: number of modules. turns: the k-th features of all tables, by k.
     """
 
@@ -225,7 +259,27 @@ class Workload:
         place = np.arange(len(reads)) - first[self.table] if reads else np.zeros(0, np.int64)
         self.turns = [np.flatnonzero(place == k) for k in range(int(place.max()) + 1 if reads else 0)]
         self.ordered = np.array([t.skew is not None and t.skew.ordered for t in self.tables], np.bool_)
+        self.named = np.array(
+            [0 if t.skew is None or t.skew.ordered else len(t.skew.hot) for t in self.tables], np.int64
+        )
+        self.hot: HotReads | None = None
+        self._hot_orders: dict[int, Ints] = {}
         self.ids = self.per_table(self.bags * self.ids_per_bag)
+
+    def with_hot(self, hot: HotReads) -> Workload:
+        """Return this workload with heads."""
+        found = copy(self)
+        found.hot = hot
+        for derived in ("_head_share", "_cold_reads"):
+            vars(found).pop(derived, None)
+        return found
+
+    def hot_order(self, table: int) -> Ints:
+        """Return [h] the order that sorts the hot ids of a table's skew by id."""
+        if table not in self._hot_orders:
+            skew = self.tables[table].skew
+            self._hot_orders[table] = np.argsort(np.array(() if skew is None else skew.hot, np.int64))
+        return self._hot_orders[table]
 
     def part(self, tables: Sequence[TableWork]) -> Workload:
         """Return the workload of some tables, with the number of collections and the width of sums of this one."""
@@ -259,17 +313,26 @@ class Workload:
         lengths = np.where(ids - bags > 0.5, bags, 0.0)
         return self.per_table(bags), self.per_table(ids), self.per_table(lengths)
 
-    def positions(self, share: Any, whole: Any, distinct: Floats | None = None) -> Floats:
+    def positions(self, share: Any, members: float, distinct: Floats | None = None, part: Any = 1.0) -> Floats:
         """Return [T] bags of a home with an id in a member's range, if the host's sum has more bags; else 0.
 
         Such a member receives the positions of its bags in the sum.
 
         Args:
-            share: [T] traffic of the member. whole: [T] traffic of all members. distinct: as of `present`.
+            share: [T] traffic of each member. members: their number. distinct, part: as of `present`.
         """
-        shares = (np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, whole))
+        own, own_once = (
+            np.broadcast_to(np.asarray(s, np.float64), (len(self.tables),))[self.table] for s in (share, part)
+        )
         once = np.full(len(self.bags), -1.0) if distinct is None else distinct
-        bags, union = (np.where(once >= 0.0, once * s, self.bags * (1.0 - missed(s, self.ids_per_bag))) for s in shares)
+        bags, union = (
+            np.where(
+                once >= 0.0,
+                once * np.minimum(own_once * n, 1.0),
+                self.bags * (1.0 - missed(np.minimum(own * n, 1.0), self.ids_per_bag)),
+            )
+            for n in (1.0, members)
+        )
         return self.per_table(np.where(union - bags > 0.5, bags, 0.0))
 
     @cached_property
@@ -286,7 +349,8 @@ class Workload:
 
     def seen(self, table: Ints, draws: Any) -> Seen:
         """Return the expected distinct rows among so many ids of each of the given tables."""
-        return Seen(self.laws, self.rows, self.ordered, table, np.broadcast_to(np.asarray(draws), table.shape))
+        draws = np.broadcast_to(np.asarray(draws), table.shape)
+        return Seen(self.laws, self.rows, self.ordered, table, draws, self.hot)
 
     def distinct(self, ranks: Any) -> Floats:
         """Return [T] expected distinct rows in the batches of so many ranks (a number, or [T])."""
@@ -327,14 +391,39 @@ class Workload:
         return np.where(seen(2.0**_MOST_STEPS_LOG2) <= lines, 0.0, found)
 
     def share(self, table: Any, r0: Any, r1: Any) -> Floats:
-        """Return the share of a table's traffic on rows [r0, r1). Arguments broadcast."""
+        """Return the share of a table's traffic on rows [r0, r1); rows behind the table are those of its head.
+
+        Arguments broadcast.
+        """
         table = np.asarray(table, np.int64)
         rows = self.rows[table].astype(np.float64)
+        if self.hot is not None:
+            head = self._head_share[table]
+            even = spread(rows, self.hot.rows[table], r0, r1, 1.0 - head, head)
+            if not np.any(self.ordered[table]):
+                return even
+            column, low, high = self.laws.position[table], np.minimum(r0, rows), np.minimum(r1, rows)
+            law = self._cold_reads.below(column, high) - self._cold_reads.below(column, low)
+            return np.where(self.ordered[table], law + spread(rows, self.hot.rows[table], r0, r1, 0.0, head), even)
         even = (np.asarray(r1, np.float64) - r0) / rows
         if not np.any(self.ordered[table]):
             return even
         law = self.laws.reads(table, r1) - self.laws.reads(table, r0)
         return np.where(self.ordered[table], law, even)
+
+    @cached_property
+    def _head_share(self) -> Floats:
+        """[T] share of a table's traffic on its head."""
+        assert self.hot is not None
+        found = self.hot.rows / self.rows
+        found[self.laws.tables] = sum(self.hot.inside * self.laws.weights)
+        return found
+
+    @cached_property
+    def _cold_reads(self) -> RangeSums:
+        """Shares of the ids of ordered tables that are not hot."""
+        assert self.hot is not None
+        return RangeSums(self.laws.edges, self.laws.counts, self.laws.weights * self.hot.cold(self.laws))
 
 
 def _bytes_of(table: TableWork) -> tuple[int, ...]:

@@ -280,16 +280,16 @@ class Explainer:
         return Explanation(
             key, self.step_ps, tuple(found), tuple(self._notes(key, t, others)), path, name,
             self._tilings[key], self.decision.bound, others,
-            self.problem.read_curve(t) if self._ordered(t) else (),
+            self.problem.read_curve(t) if self._has_heads(t) else (),
         )  # fmt: skip
 
     @cached_property
     def _tilings(self) -> dict[str, Tiling | None]:
         return {key: sharding.tiling for key, sharding in self.decision.shardings().items()}
 
-    def _ordered(self, t: int) -> bool:
+    def _has_heads(self, t: int) -> bool:
         skew = self.problem.tables[t].skew
-        return skew is not None and skew.ordered and self.request.topology.world_size > 1
+        return skew is not None and (skew.ordered or bool(skew.hot)) and self.request.topology.world_size > 1
 
     def _notes(self, key: str, t: int, together: Sequence[str]) -> Iterator[str]:
         if together:
@@ -298,10 +298,10 @@ class Explainer:
                 f"It is co-located with {names} (with_table): 'step then' is with the same option for all of them; the "
                 "figures of pieces are for this table alone."
             )
-        if self._ordered(t):
+        if self._has_heads(t):
             sizes = self.problem.head_bytes(t)
             if len(sizes) > 1:
-                yield _heads_text(sizes)
+                yield _heads_text(sizes, ordered=bool(self.problem.model.workload.ordered[t]))
         if self.decision.shares(t) is not None:
             yield "Its rows are split unevenly, to balance the ranks."
         if key not in self.freed:
@@ -331,7 +331,7 @@ class Explainer:
             key = self.names[m]
             limits = self.limits.get(key, Limits())
             given = self.request.limits_of(key)
-            reasons = violated_restrictions(option, self.problem.tables[m].dim, limits, given, topology, rest.allowed)
+            reasons = violated_restrictions(option, self.problem.tables[m], limits, given, topology, rest.allowed)
             if reasons:
                 text = "; ".join(reasons)
                 return text if m == t else f"of '{key}', which is co-located with it: {text}"
@@ -415,11 +415,14 @@ def _spread(instance: Instance, t: int, o: int) -> Ints:
     return own
 
 
-def _heads_text(sizes: Sequence[tuple[int, float, float]]) -> str:
+def _heads_text(sizes: Sequence[tuple[int, float, float]], *, ordered: bool) -> str:
     """Return a sentence about the bytes without a head and with heads; sizes: as `Problem.head_bytes`."""
+    known, rows = (
+        ("Its ids are numbered by frequency", "first rows") if ordered else ("Its hot ids are known", "hot rows")
+    )
     first, *others = [(rows, reads, bytes_text(round(sent))) for rows, reads, sent in sizes]
     each = ", ".join(f"{sent} with {rows:,} ({reads:.0%} of the ids)" for rows, reads, sent in others)
     return (
-        f"Its ids are numbered by frequency. In ranges of rows on all ranks, a rank sends {first[2]} in a step; with "
-        f"its first rows on every rank, {each}."
+        f"{known}. In ranges of rows on all ranks, a rank sends {first[2]} in a step; with "
+        f"its {rows} on every rank, {each}."
     )

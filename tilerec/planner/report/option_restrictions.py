@@ -12,6 +12,7 @@ import numpy as np
 
 from tilerec.planner.constraints import ParameterConstraints
 from tilerec.planner.cost.ways import MIN_PARTITION, Limits, Option, Way, is_of
+from tilerec.planner.cost.workload import TableWork
 from tilerec.planner.search.instance import Bools
 from tilerec.spec.plan import ShardingType
 from tilerec.spec.ranks import ranks_to_text
@@ -20,7 +21,7 @@ from tilerec.spec.topology import Topology
 
 def violated_restrictions(
     option: Option,
-    dim: int,
+    work: TableWork,
     limits: Limits,
     given: ParameterConstraints,
     topology: Topology,
@@ -30,15 +31,15 @@ def violated_restrictions(
 
     Args:
         option: an option that the table's size, storage and optimizer permit.
-        dim: columns of the table.
+        work: the table.
         limits: the restrictions with which the table's options were built.
         given: the table's constraints, as the user wrote them.
         topology: the machines.
         allowed: [R] True for ranks that may hold pieces; None for all.
     """
     found = (
-        _type(option, dim, limits, given, topology),
-        _columns(option, dim, limits),
+        _type(option, work, limits, given, topology),
+        _columns(option, work.dim, limits),
         _ranks(option, limits, topology, allowed),
         _most(option, given, topology),
     )
@@ -47,20 +48,23 @@ def violated_restrictions(
 
 def _type(
     option: Option,
-    dim: int,
+    work: TableWork,
     limits: Limits,
     given: ParameterConstraints,
     topology: Topology,
 ) -> str:
-    ranks, hosts = topology.world_size, topology.host_count
-    if not limits.types or is_of(option, limits.types, ranks, hosts):
+    def of(types: Sequence[ShardingType]) -> bool:
+        ordered = work.skew is not None and work.skew.ordered
+        return is_of(option, types, topology.world_size, topology.host_count, ordered=ordered)
+
+    if not limits.types or of(limits.types):
         return ""
-    wanted = [kind for kind in given.types_allowed() if is_of(option, (kind,), ranks, hosts)]
+    wanted = [kind for kind in given.types_allowed() if of((kind,))]
     if wanted:
         simpler = " or ".join(kind.value for kind in limits.types)
-        return f"{wanted[0].value} reduces to {simpler} here: {_too_narrow(wanted, dim, given, topology)}"
+        return f"{wanted[0].value} reduces to {simpler} here: {_too_narrow(wanted, work.dim, given, topology)}"
     types = given.sharding_types_said()
-    if types and not is_of(option, types, ranks, hosts):
+    if types and not of(types):
         return f"its sharding_types are {', '.join(kind.value for kind in types)}"
     forbidden = (ShardingType(kind).value for kind in given.forbidden_types)
     return f"its forbidden_types are {', '.join(forbidden)}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tilerec.planner.cost.head_bytes import bytes_saved
 from tilerec.planner.cost.model import Model
 from tilerec.planner.cost.price import price
 from tilerec.planner.cost.workload import TableWork, Workload
@@ -72,6 +73,7 @@ def build_report(decision: Decision, plan: ShardingPlan) -> PlanReport:
             f"{behind} of {len(request.tables)} tables have their rows in host memory, behind a cache on their "
             "rank's device; cache misses are priced with the topology's hbm_to_ddr_mem_bw"
         )
+    notes += _hot_rows(decision)
     return PlanReport(
         cost_ps=priced.cost_ps,
         bound_ps=decision.bound,
@@ -88,6 +90,23 @@ def build_report(decision: Decision, plan: ShardingPlan) -> PlanReport:
         network_ps=priced.network_ps,
         request=request,
     )
+
+
+def _hot_rows(decision: Decision) -> list[str]:
+    """Return a note on the tables whose hot rows every rank holds; [] without such tables."""
+    assert decision.priced is not None
+    shardings = decision.priced.shardings
+    if not any(sharding.hot for sharding in shardings.values()):
+        return []
+    works = [work for work in decision.request.works() if shardings[work.name].hot]
+    tilings = [tiling for work in works if (tiling := shardings[work.name].tiling) is not None]
+    rows = sum(len(tiling.head.hot) for tiling in tilings if tiling.head is not None)
+    saved = bytes_saved(works, tilings, decision.request.topology)
+    change = f"{bytes_text(round(abs(saved)))} {'less' if saved >= 0 else 'more'}"
+    return [
+        f"{len(works)} of {len(decision.request.tables)} tables have {rows:,} hot rows on every rank: with "
+        f"them a rank sends {change} in a step"
+    ]
 
 
 def _times_and_bytes(decision: Decision) -> tuple[Ints, Ints, Ints]:

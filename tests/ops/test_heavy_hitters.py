@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilerec.data.heavy_hitters import HeavyHitters
 from tilerec.errors import ConfigError
+from tilerec.ops.hot.heavy_hitters import HeavyHitters
 
 
 def _fed(stream: list[int], counters: int, block: int) -> HeavyHitters:

@@ -1,0 +1,265 @@
+"""Hot ids as heads: their price, the bytes that the runtime sends with them, and the options with them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.planner.cost.test_price import MANY, check
+from tilerec.errors import ConfigError
+from tilerec.planner.cost.head_bytes import bytes_saved, head_bytes, read_curve
+from tilerec.planner.cost.hot_reads import HotReads
+from tilerec.planner.cost.model import HOT_PIECE, Model
+from tilerec.planner.cost.options import Problem, build
+from tilerec.planner.cost.price import price
+from tilerec.planner.cost.ways import HEADS, Limits, Option, Way
+from tilerec.planner.cost.workload import Reads, Skew, TableWork, Workload
+from tilerec.planner.search.instance import evaluate
+from tilerec.planner.search.solve import lower_bound, solve
+from tilerec.sharding.strategies import column_wise, row_wise, table_wise
+from tilerec.spec import optimizer as specs
+from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.plan import ParameterSharding, ShardingType, Wire
+from tilerec.spec.tile import Tiling
+from tilerec.spec.topology import Topology
+
+ROWS = 20_000
+HOSTS = Topology(16, local_world_size=8)
+
+
+def order(rows: int, name: str = "t") -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The ids by frequency, as `ids_of` of test_price draws them."""
+    found: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(
+        rows, generator=torch.Generator().manual_seed(len(name))
+    ).numpy()
+    return found
+
+
+def table(name: str = "t", *reads: Reads, rows: int = ROWS, named: int = 4_000, **more: Any) -> TableWork:
+    skew = Skew(rows, 1.05, hot=order(rows, name)[:named])
+    given: dict[str, Any] = {"optimizer": specs.SGD(0.1), "skew": skew, **more}
+    return TableWork(name, rows, 64, reads=reads or [Reads(2048, 20)], **given)
+
+
+def sequence(**more: Any) -> TableWork:
+    return table(each_id=True, **more)
+
+
+def hot(tiling: Tiling, ids: Any, world: int) -> Tiling:
+    return tiling.with_hot("t", HotRows(np.asarray(ids, np.int64)), world)
+
+
+# -------------------------------------------------------------------------------------------------------------- price
+
+
+@pytest.mark.parametrize("distinct", [None, True, False], ids=["counted", "once", "each"])
+def test_bytes_with_hot_ids_are_those_the_runtime_sends(distinct: bool | None) -> None:
+    """Heads beside every tiling, with the most frequent ids, with others, and with ids of which nothing is known."""
+    world, rows = Topology(4, "cpu"), 5000
+    works = []
+    for name, reads in (
+        ("rows", [Reads(MANY, 1)]), ("cold", [Reads(MANY, 1)]), ("columns", [Reads(MANY, 1)]),
+        ("bags of many", [Reads(MANY, 3)]), ("two readers", [Reads(MANY, 1), Reads(MANY, 1)]),
+        ("whole table", [Reads(MANY, 1)]),
+    ):  # fmt: skip
+        works.append(
+            TableWork(name, rows, 8, optimizer=specs.SGD(0.1), reads=reads, wire=Wire(distinct=distinct),
+                      skew=Skew(rows, 1.05, hot=order(rows, name)[:500]))
+        )  # fmt: skip
+    orders = [order(rows, work.name) for work in works]
+    evenly = row_wise("t", rows, 8, None, world)
+    tilings = [
+        hot(evenly, orders[0][:50], 4),
+        hot(evenly, [*orders[1][300:400], *orders[1][2000:2300]], 4),
+        hot(column_wise("t", rows, 8, [0, 2], world), orders[2][:200], 4),
+        hot(evenly, orders[3][:20], 4),
+        hot(evenly, orders[4][:100], 4),
+        hot(table_wise("t", rows, 8, [1], world), orders[5][:100], 4),
+    ]
+    check(works, list(tilings), world, rough=0.08)  # the most frequent ids that are not hot are in some ranges
+
+
+def test_hot_ids_of_a_table_in_frequency_order_leave_its_ranges() -> None:
+    """Of two ranges, the first one has nearly all reads, and the hot ids, which are its first rows, most of these."""
+    rows, world = 5000, Topology(2, "cpu")
+    work = TableWork(
+        "t", rows, 8, optimizer=specs.SGD(0.1), reads=[Reads(8 * MANY)], skew=Skew(rows, 1.05, ordered=True)
+    )
+    for ids in (np.arange(100), np.arange(2400, 2600)):
+        tiling = Tiling.of("t", rows, 8, [(0, 2500, 0, 8, 1), (2500, rows, 0, 8, 0)])
+        for distinct in (True, False):
+            own = dataclasses.replace(work, wire=Wire(distinct=distinct))
+            check([own], [hot(tiling, ids, 2)], world, rough=0.08)
+
+
+def test_ids_of_hot_rows_count_by_their_rank_and_unknown_ones_as_the_mean_of_the_others() -> None:
+    work = Workload([table(named=100), TableWork("even", 1000, 8)])
+    most = order(ROWS)
+    bare = row_wise("t", ROWS, 64, None, Topology(4))
+    plain = row_wise("t", 1000, 8, None, Topology(4))
+    law = work.laws
+
+    def share(ids: Any, even: Any = ()) -> list[float]:
+        own = work.with_hot(HotReads.of(work, [hot(bare, ids, 4), hot(plain, even, 4)]))
+        heads = own.share([0, 1], own.rows, own.rows + own.hot.rows)  # type: ignore[union-attr]
+        assert np.allclose(own.share([0, 1], 0, own.rows) + heads, 1.0)
+        return [float(value) for value in heads]
+
+    assert share(most[:100])[0] == pytest.approx(float(law.reads(np.array(0), 100)))
+    assert share(most[:3])[0] == pytest.approx(float(law.reads(np.array(0), 3)))
+    assert share(most[3:5])[0] == pytest.approx(float(law.reads(np.array(0), 5) - law.reads(np.array(0), 3)))
+    others = float(1.0 - law.reads(np.array(0), 100))
+    assert share(most[5000:5100])[0] == pytest.approx(100 * others / (ROWS - 100))
+    assert share(most, np.arange(10)) == [pytest.approx(1.0), pytest.approx(0.01)]
+
+
+def test_hot_ids_are_looked_for_and_their_updated_rows_written_back() -> None:
+    """Seconds of a table of one id per bag: 8 ns per id at its home, and a copy of each updated hot row."""
+    work, world = table("t", Reads(1000)), Topology(2, "cpu")
+    bare = row_wise("t", ROWS, 64, None, world)
+    model = Model(Workload([work]), world)
+    tiling = hot(bare, order(ROWS)[:1000], 2)
+    own = model.of_tilings([tiling])
+    assert model.of_tilings([bare]) is model
+    found = price([tiling], model)
+    assert found.sent["ids"][0] < price([bare], model).sent["ids"][0]
+    each = np.array([0])
+    head = own.seen(2).between(each, ROWS, ROWS + 1000)
+    tail = own.seen(2).between(each, 0, ROWS)
+    assert float((head + tail)[0]) == pytest.approx(float(model.seen(2).whole[0]))
+    faster = dataclasses.replace(world, speeds=dataclasses.replace(model.speeds, hot_id=0.0))
+    less = price([tiling], Model(Workload([work]), faster))
+    assert found.parts["route"] - less.parts["route"] == pytest.approx(np.full(2, 1000 * 8e-9))
+    assert float(own.write_back(each, head)[0]) == pytest.approx(
+        HOT_PIECE["cpu"] + float(head[0] * (own.rates.at("pick", 64.0) + own.rates.at("place", 64.0)))
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def arranged(problem: Problem, option: Option) -> tuple[float, float, float]:
+    """The searched cost, the lower one and the price of one table under an option, in seconds."""
+    o = np.array([problem.options.index(option)])
+    tiling = problem.sharding(0, int(o[0]), ()).tiling
+    assert tiling is not None
+    searched, lower = (evaluate(own, o, [()]).cost / 1e12 for own in (problem.instance, problem.lower))
+    return searched, lower, price([tiling], problem.model).seconds
+
+
+@pytest.mark.parametrize("topology", [Topology(4), Topology(8, "cpu"), HOSTS], ids=str)
+@pytest.mark.parametrize(
+    "work",
+    [table(), table("t", Reads(2048)), table("t", Reads(512, 3, True), Reads(512, 1)), sequence(),
+     table(wire=Wire(distinct=True), each_id=True), table(optimizer=specs.RowWiseAdagrad(0.1)),
+     table("t", Reads(2048), wire=Wire(distinct=True), sums_in_hosts=True)],
+    ids=["bags", "one id", "weights", "sequence", "once", "row-wise", "once in hosts"],
+)  # fmt: skip
+def test_an_arrangement_with_hot_ids_costs_its_price(work: TableWork, topology: Topology) -> None:
+    problem = build([work], topology)
+    with_head = [option for option in problem.options if option.head]
+    assert [option.head for option in with_head] == list(HEADS)
+    for option in with_head:
+        searched, lower, priced = arranged(problem, option)
+        assert searched == pytest.approx(priced, rel=2e-5), option
+        assert 0.8 * priced < lower <= priced * (1 + 2e-5), option
+        o = np.array([problem.options.index(option)])
+        tiling: Any = problem.sharding(0, int(o[0]), ()).tiling
+        held = price([tiling], problem.model).memory
+        assert np.all(evaluate(problem.lower, o, [()]).memory <= held * (1 + 3e-5))
+        assert np.all(evaluate(problem.instance, o, [()]).memory >= 0.98 * held.max(0)), option
+
+
+def test_hot_ids_are_options_of_trained_tables_that_name_them() -> None:
+    tables = [
+        table("named"), table("few", named=150), table("frozen", optimizer=None),
+        table("unnamed", skew=Skew(ROWS, 1.05)), table("columns"), table("rows"), table("cached"),
+    ]  # fmt: skip
+    limits = {
+        "columns": Limits((ShardingType.COLUMN_WISE,)), "rows": Limits((ShardingType.ROW_WISE,)),
+        "cached": Limits(on_device=False, cached=True),
+    }  # fmt: skip
+    problem = build(tables, Topology(4), limits)
+    heads = {
+        work.name: [problem.options[o].head for o in there.nonzero()[0].tolist() if problem.options[o].head]
+        for work, there in zip(tables, problem.instance.there, strict=True)
+    }
+    assert heads == {
+        "named": list(HEADS), "few": [0.0005, 0.002, 0.01], "frozen": [], "unnamed": [], "columns": [],
+        "rows": list(HEADS), "cached": [],
+    }  # fmt: skip
+    o = problem.options.index(Option(Way.ROWS, 1, 4, head=0.01))
+    for t, count in ((0, 200), (1, 150)):
+        sharding = problem.sharding(t, o, ())
+        assert sharding.kind is ShardingType.ROW_WISE
+        assert sharding.hot == HotRows(order(ROWS, tables[t].name)[:count])
+        assert sharding.tiling is not None
+        assert sharding.tiling.bare == row_wise("t", ROWS, 64, None, Topology(4))
+        assert ParameterSharding.from_json("t", sharding.to_json()).hot == sharding.hot
+
+
+def test_the_search_takes_hot_ids_where_every_id_travels_and_none_where_repeated_ids_travel_once() -> None:
+    works = [dataclasses.replace(sequence(rows=100_000, named=5_000), name=f"t{t}") for t in range(4)]
+    for distinct in (False, True):
+        problem = build([dataclasses.replace(w, wire=Wire(distinct=distinct)) for w in works], HOSTS)
+        found = solve(problem.instance)
+        assert all(bool(problem.options[o].head) != distinct for o in found.option.tolist())
+        tilings: Any = [problem.sharding(t, int(o), found.places[t]).tiling for t, o in enumerate(found.option)]
+        priced = price(tilings, problem.model)
+        assert found.cost / 1e12 == pytest.approx(priced.seconds, rel=1e-4)
+        assert lower_bound(problem.lower, found.cost * 2) / 1e12 <= priced.seconds * (1 + 1e-5)
+        saved = bytes_saved(works, tilings, HOSTS)
+        bare = np.sum(list(price([t.bare for t in tilings], Model(Workload(works), HOSTS)).sent.values()), axis=0)
+        assert (saved > 0.5 * bare.mean()) != distinct
+
+
+def test_hot_ids_that_do_not_fit_are_not_taken() -> None:
+    """Copies of 5 % of 400,000 rows with Adam's state take 15 MB on every rank."""
+    rows = 400_000
+    work = table("t", Reads(16, 20), rows=rows, named=20_000, each_id=True, optimizer=specs.Adam(0.1))
+    held = {}
+    for cap in (100 << 20, 28 << 20):
+        problem = build([work], Topology(16, local_world_size=8, hbm_cap=cap), {"t": Limits((ShardingType.ROW_WISE,))})
+        heads = [o for o, option in enumerate(problem.options) if option.head]
+        most = (problem.instance.memory + problem.instance.home_memory)[0, heads, 0]
+        assert int(most[3] - most[0]) == pytest.approx(0.0495 * rows * 64 * 12, rel=0.05)
+        found = solve(problem.instance)
+        assert np.all(found.memory <= cap)
+        held[cap] = problem.options[int(found.option[0])].head
+    assert held[28 << 20] < 0.05
+
+
+def test_the_bytes_and_the_curve_of_hot_ids_are_those_of_its_price() -> None:
+    found = head_bytes(sequence(named=150), HOSTS)
+    assert [own.rows for own in found] == [0, 10, 40, 150]
+    assert found[3].reads == pytest.approx(float(Workload([sequence()]).laws.reads(np.array(0), 150)))
+    assert found[3].sent < found[0].sent
+    curve = read_curve(sequence())
+    assert curve[-1] == (ROWS, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([3, 5, 3], "the hot id 3 twice; expected each id once"),
+        ([-1], "the hot id -1; expected row numbers from 0"),
+        ([0.5], "hot ids of type float64"),
+        (["a"], "hot ids of type"),
+        (range(11), "11 hot ids; expected at most 10, of 10 different ids"),
+    ],
+)
+def test_hot_ids_that_are_none_are_refused(ids: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"Skew: got .*{words}"):
+        Skew(10, 1.0, hot=ids)
+
+
+def test_a_hot_id_beyond_its_table_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="Table 'short': got the hot id 12; expected ids of its 12 rows"):
+        TableWork("short", 12, 8, skew=Skew(12, 1.0, hot=[3, 12]))

@@ -1,0 +1,123 @@
+"""From counted ids to a plan with hot rows: statistics, plan files, the report, the explanation, and who gets none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tilerec.comms.group import Group
+from tilerec.data.ids import BatchIds
+from tilerec.data.statistics import Statistics, gather
+from tilerec.errors import ConfigError
+from tilerec.modules.embedding import EmbeddingCollection
+from tilerec.optim.attach import apply_optimizer_in_backward
+from tilerec.parallel.shard import shard
+from tilerec.planner.constraints import ParameterConstraints
+from tilerec.planner.cost.workload import Skew
+from tilerec.planner.planner import EmbeddingShardingPlanner
+from tilerec.planner.report.explanation import Explainer
+from tilerec.planner.tables import PlannedTable
+from tilerec.sparse.keyed_jagged_tensor import KeyedJaggedTensor
+from tilerec.spec.hot_rows import HotRows
+from tilerec.spec.optimizer import SGD
+from tilerec.spec.plan import ShardingPlan, Wire
+from tilerec.spec.table import DataType, EmbeddingConfig
+from tilerec.spec.topology import Topology
+from tilerec.testing.virtual import run_virtual_ranks
+
+ROWS, SAMPLES, LENGTH = 20_000, 500, 20
+SLOW = Topology(4, "cpu", intra_host_bw=1e4)
+ORDER = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
+EACH: dict[str, Any] = {"sharding_types": ["row_wise"]}
+TABLE = PlannedTable(
+    (("", "t"),), ROWS, 64, DataType.FP32, ("f",), SGD(0.1), pooled=False, wire=Wire(distinct=False)
+)  # fmt: skip
+CONFIG = EmbeddingConfig(ROWS, 64, "t", feature_names=["f"])
+
+
+def batch(seed: int) -> KeyedJaggedTensor:
+    weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -1.3
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.multinomial(weights, SAMPLES * LENGTH, replacement=True, generator=generator)
+    return KeyedJaggedTensor(["f"], ORDER[ids], lengths=torch.full((SAMPLES,), LENGTH))
+
+
+class Data:
+    batch_size = SAMPLES
+
+    def __init__(self, sparse: KeyedJaggedTensor) -> None:
+        self.sparse_features = sparse
+
+
+def statistics(hot: int = 300) -> Statistics:
+    source: Any = BatchIds(lambda: iter([Data(batch(s)) for s in range(4)]), "made")  # type: ignore[misc,list-item]
+    return gather(source, hot=hot)
+
+
+def planner(skew: Skew | None, **more: Any) -> EmbeddingShardingPlanner:
+    limits = ParameterConstraints(pooling_factors=[LENGTH], skew=skew, **{**EACH, **more})
+    return EmbeddingShardingPlanner(SLOW, batch_size=SAMPLES, constraints={"t": limits})
+
+
+def model() -> EmbeddingCollection:
+    module = EmbeddingCollection([CONFIG], device=torch.device("meta"))
+    apply_optimizer_in_backward(SGD(lr=0.1), module.parameters())
+    return module
+
+
+def test_ids_that_statistics_name_become_hot_rows_of_a_plan_in_a_file(tmp_path: Path) -> None:
+    statistics().save(tmp_path / "stats.json")
+    found = Statistics.load(tmp_path / "stats.json")
+    limits = found.constraints([CONFIG])["t"]
+    assert limits.skew is not None
+    assert set(limits.skew.hot[:50]) & set(ORDER[:50].tolist()) >= set(ORDER[:20].tolist())
+    assert ParameterConstraints.from_json("t", limits.to_json()).skew == limits.skew
+    plan = planner(limits.skew).plan([TABLE])
+    sharding = plan.plan[""]["t"]
+    assert sharding.hot is not None
+    assert 0 < len(sharding.hot) <= 300
+    assert sharding.hot == HotRows(np.array(limits.skew.hot[: len(sharding.hot)]))
+    plan.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json").plan[""]["t"].hot == sharding.hot
+    assert plan.report is not None
+    note = next(note for note in plan.report.notes if "hot rows" in note)
+    assert note.startswith(f"1 of 1 tables have {len(sharding.hot):,} hot rows on every rank: with them a rank sends ")
+    assert note.endswith(" less in a step")
+    request = planner(limits.skew).request([TABLE])
+    text = Explainer(request).explanation("t")
+    assert any("Its hot ids are known. In ranges of rows on all ranks, a rank sends" in line for line in text.notes)
+    assert text.curve[-1] == (ROWS, 1.0)
+
+    def live(group: Group) -> int:
+        module = shard(model(), plan, group)
+        torch.cat([own.values() for own in module(batch(group.rank)).values()]).sum().backward()
+        return len(module._tables["t"].tiling.head.hot)
+
+    assert run_virtual_ranks(4, live) == [len(sharding.hot)] * 4
+
+
+def test_tables_without_counted_rows_of_their_own_get_no_hot_rows() -> None:
+    """Managed collision gives rows to other ids, raw values are no rows, and first rows need no names."""
+    skew = Skew(ROWS, 1.3, hot=ORDER[:200].numpy())
+    for managed in (False, True):
+        plan = planner(skew).plan([replace(TABLE, managed=managed)])
+        assert bool(plan.plan[""]["t"].hot) != managed
+    one = statistics().features["f"]
+    for rows, table_rows in ((True, True), (False, False)):
+        known = one.skew(ROWS, table_rows=table_rows)
+        assert known is not None
+        assert bool(known.hot) == rows
+    assert planner(skew).request(model()).without_hot_ids().constraints["t"].skew == Skew(ROWS, 1.3)
+
+
+def test_statistics_of_a_longer_table_are_refused_by_name() -> None:
+    short = EmbeddingConfig(100, 64, "t", feature_names=["f"])
+    with pytest.raises(ConfigError, match=r"got id \d+ of feature 'f'; expected row numbers of table 't', 0 to 99"):
+        statistics().constraints([short])
+    with pytest.raises(ConfigError, match=r"Table 't': got the hot id \d+; expected ids of its 100 rows"):
+        planner(Skew(100, 1.0, hot=ORDER[:50].numpy())).plan([short])
