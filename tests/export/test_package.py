@@ -128,7 +128,7 @@ def test_the_weights_are_stored_once(package: Package, path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda b: (b.dense.to("meta"), b.pooled, b.managed), "Input 'dense': got a tensor on meta; expected a dense tensor on the CPU"),
+        (lambda b: (b.dense.to("meta"), b.pooled, b.managed), "got a tensor on meta; expected a dense tensor on"),
         (lambda b: (b.dense.double(), b.pooled, b.managed), "Input 'dense': got float64; expected float32"),
         (lambda b: (b.dense[:1], b.pooled, b.managed), r"Input 'pooled.lengths': got shape \[2, 3\]; expected \[2, "),
         (lambda b: (b.dense, b.pooled.values(), b.managed), "Input 'pooled': got a Tensor; expected a Keyed"),
